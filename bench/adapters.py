@@ -27,10 +27,10 @@ from rich.table import Table
 from bench.common import Case, machine, measure, table, write_json
 from bench.train_step import SIZES, VOCABULARY, Rows, config_of, etude_step, mixed_rows, tree
 from bench.train_step import answers as trained
-from etude.models import Lora, Model, PackedAttention, adapt, create, token_logp
+from etude.models import LoraAdapterConfig, Model, PackedAttention, adapt, create, token_logp
 from etude.observe import make_console, progress
 from etude.records import Completion, SamplingParams
-from etude.rollout import EngineConfig, TorchEngine
+from etude.rollout import TorchEngine, TorchEngineConfig
 
 RANK, SPREAD = 16, 0.02
 """Of the adapters, and how large the factors are that begin at zero: about what a short training makes of them."""
@@ -46,7 +46,7 @@ def whole(size: str) -> Model:
 
 def adapted(size: str) -> Model:
     """The same with adapters that add something."""
-    model = adapt(whole(size), Lora(rank=RANK), seed=0)
+    model = adapt(whole(size), LoraAdapterConfig(rank=RANK), seed=0)
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.trained_weights():
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "sample" in asked.only:
             made = {"whole": whole(asked.size), "adapter": adapted(asked.size), "merged": adapted(asked.size)}
             for name, model in made.items():
-                engine = TorchEngine(model, None, EngineConfig(kv_gib=0.5), merge=name == "merged")
+                engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.5), merge=name == "merged")
                 engines[name] = stack.enter_context(closing(engine))
             told += sampling(asked.size, asked.rows, engines)
         with progress("timing", len(told) * (asked.rounds + 1), console) as bar:

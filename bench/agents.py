@@ -43,7 +43,7 @@ from bench import agents_cases
 from bench.common import machine, versions
 from bench.workers import Worker
 from etude.observe import make_console, progress
-from etude.rollout.environments import environment, named
+from etude.rollout.python_environments import ensure_environment, load_pins
 
 ROLLOUTS = {"cs": 800, "shm": 1500}
 """Of both, in a round."""
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         if "compared" in asked.cases:
-            agl = environment(named("agentlightning"), console=console).python
+            agl = ensure_environment(load_pins("agentlightning"), console=console).python
             found, told = compared(asked.rounds, agl, Path(folder), console)
         figures = of_compared(found) + alone(asked.cases, Path(folder), console)
     if found:

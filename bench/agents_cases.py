@@ -18,9 +18,9 @@ from bench.workers import ROOT, Worker
 from etude.errors import StoreError
 from etude.records import Outcome, Task
 from etude.store import RolloutState, Status, open_store
-from etude.store.client import RemoteDesk
-from etude.store.desk import Desk, Ended, Key, Limits, Wanted
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutLimits, RolloutQueue, RolloutRequest
 
 __all__ = ["Acknowledged", "endpoint", "grown", "killed", "started"]
 
@@ -29,7 +29,7 @@ ATTEMPTS = 4000
 CONNECTIONS = 16
 OPENED_S = 6.0
 """Seconds of calls at half the load."""
-PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
+PATIENT = RolloutLimits(timeout_s=None, unresponsive_s=3600.0)
 SMALL, LARGE = 1_000, 100_000
 """Rollouts in the store."""
 
@@ -93,8 +93,8 @@ def started(folder: Path, times: int, say: Callable[[], None]) -> float:
 
 
 async def _queued(told: dict[str, Any], count: int) -> None:
-    desk = RemoteDesk(told["url"], told["key"])
-    await desk.enqueue([Wanted(Task(n, {"n": n})) for n in range(count)])
+    desk = RemoteRolloutQueue(told["url"], told["key"])
+    await desk.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(count)])
     await desk.close()
 
 
@@ -109,16 +109,18 @@ def grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float
 
 
 async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:
-    desks = {count: LocalDesk(open_store(folder / f"{count}.sqlite")) for count in (SMALL, LARGE)}
+    desks = {count: LocalRolloutQueue(open_store(folder / f"{count}.sqlite")) for count in (SMALL, LARGE)}
     cursors, stored = dict.fromkeys(desks, 0), dict.fromkeys(desks, 0)
 
     async def play(count: int, many: int) -> float:
         desk, began = desks[count], time.perf_counter()
         first = stored[count]
-        await desk.enqueue([Wanted(Task(n, {"n": n}), limits=PATIENT) for n in range(first, first + many)])
+        await desk.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(first, first + many)])
         claims = await desk.claim("bench", many, 10.0)
         assert len(claims) == many, "every rollout that was queued is claimed"
-        await asyncio.gather(*(desk.finish(each.key, Ended(Outcome.SUCCEEDED, reward=1.0)) for each in claims))
+        await asyncio.gather(
+            *(desk.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+        )
         while stored[count] < first + many:
             cursors[count], ended = await desk.wait(cursors[count], 10.0)
             stored[count] += len(ended)
@@ -161,7 +163,7 @@ class Acknowledged:
 
     def __init__(self) -> None:
         self.queued: set[int] = set()
-        self.finished: dict[Key, float] = {}
+        self.finished: dict[AttemptId, float] = {}
 
     def lost(self, states: dict[int, RolloutState]) -> int:
         """How much of it is not there."""
@@ -175,18 +177,18 @@ class Acknowledged:
 
 async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
     """Queue and play as fast as it goes, until the server is killed."""
-    desk = RemoteDesk(told["url"], told["key"], patience_s=0.2)
+    desk = RemoteRolloutQueue(told["url"], told["key"], patience_s=0.2)
 
     async def queue() -> None:
         while True:
             first = len(acknowledged.queued)
-            wanted = [Wanted(Task(n, {"n": n}), id=n, limits=PATIENT) for n in range(first, first + 64)]
+            wanted = [RolloutRequest(Task(n, {"n": n}), id=n, limits=PATIENT) for n in range(first, first + 64)]
             acknowledged.queued.update(await desk.enqueue(wanted))
 
     async def play(name: str) -> None:
         while True:
             for claim in await desk.claim(name, 8, 10.0):
-                await _handed_in(desk, claim.key, acknowledged)
+                await _handed_in(desk, claim.attempt_id, acknowledged)
 
     work = [asyncio.create_task(each) for each in (queue(), *(play(f"runner {n}") for n in range(16)))]
     await asyncio.sleep(seconds)
@@ -198,7 +200,7 @@ async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Work
     await desk.close()
 
 
-async def _handed_in(desk: Desk, key: Key, acknowledged: Acknowledged) -> None:
+async def _handed_in(desk: RolloutQueue, key: AttemptId, acknowledged: Acknowledged) -> None:
     reward = float(key.rollout)
-    if await desk.finish(key, Ended(Outcome.SUCCEEDED, reward=reward)):
+    if await desk.finish(key, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
         acknowledged.finished[key] = reward

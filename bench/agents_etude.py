@@ -22,9 +22,9 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.records import Outcome, Task
 from etude.store import open_store
-from etude.store.desk import Wanted
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import serve
 
 RUNNERS = {"shm": 1, "cs": 2}
@@ -39,13 +39,13 @@ async def trivial(task: Task) -> float:  # noqa: ARG001
 
 
 @contextmanager
-def at_work(strategy: str, directory: Path, at_once: int) -> Iterator[LocalDesk]:
+def at_work(strategy: str, directory: Path, max_concurrency: int) -> Iterator[LocalRolloutQueue]:
     """A desk at which runners play."""
     keyring = Keyring()
-    desk = LocalDesk(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
+    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
     try:
         if strategy == "shm":
-            with ThreadRunners(desk, trivial, RUNNERS[strategy], max_concurrency=at_once):
+            with ThreadRunners(desk, trivial, RUNNERS[strategy], max_concurrency=max_concurrency):
                 yield desk
         else:
             with (
@@ -56,7 +56,7 @@ def at_work(strategy: str, directory: Path, at_once: int) -> Iterator[LocalDesk]
                     keyring.runner,
                     RUNNERS[strategy],
                     logs=directory,
-                    max_concurrency=at_once,
+                    max_concurrency=max_concurrency,
                 ),
             ):
                 yield desk
@@ -68,12 +68,12 @@ def at_work(strategy: str, directory: Path, at_once: int) -> Iterator[LocalDesk]
 class Player:
     """Queues rollouts, and waits until all have succeeded."""
 
-    def __init__(self, desk: LocalDesk) -> None:
+    def __init__(self, desk: LocalRolloutQueue) -> None:
         self.desk, self.cursor, self.next = desk, 0, 0
 
     async def play(self, count: int) -> None:
         """So many."""
-        await self.desk.enqueue([Wanted(Task(self.next + n, {"n": n})) for n in range(count)])
+        await self.desk.enqueue([RolloutRequest(Task(self.next + n, {"n": n})) for n in range(count)])
         self.next += count
         left = count
         while left:
@@ -82,9 +82,9 @@ class Player:
             left -= len(ended)
 
 
-async def answer(desk: LocalDesk) -> None:
+async def answer(desk: LocalRolloutQueue) -> None:
     """Until there are no more lines."""
-    await desk.put("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    await desk.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
     player = Player(desk)
     await player.play(WARMING)
     print(json.dumps({"etude": etude.__version__}), flush=True)

@@ -29,14 +29,14 @@ from bench.agents_server import Null, chat
 from bench.common import written
 from etude.agents.agent import LLM
 from etude.agents.execution.threads import ThreadRunners
-from etude.agents.proxy.app import router
-from etude.agents.proxy.endpoint import Endpoint
+from etude.agents.proxy.app import create_router
+from etude.agents.proxy.endpoint import ModelEndpoint
 from etude.observe import make_console, progress
 from etude.records import Task
-from etude.store import Admitted, open_store
-from etude.store.desk import Wanted
+from etude.store import RolloutsAdmitted, open_store
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import serve
 
 OPEN, STEP, SAMPLED = 256, 64, 1000
@@ -72,20 +72,20 @@ class Sampled:
     """Bytes of the journal."""
 
 
-async def played(desk: LocalDesk, count: int, look: Callable[[int], None]) -> None:
+async def played(desk: LocalRolloutQueue, count: int, look: Callable[[int], None]) -> None:
     """Have so many played, and looked at now and then."""
     cursor, queued, ended, step = 0, 0, 0, 0
     done: list[int] = []
     while ended < count:
         many = min(OPEN - (queued - ended), count - queued)
         if many > 0:
-            await desk.enqueue([Wanted(Task(n, {"n": n})) for n in range(queued, queued + many)])
+            await desk.enqueue([RolloutRequest(Task(n, {"n": n})) for n in range(queued, queued + many)])
             queued += many
         cursor, states = await desk.wait(cursor, 60.0)
         assert states and all(state.status == "succeeded" for state in states), "a rollout did not succeed"
         done += [state.id for state in states]
         while len(done) >= STEP:
-            desk.journal.append([Admitted(step, tuple(done[:STEP]))])
+            desk.journal.append([RolloutsAdmitted(step, tuple(done[:STEP]))])
             done, step = done[STEP:], step + 1
         before, ended = ended, ended + len(states)
         if before // SAMPLED < ended // SAMPLED:
@@ -96,14 +96,14 @@ def measured(folder: Path, count: int, look: Callable[[Sampled], None]) -> None:
     """Play so many with all that a run has."""
     keyring, talk = Keyring(), chat(folder / "tokenizer")
     journal = folder / "journal.sqlite"
-    desk = LocalDesk(open_store(journal), keyring)
-    endpoint = Endpoint(desk, keyring, talk, Null(talk))
+    desk = LocalRolloutQueue(open_store(journal), keyring)
+    endpoint = ModelEndpoint(desk, keyring, talk, Null(talk))
     began = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(desk.journal.close)
         stack.callback(lambda: asyncio.run(desk.close()))
-        serving = stack.enter_context(serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]))
-        asyncio.run(desk.put("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
+        serving = stack.enter_context(serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]))
+        asyncio.run(desk.put_resource("endpoint", {"base_url": f"{serving.url}/v1", "model": endpoint.model}))
         stack.enter_context(ThreadRunners(desk, asks, 1, max_concurrency=32))
         asyncio.run(
             played(

@@ -22,16 +22,16 @@ import numpy as np
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from etude.agents.proxy.app import router
-from etude.agents.proxy.endpoint import Endpoint
-from etude.chat import Chat, Tokenizer
+from etude.agents.proxy.app import create_router
+from etude.agents.proxy.endpoint import ModelEndpoint
+from etude.chat import ChatRenderer, Tokenizer
 from etude.chat.tokenizer import Ids
-from etude.recipes.agency import swept
+from etude.recipes.agents.services import freeze_gc
 from etude.records import Completion, SamplingParams, Task
 from etude.store import open_store
-from etude.store.desk import Claim, Limits, Wanted
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import Claim, RolloutLimits, RolloutRequest
 from etude.store.server import serve
 
 SAID = "It stands at the second gate from the left, where the road turns to the river and the old mill is."
@@ -43,10 +43,10 @@ TEMPLATE = (
 )
 CONTEXT = 32_768
 """Tokens of the model's longest sequence."""
-PATIENT = Limits(timeout_s=None, unresponsive_s=3600.0)
+PATIENT = RolloutLimits(timeout_s=None, unresponsive_s=3600.0)
 
 
-def chat(directory: Path) -> Chat:
+def chat(directory: Path) -> ChatRenderer:
     """A small tokenizer of bytes, and the commonest of templates."""
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +61,7 @@ def chat(directory: Path) -> Chat:
     inner.save(str(directory / "tokenizer.json"))
     told = {"eos_token": END, "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(told))
-    return Chat(Tokenizer.load(directory), "served")
+    return ChatRenderer(Tokenizer.load(directory), "served")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class _Gained:
 class Null:
     """Says the same to everything, at once."""
 
-    def __init__(self, chat: Chat) -> None:
-        ids = chat.tokenizer.encode(SAID + END, special=True)
+    def __init__(self, chat: ChatRenderer) -> None:
+        ids = chat.tokenizer.encode(SAID + END, add_special_tokens=True)
         count = len(ids)
         self._said = Completion(ids, np.full(count, -1.0), np.zeros(count, np.int32), "stop", SAID)
 
@@ -89,11 +89,11 @@ class Null:
         yield _Gained(self._said.ids, self._said.logp, self._said.version, self._said)
 
 
-async def begun(desk: LocalDesk, count: int) -> list[Claim]:
+async def begun(desk: LocalRolloutQueue, count: int) -> list[Claim]:
     """So many attempts that run."""
     claims: list[Claim] = []
     if count:
-        await desk.enqueue([Wanted(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
+        await desk.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])
     while len(claims) < count:
         claims += await desk.claim("bench", count, 10.0)
     return claims
@@ -105,17 +105,20 @@ def main(directory: Path, attempts: int, core: int | None) -> None:
         os.sched_setaffinity(0, {core})
     keyring = Keyring(b"a secret of this benchmark alone")
     talk = chat(directory / "tokenizer")
-    desk = LocalDesk(open_store(directory / "journal.sqlite"), keyring)
-    endpoint = Endpoint(desk, keyring, talk, Null(talk), context=CONTEXT)
+    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite"), keyring)
+    endpoint = ModelEndpoint(desk, keyring, talk, Null(talk), context=CONTEXT)
     claims = asyncio.run(begun(desk, attempts))
-    with swept(), serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]) as serving:  # as a run does
+    with (
+        freeze_gc(),
+        serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]) as serving,
+    ):  # as a run does
         told = {
             "url": serving.url,
             "key": keyring.admin,
             "runner": keyring.runner,
             "keys": [claim.model_key for claim in claims],
             "rewards": [claim.reward_key for claim in claims],
-            "first": claims[0].key.rollout if claims else 0,
+            "first": claims[0].attempt_id.rollout if claims else 0,
         }
         print(json.dumps(told), flush=True)
         sys.stdin.read()

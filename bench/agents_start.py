@@ -26,7 +26,7 @@ async def first(task: Task) -> float:  # noqa: ARG001
 async def main() -> None:
     """Claim, play, stop."""
     global runner
-    desk = etude.agents.distant_desk(*sys.argv[1:3])
+    desk = etude.agents.connect_queue(*sys.argv[1:3])
     runner = Runner(desk, first, max_concurrency=1)
     await runner.run()
     await desk.close()

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from bench.common import Case, machine, measure, table, write_json
-from etude.algorithms import ADVANTAGES, LOSSES, Denominators, Outputs, State, View
+from etude.algorithms import ADVANTAGES, LOSSES, AlgorithmState, Denominators, Outputs, View
 from etude.algorithms.base import Advantage, Loss
 from etude.algorithms.losses import SUPERVISED
-from etude.batch import COLUMNS, Batch, Kind, ranges
+from etude.batch import COLUMNS, Batch, ColumnKind, ranges
 from etude.observe import make_console, progress
 
 ESTIMATOR_LIMIT, LOSS_LIMIT = 60.0, 20.0
@@ -83,9 +83,9 @@ def inputs(batch: Batch, names: Iterable[str], view: View) -> list[Tensor]:
     """The columns of these names, at the action tokens."""
     found = []
     for name in sorted(names):
-        of_unit = COLUMNS.get(name, Kind.TOKEN) is Kind.UNIT
-        place = view.rollouts.index if of_unit else view.index
-        found.append(batch.need(name).index_select(0, place))
+        of_unit = COLUMNS.get(name, ColumnKind.TOKEN) is ColumnKind.UNIT
+        place = view.rollouts.segment_ids if of_unit else view.action_index
+        found.append(batch.require(name).index_select(0, place))
     return found
 
 
@@ -96,11 +96,11 @@ def copies(columns: Sequence[Tensor]) -> list[Tensor]:
 
 def estimator_case(name: str, estimator: Advantage, batch: Batch) -> Case:
     """One call of an estimator."""
-    columns = inputs(batch, estimator.needs(), View(batch))
+    columns = inputs(batch, estimator.required_columns(), View(batch))
     return Case(
         f"advantage={name}",
         "estimators",
-        lambda: estimator(View(batch), State()),
+        lambda: estimator(View(batch), AlgorithmState()),
         lambda: copies(columns),
         ESTIMATOR_LIMIT,
     )
@@ -110,12 +110,14 @@ def loss_case(name: str, loss: Loss, batch: Batch) -> Case:
     """A loss and its gradient. What is chosen once a step is chosen beforehand."""
     view = View(batch)
     if name in LOSSES:
-        chosen = LOSSES[name].choose(loss, view, seed=0, step=0)  # type: ignore[arg-type]
-        batch = batch if chosen is None else batch.replace(chosen=view.spread(chosen, fill=False))
-    whole = Denominators.of(view)
-    given = {output: _output(output, batch) for output in sorted(loss.outputs())}
-    own = list(inputs(batch, loss.needs(), view))
-    own += [x.detach()[view.rollouts.index if output == "score" else view.index] for output, x in given.items()]
+        chosen = LOSSES[name].choose_tokens(loss, view, seed=0, step=0)  # type: ignore[arg-type]
+        batch = batch if chosen is None else batch.replace(chosen=view.scatter(chosen, fill=False))
+    whole = Denominators.from_view(view)
+    given = {output: _output(output, batch) for output in sorted(loss.forward_outputs())}
+    own = list(inputs(batch, loss.required_columns(), view))
+    own += [
+        x.detach()[view.rollouts.segment_ids if output == "score" else view.action_index] for output, x in given.items()
+    ]
 
     def work() -> None:
         for x in given.values():
@@ -128,18 +130,18 @@ def loss_case(name: str, loss: Loss, batch: Batch) -> Case:
 def _output(name: str, batch: Batch) -> Tensor:
     """What a forward pass would give, near what the batch holds."""
     near = {
-        "logp": lambda: batch.need("old_logp") + 0.05 * torch.randn(batch.tokens),
-        "entropy": lambda: batch.need("entropy"),
-        "topk_logp": lambda: torch.randn(batch.tokens, TOP + 1).log_softmax(-1),
-        "value": lambda: batch.need("value") + 0.1,
-        "score": lambda: torch.randn(batch.rollouts),
+        "logp": lambda: batch.require("old_logp") + 0.05 * torch.randn(batch.num_tokens),
+        "entropy": lambda: batch.require("entropy"),
+        "topk_logp": lambda: torch.randn(batch.num_tokens, TOP + 1).log_softmax(-1),
+        "value": lambda: batch.require("value") + 0.1,
+        "score": lambda: torch.randn(batch.num_rollouts),
     }[name]
     return near().clone().requires_grad_()
 
 
 def cases(batch: Batch, only: Sequence[str]) -> list[Case]:
     """Every estimator and every loss, or only those that are named."""
-    pairs = batch.replace(group=torch.arange(batch.rollouts) // 2)  # learning from pairs needs groups of two
+    pairs = batch.replace(group=torch.arange(batch.num_rollouts) // 2)  # learning from pairs needs groups of two
     found = [estimator_case(name, kind(), batch) for name, kind in ADVANTAGES.items() if not only or name in only]
     for name, kind in {**LOSSES, **SUPERVISED}.items():
         if not only or name in only:
@@ -160,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = cases(batch, asked.only)
     if not told:
         parser.error(f"none of these is an estimator or a loss: {' '.join(asked.only)}")
-    about = {"sequences": batch.rollouts, "tokens": batch.tokens, "action_tokens": int(batch.action.sum())}
+    about = {"sequences": batch.num_rollouts, "tokens": batch.num_tokens, "action_tokens": int(batch.action.sum())}
     console.print(
-        f"{batch.rollouts:,} sequences of {SHORTEST} to {asked.longest:,} tokens, {about['action_tokens']:,} of "
-        f"{batch.tokens:,} tokens are actions; {machine()['threads']} threads, median of {asked.rounds} rounds.",
+        f"{batch.num_rollouts:,} sequences of {SHORTEST} to {asked.longest:,} tokens, {about['action_tokens']:,} of "
+        f"{batch.num_tokens:,} tokens are actions; {machine()['threads']} threads, median of {asked.rounds} rounds.",
         soft_wrap=True,
     )
     with progress("timing", len(told) * (asked.rounds + 1), console) as bar:

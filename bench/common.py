@@ -16,8 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from etude import __version__
-from etude.tools.versions import devices, installed
-from etude.train import matmul_rate
+from etude.tools.versions import list_devices, list_packages
+from etude.train import measure_matmul_flops
 
 __all__ = ["Case", "Measured", "machine", "matrix_rate", "measure", "table", "versions", "write_json", "written"]
 
@@ -82,19 +82,19 @@ def machine() -> dict[str, Any]:
     """What it ran on."""
     return {
         "platform": platform.platform(),
-        "devices": {device.name: device.what for device in devices()},
+        "devices": {device.name: device.what for device in list_devices()},
         "threads": torch.get_num_threads(),
     }
 
 
 def matrix_rate() -> float:
     """Operations a second in the best bf16 matrix product of this processor."""
-    return matmul_rate(torch.bfloat16, torch.device("cpu"))
+    return measure_matmul_flops(torch.bfloat16, torch.device("cpu"))
 
 
 def versions() -> dict[str, str | None]:
     """What it ran with."""
-    return {"etude": __version__, "python": platform.python_version()} | {p.name: p.version for p in installed()}
+    return {"etude": __version__, "python": platform.python_version()} | {p.name: p.version for p in list_packages()}
 
 
 def table(measured: Sequence[Measured], yardstick: str) -> Table:

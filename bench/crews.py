@@ -34,13 +34,13 @@ from rich.table import Table
 from bench.common import written
 from bench.crews_worker import Idle
 from etude.batch import Batch
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import MissingPackageError
 from etude.observe import make_console
-from etude.protocols import Crew, Generate, Ids
-from etude.recipes.batching import collated
-from etude.recipes.rows import Rows
+from etude.protocols import Crew, Ids, TokenGenerator
+from etude.recipes.collect.rollout_rows import RolloutRows
+from etude.recipes.collect.step_batch import build_step_batch
 from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
 
@@ -76,7 +76,7 @@ class Timed:
 
 
 class Engine:
-    """The engine of one rank of a crew, asked as `etude.recipes.replicas` asks it; or of the one that is here."""
+    """The engine of one rank of a crew, or the one in this process, called as `rank_engines` calls it."""
 
     def __init__(self, crew: Any, rank: int) -> None:
         self._crew, self._rank = crew, rank
@@ -136,7 +136,11 @@ def _records() -> tuple[list[Sample], list[Rollout]]:
 
 
 def _kinds() -> dict[str, Callable[[Path], Crew]]:
-    common: dict[str, Any] = {"ranks": 2, "share": shares, "config": CrewConfig(timeout=600, silence=120)}
+    common: dict[str, Any] = {
+        "ranks": 2,
+        "share": partition_rollouts,
+        "config": CrewConfig(timeout=600, heartbeat_timeout=120),
+    }
     return {
         "local": lambda _: LocalCrew(Idle()),
         "processes": lambda logs: crew_of("local")(Idle, logs=logs, **common),
@@ -152,10 +156,12 @@ def _timed(
     prompts = [sample.ids[: TOKENS // 2] for sample in samples[::GROUP_SIZE]]
     with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew, asyncio.Runner() as runner:
         ranks = 1 if isinstance(crew, LocalCrew) else 2
-        engine: Generate = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
+        engine: TokenGenerator = Idle() if ranks == 1 else Router([Engine(crew, rank) for rank in range(ranks)])
         for step in range(WARMING + steps):
             began = time.perf_counter()
-            batch = collated(crew, [Rows.of([sample]).laid(crew.keep) for sample in samples], rollouts, step)
+            batch = build_step_batch(
+                crew, [RolloutRows.from_samples([sample]).stored(crew.put) for sample in samples], rollouts, step
+            )
             told[LAID].append(time.perf_counter() - began)
             told[CALLS].append(_seconds(lambda batch=batch, step=step: _call(crew, batch, step)))  # type: ignore[misc]
             told[ANSWERS].append(_seconds(lambda: runner.run(_ask(engine, prompts))))
@@ -164,18 +170,18 @@ def _timed(
 
 def _call(crew: Crew, batch: Batch, step: int) -> None:
     """The calls of a step."""
-    held = crew.hold(Idle.estimate, crew.hold(Idle.annotate, batch))
+    held = crew.call_for_ref(Idle.estimate, crew.call_for_ref(Idle.annotate, batch))
     crew.call(Idle.update, held.split(1, by="group"))
     crew.call(Idle.publish, step)
     crew.call(Idle.measure)
     crew.call(Idle.measure)
 
 
-async def _ask(engine: Generate, prompts: Sequence[Ids]) -> None:
+async def _ask(engine: TokenGenerator, prompts: Sequence[Ids]) -> None:
     """The answers of a step: those of a group are to one prompt."""
     begun: list[int] = []
     asked = [
-        engine.generate(prompt, SAMPLING, begun=lambda: begun.append(1))
+        engine.generate(prompt, SAMPLING, on_start=lambda: begun.append(1))
         for prompt in prompts
         for _ in range(GROUP_SIZE)
     ]

@@ -9,7 +9,7 @@ import torch
 
 from etude.batch import Batch
 from etude.observe import Last, Metrics
-from etude.protocols import Gather, Ids, Split, spread
+from etude.protocols import Gather, Ids, Split, dispatch_mode
 from etude.records import Completion, SamplingParams
 
 __all__ = ["Idle"]
@@ -18,38 +18,38 @@ __all__ = ["Idle"]
 class Idle:
     """A worker with nothing to do."""
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
         """One column more."""
-        return batch.replace(old_logp=torch.zeros(batch.tokens))
+        return batch.replace(old_logp=torch.zeros(batch.num_tokens))
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch) -> Batch:
         """And another."""
-        return batch.replace(advantage=torch.zeros(batch.tokens))
+        return batch.replace(advantage=torch.zeros(batch.num_tokens))
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:
         """Look at what came."""
-        return Metrics({"tokens": Last.of(sum(part.tokens for part in parts))})
+        return Metrics({"tokens": Last.of(sum(part.num_tokens for part in parts))})
 
-    @spread()
+    @dispatch_mode()
     def publish(self, version: int) -> Metrics:
         """Nothing."""
         return Metrics({"version": Last.of(version)})
 
-    @spread(gather=Gather.METRICS)
+    @dispatch_mode(gather=Gather.METRICS)
     def measure(self) -> Metrics:
         """Nothing either."""
         return Metrics()
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """An answer of the length that is asked for, at once."""
         del prompt
-        if begun is not None:
-            begun()
+        if on_start is not None:
+            on_start()
         nothing = np.zeros(sampling.max_tokens, np.int32)
         logp = nothing.astype(np.float32)
         return Completion(nothing, logp, nothing, "length", raw_logp=logp)

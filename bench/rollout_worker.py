@@ -30,9 +30,9 @@ def etude(model: str) -> Generate:
 
     from etude.models import load
     from etude.records import SamplingParams
-    from etude.rollout.torch_engine import EngineConfig, TorchEngine
+    from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 
-    engine = TorchEngine(load(model, dtype=torch.bfloat16), None, EngineConfig(kv_gib=2.0))
+    engine = TorchEngine(load(model, dtype=torch.bfloat16), None, TorchEngineConfig(kv_gib=2.0))
     atexit.register(engine.close)
 
     def generate(prompts: Prompts, new: int) -> Prompts:

@@ -37,12 +37,12 @@ from torch import Tensor
 from bench.common import Case, machine, measure, table, write_json
 from bench.sync_worker import digest
 from bench.workers import Worker
-from etude.models import create, tiny
+from etude.models import create, tiny_config
 from etude.observe import make_console, progress
-from etude.sync import Carrier, Fleet, LocalCarrier
-from etude.sync.disk import DiskCarrier
-from etude.sync.group import GroupCarrier
-from etude.sync.shm import ShmCarrier
+from etude.sync import LocalWeightSync, ReplicaWeightSync, WeightTransport
+from etude.sync.broadcast import BroadcastTransport
+from etude.sync.disk import DiskTransport
+from etude.sync.shm import ShmTransport
 
 KINDS = ("alias", "local", "shm", "disk", "gloo")
 LIMITS = {"alias": 0.1, "local": 1.2, "shm": 2.0, "disk": 40.0, "gloo": 20.0}
@@ -65,7 +65,7 @@ class Receiver:
 
     def __init__(self, log: Path, threads: int) -> None:
         self.url, self.ranks, self.version = "a process of its own", 1, 0
-        self.dialect = SimpleNamespace(name="vllm")
+        self.backend = SimpleNamespace(name="vllm")
         command = [sys.executable, "-m", "bench.sync_worker", str(threads)]
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         self._worker = Worker("the receiver", command, log, {"GLOO_SOCKET_IFNAME": loopback})
@@ -99,7 +99,7 @@ class Receiver:
     def withdraw(self) -> None:
         """It is in no rotation."""
 
-    async def stamped(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         """It has this version."""
         self.version = version
 
@@ -122,7 +122,7 @@ class Held:
         """What it computes with."""
         return self._weights.items()
 
-    async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write these over its own."""
         del version
         for name, weight in weights:
@@ -141,7 +141,7 @@ class Held:
 def weights_of(size: str) -> dict[str, Tensor]:
     """A random model's, in bf16."""
     shape = dict(SIZES[size])
-    model = create(tiny(shape.pop("vocabulary"), **shape), seed=0, dtype=torch.bfloat16)
+    model = create(tiny_config(shape.pop("vocabulary"), **shape), seed=0, dtype=torch.bfloat16)
     return {name: weight.detach() for name, weight in model.named_weights()}
 
 
@@ -164,20 +164,20 @@ class Published:
     ) -> None:
         self.name, self._weights, self._version = name, weights, 0
         self._loop = asyncio.new_event_loop()
-        self._carrier: LocalCarrier | Fleet
+        self._carrier: LocalWeightSync | ReplicaWeightSync
         if name in ("alias", "local"):
             own = weights if name == "alias" else {key: torch.zeros_like(weight) for key, weight in weights.items()}
             self._engine: Held | Receiver = Held(own)
-            self._carrier = LocalCarrier(self._engine)
+            self._carrier = LocalWeightSync(self._engine)
             return
         nbytes = bucket_mib * 2**20
-        made: dict[str, Callable[[], Carrier]] = {
-            "shm": lambda: ShmCarrier(nbytes),
-            "disk": lambda: DiskCarrier(directory, nbytes),
-            "gloo": lambda: GroupCarrier("gloo", nbytes, address="127.0.0.1"),
+        made: dict[str, Callable[[], WeightTransport]] = {
+            "shm": lambda: ShmTransport(nbytes),
+            "disk": lambda: DiskTransport(directory, nbytes),
+            "gloo": lambda: BroadcastTransport("gloo", nbytes, address="127.0.0.1"),
         }
         self._engine = receiver
-        self._carrier = Fleet([receiver], made[name]())
+        self._carrier = ReplicaWeightSync([receiver], made[name]())
 
     def prepare(self) -> None:
         """Change every weight, and leave the engine without any: what it has afterwards has come by this publish."""

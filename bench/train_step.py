@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from bench.common import Case, machine, measure, table, write_json
 from etude.batch import Pack
-from etude.models import Model, PackedAttention, create, save, tiny, token_logp
+from etude.models import Model, PackedAttention, create, save, tiny_config, token_logp
 from etude.observe import make_console, progress
 
 SIZES = {
@@ -164,7 +164,7 @@ def _advantages(rows: Rows) -> Tensor:
 
 def config_of(size: str) -> PreTrainedConfig:
     """The shape of a size: Qwen3, tied embeddings."""
-    return tiny(VOCABULARY[size], **SIZES[size])
+    return tiny_config(VOCABULARY[size], **SIZES[size])
 
 
 def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:

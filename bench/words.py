@@ -11,19 +11,19 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from etude.models import create, save, tiny
+from etude.models import create, save, tiny_config
 
 __all__ = ["write_model", "write_tasks"]
 
 
 def write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
     """A model of these sizes with its tokenizer; returns how many parameters it has."""
-    count = sizes["vocabulary"]
+    count = sizes["vocab_size"]
     words = ["<pad>", "<end>", *(f"{'ab'[index % 2]}{index}" for index in range(count - 2))]
     inner = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens(["<pad>", "<end>"])
-    model = create(tiny(context=1024, **sizes), seed=0)
+    model = create(tiny_config(context=1024, **sizes), seed=0)
     model.module.config.eos_token_id = model.module.generation_config.eos_token_id = 1
     model.module.config.pad_token_id = model.module.generation_config.pad_token_id = 0
     save(model, directory)

@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from etude.agents.guard import Guard
+from etude.agents.process_reaper import ProcessReaper
 
 __all__ = ["Worker"]
 
 PATIENCE = 600.0
 """Seconds within which a worker must start, and answer."""
 ROOT = Path(__file__).parents[1]
-_GUARD = Guard()
+_GUARD = ProcessReaper()
 
 
 class Worker:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from etude.agents import emit
     from etude.agents.agent import Agent, agent
     from etude.agents.command import command
-    from etude.easy import PPOTrainer, RLConfig, Trajectories
     from etude.launch import train
+    from etude.ppo_trainer import PPOTrainer, RLConfig, Trajectories
     from etude.trainer import RL, Algorithm, Baseline, Trainer
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
 def __getattr__(name: str) -> Any:
     """What is heavy is loaded when it is asked for, so that `import etude` costs nothing."""
     if name in ("PPOTrainer", "RLConfig", "Trajectories"):
-        from etude import easy
+        from etude import ppo_trainer as easy
 
         return getattr(easy, name)
     if name in ("RL", "Algorithm", "Baseline", "Trainer"):

@@ -1,4 +1,5 @@
-"""The command line: the commands that train a model or ask one; `commands.py` and `services.py` hold the others.
+"""The command line: the commands that train a model or ask one; `commands.py` and `service_commands.py` hold the
+others.
 
 Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
 standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
@@ -19,78 +20,87 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.commands import RUN, Parser, add, add_rollouts, of_a_run
-from etude.errors import ConfigError, EtudeError, refusal_of
+from etude.commands import RUN, OverrideParser, add_commands, add_rollout_export, add_run_command
+from etude.errors import ConfigError, EtudeError, describe_system_error
 from etude.help_texts import (
     ABOUT,
-    AGENT_DEMO,
     ALGORITHMS,
+    CONFIG_SHOW,
     DEMO,
+    DEMO_AGENT,
     EVAL,
-    EXAMPLES,
     EXPORT,
     GENERATE,
-    LEARN,
-    LEARNERS,
-    SHOW,
-    START,
+    GETTING_STARTED,
+    SUPERVISED_CLASSES,
+    SUPERVISED_COMMANDS,
+    SUPERVISED_EPILOG,
     TRAIN,
 )
-from etude.lazy import loading
-from etude.services import add_services
+from etude.lazy import pause_gc
+from etude.service_commands import add_service_commands
 
-__all__ = ["main", "parser", "spelled_out"]
+__all__ = ["build_parser", "expand_shorthand", "main"]
 
-FAILED, REFUSED, INTERRUPTED, NOBODY_READS = 1, 2, 130, 141
+FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 LANGUAGE, MODEL = "language", "model"
 DEMO_RUN = "etude.demo.algorithms:DemoRun"
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    debug = Parser(add_help=False)
+    debug = OverrideParser(add_help=False)
     debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
     raw = argparse.RawDescriptionHelpFormatter
-    top = Parser("etude", description=ABOUT, epilog=START, formatter_class=raw, parents=[debug], allow_abbrev=False)
+    top = OverrideParser(
+        "etude", description=ABOUT, epilog=GETTING_STARTED, formatter_class=raw, parents=[debug], allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=f"etude {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     _add_runs(commands, debug)
 
     config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=Parser
+        metavar="COMMAND", required=True, parser_class=OverrideParser
     )
     told, roots = "print every option of a run, with its value and its meaning", {"": RUN, "--demo": DEMO_RUN}
-    show = of_a_run(config, "show", told, SHOW, debug, "[PRESET|RECIPE] ", roots | LEARNERS)
+    show = add_run_command(config, "show", told, CONFIG_SHOW, debug, "[PRESET|RECIPE] ", roots | SUPERVISED_CLASSES)
     show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
     show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
-    add_services(commands, debug)
-    add(top, commands, debug)
+    add_service_commands(commands, debug)
+    add_commands(top, commands, debug)
     return top
 
 
-def _add_runs(commands: Any, debug: Parser) -> None:
+def _add_runs(commands: Any, debug: OverrideParser) -> None:
     """The commands that train a model, or ask one."""
-    train = of_a_run(commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] ")
+    train = add_run_command(
+        commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] "
+    )
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
     train.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     train.set_defaults(command=_train)
 
-    for name, (told, options) in EXAMPLES.items():
-        epilog, roots = LEARN.replace("NAME", name).replace("OPTIONS", options), {"": LEARNERS[name]}
-        learn = of_a_run(commands, name, told, epilog, debug, roots=roots)
+    for name, (told, options) in SUPERVISED_COMMANDS.items():
+        epilog, roots = (
+            SUPERVISED_EPILOG.replace("NAME", name).replace("OPTIONS", options),
+            {"": SUPERVISED_CLASSES[name]},
+        )
+        learn = add_run_command(commands, name, told, epilog, debug, roots=roots)
         learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
         learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
         learn.set_defaults(command=_learn, recipe=name)
 
-    evaluate = of_a_run(commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] ")
+    evaluate = add_run_command(
+        commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] "
+    )
     evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write the answers there, a JSON object a line")
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON, on the last line")
     evaluate.set_defaults(command=_eval)
 
-    generate = of_a_run(
+    generate = add_run_command(
         commands, "generate", "ask a model, or a run's checkpoint", GENERATE, debug, "RUN|MODEL [PROMPT] "
     )
     generate.add_argument("-n", type=int, default=1, metavar="N", help="how many answers")
@@ -106,27 +116,27 @@ def _add_runs(commands: Any, debug: Parser) -> None:
         parents=[debug],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     told = "a language model from nothing to good (this is what `etude demo` alone does)"
-    language = of_a_run(demos, LANGUAGE, told, DEMO, debug)
+    language = add_run_command(demos, LANGUAGE, told, DEMO, debug)
     language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     language.set_defaults(command=_demo_language)
     told = "an agent that calls the model by OpenAI's client learns to use its tools"
-    agent = of_a_run(demos, "agent", told, AGENT_DEMO, debug)
+    agent = add_run_command(demos, "agent", told, DEMO_AGENT, debug)
     agent.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     agent.set_defaults(command=_demo_agent)
     told = "train a table of logits by each loss, and draw the exact expected reward"
-    algorithms = of_a_run(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
+    algorithms = add_run_command(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
     algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
     algorithms.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
     algorithms.set_defaults(command=_demo_algorithms)
 
 
-def _add_exports(commands: Any, debug: Parser) -> None:
+def _add_exports(commands: Any, debug: OverrideParser) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     told = "write a run's model, or its rollouts, as files that others read"
     exports = commands.add_parser("export", help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
-    kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
     told = "write its model as a Hugging Face directory (this is what `etude export RUN DIRECTORY` does)"
     export = kinds.add_parser(MODEL, help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
     export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
@@ -139,10 +149,10 @@ def _add_exports(commands: Any, debug: Parser) -> None:
     export.add_argument("--push", metavar="OWNER/NAME", help=told)
     export.add_argument("--private", action="store_true", help="with --push: a new model is seen by its owner alone")
     export.set_defaults(command=_export)
-    add_rollouts(kinds, debug)
+    add_rollout_export(kinds, debug)
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """`etude` alone is its help, `etude demo` its first demo, and `etude export RUN` is `etude export model RUN`."""
     words = list(argv) or ["--help"]
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
@@ -161,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = False
     try:
         try:
-            arguments = parser().parse_args(spelled_out(sys.argv[1:] if argv is None else argv))
+            arguments = build_parser().parse_args(expand_shorthand(sys.argv[1:] if argv is None else argv))
         except SystemExit:  # the help was asked for, or the words are wrong
             _flush()
             raise
@@ -171,18 +181,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EtudeError as error:
         if debug:
             raise
-        _complain(str(error))
+        _print_error(str(error))
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _let_go()
-        return NOBODY_READS
+        _discard_stdout()
+        return BROKEN_PIPE
     except (OSError, MemoryError) as error:
-        _let_go()
+        _discard_stdout()
         if debug:
             raise
-        _complain(refusal_of(error))
+        _print_error(describe_system_error(error))
         return FAILED
     return code or 0
 
@@ -193,7 +203,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _let_go() -> None:
+def _discard_stdout() -> None:
     """The interpreter flushes standard output once more as it ends; where that would fail, let it go nowhere."""
     try:
         _flush()
@@ -201,7 +211,7 @@ def _let_go() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(sentence: str) -> None:
+def _print_error(sentence: str) -> None:
     """Say it on standard error, if there is one."""
     if sys.stderr is not None:
         with suppress(OSError):
@@ -210,11 +220,11 @@ def _complain(sentence: str) -> None:
 
 def _config_show(arguments: argparse.Namespace) -> None:
     from etude.config.compose import compose
-    from etude.config.show import rendered, to_yaml
+    from etude.config.show import render_config, to_yaml
     from etude.observe import make_console
-    from etude.recipes.commands import SUPERVISED, asked
-    from etude.recipes.presets import split
-    from etude.recipes.run import Run
+    from etude.recipes.presets import split_preset
+    from etude.recipes.registry import SUPERVISED, compose_run
+    from etude.recipes.run.config import Run
 
     run: Any
     words = arguments.overrides
@@ -223,83 +233,85 @@ def _config_show(arguments: argparse.Namespace) -> None:
 
         run = compose(DemoRun, words, file=arguments.config)
     elif words[:1] and words[0] in SUPERVISED:
-        run = asked(SUPERVISED[words[0]], words[1:], arguments.config)
+        run = compose_run(SUPERVISED[words[0]], words[1:], arguments.config)
     else:
-        preset, overrides = split(words)
-        run = asked(Run, overrides, arguments.config, preset)
+        preset, overrides = split_preset(words)
+        run = compose_run(Run, overrides, arguments.config, preset)
     if arguments.yaml:
         print(to_yaml(run), end="")
     else:
-        make_console().print(rendered(run), soft_wrap=True, end="")
+        make_console().print(render_config(run), soft_wrap=True, end="")
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from etude.config.env import role
-    from etude.recipes.presets import split
+    from etude.config.env import read_role
+    from etude.recipes.presets import split_preset
 
-    preset, overrides = split(arguments.overrides) if arguments.resume is None else (None, arguments.overrides)
-    from etude.recipes.commands import asked
-    from etude.recipes.folder import read_run
-    from etude.recipes.run import Run
+    preset, overrides = split_preset(arguments.overrides) if arguments.resume is None else (None, arguments.overrides)
+    from etude.recipes.registry import compose_run
+    from etude.recipes.run.config import Run
+    from etude.recipes.run.directory import read_run
 
     if arguments.resume is not None:
-        _goes_on_as_it_was(arguments)
-        _train_or_play(read_run(arguments.resume, arguments.overrides))
+        _check_resume_flags(arguments)
+        _train_or_run_agents(read_run(arguments.resume, arguments.overrides))
     elif arguments.multirun:
-        if role() is not None:
-            raise ConfigError(f"--multirun is many runs, and ETUDE_ROLE={role()} a part of one. Leave one of them out.")
-        from etude.recipes.loop import train
+        if read_role() is not None:
+            raise ConfigError(
+                f"--multirun is many runs, and ETUDE_ROLE={read_role()} a part of one. Leave one of them out."
+            )
+        from etude.recipes.run.loop import train
         from etude.recipes.sweep import sweep
 
         sweep(Run, train, overrides, arguments.config, preset)
     else:
-        _train_or_play(asked(Run, overrides, arguments.config, preset))
+        _train_or_run_agents(compose_run(Run, overrides, arguments.config, preset))
 
 
-def _train_or_play(run: Any) -> None:
+def _train_or_run_agents(run: Any) -> None:
     """Train; or play what another trains, where ETUDE_ROLE says that this process is a runner."""
-    from etude.config.env import role
-    from etude.recipes.loop import train
+    from etude.config.env import read_role
+    from etude.recipes.run.loop import train
 
-    if role() is not None:
+    if read_role() is not None:
         from etude.agents.agent import load_agent
-        from etude.recipes.roles import plays_instead
+        from etude.recipes.agents.process_role import serve_if_runner
 
         if run.agent.path is None:
             raise ConfigError(
-                f"ETUDE_ROLE={role()} says which part of the work with agents is this process's, and this run has no "
-                "`agent.path`. Unset it."
+                f"ETUDE_ROLE={read_role()} says which part of the work with agents is this process's, and this run has "
+                "no `agent.path`. Unset it."
             )
-        if plays_instead(load_agent(run.agent.path), run.agent.at_once):
+        if serve_if_runner(load_agent(run.agent.path), run.agent.max_concurrency):
             return
         run = run.model_copy(update={"agent": run.agent.model_copy(update={"runners": 0})})
     train(run)
 
 
 def _learn(arguments: argparse.Namespace) -> None:
-    from etude.recipes.commands import SUPERVISED, asked
-    from etude.recipes.folder import read_kind
-    from etude.recipes.hub import located
+    from etude.recipes.hub import resolve_hub_names
+    from etude.recipes.registry import SUPERVISED, compose_run
+    from etude.recipes.run.directory import read_recipe
     from etude.recipes.sweep import sweep
 
     def learn(run: Any, interrupt: Any = None) -> Path:
-        run = located(run)
-        with loading():
-            from etude.recipes.school import study
+        run = resolve_hub_names(run)
+        with pause_gc():
+            from etude.recipes.supervised.builder import train_supervised
 
-        return study(run, interrupt)
+        return train_supervised(run, interrupt)
 
     kind = SUPERVISED[arguments.recipe]
     if arguments.resume is not None:
-        _goes_on_as_it_was(arguments)
-        learn(read_kind(kind, arguments.resume, arguments.overrides))
+        _check_resume_flags(arguments)
+        learn(read_recipe(kind, arguments.resume, arguments.overrides))
     elif arguments.multirun:
         sweep(kind, learn, arguments.overrides, arguments.config)
     else:
-        learn(asked(kind, arguments.overrides, arguments.config))
+        learn(compose_run(kind, arguments.overrides, arguments.config))
 
 
-def _goes_on_as_it_was(arguments: argparse.Namespace) -> None:
+def _check_resume_flags(arguments: argparse.Namespace) -> None:
     if arguments.config is not None or arguments.multirun:
         raise ConfigError(
             "--resume goes on with one run as it was started, and takes neither --config nor --multirun. Write what "
@@ -308,11 +320,11 @@ def _goes_on_as_it_was(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from etude.recipes.named import named_run
+    from etude.recipes.run_argument import resolve_run
 
-    run, _ = named_run(arguments.overrides, arguments.config, "eval")
-    with loading():
-        from etude.recipes.ask import evaluate
+    run, _ = resolve_run(arguments.overrides, arguments.config, "eval")
+    with pause_gc():
+        from etude.recipes.inference import evaluate
 
     told = evaluate(run, best=arguments.best, answers=arguments.answers)
     if arguments.json:
@@ -320,14 +332,14 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from etude.recipes.named import question
+    from etude.recipes.run_argument import parse_question
 
     if arguments.n < 1:
         raise ConfigError(f"-n {arguments.n} asks for no answer. Ask for 1 or more.")
     typed = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    run, prompt = question(arguments.overrides, arguments.config, typed)
-    with loading():
-        from etude.recipes.ask import generate
+    run, prompt = parse_question(arguments.overrides, arguments.config, typed)
+    with pause_gc():
+        from etude.recipes.inference import generate
 
     generate(run, prompt, answers=arguments.n, best=arguments.best, raw=arguments.raw)
 
@@ -341,8 +353,8 @@ def _export(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--private says how a model is uploaded, and none is. Add `--push OWNER/NAME`, or leave it out."
         )
-    with loading():
-        from etude.recipes.ask import export_run
+    with pause_gc():
+        from etude.recipes.inference import export_run
 
     export_run(
         arguments.run, arguments.to, best=arguments.best, adapter=arguments.adapter, fall_back=arguments.fall_back
@@ -353,35 +365,35 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _demo_language(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.demo.stage import LANGUAGE_DEMO, checked
+    from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo
 
-    checked(LANGUAGE_DEMO, arguments.overrides, arguments.config)
-    with loading():
-        from etude.demo.language import demonstrate
+    compose_demo(LANGUAGE_DEMO, arguments.overrides, arguments.config)
+    with pause_gc():
+        from etude.demo.language import run_demo
 
-    told = demonstrate(arguments.overrides, arguments.config, began)
+    told = run_demo(arguments.overrides, arguments.config, began)
     if arguments.json:
         print(json.dumps(told))
 
 
 def _demo_agent(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
-    from etude.agents import openai_clients
-    from etude.demo.stage import AGENT_DEMO, checked
+    from etude.agents import load_openai_clients
+    from etude.demo.demo_setup import AGENT_DEMO, compose_demo
 
-    checked(AGENT_DEMO, arguments.overrides, arguments.config)
-    openai_clients()  # without it no attempt would come to anything, which is better known at once
-    with loading():
-        from etude.demo.agent import demonstrate
+    compose_demo(AGENT_DEMO, arguments.overrides, arguments.config)
+    load_openai_clients()  # without it no attempt would come to anything, which is better known at once
+    with pause_gc():
+        from etude.demo.agent import run_demo
 
-    told = demonstrate(arguments.overrides, arguments.config, began)
+    told = run_demo(arguments.overrides, arguments.config, began)
     if arguments.json:
         print(json.dumps(told))
 
 
 def _demo_algorithms(arguments: argparse.Namespace) -> None:
-    from etude.demo.demonstrate import demonstrate
+    from etude.demo.algorithms_demo import run_demo
 
-    told = demonstrate(arguments.overrides, arguments.config, sweep=arguments.multirun)
+    told = run_demo(arguments.overrides, arguments.config, sweep=arguments.multirun)
     if arguments.json:
         print(json.dumps(told))

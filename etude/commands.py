@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 from etude import __version__
-from etude.config.near import meant
+from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
-from etude.lazy import loading
+from etude.lazy import pause_gc
 
-__all__ = ["Parser", "add", "add_rollouts", "of_a_run"]
+__all__ = ["OverrideParser", "add_commands", "add_rollout_export", "add_run_command"]
 
 PREPARE = """\
 the sets, from raw files as they were published:
@@ -39,31 +39,31 @@ examples:
   etude data prepare preferences raw=[raw/hh/helpful-base,raw/hh/harmless-base] directory=data/hh
   etude data prepare gsm8k --options          every option of a set, with its meaning"""
 
-TASKS = """\
+DATA_SHOW = """\
 examples:
   etude data show data/gsm8k/train.parquet
-  etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.variables.enable_thinking=false
+  etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.template_kwargs.enable_thinking=false
   etude data show openai/gsm8k/main:test columns.prompt=question
   etude data show mine.jsonl columns.prompt=question columns.answer=result"""
 
 
-RUN = "etude.recipes.run:Run"
-SETS = {
-    "gsm8k": "etude.data.prepare.gsm8k:Gsm8kTasks",
-    "math": "etude.data.prepare.maths:MathTasks",
-    "countdown": "etude.data.prepare.countdown:CountdownTasks",
-    "arithmetic": "etude.data.prepare.arithmetic:ArithmeticTasks",
-    "instructions": "etude.data.prepare.instructions:InstructionTasks",
-    "preferences": "etude.data.prepare.preferences:PreferencePairs",
+RUN = "etude.recipes.run.config:Run"
+PREPARATION_CLASSES = {
+    "gsm8k": "etude.data.prepare.gsm8k:Gsm8kPreparation",
+    "math": "etude.data.prepare.maths:MathPreparation",
+    "countdown": "etude.data.prepare.countdown:CountdownPreparation",
+    "arithmetic": "etude.data.prepare.arithmetic:ArithmeticPreparation",
+    "instructions": "etude.data.prepare.instructions:InstructionPreparation",
+    "preferences": "etude.data.prepare.preferences:PreferencePreparation",
 }
 """The sets that can be prepared, and the classes whose fields are their options, without importing them."""
 
-PLANS = {
-    "": "etude.tools.plan_options:PlanRun",
-    "sft": "etude.tools.plan_options:PlanSFT",
-    "dpo": "etude.tools.plan_options:PlanDPO",
-    "reward-model": "etude.tools.plan_options:PlanRewardModel",
-    "distill": "etude.tools.plan_options:PlanDistill",
+PLAN_CLASSES = {
+    "": "etude.tools.plan.options:PlanRun",
+    "sft": "etude.tools.plan.options:PlanSFT",
+    "dpo": "etude.tools.plan.options:PlanDPO",
+    "reward-model": "etude.tools.plan.options:PlanRewardModel",
+    "distill": "etude.tools.plan.options:PlanDistill",
 }
 """What can be planned, by the word that says so."""
 
@@ -121,10 +121,10 @@ put it where your shell starts:
 Commands, flags, presets, options and what they can be set to, files: each is offered after a press of the key."""
 
 
-class Parser(argparse.ArgumentParser):
+class OverrideParser(argparse.ArgumentParser):
     """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
 
-    of_a_run = False
+    takes_overrides = False
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that is none of those that may stand there, with the nearest that may."""
@@ -132,13 +132,13 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in known:
             shown = [each.dest for each in getattr(action, "_choices_actions", ())] or [str(each) for each in known]
             what = "command" if action.nargs == argparse.PARSER else str(action.dest).rstrip("_")
-            told = f"there is no {what} '{value}'.{meant(str(value), shown)} There are {', '.join(shown)}."
+            told = f"there is no {what} '{value}'.{suggest_name(str(value), shown)} There are {', '.join(shown)}."
             raise argparse.ArgumentError(None, told)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments that are known, and the others; of a run's command all words are."""
         known, rest = super().parse_known_args(args, namespace)
-        if not self.of_a_run:
+        if not self.takes_overrides:
             return known, rest
         known.overrides = [word for word in rest if not word.startswith("-")]
         dashed = [word for word in rest if word.startswith("-")]
@@ -149,36 +149,36 @@ class Parser(argparse.ArgumentParser):
         return known, []
 
 
-def of_a_run(
+def add_run_command(
     commands: Any,
     name: str,
-    told: str,
+    summary: str,
     epilog: str,
     debug: argparse.ArgumentParser,
-    words: str = "",
+    positionals: str = "",
     roots: Mapping[str, str] = MappingProxyType({"": RUN}),
 ) -> argparse.ArgumentParser:
     """A command that takes options as `key=value`: the fields of the class that `roots` names as `module:Name`.
 
     Where one of its words is a key of `roots`, they are those of the class that stands there.
     """
-    command: Parser = commands.add_parser(
+    command: OverrideParser = commands.add_parser(
         name,
-        help=told,
-        description=told[0].upper() + told[1:] + ".",
-        usage=f"{commands._prog_prefix} {name} {words}[key=value …] [--config FILE] [options]",
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        usage=f"{commands._prog_prefix} {name} {positionals}[key=value …] [--config FILE] [options]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[debug],
         allow_abbrev=False,
     )
-    command.of_a_run = True
-    command.set_defaults(roots=dict(roots), words=words)
+    command.takes_overrides = True
+    command.set_defaults(roots=dict(roots), words=positionals)
     command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
     return command
 
 
-def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
+def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`, whose parser is `top`."""
     plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
@@ -197,20 +197,24 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
     answers.set_defaults(command=_answers)
 
     data = commands.add_parser("data", help="make tasks of published data, and look at them").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=Parser
+        metavar="COMMAND", required=True, parser_class=OverrideParser
     )
-    prepare = of_a_run(data, "prepare", "make the files that a run reads", PREPARE, debug, "SET ", SETS)
+    prepare = add_run_command(
+        data, "prepare", "make the files that a run reads", PREPARE, debug, "SET ", PREPARATION_CLASSES
+    )
     prepare.add_argument("--options", action="store_true", help="print the options of the set, and write nothing")
     prepare.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
     prepare.set_defaults(command=_data_prepare)
-    roots = {"": "etude.tools.tasks:Shown"}
-    show = of_a_run(data, "show", "look at tasks as a model would be asked them", TASKS, debug, "FILE|NAME ", roots)
+    roots = {"": "etude.tools.data_commands:ShowOptions"}
+    show = add_run_command(
+        data, "show", "look at tasks as a model would be asked them", DATA_SHOW, debug, "FILE|NAME ", roots
+    )
     show.add_argument("-n", type=int, default=3, metavar="N", help="how many (default 3)")
     show.add_argument("--row", type=int, default=0, metavar="K", help="from which row on (default 0)")
     show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
     show.set_defaults(command=_data_show)
 
-    chat = of_a_run(commands, "chat", "talk with a model, or with a run's checkpoint", CHAT, debug, "RUN|MODEL ")
+    chat = add_run_command(commands, "chat", "talk with a model, or with a run's checkpoint", CHAT, debug, "RUN|MODEL ")
     chat.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     chat.set_defaults(command=_chat)
 
@@ -235,7 +239,7 @@ def add(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentPar
 
 def _add_plan(commands: Any, debug: argparse.ArgumentParser) -> None:
     told = "tell how much memory a run will take, and which option moves it"
-    plan = of_a_run(commands, "plan", told, PLAN, debug, "[PRESET | RECIPE] ", PLANS)
+    plan = add_run_command(commands, "plan", told, PLAN, debug, "[PRESET | RECIPE] ", PLAN_CLASSES)
     plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
     plan.add_argument("--json", action="store_true", help="print one JSON object instead")
     plan.set_defaults(command=_plan)
@@ -253,7 +257,7 @@ def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
     about.set_defaults(command=_version)
 
 
-def add_rollouts(kinds: Any, debug: argparse.ArgumentParser) -> None:
+def add_rollout_export(kinds: Any, debug: argparse.ArgumentParser) -> None:
     """Add `etude export rollouts`."""
     rollouts = kinds.add_parser(
         "rollouts",
@@ -279,7 +283,7 @@ def add_rollouts(kinds: Any, debug: argparse.ArgumentParser) -> None:
     rollouts.set_defaults(command=_export_rollouts)
 
 
-def _named(arguments: argparse.Namespace, what: str, example: str) -> tuple[str, list[str]]:
+def _split_name(arguments: argparse.Namespace, what: str, example: str) -> tuple[str, list[str]]:
     """The one word among the options that names what the command is about, and the options."""
     names = [word for word in arguments.overrides if "=" not in word]
     if len(names) != 1:
@@ -290,97 +294,97 @@ def _named(arguments: argparse.Namespace, what: str, example: str) -> tuple[str,
 
 def _data_prepare(arguments: argparse.Namespace) -> None:
     from etude.config.compose import compose
-    from etude.config.show import rendered
-    from etude.data.prepare import preparation
+    from etude.config.show import render_config
+    from etude.data.prepare import find_preparation
     from etude.observe import make_console
-    from etude.tools.tasks import prepare, told
+    from etude.tools.data_commands import prepare, to_dict
 
-    name, options = _named(arguments, "a data set to prepare", "etude data prepare gsm8k raw=raw/gsm8k")
-    asked = compose(preparation(name), options, file=arguments.config)
+    name, options = _split_name(arguments, "a data set to prepare", "etude data prepare gsm8k raw=raw/gsm8k")
+    asked = compose(find_preparation(name), options, file=arguments.config)
     if arguments.options:
-        make_console().print(rendered(asked), soft_wrap=True, end="")
+        make_console().print(render_config(asked), soft_wrap=True, end="")
         return
     done = prepare(asked)
     if arguments.json:
-        print(json.dumps(told(done)))
+        print(json.dumps(to_dict(done)))
 
 
 def _data_show(arguments: argparse.Namespace) -> None:
     from etude.config.compose import compose
-    from etude.tools.tasks import Shown, show
+    from etude.tools.data_commands import ShowOptions, show
 
-    file, options = _named(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
-    shown = compose(Shown, options, file=arguments.config)
+    file, options = _split_name(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
+    shown = compose(ShowOptions, options, file=arguments.config)
     show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    from etude.recipes.named import named_run, without_secrets
+    from etude.recipes.run_argument import resolve_run, without_secrets
 
-    run, source = named_run(arguments.overrides, arguments.config, "chat", masked=without_secrets)
-    with loading():
-        from etude.tools.converse import converse
+    run, source = resolve_run(arguments.overrides, arguments.config, "chat", masked=without_secrets)
+    with pause_gc():
+        from etude.tools.chat import run_chat
 
     with suppress(ImportError):  # what is typed can be edited where the system has it
         import readline  # noqa: F401
     typed = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
-    converse(run, source, best=arguments.best, typed=typed)
+    run_chat(run, source, best=arguments.best, typed=typed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from etude.recipes.commands import asked
-    from etude.recipes.presets import split
-    from etude.tools.plan_options import KINDS
+    from etude.recipes.presets import split_preset
+    from etude.recipes.registry import compose_run
+    from etude.tools.plan.options import PLAN_CONFIGS
 
-    word = next((word for word in arguments.overrides if word in KINDS), "")
-    preset, overrides = split([each for each in arguments.overrides if each != word])
+    word = next((word for word in arguments.overrides if word in PLAN_CONFIGS), "")
+    preset, overrides = split_preset([each for each in arguments.overrides if each != word])
     if word and preset is not None:
         raise ConfigError(f"The preset {preset.stem} is one of `etude train`, and `etude {word}` takes none.")
-    run = asked(KINDS[word], overrides, arguments.config, preset)
-    with loading():
-        from etude.tools.plan import plan, tree
-        from etude.tools.plan_shown import show
+    run = compose_run(PLAN_CONFIGS[word], overrides, arguments.config, preset)
+    with pause_gc():
+        from etude.tools.plan.planner import plan_memory, to_dict
+        from etude.tools.plan.report import show
 
-    found = (plan if arguments.json else show)(run, knobs=not arguments.quick)
+    found = (plan_memory if arguments.json else show)(run, with_savings=not arguments.quick)
     if arguments.json:
-        print(json.dumps(tree(found)))
+        print(json.dumps(to_dict(found)))
     return 1 if found.fits is False else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from etude.tools.doctor import examine, healthy, show, tree
+    from etude.tools.doctor import is_healthy, run_checks, show, to_dict
 
     if arguments.json:
-        findings = examine(arguments.directory)
-        print(json.dumps(tree(findings)))
+        findings = run_checks(arguments.directory)
+        print(json.dumps(to_dict(findings)))
     else:
         findings = show(arguments.directory)
-    return 0 if healthy(findings) else 1
+    return 0 if is_healthy(findings) else 1
 
 
 def _completion(arguments: argparse.Namespace) -> None:
     from etude.config.env import cache_directory
-    from etude.tools.completion.offers import refresh, script
+    from etude.tools.shell_completion.suggest import completion_script, refresh
 
-    print(script(arguments.shell, cache_directory()), end="")
+    print(completion_script(arguments.shell, cache_directory()), end="")
     refresh(cache_directory())
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    from etude.tools.completion import offers
+    from etude.tools.shell_completion import suggest as offers
 
     if arguments.for_ == "read":
-        from etude.tools.completion.words import write
+        from etude.tools.shell_completion.option_cache import write_cache
 
-        write(arguments.cache, offers.roots_of(arguments.top))
+        write_cache(arguments.cache, offers.option_classes(arguments.top))
     elif arguments.for_ == "bash":
         program, breaks, line = arguments.words
-        words = offers.typed(line, program)
-        found = [] if words is None else offers.offers(arguments.top, words, arguments.cache)
-        print("\n".join(offers.for_bash(found, words[-1] if words else "", breaks)))
+        words = offers.split_words(line, program)
+        found = [] if words is None else offers.suggest(arguments.top, words, arguments.cache)
+        print("\n".join(offers.format_for_bash(found, words[-1] if words else "", breaks)))
     else:
-        *before, current = (offers.unquoted(word) for word in arguments.words)
-        for offer in offers.offers(arguments.top, [*before, current], arguments.cache):
+        *before, current = (offers.unquote(word) for word in arguments.words)
+        for offer in offers.suggest(arguments.top, [*before, current], arguments.cache):
             text = offer.text.rstrip() if arguments.for_ == "fish" else offer.text  # fish ends words itself
             print(f"{text}\t{offer.meaning}")
 
@@ -389,29 +393,29 @@ def _version(arguments: argparse.Namespace) -> None:
     from etude.tools import versions
 
     if arguments.json:
-        print(json.dumps(versions.tree(__version__)))
+        print(json.dumps(versions.to_dict(__version__)))
     else:
-        print("\n".join(versions.lines(__version__)))
+        print("\n".join(versions.format_lines(__version__)))
 
 
 def _answers(arguments: argparse.Namespace) -> None:
-    from etude.tools.answers import answers, show
+    from etude.tools.answers import load_answers, show
 
     if not arguments.json:
         show(arguments.run, step=arguments.step, tasks=arguments.n, whole=arguments.whole)
         return
-    for answer in answers(arguments.run, arguments.step, arguments.n)[1]:
+    for answer in load_answers(arguments.run, arguments.step, arguments.n)[1]:
         print(json.dumps(answer, default=str))
 
 
 def _export_rollouts(arguments: argparse.Namespace) -> None:
-    from etude.tools.rollouts import Export, export, told
+    from etude.tools.rollouts import ExportOptions, export_rollouts, to_dict
 
-    asked = {name: getattr(arguments, name) for name in Export.__dataclass_fields__ if name != "tags"}
+    asked = {name: getattr(arguments, name) for name in ExportOptions.__dataclass_fields__ if name != "tags"}
     tags = tuple(tag for each in arguments.tags.split(",") if (tag := each.strip()))
-    done = export(Export(**asked, tags=tags))
+    done = export_rollouts(ExportOptions(**asked, tags=tags))
     if arguments.json:
-        print(json.dumps(told(done)))
+        print(json.dumps(to_dict(done)))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

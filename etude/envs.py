@@ -2,7 +2,7 @@
 
     class Guess(TextEnv):
         def begin(self) -> str:
-            self.secret = self.chance.randrange(10)
+            self.secret = self.rng.randrange(10)
             return "I think of a digit."
 
         def play(self, answer: str) -> Observation:
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.chat import Toolbox
-from etude.chat.messages import text_of
+from etude.chat.messages import content_text
 from etude.protocols import Env, Observation
 from etude.records import Message, Task, ToolCall
 
@@ -37,20 +37,20 @@ class TextEnv(ABC):
 
     task: Task
     """What is tried."""
-    chance: random.Random
+    rng: random.Random
     """Follows from the task, so that the tries at one task meet the same chance, and a resumed run meets it again."""
 
     def reset(self, task: Task) -> Observation:
         """What the model is shown first."""
         self.task = task
-        self.chance = random.Random(json.dumps([task.ordinal, task.source, dict(task.fields)], sort_keys=True))
-        return _observed(self.begin())
+        self.rng = random.Random(json.dumps([task.ordinal, task.source, dict(task.fields)], sort_keys=True))
+        return _as_observation(self.begin())
 
     def step(self, answer: Message) -> Observation:
         """What comes of an answer."""
-        said = text_of(answer.content)
+        said = content_text(answer.content)
         assert said is not None, "what a model says is text"
-        return _observed(self.play(said))
+        return _as_observation(self.play(said))
 
     def begin(self) -> str | Observation:
         """What the model is shown first; nothing stands for the task's own prompt."""
@@ -92,13 +92,13 @@ class ToolEnv:
         calls = self.calls(answer)
         if not calls:
             return self.final(answer)
-        return Observation(self.told(await self.toolbox.answer(calls, self.task)))
+        return Observation(self.format_results(await self.toolbox.run_calls(calls, self.task)))
 
     def calls(self, answer: Message) -> Sequence[ToolCall]:
         """The calls in an answer. Override it to read another form than the chat template's."""
         return answer.tool_calls
 
-    def told(self, results: Sequence[Message]) -> str | Sequence[Message]:
+    def format_results(self, results: Sequence[Message]) -> str | Sequence[Message]:
         """What the model is shown of the results of its calls: messages by `tool`. Override it to show text."""
         return results
 
@@ -120,5 +120,5 @@ class LanguageModelEnv:
     """`f(prompt, answer)` or `f(answer)` gives a number; or a reward of `etude.rewards`."""
 
 
-def _observed(told: str | Observation) -> Observation:
-    return Observation(told) if isinstance(told, str) else told
+def _as_observation(value: str | Observation) -> Observation:
+    return Observation(value) if isinstance(value, str) else value

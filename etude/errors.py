@@ -4,7 +4,7 @@
     ├── ConfigError (ValueError)          what was asked for cannot be run as asked
     │   ├── UnknownKeyError               a key no option has; names the nearest that one does
     │   ├── UnknownChoiceError            a choice that does not exist; lists those that do
-    │   └── PlugInError                   a `module:Name` that does not import, or is not what it should be
+    │   └── PluginError                   a `module:Name` that does not import, or is not what it should be
     ├── DataError (ValueError)            the data handed in breaks a rule; names the row or rollout
     │   ├── BatchError                    columns of a batch that do not fit together
     │   ├── ChatError                     a conversation that cannot be shown to the model; says why
@@ -18,9 +18,9 @@
     │   └── DamagedFileError              a file of it that is not what was written; names the file
     ├── TrainingError                     an update that cannot be taken; the weights are as they were
     ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
-    │   ├── IllegalMoveError (ValueError) an event that may not follow what is recorded; names both states
-    │   └── UnknownError (LookupError)    something that the store has never heard of; names it
-    ├── KeyRefusedError                   a key that does not open what was asked for; says whose it is
+    │   ├── IllegalTransitionError (ValueError) an event that may not follow what is recorded; names both states
+    │   └── NotFoundError (LookupError)    something that the store has never heard of; names it
+    ├── InvalidKeyError                   a key that does not open what was asked for; says whose it is
     ├── CrewError                         processes that work together cannot start or go on; names the rank
     ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
     └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
@@ -48,21 +48,21 @@ __all__ = [
     "EngineError",
     "EnvError",
     "EtudeError",
-    "IllegalMoveError",
-    "KeyRefusedError",
+    "IllegalTransitionError",
+    "InvalidKeyError",
     "MissingColumnError",
     "MissingPackageError",
-    "PlugInError",
+    "NotFoundError",
+    "PluginError",
     "RewardError",
     "RunError",
     "StoreError",
     "TrainingError",
     "UnknownChoiceError",
-    "UnknownError",
     "UnknownKeyError",
-    "memory_in_words",
-    "out_of_memory",
-    "refusal_of",
+    "describe_out_of_memory",
+    "describe_system_error",
+    "translate_memory_errors",
 ]
 
 
@@ -82,7 +82,7 @@ class UnknownChoiceError(ConfigError):
     """A choice that does not exist."""
 
 
-class PlugInError(ConfigError):
+class PluginError(ConfigError):
     """A `module:Name` that does not import, or names something of the wrong kind."""
 
 
@@ -138,15 +138,15 @@ class StoreError(EtudeError):
     """The journal cannot be opened, read or written as asked."""
 
 
-class IllegalMoveError(StoreError, ValueError):
+class IllegalTransitionError(StoreError, ValueError):
     """An event that may not follow what is recorded."""
 
 
-class UnknownError(StoreError, LookupError):
+class NotFoundError(StoreError, LookupError):
     """Something that the store has never heard of."""
 
 
-class KeyRefusedError(EtudeError):
+class InvalidKeyError(EtudeError):
     """A key that is missing, wrong, expired, or another's."""
 
 
@@ -162,7 +162,7 @@ class MissingPackageError(EtudeError, ImportError):
     """An optional package is absent."""
 
 
-def out_of_memory(error: BaseException) -> str:
+def describe_out_of_memory(error: BaseException) -> str:
     """Return a sentence on an error that says that the system or a GPU gave no more memory; empty for any other."""
     if "CUDA out of memory" in str(error):
         return (
@@ -180,21 +180,21 @@ def out_of_memory(error: BaseException) -> str:
 
 
 @contextmanager
-def memory_in_words() -> Iterator[None]:
+def translate_memory_errors() -> Iterator[None]:
     """Raise memory that is refused within as a `TrainingError`, which says so and what to do."""
     try:
         yield
     except EtudeError:
         raise
     except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first
-        if told := out_of_memory(error):
+        if told := describe_out_of_memory(error):
             raise TrainingError(told) from error
         raise
 
 
-def refusal_of(error: OSError | MemoryError) -> str:
+def describe_system_error(error: OSError | MemoryError) -> str:
     """Return a sentence on what the system refused."""
-    if told := out_of_memory(error):
+    if told := describe_out_of_memory(error):
         return told
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return f"The system refused to read or write{where}: {getattr(error, 'strerror', None) or error}."

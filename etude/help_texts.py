@@ -4,18 +4,18 @@ from __future__ import annotations
 
 __all__ = [
     "ABOUT",
-    "AGENT_DEMO",
     "ALGORITHMS",
+    "CONFIG_SHOW",
     "DEMO",
+    "DEMO_AGENT",
     "EVAL",
-    "EXAMPLES",
     "EXPORT",
     "GENERATE",
-    "LEARN",
-    "LEARNERS",
+    "GETTING_STARTED",
     "OVERRIDES",
-    "SHOW",
-    "START",
+    "SUPERVISED_CLASSES",
+    "SUPERVISED_COMMANDS",
+    "SUPERVISED_EPILOG",
     "TRAIN",
 ]
 
@@ -23,7 +23,7 @@ ABOUT = """\
 Etude trains language models, and agents built on them, by reinforcement learning.
 Again and again: collect, score, estimate, update, publish."""
 
-START = """\
+GETTING_STARTED = """\
 start here:
   etude demo                                  a language model learns to sort digits, in about two minutes
   etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
@@ -56,22 +56,22 @@ examples:
 
 Ctrl-C finishes the step, saves, and says how to go on; pressed twice, it stops at once."""
 
-EXAMPLES = {
+SUPERVISED_COMMANDS = {
     "sft": ("teach a model by demonstrations: supervised fine-tuning", "data.train=[chats.jsonl] epochs=2"),
     "dpo": ("teach a model what people prefer, by pairs of answers", "data.train=[pairs.jsonl] loss.beta=0.1"),
     "reward-model": ("train a model that scores answers, from what people prefer", "data.train=[pairs.jsonl]"),
     "distill": ("teach a model what a larger one thinks", "teacher.path=Qwen3-4B data.train=[texts.jsonl]"),
 }
 """The commands that learn from examples: what each does, and what its options look like."""
-LEARNERS = {
-    "sft": "etude.recipes.sft:SFTRun",
-    "dpo": "etude.recipes.dpo:DPORun",
-    "reward-model": "etude.recipes.reward_model:RewardModelRun",
-    "distill": "etude.recipes.distill:DistillRun",
+SUPERVISED_CLASSES = {
+    "sft": "etude.recipes.supervised.sft:SFTRun",
+    "dpo": "etude.recipes.supervised.dpo:DPORun",
+    "reward-model": "etude.recipes.supervised.reward_model:RewardModelRun",
+    "distill": "etude.recipes.supervised.distill:DistillRun",
 }
 """The classes whose fields are their options, without importing them."""
 
-LEARN = f"""\
+SUPERVISED_EPILOG = f"""\
 {OVERRIDES}
 examples:
   etude NAME model.path=Qwen3-0.6B OPTIONS
@@ -110,7 +110,7 @@ examples:
   etude demo agent                            an agent written for OpenAI's client learns to use its tools
   etude demo algorithms --help                every loss on a problem that can be solved exactly"""
 
-AGENT_DEMO = """\
+DEMO_AGENT = """\
 examples:
   etude demo agent                            runners are processes of their own
   etude demo agent agent.strategy=shm         runners are threads of this process
@@ -127,7 +127,7 @@ examples:
   etude demo algorithms --multirun advantage=grpo,rloo,remax
   etude demo algorithms --config mine.yaml    a file of `key: value` lines; the command line goes over it"""
 
-SHOW = f"""\
+CONFIG_SHOW = f"""\
 {OVERRIDES}
 examples:
   etude config show                           the defaults of `etude train`

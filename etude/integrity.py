@@ -20,8 +20,8 @@ from typing import IO, Any
 from etude.errors import DamagedFileError
 
 __all__ = [
+    "add_path_to_errors",
     "file_sha256",
-    "naming",
     "read_bytes",
     "read_json",
     "read_text",
@@ -39,7 +39,7 @@ REMARK = " (of the lines above: a file that was changed is refused)"
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a JSON object with its checksum. A number that is not finite is a `ValueError`."""
     plain = json.loads(json.dumps(document, allow_nan=False))
-    _replace(path, json.dumps(plain | {FIELD: _digest_of(plain)}, indent=1, allow_nan=False) + "\n")
+    _write_atomically(path, json.dumps(plain | {FIELD: _digest_of(plain)}, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
@@ -57,7 +57,7 @@ def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Write a text whose format has comments after `#`, with its checksum in the last line."""
     text = text if text.endswith("\n") else f"{text}\n"
-    _replace(path, f"{text}{MARK}{_sha256(text.encode())}{REMARK}\n")
+    _write_atomically(path, f"{text}{MARK}{_sha256(text.encode())}{REMARK}\n")
 
 
 def read_text(path: Path, remedy: str = "") -> str:
@@ -80,12 +80,12 @@ def read_bytes(path: Path, remedy: str = "") -> bytes:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file; where the system cannot read it, an `OSError` that names it."""
-    with naming(path), path.open("rb") as file:
+    with add_path_to_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, FIELD).hexdigest()
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Have an `OSError` name this file: the system names it where it is opened, and not where it is read or written."""
     try:
         yield
@@ -108,9 +108,9 @@ def sync_file(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     writing = path.with_name(f".{path.name}")
-    with naming(path):
+    with add_path_to_errors(path):
         with writing.open("w", encoding="utf-8") as file:
             file.write(text)
             sync_file(file)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etude.config.compose import compose
 from etude.errors import ConfigError
-from etude.recipes import folder
-from etude.recipes.apart import apart
-from etude.recipes.build import build
-from etude.recipes.loop import practise
-from etude.recipes.run import Run
-from etude.trainer import as_files, preset_of, refuse_twice
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import build
+from etude.recipes.run.config import Run
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.run.loop import run_loop
+from etude.trainer import preset_path, refuse_duplicates, tasks_as_files
 
 if TYPE_CHECKING:
     from etude.trainer import Tasks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-STANDS_FOR = {
+RUN_OPTIONS = {
     "model": "model.path",
     "reward": "reward",
     "steps": "steps",
@@ -37,7 +37,7 @@ STANDS_FOR = {
     "updates": "updates",
     "learning_rate": "train.learning_rate",
     "precision": "train.precision",
-    "max_prompt": "data.max_prompt",
+    "max_prompt_length": "data.max_prompt_length",
     "max_tokens": "sampling.max_tokens",
     "temperature": "sampling.temperature",
     "loss": "loss",
@@ -48,7 +48,7 @@ STANDS_FOR = {
     "seed": "seed",
 }
 """The option that each argument sets."""
-PLACES = {"train": "data.train", "val": "data.val", "directory": "directory"}
+PATH_OPTIONS = {"train": "data.train", "val": "data.val", "directory": "directory"}
 """The options that follow from an argument, which may be other than the option's value."""
 
 
@@ -65,7 +65,7 @@ def train(
     updates: int | None = None,
     learning_rate: float | None = None,
     precision: Literal["bf16", "fp32", "fp16", "fp64"] | None = None,
-    max_prompt: int | None = None,
+    max_prompt_length: int | None = None,
     max_tokens: int | None = None,
     temperature: float | None = None,
     loss: str | None = None,
@@ -95,7 +95,7 @@ def train(
         updates: optimizer steps of a step; from the second on the data is off-policy.
         learning_rate: AdamW's, at its highest.
         precision: what the model computes in.
-        max_prompt: the longest prompt, in tokens.
+        max_prompt_length: the longest prompt, in tokens.
         max_tokens: the longest answer, in tokens.
         temperature: of sampling.
         loss: how the policy is pushed, by name.
@@ -108,11 +108,11 @@ def train(
         config: a file of options, over the preset and under the arguments.
         options: any other option by its name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
     """
-    run, written = _composed(locals())
-    return apart(lambda: _trained(run, written))
+    run, written = _resolve_arguments(locals())
+    return run_outside_event_loop(lambda: _run_training(run, written))
 
 
-def _composed(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
+def _resolve_arguments(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
     options = given["options"] or {}
     if callable(given["reward"]):
         title = getattr(given["reward"], "__name__", "score")
@@ -120,20 +120,20 @@ def _composed(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
             "`reward` is given by name, so that a run that goes on, and processes beside it, find it again. Write the "
             f'function into a file and name it: reward="function", options={{"reward.path": "my_reward.py:{title}"}}.'
         )
-    arguments = {**STANDS_FOR, **PLACES}
-    refuse_twice({arguments[name]: f"`{name}=…`" for name in arguments if given[name] is not None}, options)
-    asked = {option: given[name] for name, option in STANDS_FOR.items() if given[name] is not None}
+    arguments = {**RUN_OPTIONS, **PATH_OPTIONS}
+    refuse_duplicates({arguments[name]: f"`{name}=…`" for name in arguments if given[name] is not None}, options)
+    asked = {option: given[name] for name, option in RUN_OPTIONS.items() if given[name] is not None}
     places = (given[name] for name in ("train", "val", "directory", "config"))
-    return _asked(given["preset"], {**asked, **options}, *places)
+    return _compose_run(given["preset"], {**asked, **options}, *places)
 
 
-def _trained(run: Run, written: Mapping[str, str]) -> Path:
+def _run_training(run: Run, written: Mapping[str, str]) -> Path:
     with build(run, tasks=written) as parts:
-        practise(parts)
+        run_loop(parts)
         return parts.directory
 
 
-def _asked(
+def _compose_run(
     preset: str | None,
     options: dict[str, Any],
     train: Tasks | None,
@@ -142,7 +142,7 @@ def _asked(
     config: str | Path | None,
 ) -> tuple[Run, dict[str, str]]:
     """The run that the arguments ask for, and the tasks that lie in no file yet."""
-    file, found = None if config is None else Path(config), preset_of(preset)
+    file, found = None if config is None else Path(config), preset_path(preset)
     named = directory or options.get("directory")
     if named is None and file is not None:
         named = compose(Run, values=options, file=file, preset=found).directory
@@ -150,6 +150,6 @@ def _asked(
     written: dict[str, str] = {}
     for name, tasks in {"train": train, "val": val}.items():
         if tasks is not None:
-            options[f"data.{name}"], text = as_files(tasks, place / folder.TASKS / f"{name}.jsonl")
+            options[f"data.{name}"], text = tasks_as_files(tasks, place / folder.TASKS_FOLDER / f"{name}.jsonl")
             written |= {} if text is None else {name: text}
     return compose(Run, values={**options, "directory": place}, file=file, preset=found), written

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch as torch
 
-__all__ = ["Lazy", "loading", "names_of", "torch"]
+__all__ = ["LazyModule", "lazy_getattr", "pause_gc", "torch"]
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Rest the garbage collector while modules load: what they make stays, and walking it again and again is an eighth
     of the time that torch and transformers take to load."""
     was_on = gc.isenabled()
@@ -39,12 +39,12 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-class Lazy(ModuleType):
+class LazyModule(ModuleType):
     """A module that is imported when one of its names is first read."""
 
     def __getattr__(self, name: str) -> Any:
         """Read a name of the module that it stands for, and keep it."""
-        with loading():
+        with pause_gc():
             module = import_module(self.__name__)
         value = getattr(module, name)
         setattr(self, name, value)
@@ -52,20 +52,20 @@ class Lazy(ModuleType):
 
 
 if not TYPE_CHECKING:
-    torch = Lazy("torch")
+    torch = LazyModule("torch")
 
 
-def names_of(package: str, places: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, exports: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose public names load from their files when they are first read.
 
     places: the names that each of its files has.
     """
-    files = {name: file for file, names in places.items() for name in names}
+    files = {name: file for file, names in exports.items() for name in names}
 
     def read(name: str) -> Any:
         if name not in files:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        with loading():
+        with pause_gc():
             module = import_module(f"{package}.{files[name]}")
         return getattr(module, name)
 

@@ -24,26 +24,26 @@ from etude.records import Completion, Message, SamplingParams, Task, Turn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from etude.batch import Batch, Outline
+    from etude.batch import Batch, BatchMeta
 
 __all__ = [
-    "Complete",
+    "ChatModel",
     "Crew",
+    "DispatchMode",
     "Env",
     "Gather",
-    "Generate",
+    "JournalProtocol",
     "Observation",
     "Renderer",
     "Reward",
     "RolloutEngine",
     "Scorer",
     "Split",
-    "Spread",
-    "Store",
+    "TokenGenerator",
     "TrainEngine",
-    "WeightCarrier",
-    "spread",
-    "spread_of",
+    "WeightSync",
+    "dispatch_mode",
+    "get_dispatch_mode",
 ]
 
 Ids = NDArray[np.int32]
@@ -57,11 +57,11 @@ R = TypeVar("R")
 
 
 @runtime_checkable
-class Generate(Protocol):
+class TokenGenerator(Protocol):
     """Token ids in, token ids out. Any number of calls may be under way at once."""
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation. Every token of it carries its log-prob and the version that sampled it.
 
@@ -71,7 +71,7 @@ class Generate(Protocol):
 
 
 @runtime_checkable
-class Complete(Protocol):
+class ChatModel(Protocol):
     """Messages in, a message out: what an environment or an agent talks to."""
 
     async def complete(self, messages: Sequence[Message], sampling: SamplingParams) -> tuple[Message, Turn]:
@@ -114,7 +114,7 @@ class Scorer(Protocol):
 class Observation:
     """What an environment answers. Example: `Observation("Higher.", reward=0.1)`."""
 
-    shown: str | Sequence[Message | Mapping[str, Any]] = ()
+    content: str | Sequence[Message | Mapping[str, Any]] = ()
     """What the model is shown next: text, or messages (or their JSON form).
 
     A rollout that begins with text is text: what is shown later is continued as it stands, too. One that begins with
@@ -176,8 +176,8 @@ class TrainEngine(Protocol):
         ...
 
 
-class RolloutEngine(Generate, Protocol):
-    """Owner of a copy of the weights, stamped with a version. A `WeightCarrier` is its only writer."""
+class RolloutEngine(TokenGenerator, Protocol):
+    """Owner of a copy of the weights, stamped with a version. A `WeightSync` is its only writer."""
 
     @property
     def version(self) -> int:
@@ -201,7 +201,7 @@ class RolloutEngine(Generate, Protocol):
         ...
 
 
-class WeightCarrier(Protocol):
+class WeightSync(Protocol):
     """Brings weights from where they are trained to where they are sampled."""
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Mapping[str, float]:
@@ -219,22 +219,22 @@ class Crew(Protocol):
         """Call a worker's method on all ranks, divided and joined as the method's `spread` says."""
         ...
 
-    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`, of a method that gives a batch, which may stay where it was made: what is returned then stands
         for it. It has the batch's `split` and can be given to other calls, of this crew or of one beside it."""
         ...
 
-    def keep(self, value: object) -> Any:
+    def put(self, value: object) -> Any:
         """Lay a value down where ranks can look at it, and return what stands for it, here or there; it stays for as
         long as anybody has that."""
         ...
 
-    def compose(
+    def build_batch(
         self,
-        outline: Outline,
-        kept: Sequence[Any],
+        outline: BatchMeta,
+        refs: Sequence[Any],
         make: Callable[[Sequence[Any], Sequence[Any]], Batch],
-        told: Sequence[Any],
+        metadata: Sequence[Any],
     ) -> Batch:
         """The batch `make(values, told)` of values that were kept, one for each rollout, and of what the controller
         knows of each. It is of this outline, and may be made only where it is needed, a part at a time."""
@@ -252,7 +252,7 @@ class Crew(Protocol):
 # -- the journal ------------------------------------------------------------------------------------------------------
 
 
-class Store(Protocol[E]):
+class JournalProtocol(Protocol[E]):
     """The append-only journal of a run's events. Status is derived from them, never set. Any thread may call it."""
 
     @property
@@ -309,29 +309,31 @@ class Gather(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class DispatchMode:
     """How one method of a worker is called on all ranks."""
 
     split: Split
     gather: Gather
 
 
-_SPREADS: WeakKeyDictionary[Callable[..., Any], Spread] = WeakKeyDictionary()
+_DISPATCH_MODES: WeakKeyDictionary[Callable[..., Any], DispatchMode] = WeakKeyDictionary()
 
 
-def spread(split: Split = Split.SAME, gather: Gather = Gather.FIRST) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def dispatch_mode(
+    split: Split = Split.SAME, gather: Gather = Gather.FIRST
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare how a worker's method is divided and gathered. The method itself is unchanged, and called as it is."""
 
     def declare(method: Callable[P, R]) -> Callable[P, R]:
-        _SPREADS[method] = Spread(split, gather)
+        _DISPATCH_MODES[method] = DispatchMode(split, gather)
         return method
 
     return declare
 
 
-def spread_of(method: Callable[..., Any]) -> Spread:
+def get_dispatch_mode(method: Callable[..., Any]) -> DispatchMode:
     """What a method declared. One that overrides another declares for itself; to call an undeclared one on a crew is a
     mistake in the program."""
     function = method.__func__ if isinstance(method, MethodType) else method
-    assert function in _SPREADS, f"{function.__qualname__} does not say how it is spread over ranks: decorate it"
-    return _SPREADS[function]
+    assert function in _DISPATCH_MODES, f"{function.__qualname__} does not say how it is spread over ranks: decorate it"
+    return _DISPATCH_MODES[function]

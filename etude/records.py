@@ -24,22 +24,22 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "Attempt",
     "Completion",
+    "ContentPart",
     "Message",
     "Outcome",
-    "Part",
     "Rollout",
     "Sample",
     "SamplingParams",
     "Task",
     "ToolCall",
     "Turn",
-    "level",
+    "has_zero_variance",
 ]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
-def level(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
+def has_zero_variance(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
     """Whether rewards between these two, the least and the largest of a group, are all one reward, but for the rounding
     of sums that were added up in another order: of parts that are no larger than they are, or than 1 where parts cancel
     each other. Numbers, or arrays or tensors of them, entry by entry.
@@ -50,7 +50,7 @@ def level(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any
     return high - low <= 4 * precision * (1 + abs(high) + abs(low))
 
 
-def _frozen(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
+def _read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
     """One read-only array of the record's dtype and dimensions; other shapes and lossy casts are refused."""
     array = np.asarray(values)
     if array.ndim != dimensions:
@@ -101,8 +101,8 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a message that is not all text. Example: `Part("image", url="file:///a.png")`."""
+class ContentPart:
+    """A piece of a message that is not all text. Example: `ContentPart("image", url="file:///a.png")`."""
 
     kind: str
     """`text`, `image`, `audio`, or a server's own word."""
@@ -116,7 +116,7 @@ class Message:
 
     role: str
     """`system`, `user`, `assistant` or `tool`."""
-    content: str | tuple[Part, ...]
+    content: str | tuple[ContentPart, ...]
     reasoning: str = ""
     """What the model thought aloud before answering, where the template keeps it apart from the content."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -163,7 +163,7 @@ class SamplingParams(_Record):
                 raise ValueError(f"SamplingParams.{name} must be {wanted}; {getattr(self, name)} was given.")
 
 
-FINISHES = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +173,7 @@ class Completion(_Record):
     ids: NDArray[np.int32]  # [T]
     logp: NDArray[np.float32]  # [T] under the sampling distribution: the behaviour log-probs
     version: NDArray[np.int32]  # [T]
-    finish: str
+    finish_reason: str
     """`stop`, `length` or `abort`."""
     text: str = ""
     raw_logp: NDArray[np.float32] | None = None
@@ -188,11 +188,14 @@ class Completion(_Record):
         for name, (dtype, dimensions) in _COMPLETION_COLUMNS.items():
             values = getattr(self, name)
             if values is not None:
-                columns[name] = _frozen(values, dtype, f"Completion.{name}", dimensions)
+                columns[name] = _read_only_array(values, dtype, f"Completion.{name}", dimensions)
                 object.__setattr__(self, name, columns[name])
-        _same_length("Completion", **columns)
-        if self.finish not in FINISHES:
-            raise ValueError(f"Completion.finish must be one of {', '.join(FINISHES)}; '{self.finish}' was given.")
+        _check_same_length("Completion", **columns)
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(
+                f"Completion.finish_reason must be one of {', '.join(FINISH_REASONS)}; '{self.finish_reason}' was "
+                "given."
+            )
 
 
 _COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
@@ -228,7 +231,7 @@ class Turn(_Record):
     gave, or an answer that goes on. They are context, and never observed."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _frozen(self.prompt, np.int32, "Turn.prompt"))
+        object.__setattr__(self, "prompt", _read_only_array(self.prompt, np.int32, "Turn.prompt"))
         tokens = len(self.prompt)
         if not 0 <= self.opened <= tokens:
             raise ValueError(
@@ -337,13 +340,13 @@ class Sample(_Record):
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
-            object.__setattr__(self, name, _frozen(getattr(self, name), dtype, f"Sample.{name}"))
+            object.__setattr__(self, name, _read_only_array(getattr(self, name), dtype, f"Sample.{name}"))
         columns = {name: getattr(self, name) for name in _SAMPLE_COLUMNS}
-        for name, dtype in _SAMPLE_EXTRAS.items():
+        for name, dtype in _OPTIONAL_SAMPLE_COLUMNS.items():
             if getattr(self, name) is not None:
-                columns[name] = _frozen(getattr(self, name), dtype, f"Sample.{name}")
+                columns[name] = _read_only_array(getattr(self, name), dtype, f"Sample.{name}")
                 object.__setattr__(self, name, columns[name])
-        _same_length(f"The sample of rollout {self.rollout}", **columns)
+        _check_same_length(f"The sample of rollout {self.rollout}", **columns)
 
 
 _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
@@ -353,10 +356,14 @@ _SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
     "version": np.int32,
     "turn": np.int32,
 }
-_SAMPLE_EXTRAS: dict[str, type[np.generic]] = {"reward": np.float64, "anchor": np.int64, "observation": np.bool_}
+_OPTIONAL_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
+    "reward": np.float64,
+    "anchor": np.int64,
+    "observation": np.bool_,
+}
 
 
-def _same_length(what: str, **columns: NDArray[Any]) -> None:
+def _check_same_length(what: str, **columns: NDArray[Any]) -> None:
     """The mask law begins here: columns that speak of the same tokens have the same length."""
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -23,24 +23,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.agents.agent import Agent, as_agent, spec_of
+from etude.agents.agent import Agent, as_agent, get_agent_spec
 from etude.config.compose import compose
-from etude.config.env import role
-from etude.config.near import meant
-from etude.config.plugin import being_run
+from etude.config.env import read_role
+from etude.config.plugin import current_file
+from etude.config.suggestions import suggest_name
 from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
-from etude.recipes import folder
-from etude.recipes.apart import apart
-from etude.recipes.build import build
-from etude.recipes.hosting import Hosted, hosted
-from etude.recipes.loop import practise
-from etude.recipes.parts import Parts
+from etude.recipes.agents.process_role import serve_if_runner
 from etude.recipes.presets import PRESETS
-from etude.recipes.roles import plays_instead
-from etude.recipes.run import Run
-from etude.recipes.tryout import show_failed, show_scored
-from etude.store.desk import Desk
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import build
+from etude.recipes.run.components import RunComponents
+from etude.recipes.run.config import Run
+from etude.recipes.run.dev_report import show_failed, show_scored
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.run.loop import run_loop
+from etude.recipes.servers.served_model import ServedModel, serve_to_agent
+from etude.store.rollout_queue import RolloutQueue
 
 __all__ = ["RL", "Algorithm", "Baseline", "Tasks", "Trainer"]
 
@@ -50,15 +50,15 @@ STRATEGIES = ("shm", "cs")
 
 
 @dataclass(frozen=True)
-class Given:
+class TrainerContext:
     """What a trainer gives its algorithm beside the tasks."""
 
     agent: Agent
     options: Mapping[str, Any]
 
-    def over(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of an algorithm and these, none of them twice."""
-        refuse_twice(dict.fromkeys(self.options, "an argument of `etude.Trainer`, or its agent,"), options)
+        refuse_duplicates(dict.fromkeys(self.options, "an argument of `etude.Trainer`, or its agent,"), options)
         return {**options, **self.options}
 
 
@@ -74,9 +74,9 @@ class Algorithm(ABC):
                     scores[prompt] = mean(each.total for each in played)
     """
 
-    given: Given | None = field(default=None, init=False, repr=False)
+    context: TrainerContext | None = field(default=None, init=False, repr=False)
     """The arguments of `Trainer.fit`, while `run` is called."""
-    desks: Callable[[], Desk] | None = field(default=None, init=False, repr=False)
+    open_queue: Callable[[], RolloutQueue] | None = field(default=None, init=False, repr=False)
     """A function that opens the rollout queue, while a model is served."""
 
     @abstractmethod
@@ -86,35 +86,35 @@ class Algorithm(ABC):
     @contextmanager
     def serving(
         self, options: Mapping[str, Any], directory: Path | str | None = None, *, preset: str | None = None
-    ) -> Iterator[Hosted]:
+    ) -> Iterator[ServedModel]:
         """Serve a model to the trainer's agent, and have its runners play, while this is entered.
 
         options: options of a run by their names, `model.path` among them. directory: where rollouts are kept; without
         one nothing is.
         """
-        if self.given is None:
+        if self.context is None:
             raise ConfigError(
                 f"{type(self).__name__} has no agent to serve a model to: it is given one by `etude.Trainer(…).fit`, "
                 "which calls `run`."
             )
-        asked = self.given.over(options)
-        run = compose(Run, values=asked, preset=preset_of(preset))
-        with hosted(run, self.given.agent, None if directory is None else Path(directory)) as served:
-            self.desks = served.client
+        asked = self.context.merge_options(options)
+        run = compose(Run, values=asked, preset=preset_path(preset))
+        with serve_to_agent(run, self.context.agent, None if directory is None else Path(directory)) as served:
+            self.open_queue = served.new_client
             try:
                 yield served
             finally:
-                self.desks = None
+                self.open_queue = None
 
-    def get_client(self) -> Desk:
+    def get_client(self) -> RolloutQueue:
         """A desk at which rollouts are wanted, waited for and read, while a model is served. It is the caller's to
         close."""
-        if self.desks is None:
+        if self.open_queue is None:
             raise ConfigError(
                 f"{type(self).__name__} has no desk now: it has one within `with self.serving({{'model.path': …}}):`, "
                 "and RL and Baseline have one while they run."
             )
-        return self.desks()
+        return self.open_queue()
 
 
 @dataclass
@@ -133,9 +133,9 @@ class RL(Algorithm):
         if train is None:
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
         tasks = {"data.train": "tasks of `fit`"} | ({} if val is None else {"data.val": "tasks of `fit`"})
-        refuse_twice(tasks, self.options)
+        refuse_duplicates(tasks, self.options)
         with self._parts(train, val) as parts:
-            practise(parts)
+            run_loop(parts)
             return folder.read_metrics(parts.directory)[-1]
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
@@ -145,7 +145,7 @@ class RL(Algorithm):
         few |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a store is for a run, and would keep what is not
         with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
             parts.publish(parts.checkpoint.step)
-            parts.source.replace_none()
+            parts.source.disable_refill()
             try:
                 groups = parts.source.next(1)
             except CollectionError:
@@ -158,26 +158,26 @@ class RL(Algorithm):
     @contextmanager
     def _parts(
         self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
-    ) -> Iterator[Parts]:
-        assert self.given is not None, "a trainer gives an agent"
+    ) -> Iterator[RunComponents]:
+        assert self.context is not None, "a trainer gives an agent"
         if self.directory is not None:
-            refuse_twice({"directory": f"`directory` of {type(self).__name__}"}, self.options)
+            refuse_duplicates({"directory": f"`directory` of {type(self).__name__}"}, self.options)
         named = directory or self.directory or self.options.get("directory")
         directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
-        options = {**self.given.over(self.options), **(more or {}), "directory": directory}
+        options = {**self.context.merge_options(self.options), **(more or {}), "directory": directory}
         written: dict[str, str] = {}
         for name, tasks in {"train": train, "val": val}.items():
             if tasks is not None:
-                files, text = as_files(tasks, directory / folder.TASKS / f"{name}.jsonl")
+                files, text = tasks_as_files(tasks, directory / folder.TASKS_FOLDER / f"{name}.jsonl")
                 options[f"data.{name}"] = files
                 written |= {} if text is None else {name: text}
-        run = compose(Run, values=options, preset=preset_of(self.preset))
-        with build(run, agent=self.given.agent, tasks=written) as parts:
-            self.desks = parts.client
+        run = compose(Run, values=options, preset=preset_path(self.preset))
+        with build(run, agent=self.context.agent, tasks=written) as parts:
+            self.open_queue = parts.new_client
             try:
                 yield parts
             finally:
-                self.desks = None
+                self.open_queue = None
 
 
 @dataclass
@@ -223,11 +223,11 @@ class Trainer:
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} is {value!r}; it is a whole number, {least} or more.")
         self.algorithm = algorithm
-        self._at_once, self._runners = max_concurrency, n_runners
+        self._max_concurrency, self._runners = max_concurrency, n_runners
         self._options: dict[str, Any] = {
             "agent.strategy": strategy,
             "agent.runners": n_runners,
-            "agent.at_once": max_concurrency,
+            "agent.max_concurrency": max_concurrency,
         }
 
     def fit(self, agent: Any, train: Tasks | None = None, val: Tasks | None = None) -> dict[str, float]:
@@ -236,38 +236,38 @@ class Trainer:
         Started with ETUDE_ROLE=runner, the same program is a runner of the store that ETUDE_STORE_URL names, until it
         is told to stop; with ETUDE_ROLE=train it starts no runners, and waits for those.
         """
-        _not_while_loaded()
-        if plays_instead(as_agent(agent, "The agent"), self._at_once):
+        _refuse_during_load()
+        if serve_if_runner(as_agent(agent, "The agent"), self._max_concurrency):
             return {}
-        self.algorithm.given = self._given(agent, {"agent.runners": 0} if role() == "train" else {})
+        self.algorithm.context = self._make_context(agent, {"agent.runners": 0} if read_role() == "train" else {})
         try:
-            return apart(lambda: self.algorithm.run(_kept(train), _kept(val)))
+            return run_outside_event_loop(lambda: self.algorithm.run(_materialize(train), _materialize(val)))
         finally:
-            self.algorithm.given = None
+            self.algorithm.context = None
 
     def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
         """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what
         would be learned from it. Nothing is trained, and nothing is kept."""
-        _not_while_loaded()
+        _refuse_during_load()
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         if not self._runners:
             raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
-        self.algorithm.given = self._given(agent, {})
+        self.algorithm.context = self._make_context(agent, {})
         try:
             algorithm = self.algorithm
-            apart(lambda: algorithm.try_out(tasks, count, make_console()))
+            run_outside_event_loop(lambda: algorithm.try_out(tasks, count, make_console()))
         finally:
-            self.algorithm.given = None
+            self.algorithm.context = None
 
-    def _given(self, agent: Any, options: Mapping[str, Any]) -> Given:
+    def _make_context(self, agent: Any, options: Mapping[str, Any]) -> TrainerContext:
         made = as_agent(agent, "The agent")
-        return Given(made, {**self._options, **options, "agent.path": spec_of(agent)})
+        return TrainerContext(made, {**self._options, **options, "agent.path": get_agent_spec(agent)})
 
 
-def _not_while_loaded() -> None:
+def _refuse_during_load() -> None:
     """Refuse to train because somebody looks for an agent in the file that trains it."""
-    file = being_run()
+    file = current_file()
     if file is not None:
         raise ConfigError(
             f"{file} trains as soon as it is loaded, and was loaded for an agent in it. Put what trains under "
@@ -285,17 +285,17 @@ def _report(found: Mapping[str, float], directory: Path, console: Console) -> No
     console.print(Text(f"answers  {directory / 'evaluations'}"), soft_wrap=True)
 
 
-def preset_of(name: str | None) -> Path | None:
+def preset_path(name: str | None) -> Path | None:
     """The file of a preset; None where none is named."""
     if name is not None and name not in PRESETS:
         hint = " Options are given by their names: `steps=3`, or in `options`." if "=" in name else ""
         raise UnknownChoiceError(
-            f"There is no preset '{name}'.{meant(name, PRESETS)}{hint} The presets are {', '.join(PRESETS)}."
+            f"There is no preset '{name}'.{suggest_name(name, PRESETS)}{hint} The presets are {', '.join(PRESETS)}."
         )
     return None if name is None else PRESETS[name]
 
 
-def refuse_twice(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
+def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
     """Refuse an option that is also given as an argument; arguments: what each option is called as one."""
     given = {option.removesuffix(".name"): option for option in options}
     for option, name in arguments.items():
@@ -303,7 +303,7 @@ def refuse_twice(arguments: Mapping[str, str], options: Mapping[str, Any]) -> No
             raise ConfigError(f"`{given[option]}` is in `options`, and is given as {name} too. Give it once.")
 
 
-def as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
+def tasks_as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
     """Tasks as files: those that are none yet become one, so that a run can be taken up; and what that is to hold."""
     if isinstance(tasks, str | Path):
         return [str(tasks)], None
@@ -323,6 +323,6 @@ def as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
     return [str(place)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _kept(tasks: Tasks | None) -> Tasks | None:
+def _materialize(tasks: Tasks | None) -> Tasks | None:
     """Tasks that can be gone through more than once."""
     return tasks if tasks is None or isinstance(tasks, str | Path | Sequence) else list(tasks)

@@ -14,10 +14,10 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 import etude
-from etude.demo.novice import warm_up
-from etude.demo.storeroom import rows
+from etude.demo.storeroom_agent import make_rows
+from etude.demo.storeroom_model import warm_up
 
-LENGTHS = {"sampling.max_tokens": 12, "data.max_prompt": 80}  # a model of yours has its own
+LENGTHS = {"sampling.max_tokens": 12, "data.max_prompt_length": 80}  # a model of yours has its own
 TRAINING = {"train.precision": "fp32", "train.learning_rate": 2e-3, "threads": 1}
 COLLECTED = {"collect.tasks": 16, "collect.group_size": 8}
 
@@ -52,7 +52,7 @@ def main(directory: Path, steps: int) -> None:
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **LENGTHS, **TRAINING, **COLLECTED}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"))
-    told = trainer.fit(solve, rows(0, 1000, held_out=False), rows(0, 50, held_out=True))
+    told = trainer.fit(solve, make_rows(0, 1000, held_out=False), make_rows(0, 50, held_out=True))
     print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Next: etude answers {directory / 'run'}")
 
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import etude
 from etude.agents import LLM
-from etude.demo.novice import warm_up
-from etude.demo.storeroom import TOOLS, rows
+from etude.demo.storeroom_agent import TOOLS, make_rows
+from etude.demo.storeroom_model import warm_up
 from etude.records import Task
 
 OPTIONS = {  # with a model of yours, what changes is `model.path`, the lengths and the learning rate
     "collect.tasks": 16,
     "collect.group_size": 8,
     "sampling.max_tokens": 12,
-    "data.max_prompt": 80,
+    "data.max_prompt_length": 80,
     "train.precision": "fp32",
     "train.learning_rate": 2e-3,
     "threads": 1,
@@ -51,7 +51,7 @@ def main(directory: Path, steps: int) -> None:
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"))
-    told = trainer.fit(solve, rows(0, 1000, held_out=False), rows(0, 50, held_out=True))
+    told = trainer.fit(solve, make_rows(0, 1000, held_out=False), make_rows(0, 50, held_out=True))
     print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Read some of the rollouts:")
     print(f"  etude answers {directory / 'run'}")
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from etude.algorithms import PolicyLoss, View
 from etude.config.compose import compose
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.models import save
 from etude.observe import Mean, Metrics
-from etude.recipes.folder import read_metrics
-from etude.recipes.loop import train
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.loop import train
 
 
 class Fading(PolicyLoss):
@@ -34,7 +34,7 @@ class Fading(PolicyLoss):
 
     width: float = Field(0.2, gt=0, description="the log-ratio at which a token's gradient has lost more than half")
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         """The loss of each action token, and what is to be seen of it; weights, masks and denominators come after."""
         bent = ((view.logp - view.column("old_logp")) / self.width).tanh()
         pace = 1 - bent.detach().square()
@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
             "loss.width=0.5",
             f"model.path='{model}'",
             f"data.train=['{tasks}']",
-            "data.max_prompt=16",
+            "data.max_prompt_length=16",
             "sampling.max_tokens=2",
             "collect.tasks=1",
             "collect.group_size=64",

@@ -18,12 +18,12 @@ from typing import Any
 from pydantic import Field
 
 from etude.config.compose import compose
-from etude.data import Order, Sampler
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.data import RowOrder, Sampler
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.models import save
-from etude.recipes.folder import read_metrics
-from etude.recipes.loop import train
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.loop import train
 
 LEVELS = 3
 
@@ -42,19 +42,19 @@ class EasyFirst(Sampler):
 
     each: int = Field(100, ge=1, description="how many tasks of a data source are asked before those of the next")
 
-    def start(self, rows: int, seed: int, sources: Callable[[], Sequence[str]] = list) -> Order:
+    def start(self, rows: int, seed: int, sources: Callable[[], Sequence[str]] = list) -> RowOrder:
         """The order of a run over so many rows."""
         found = list(sources())
         levels = [[row for row in range(rows) if found[row] == source] for source in sorted(set(found))]
         return _EasyFirst(rows, seed, self.each, levels)
 
 
-class _EasyFirst(Order):
+class _EasyFirst(RowOrder):
     def __init__(self, rows: int, seed: int, each: int, levels: Sequence[Sequence[int]]) -> None:
         super().__init__(rows, seed)
         self._each, self._levels = each, [*levels, range(rows)]
 
-    def following(self) -> int:
+    def next_row(self) -> int:
         """The row of the ordinal `self.position`."""
         level = self._levels[min(self.position // self._each, len(self._levels) - 1)]
         return random.Random(f"{self.seed} {self.position}").choice(level)
@@ -71,7 +71,7 @@ def main(directory: Path) -> None:
             "data.train=[tasks_from_python:tasks]",
             "data.sampler=tasks_from_python:EasyFirst",
             "data.sampler.each=120",
-            "data.max_prompt=16",
+            "data.max_prompt_length=16",
             "sampling.max_tokens=1",
             "collect.tasks=8",
             "collect.group_size=16",

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from etude.cli import main as etude
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.models import save
 
 SHARED = ["train.precision=fp32", "threads=1", "observe.every=10"]
@@ -75,7 +75,7 @@ def main(directory: Path) -> None:
     run(
         "train grpo",
         *(*SHARED, tasks, f"model.path='{directory / 'taught-model'}'", "reward=model", "reward.precision=fp32"),
-        *(f"reward.path='{directory / 'judging-model'}'", "data.max_prompt=12", "sampling.max_tokens=5"),
+        *(f"reward.path='{directory / 'judging-model'}'", "data.max_prompt_length=12", "sampling.max_tokens=5"),
         *(
             "collect.tasks=12",
             "collect.group_size=8",
@@ -86,7 +86,12 @@ def main(directory: Path) -> None:
         ),
         f"directory='{directory / 'run'}'",
     )
-    exam = [f"data.val=['{directory / 'exam.jsonl'}']", "data.max_prompt=12", "sampling.max_tokens=5", "reward=exact"]
+    exam = [
+        f"data.val=['{directory / 'exam.jsonl'}']",
+        "data.max_prompt_length=12",
+        "sampling.max_tokens=5",
+        "reward=exact",
+    ]
     for name in ("taught", "run"):
         run("eval", str(directory / name), *exam)
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from etude.config.compose import compose
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.envs import Observation
 from etude.models import save
-from etude.recipes.folder import read_metrics
-from etude.recipes.loop import train
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.loop import train
 from etude.records import Message, Task
 
 
@@ -81,7 +81,7 @@ def main(directory: Path) -> None:
         [
             f"model.path='{directory / 'model'}'",
             f"data.train=['{directory / 'tasks.jsonl'}']",
-            "data.max_prompt=24",
+            "data.max_prompt_length=24",
             f"env.path='{Path(__file__).resolve()}:Game'",
             "env.options.turns=3",
             "reward=environment",

@@ -13,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from etude.config.compose import compose
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.models import save
-from etude.recipes.folder import read_metrics
-from etude.recipes.loop import train
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_metrics
+from etude.recipes.run.loop import train
 from etude.records import Task
 
 
@@ -50,7 +50,7 @@ def main(directory: Path) -> None:
         [
             f"model.path='{directory / 'model'}'",
             f"data.train=['{directory / 'tasks.jsonl'}']",
-            "data.max_prompt=16",
+            "data.max_prompt_length=16",
             "reward=function",
             f"reward.path='{Path(__file__).resolve()}:score'",
             "sampling.max_tokens=6",

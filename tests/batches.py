@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.batch import Batch, Column, Kind
+from etude.batch import Batch, Column, ColumnKind
 
 NAN = float("nan")
 
@@ -86,16 +86,18 @@ def random_batch(
 def with_extras(batch: Batch, seed: int = 0) -> Batch:
     """The batch with a plug-in's column of every kind."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 4, batch.tokens)
+    lengths = rng.integers(0, 4, batch.num_tokens)
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()])
     return batch.replace(
-        teacher_topk_ids=torch.from_numpy(rng.integers(0, 50, (batch.tokens, 3))),
-        teacher_topk_logp=torch.from_numpy(-rng.gamma(2, 1, (batch.tokens, 3))),
+        teacher_topk_ids=torch.from_numpy(rng.integers(0, 50, (batch.num_tokens, 3))),
+        teacher_topk_logp=torch.from_numpy(-rng.gamma(2, 1, (batch.num_tokens, 3))),
         extra={
-            "half": Column(Kind.TOKEN, torch.from_numpy(rng.normal(size=batch.tokens)).bfloat16()),
-            "allowed": Column(Kind.RAGGED, torch.from_numpy(rng.integers(0, 50, int(offsets[-1]))), offsets),
-            "branch": Column(Kind.SEQUENCE, torch.from_numpy(rng.integers(0, 3, batch.rows))),
-            "picture": Column(Kind.BLOB, tuple(rng.bytes(int(rng.integers(0, 5))) for _ in range(batch.rows))),
+            "half": Column(ColumnKind.TOKEN, torch.from_numpy(rng.normal(size=batch.num_tokens)).bfloat16()),
+            "allowed": Column(ColumnKind.RAGGED, torch.from_numpy(rng.integers(0, 50, int(offsets[-1]))), offsets),
+            "branch": Column(ColumnKind.SEQUENCE, torch.from_numpy(rng.integers(0, 3, batch.num_rows))),
+            "picture": Column(
+                ColumnKind.BLOB, tuple(rng.bytes(int(rng.integers(0, 5))) for _ in range(batch.num_rows))
+            ),
         },
     )
 

@@ -20,7 +20,7 @@ __all__ = ["composed", "in_turn", "root_of"]
 IN_TURN = """
 import os, sys
 from etude.cli import main
-from etude.recipes import run
+from etude.recipes.run import config as run
 
 codes = []
 for line in sys.argv[2:]:

@@ -11,7 +11,7 @@ import pytest
 from etude.config.env import required_components
 
 if TYPE_CHECKING:
-    from etude.rollout.environments import Environment
+    from etude.rollout.python_environments import PythonEnvironment
 
 # What ETUDE_REQUIRE may name, and the package whose presence shows it.
 COMPONENTS: dict[str, str] = {
@@ -35,18 +35,18 @@ running: list[pytest.Item] = []
 """The test that runs, as the tests' conftest says."""
 
 
-def require_environment(name: str) -> Environment:
+def require_environment(name: str) -> PythonEnvironment:
     """The environment of a server, where it is here; otherwise skip the test, or make it where ETUDE_REQUIRE asks."""
-    from etude.rollout.environments import environment, named, place
+    from etude.rollout.python_environments import ensure_environment, find_environment, load_pins
     from tests.rollout.sglang_on_cpu import PINNED
 
     _hold_to_its_tier(name)
-    pinned = PINNED if name == "sglang" else named(ENVIRONMENTS[name])
-    there = place(pinned)
-    if there.whole:
+    pinned = PINNED if name == "sglang" else load_pins(ENVIRONMENTS[name])
+    there = find_environment(pinned)
+    if there.is_complete:
         return there
     if name in required_components():
-        return environment(pinned)
+        return ensure_environment(pinned)
     pytest.skip(f"there is no environment {there.directory.name}")
 
 

@@ -21,7 +21,7 @@ from tests.sweeps import inner
 from tests.tiers import is_left_out, longest_first, mark
 
 if TYPE_CHECKING:
-    from etude.rollout import Served
+    from etude.rollout import ServerPool
 
 # Set before torch is imported, and inherited by the processes that tests start: results then do not depend on how many
 # cores the machine has, and test processes side by side do not fight over them.
@@ -163,7 +163,7 @@ def served_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="session")
-def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """vLLM's server, with the first model. Whoever gives it other weights brings these back."""
     from tests.served import started
 
@@ -172,7 +172,7 @@ def vllm_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def sglang_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def sglang_server(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """SGLang's server, with the first model. Whoever gives it other weights brings these back."""
     from tests.served import started
 

@@ -23,7 +23,7 @@ lingers = etude.command("echo $$ >> $PIDS; sleep 120 & echo $! >> $PIDS; wait")
 """An agent that does not end by itself, and has started something besides; it writes down who they are."""
 ROOT = Path(__file__).parent.parent
 SMALL = (
-    *("steps=2", "collect.tasks=2", "collect.group_size=2", "sampling.max_tokens=8", "data.max_prompt=16"),
+    *("steps=2", "collect.tasks=2", "collect.group_size=2", "sampling.max_tokens=8", "data.max_prompt_length=16"),
     *("train.precision=fp32", "threads=1", "observe.console=plain", "reward=exact"),
 )
 

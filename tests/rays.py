@@ -26,8 +26,8 @@ GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 PATIENT = """
 import time
-from etude.config.env import keep_ray_quiet
-keep_ray_quiet()
+from etude.config.env import silence_ray
+silence_ray()
 from ray._private import services
 
 def waited_for(*asked, _found=services.get_node):
@@ -75,9 +75,9 @@ def joined() -> Iterator[None]:
     """A small Ray on this machine, until the end."""
     require("ray")
     crew_of("ray")
-    from etude.dispatch.ray_cluster import Cluster
+    from etude.dispatch.ray_cluster import RayCluster
 
-    with closing(Cluster(CPUS)):
+    with closing(RayCluster(CPUS)):
         yield
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from etude.chat import Tokenizer
-from etude.models import create, save, tiny
-from etude.rollout import Served, ServerConfig, SglangConfig, VllmConfig
-from etude.rollout.engines import serve
-from etude.sync.plugin import laid_out
+from etude.models import create, save, tiny_config
+from etude.rollout import ServerConfig, ServerPool, SglangConfig, VllmConfig
+from etude.rollout.launch import start_servers
+from etude.sync.vllm_plugin import install_plugin
 from tests.components import require_environment
 from tests.rollout import sglang_on_cpu
 from tests.worlds import make_tokenizer
@@ -38,7 +38,7 @@ def on(kind: str) -> list[pytest.MarkDecorator]:
 
 def make_served_model(directory: Path, seed: int) -> Path:
     """A random model whose next token depends strongly on what it has read, with a tokenizer of characters."""
-    model = create(tiny(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)
+    model = create(tiny_config(make_tokenizer(directory), **SIZES), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -58,7 +58,7 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 @contextmanager
 def started(
     kind: str, model: Path, directory: Path, *, plugged: bool = False, adapter_rank: int = 0
-) -> Iterator[Served]:
+) -> Iterator[ServerPool]:
     """A server of this kind. plugged: one that carriers can bring weights to; with an adapter's rank, one that is
     brought adapters."""
     options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
@@ -66,19 +66,19 @@ def started(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)
-        more: dict[str, Any] = {"plugged": laid_out(directory) if plugged else None, "adapter_rank": adapter_rank}
+        more: dict[str, Any] = {"plugged": install_plugin(directory) if plugged else None, "adapter_rank": adapter_rank}
         tokenizer = Tokenizer.load(model)
-        engine = serve(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)
+        engine = start_servers(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)
     with engine:
         yield engine
 
 
-def joined(engine: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def joined(engine: ServerPool, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options by which a run joins it, whose key is in its environment."""
     patch.setenv("THEIR_KEY", engine.servers[0].address.key)
     return {"rollout.url": engine.servers[0].url, "rollout.key_from": "THEIR_KEY"}
 
 
-def bring(engine: Served, model: Path, version: int) -> None:
+def bring(engine: ServerPool, model: Path, version: int) -> None:
     """Have it compute with the weights of a directory."""
     asyncio.run(engine.load(model, version))

@@ -19,7 +19,7 @@ import httpx2
 import pytest
 
 from etude.errors import EngineError
-from etude.sync.plugin import laid_out
+from etude.sync.vllm_plugin import install_plugin
 from tests.components import require_environment
 
 Dialect = Literal["vllm", "sglang"]
@@ -33,7 +33,7 @@ class Served:
     """A server process of ours, as carriers see engines."""
 
     def __init__(self, dialect: Dialect, url: str, process: subprocess.Popen[bytes] | None, log: Path) -> None:
-        self.dialect = SimpleNamespace(name=str(dialect))
+        self.backend = SimpleNamespace(name=str(dialect))
         self.url = url
         self.ranks = 1
         self.under_way = 0
@@ -74,7 +74,7 @@ class Served:
     async def resume(self) -> None:
         await self.post("/resume" if self.is_vllm else "/continue_generation", {})
 
-    async def stamped(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         more = {} if self.is_vllm else {"abort_all_requests": False}
         await self.post("/update_weight_version", {"new_version": str(version), **more})
         self.version, self.withdrawn = version, False
@@ -84,7 +84,7 @@ class Served:
 
     @property
     def is_vllm(self) -> bool:
-        return self.dialect.name == "vllm"
+        return self.backend.name == "vllm"
 
     async def generate(
         self, ids: Sequence[int], count: int, begun: asyncio.Event | None = None
@@ -181,7 +181,7 @@ def _until_ready(server: Served) -> None:
                 return
         time.sleep(0.3)
     tail = "\n".join(server.log.read_text(errors="replace").splitlines()[-30:])
-    pytest.fail(f"{server.dialect.name} did not start within {PATIENCE:g} s:\n{tail}", pytrace=False)
+    pytest.fail(f"{server.backend.name} did not start within {PATIENCE:g} s:\n{tail}", pytrace=False)
 
 
 def _plain() -> dict[str, str]:
@@ -205,7 +205,7 @@ def _vllm(python: Path, model: Path, port: int, into: Path) -> tuple[list[str], 
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": str(laid_out(into)),
+        "PYTHONPATH": str(install_plugin(into)),
     }
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
     return command, _plain() | more

@@ -17,14 +17,14 @@ import pytest
 
 from etude import __version__
 from etude.algorithms import LOSSES
-from etude.cli import main, parser
+from etude.cli import build_parser, main
 from etude.config import load_plugin
 from etude.data.prepare import PREPARATIONS
 from etude.demo.algorithms import DemoRun
-from etude.demo.demonstrate import NEXT
-from etude.errors import ConfigError, out_of_memory, refusal_of
-from etude.recipes.commands import SUPERVISED
-from etude.recipes.run import Run
+from etude.demo.algorithms_demo import NEXT
+from etude.errors import ConfigError, describe_out_of_memory, describe_system_error
+from etude.recipes.registry import SUPERVISED
+from etude.recipes.run.config import Run
 from tests.commands import composed, in_turn, root_of
 
 ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
@@ -103,19 +103,19 @@ def test_help_teaches_by_commands_that_work(command: list[str], capsys: Captured
         words = shlex.split(line.partition(" > ")[0].partition("   ")[0])[1:]
         if words[0] == "demo" and not {"agent", "algorithms"} & set(words):
             words.insert(1, "language")  # which `etude demo` alone is
-        asked = parser().parse_args(words)
+        asked = build_parser().parse_args(words)
         if "overrides" in asked and asked.config is None and not SWEPT & set(words) and words[0] != "eval":
             assert composed(asked, words)
 
 
 def test_every_command_knows_the_class_of_its_options() -> None:
-    roots = parser().parse_args(["data", "prepare"]).roots
+    roots = build_parser().parse_args(["data", "prepare"]).roots
     assert {name: load_plugin(root, None) for name, root in roots.items()} == PREPARATIONS
     for name, kind in SUPERVISED.items():
         for words in ([name], ["config", "show", name]):
-            assert root_of(parser().parse_args(words), words) is kind
+            assert root_of(build_parser().parse_args(words), words) is kind
     for words, root in (["train"], Run), (["config", "show", "--demo"], DemoRun), (["demo", "algorithms"], DemoRun):
-        assert root_of(parser().parse_args(words), words) is root
+        assert root_of(build_parser().parse_args(words), words) is root
 
 
 def test_help_is_quick() -> None:
@@ -180,7 +180,7 @@ def test_the_yaml_that_is_shown_can_be_read_again(tmp_path: Path, capsys: Captur
 
 
 def test_overrides_stand_before_and_after_flags() -> None:
-    asked = parser().parse_args(["demo", "algorithms", "loss=ppo", "--json", "steps=3"])
+    asked = build_parser().parse_args(["demo", "algorithms", "loss=ppo", "--json", "steps=3"])
     assert asked.overrides == ["loss=ppo", "steps=3"] and asked.json
 
 
@@ -311,14 +311,14 @@ def test_two_runs_never_share_a_folder(tmp_path: Path, capsys: Captured) -> None
 
 
 def test_a_plug_in_trains(tmp_path: Path, capsys: Captured) -> None:
-    told, _ = demonstrated(tmp_path, capsys, "loss=etude.algorithms.losses.plain:REINFORCE")
+    told, _ = demonstrated(tmp_path, capsys, "loss=etude.algorithms.losses.reinforce:REINFORCE")
     runs = told["runs"]
     assert isinstance(runs, list) and runs[0]["after"] > runs[0]["before"]
 
 
 def test_what_to_try_next_can_be_parsed() -> None:
     for command, _ in NEXT:
-        parser().parse_args(command.split()[1:])
+        build_parser().parse_args(command.split()[1:])
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path: Path, capsys: Captured) -> None:
@@ -436,11 +436,11 @@ def test_the_demonstration_brings_its_own_world(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])
 def test_memory_that_the_system_refuses_is_told_as_such(error: MemoryError | OSError) -> None:
-    told = refusal_of(error)
+    told = describe_system_error(error)
     assert told.startswith("The system gave this process no more memory") and "`ulimit -v unlimited`" in told
-    on_a_gpu = out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore follows."))
+    on_a_gpu = describe_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore follows."))
     assert on_a_gpu.startswith("The GPU has no more memory (CUDA out of memory. Tried to allocate 2.00 GiB.). `etude")
-    assert out_of_memory(RuntimeError("shapes do not fit")) == ""
-    assert refusal_of(OSError(errno.EIO, "Input/output error", "x")) == (
+    assert describe_out_of_memory(RuntimeError("shapes do not fit")) == ""
+    assert describe_system_error(OSError(errno.EIO, "Input/output error", "x")) == (
         "The system refused to read or write at x: Input/output error."
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from etude.envs import Env, Observation, TextEnv, ToolEnv
-from etude.recipes.environment import EnvConfig
+from etude.recipes.collect.environment import EnvConfig
 from etude.records import Message, Task, ToolCall
 
 
@@ -19,7 +19,7 @@ class Dice(TextEnv):
     """Guess what was thrown."""
 
     def begin(self) -> str:
-        self.thrown = self.chance.randint(1, 6)
+        self.thrown = self.rng.randint(1, 6)
         return "Guess."
 
     def play(self, answer: str) -> str | Observation:
@@ -84,13 +84,13 @@ class Shop(ToolEnv):
 
 
 def contents(told: Observation) -> list[str]:
-    return [str(each.content) for each in told.shown if isinstance(each, Message)]
+    return [str(each.content) for each in told.content if isinstance(each, Message)]
 
 
 def test_methods_are_tools_and_share_what_came_to_be() -> None:
     shop = Shop()
     first = shop.reset(Task(0, {}))
-    assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.shown
+    assert [tool["function"]["name"] for tool in first.tools] == ["buy"] and not first.content
     bread, house = ("buy", '{"thing": "bread", "price": 4}'), ("buy", '{"thing": "house", "price": 8}')
     told = asyncio.run(shop.step(said("", bread, house, bread)))
     assert contents(told) == ["6 left", "Error: `buy` raised ValueError: not enough money", "2 left"], "in their order"
@@ -116,7 +116,7 @@ class Plain(ToolEnv):
         found = re.findall(r"add (\d+) (\d+)", str(answer.content))
         return [ToolCall(str(place), "add", f'{{"a": {a}, "b": {b}}}') for place, (a, b) in enumerate(found)]
 
-    def told(self, results: Sequence[Message]) -> str:
+    def format_results(self, results: Sequence[Message]) -> str:
         return " ".join(str(each.content) for each in results)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etude.errors import DamagedFileError
-from etude.integrity import file_sha256, naming, read_json, read_text, write_json, write_text
+from etude.integrity import add_path_to_errors, file_sha256, read_json, read_text, write_json, write_text
 
 DOCUMENT = {"step": 21, "rate": 0.1, "none": None, "names": ["a", "é"], "deep": {"yes": True}}
 TEXT = "recipe: train\nsteps: 4\n# sha256: a line of the text's own\n"
@@ -71,7 +71,11 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
         file_sha256(failing)
     assert told.value.errno == errno.EIO and os.strerror(errno.EIO) in str(told.value)
     full = Path("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"), naming(full), full.open("w") as file:
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '/dev/full'"),
+        add_path_to_errors(full),
+        full.open("w") as file,
+    ):
         file.write("told")
     with pytest.raises(OSError, match=r"no/told"):
         write_json(tmp_path / "no" / "told", {})

@@ -17,24 +17,28 @@ import pytest
 import etude
 from etude.cli import main
 from etude.config.compose import compose
-from etude.easy import RLConfig
 from etude.errors import ConfigError
-from etude.launch import _composed
-from etude.recipes.apart import apart
-from etude.recipes.folder import read_options
-from etude.recipes.interrupt import Interrupt
-from etude.recipes.run import Run
+from etude.launch import _resolve_arguments
+from etude.ppo_trainer import RLConfig
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_options
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.run.interrupt import Interrupt
 from tests.learn.looking import looker
 from tests.worlds import make_model, make_tasks
 
 STANDS_FOR = {
     **{"reward": "reward", "steps": "steps", "tasks": "collect.tasks", "group_size": "collect.group_size"},
-    **{"learning_rate": "train.learning_rate", "precision": "train.precision", "max_prompt": "data.max_prompt"},
+    **{
+        "learning_rate": "train.learning_rate",
+        "precision": "train.precision",
+        "max_prompt_length": "data.max_prompt_length",
+    },
     **{"max_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "seed": "seed"},
 }
 ARGUMENTS: dict[str, Any] = {
     **{"reward": "exact", "steps": 1, "tasks": 2, "group_size": 2, "learning_rate": 1e-3, "precision": "fp32"},
-    **{"max_prompt": 8, "max_tokens": 3, "temperature": 1.0, "seed": 3},
+    **{"max_prompt_length": 8, "max_tokens": 3, "temperature": 1.0, "seed": 3},
 }
 ODD = ["\n\n", "é 🌧", "C:\\x", "\\", "\\\\${x}", "${", "${oc.env:HOME}", "a'b\"c", "[1, 2", "null", "1e-3", "=\t:{}"]
 MORE = {"loss.clip_high": 0.3, "observe.console": "off", "threads": 1}
@@ -83,9 +87,9 @@ def test_every_argument_is_documented_and_typed() -> None:
 
 
 def test_it_is_the_function_also_when_the_package_of_that_name_is_loaded() -> None:
-    from etude.train import Train
+    from etude.train import TrainConfig
 
-    assert callable(etude.train) and Train.__module__ == "etude.train.config"
+    assert callable(etude.train) and TrainConfig.__module__ == "etude.train.config"
 
 
 @pytest.mark.parametrize(
@@ -120,29 +124,29 @@ def test_the_directory_may_stand_in_the_file(tmp_path: Path, monkeypatch: pytest
 
 def launched(**given: Any) -> tuple[Run, dict[str, str]]:
     """The run that `etude.train` composes of these arguments."""
-    return _composed(dict.fromkeys(inspect.signature(etude.train).parameters) | given)
+    return _resolve_arguments(dict.fromkeys(inspect.signature(etude.train).parameters) | given)
 
 
 def test_values_reach_the_run_as_they_are() -> None:
     """By every way from a program: `etude.train`, `etude.Trainer`, `RLConfig`."""
     said, place = {f"said{number}": text for number, text in enumerate(ODD)}, Path("/tmp").joinpath(*ODD)
     free = {**said, "thinks": False, "share": 0.5, "count": 2, "place": Path("/tmp/josé")}
-    options = {"sampling.stop": ["a", *ODD], "chat.variables": free, "sampling.temperature": 0.25, "kl": None}
+    options = {"sampling.stop": ["a", *ODD], "chat.template_kwargs": free, "sampling.temperature": 0.25, "kl": None}
     run, _ = launched(preset="grpo", options=options, directory=place)
     assert run.directory == place
-    runs = [run, RLConfig(options={"sampling.stop": ("a", *ODD), "sampling.temperature": 0.25}).run()]
+    runs = [run, RLConfig(options={"sampling.stop": ("a", *ODD), "sampling.temperature": 0.25}).compose_run()]
 
     class Looks(etude.Algorithm):
         def run(self, train: Any, val: Any) -> dict[str, float]:
-            assert self.given is not None
-            runs.append(compose(Run, values=self.given.over(options)))
+            assert self.context is not None
+            runs.append(compose(Run, values=self.context.merge_options(options)))
             return {}
 
     etude.Trainer(Looks()).fit(looker, [])
     for each in runs:
         assert (each.sampling.stop, each.sampling.temperature) == (("a", *ODD), 0.25)
     for each in (runs[0], runs[2]):
-        assert each.kl is None and each.chat.variables == {**free, "place": "/tmp/josé"}
+        assert each.kl is None and each.chat.template_kwargs == {**free, "place": "/tmp/josé"}
     assert runs[2].agent.path == "tests.learn.looking:looker"
 
 
@@ -150,7 +154,7 @@ def interrupted(work: Any) -> Any:
     """Run work under a running loop, and press Ctrl-C in it."""
 
     async def notebook() -> Any:
-        return apart(work)
+        return run_outside_event_loop(work)
 
     return asyncio.run(notebook())
 
@@ -164,9 +168,9 @@ def test_the_first_ctrl_c_in_a_running_loop_lets_the_step_end(runs: str, number:
         with Interrupt(said.append) as interrupt:
             os.kill(os.getpid(), number)
             until = time.monotonic() + 10
-            while not interrupt.asked and time.monotonic() < until:
+            while not interrupt.stop_requested and time.monotonic() < until:
                 time.sleep(0.01)
-            return interrupt.asked
+            return interrupt.stop_requested
 
     before = {each: signal.signal(each, signal.default_int_handler) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -185,7 +189,7 @@ def test_the_second_ctrl_c_in_a_running_loop_stops_at_once() -> None:
             while time.monotonic() < until:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.01)
-            raise AssertionError(f"It goes on, though Ctrl-C was pressed: {interrupt.asked}")
+            raise AssertionError(f"It goes on, though Ctrl-C was pressed: {interrupt.stop_requested}")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -217,7 +221,7 @@ def apart_in_a_loop(work: Any) -> Any:
     """`apart` called from a callback of a loop, as a notebook's cell is, without asyncio's own handling of Ctrl-C."""
     loop, found = asyncio.new_event_loop(), []
     try:
-        loop.call_soon(lambda: (found.append(apart(work)), loop.stop()))
+        loop.call_soon(lambda: (found.append(run_outside_event_loop(work)), loop.stop()))
         loop.run_forever()
     finally:
         loop.close()
@@ -231,4 +235,4 @@ def test_work_in_a_running_loop_is_done_elsewhere_and_raises_here() -> None:
 
     with pytest.raises(ConfigError, match="It cannot be"):
         interrupted(work)
-    assert apart(threading.current_thread) is threading.main_thread()
+    assert run_outside_event_loop(threading.current_thread) is threading.main_thread()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from etude.protocols import Gather, Split, Spread, spread, spread_of
+from etude.protocols import DispatchMode, Gather, Split, dispatch_mode, get_dispatch_mode
 
 
 class Worker:
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, x: int) -> int:
         return x + 1
 
-    @spread()
+    @dispatch_mode()
     def version(self) -> int:
         return 3
 
@@ -25,10 +25,10 @@ def test_a_declared_method_is_still_itself() -> None:
 
 
 def test_what_was_declared_is_found_by_the_method() -> None:
-    assert spread_of(Worker.update) == Spread(Split.GROUPS, Gather.METRICS)
-    assert spread_of(Worker().version) == Spread(Split.SAME, Gather.FIRST)
+    assert get_dispatch_mode(Worker.update) == DispatchMode(Split.GROUPS, Gather.METRICS)
+    assert get_dispatch_mode(Worker().version) == DispatchMode(Split.SAME, Gather.FIRST)
 
 
 def test_an_undeclared_method_is_a_mistake_in_the_program() -> None:
     with pytest.raises(AssertionError, match=r"Worker\.helper does not say how it is spread"):
-        spread_of(Worker.helper)
+        get_dispatch_mode(Worker.helper)

@@ -10,11 +10,11 @@ import pickle
 import numpy as np
 import pytest
 
-from etude.records import Completion, Rollout, Sample, SamplingParams, Turn, level
+from etude.records import Completion, Rollout, Sample, SamplingParams, Turn, has_zero_variance
 
 
 def test_lists_become_typed_read_only_arrays() -> None:
-    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish="stop")  # type: ignore[arg-type]
+    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
     assert said.ids.dtype == np.int32 and said.logp.dtype == np.float32
     with pytest.raises(ValueError, match="read-only"):
         said.ids[0] = 7
@@ -22,7 +22,7 @@ def test_lists_become_typed_read_only_arrays() -> None:
 
 def test_a_record_does_not_follow_the_array_it_was_made_from() -> None:
     prompt = np.array([1, 2], np.int32)
-    said = Completion(ids=[3], logp=[-1.0], version=[0], finish="stop")  # type: ignore[arg-type]
+    said = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
     turn = Turn(prompt=prompt, completion=said, index=0)
     prompt[0] = 99
     assert turn.prompt.tolist() == [1, 2]
@@ -50,11 +50,11 @@ def test_columns_of_different_lengths_are_refused_with_their_lengths() -> None:
 )
 def test_ids_that_would_change_are_refused(ids: list[object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Completion(ids=ids, logp=[0.0, 0.0], version=[0, 0], finish="stop")  # type: ignore[arg-type]
+        Completion(ids=ids, logp=[0.0, 0.0], version=[0, 0], finish_reason="stop")  # type: ignore[arg-type]
 
 
 def test_a_record_stays_a_fact_when_it_is_copied_or_sent() -> None:
-    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish="stop")  # type: ignore[arg-type]
+    said = Completion(ids=[1, 2], logp=[-0.5, -1.0], version=[3, 3], finish_reason="stop")  # type: ignore[arg-type]
     turn = Turn(prompt=np.array([1, 2]), completion=said, index=0)
     for other in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn))):
         assert other.prompt.tolist() == [1, 2] and not other.prompt.flags.writeable
@@ -65,7 +65,7 @@ def test_a_read_only_window_on_somebody_elses_array_is_copied() -> None:
     array = np.array([1, 2], np.int32)
     window = array.view()
     window.setflags(write=False)
-    said = Completion(ids=[3], logp=[-1.0], version=[0], finish="stop")  # type: ignore[arg-type]
+    said = Completion(ids=[3], logp=[-1.0], version=[0], finish_reason="stop")  # type: ignore[arg-type]
     turn = Turn(prompt=window, completion=said, index=0)
     array[0] = 99
     assert turn.prompt.tolist() == [1, 2]
@@ -80,7 +80,7 @@ def test_mappings_are_copied() -> None:
 
 def test_a_log_prob_too_large_for_its_type_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Completion.logp has values that do not fit into float32"):
-        Completion(ids=[1], logp=[-1e300], version=[0], finish="stop")  # type: ignore[arg-type]
+        Completion(ids=[1], logp=[-1e300], version=[0], finish_reason="stop")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_impossible_sampling_is_refused(asked: dict[str, float], sentence: str) 
 
 def test_an_end_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="one of stop, length, abort; 'banana' was given"):
-        Completion(ids=[1], logp=[-1.0], version=[0], finish="banana")  # type: ignore[arg-type]
+        Completion(ids=[1], logp=[-1.0], version=[0], finish_reason="banana")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("parts", [(1.0, -0.3, -0.7), (1.0, 0.1, -1.1, 0.2), (0.1, 0.2, -0.3)])
 def test_sums_of_the_same_parts_are_one_reward_in_whatever_order(parts: tuple[float, ...]) -> None:
     sums = [sum(some) for some in itertools.permutations(parts)]
-    assert min(sums) < max(sums) and level(min(sums), max(sums))
-    assert not level(0.0, 1e-12) and not level(1.0, 1.0 + 1e-12)
+    assert min(sums) < max(sums) and has_zero_variance(min(sums), max(sums))
+    assert not has_zero_variance(0.0, 1e-12) and not has_zero_variance(1.0, 1.0 + 1e-12)

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import etude
-from etude.agents.agent import load_agent, spec_of
+from etude.agents.agent import get_agent_spec, load_agent
 from etude.cli import main
-from etude.config.plugin import load_named
+from etude.config.plugin import load_object
 from etude.errors import ConfigError, EtudeError
-from etude.recipes.folder import read_metrics
-from etude.store.desk import Find
+from etude.recipes.run.directory import read_metrics
+from etude.store.rollout_queue import RolloutQuery
 from tests.joined import ROOT, descendants
 from tests.learn import games
 from tests.learn.looking import looker
@@ -58,7 +58,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("trainer")
     games.make_speaker(place / "model", steps=60)
-    told = {"model.path": place / "model", "sampling.max_tokens": 8, "data.max_prompt": 16, "threads": 1}
+    told = {"model.path": place / "model", "sampling.max_tokens": 8, "data.max_prompt_length": 16, "threads": 1}
     return {**told, "train.precision": "fp32", "collect.retries": 0}
 
 
@@ -168,7 +168,7 @@ class Prompts(etude.Algorithm):
 
     async def _look(self) -> None:
         client = self.get_client()
-        for state in (await client.find(Find())).rollouts:
+        for state in (await client.find(RolloutQuery())).rollouts:
             (turn,) = await client.turns(state.id)
             self.found.setdefault(state.status.value, []).append(turn.completion.text)
         await client.close()
@@ -249,7 +249,7 @@ async def solve(task, llm, rollout):
 def test_a_run_of_a_program_is_gone_on_with_and_scored_by_commands(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    solve, run = load_named(alone(tmp_path, MINE), "agent", ""), tmp_path / "run"
+    solve, run = load_object(alone(tmp_path, MINE), "agent", ""), tmp_path / "run"
     few = {"steps": 1, "collect.tasks": 2, "collect.group_size": 2}
     etude.Trainer(etude.RL("grpo", options | few, run)).fit(solve, rows(4, 0), rows(2, 1))
     monkeypatch.chdir(tmp_path / "run")
@@ -293,11 +293,14 @@ def test_what_a_program_has_for_an_agent_has_a_name_where_it_stands_at_the_top(t
     spec = alone(
         tmp_path, "import etude\n" + MINE + "\nclass Own(etude.Agent):\n    def run(self): ...\n\nown = Own()\n"
     )
-    place, solve = spec.removesuffix(":solve"), load_named(spec, "agent", "")
+    place, solve = spec.removesuffix(":solve"), load_object(spec, "agent", "")
     held = sys.modules[solve.__module__]
-    assert [spec_of(found) for found in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
-    assert spec_of(looker) == "tests.learn.looking:looker" and spec_of(held.Own()) == "given by a program: Own"
-    assert type(load_agent(spec_of(held.own))) is held.Own
+    assert [get_agent_spec(found) for found in (solve, held.own, held.Own)] == [spec, f"{place}:own", f"{place}:Own"]
+    assert (
+        get_agent_spec(looker) == "tests.learn.looking:looker"
+        and get_agent_spec(held.Own()) == "given by a program: Own"
+    )
+    assert type(load_agent(get_agent_spec(held.own))) is held.Own
 
 
 def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path: Path) -> None:
@@ -306,7 +309,7 @@ def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path
     @etude.agent
     async def looks(task: Any, llm: Any, rollout: Any) -> float:
         desk = algorithm.get_client()
-        state = (await desk.find(Find(ids=(rollout.id,)))).rollouts[0]
+        state = (await desk.find(RolloutQuery(ids=(rollout.id,)))).rollouts[0]
         await desk.close()
         found.append((state.id - rollout.id, state.status))
         return 1.0
@@ -331,7 +334,7 @@ from tests.learn.test_agents import rows
 
 if __name__ == "__main__":
     model, directory, address = sys.argv[1:]
-    options = {"model.path": model, "sampling.max_tokens": 8, "data.max_prompt": 16, "threads": 1, "steps": 2,
+    options = {"model.path": model, "sampling.max_tokens": 8, "data.max_prompt_length": 16, "threads": 1, "steps": 2,
                "train.precision": "fp32", "collect.tasks": 2, "collect.group_size": 2, "agent.listen": address}
     print(etude.Trainer(etude.RL("grpo", options, directory), n_runners=1).fit(looker, rows(8, 0)).get("step"))
 """

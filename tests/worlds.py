@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import Fuse
 
-from etude.models import create, save, tiny
+from etude.models import create, save, tiny_config
 
 __all__ = ["ALPHABET", "make_model", "make_tasks", "make_tokenizer"]
 
@@ -35,7 +35,7 @@ def make_tokenizer(directory: Path, alphabet: str = ALPHABET) -> int:
 def make_model(directory: Path, *, seed: int = 0, layers: int = 2, hidden: int = 32, heads: int = 2) -> Path:
     """A tiny random Qwen3 with a tokenizer of characters."""
     size = make_tokenizer(directory)
-    config = tiny(size, layers=layers, hidden=hidden, heads=heads, kv_heads=1, context=128)
+    config = tiny_config(size, layers=layers, hidden=hidden, heads=heads, kv_heads=1, context=128)
     save(create(config, seed=seed, dtype=torch.float32), directory)
     return directory
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from etude.agents.agent import LLM, Agent, RolloutInfo
     from etude.agents.command import Command
-    from etude.agents.runner import Pace, Runner
-    from etude.store.desk import Desk
+    from etude.agents.runner import Runner, RunnerTimeouts
+    from etude.store.rollout_queue import RolloutQueue
 
-__all__ = ["LLM", "Agent", "Command", "Pace", "RolloutInfo", "Runner"]
+__all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 
 
 def __getattr__(name: str) -> Any:
@@ -40,14 +40,14 @@ def __getattr__(name: str) -> Any:
         from etude.agents.command import Command
 
         return Command
-    if name in ("Pace", "Runner"):
+    if name in ("RunnerTimeouts", "Runner"):
         from etude.agents import runner
 
         return getattr(runner, name)
     raise AttributeError(f"module 'etude.agents' has no attribute '{name}'")
 
 
-def openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
+def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
     """OpenAI's client and its twin for coroutines, where the package is installed."""
     try:
         from openai import AsyncOpenAI, OpenAI
@@ -60,8 +60,8 @@ def openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
     return OpenAI, AsyncOpenAI
 
 
-def distant_desk(url: str, key: str) -> Desk:
+def connect_queue(url: str, key: str) -> RolloutQueue:
     """The desk that a server keeps at this address, for whoever holds this key."""
-    from etude.store.client import RemoteDesk
+    from etude.store.remote_queue import RemoteRolloutQueue
 
-    return RemoteDesk(url, key)
+    return RemoteRolloutQueue(url, key)

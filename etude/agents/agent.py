@@ -28,33 +28,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
-from etude.agents import openai_clients
-from etude.config.plugin import load_named, of_a_file
+from etude.agents import load_openai_clients
+from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
-from etude.store.desk import Claim, Use
+from etude.store.rollout_queue import Claim, RolloutPurpose
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
 __all__ = [
-    "GIVEN",
+    "AGENT_PARAMETERS",
     "LLM",
     "Agent",
+    "CallSignature",
     "FunctionAgent",
     "RolloutInfo",
-    "Wants",
     "agent",
     "as_agent",
-    "llm_of",
+    "get_agent_spec",
+    "get_llm",
+    "is_importable",
     "load_agent",
-    "named",
-    "place_of",
-    "spec_of",
+    "locate_module",
 ]
 
-GIVEN = ("task", "llm", "rollout", "resources")
+AGENT_PARAMETERS = ("task", "llm", "rollout", "resources")
 """What an agent may ask for, by the names of its parameters."""
-UNNAMED = "given by a program:"
+UNIMPORTABLE = "given by a program:"
 """How the agent of a run is called that no other process finds."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -66,7 +66,7 @@ class RolloutInfo(NamedTuple):
     """Of the rollout."""
     attempt: int
     """0 for the first try; a rollout that failed may be tried again."""
-    use: Use
+    use: RolloutPurpose
     """`train` or `val`."""
 
 
@@ -94,7 +94,7 @@ class LLM:
 @cache
 def _client(base_url: str) -> OpenAI:
     """One for all attempts, which share its connections."""
-    return openai_clients()[0](base_url=base_url, api_key="none")
+    return load_openai_clients()[0](base_url=base_url, api_key="none")
 
 
 _async_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, AsyncOpenAI]] = WeakKeyDictionary()
@@ -111,16 +111,16 @@ def _async_client(base_url: str) -> AsyncOpenAI:
         ) from None
     held = _async_clients.setdefault(loop, {})
     if base_url not in held:
-        held[base_url] = openai_clients()[1](base_url=base_url, api_key="none")
+        held[base_url] = load_openai_clients()[1](base_url=base_url, api_key="none")
     return held[base_url]
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class CallSignature:
     """What an agent is given, and how it is called."""
 
-    names: tuple[str, ...]
-    waits: bool
+    parameters: tuple[str, ...]
+    is_async: bool
     """Whether calling it makes a coroutine."""
 
 
@@ -137,7 +137,7 @@ class Agent(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004
         """An agent, unless its `run` asks for what nobody gives."""
         self = super().__new__(cls)
-        self.wants()
+        self.call_signature()
         return self
 
     def setup(self) -> Any:  # noqa: B027
@@ -145,7 +145,7 @@ class Agent(ABC):
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Play one attempt, given what its parameters name: see `GIVEN`. A function or a coroutine."""
+        """Play one attempt, given what its parameters name: see `AGENT_PARAMETERS`. A function or a coroutine."""
 
     def teardown(self) -> Any:  # noqa: B027
         """Called once, after the last attempt; a function or a coroutine."""
@@ -155,9 +155,9 @@ class Agent(ABC):
         """How sentences name it."""
         return type(self).__name__
 
-    def wants(self) -> Wants:
+    def call_signature(self) -> CallSignature:
         """What `run` asks for."""
-        return wants_of(self.run, f"{self.title}.run")
+        return read_signature(self.run, f"{self.title}.run")
 
 
 class FunctionAgent(Agent):
@@ -171,7 +171,7 @@ class FunctionAgent(Agent):
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._wants = wants_of(function, self.title)
+        self._signature = read_signature(function, self.title)
         for name, value in (("max_concurrency", max_concurrency), ("timeout_s", timeout_s)):
             if value is not None and not value > 0:
                 raise AgentError(f"The agent {self.title} has {name}={value!r}; it must be above 0, or None.")
@@ -193,8 +193,8 @@ class FunctionAgent(Agent):
     def title(self) -> str:
         return getattr(self._function, "__name__", repr(self._function))
 
-    def wants(self) -> Wants:
-        return self._wants
+    def call_signature(self) -> CallSignature:
+        return self._signature
 
 
 @overload
@@ -222,7 +222,7 @@ def agent(
     return made if function is None else made(function)
 
 
-def wants_of(function: Callable[..., Any], title: str) -> Wants:
+def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
     """What a function asks for by its parameters; `AgentError` where it asks for what nobody gives."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise AgentError(
@@ -235,20 +235,21 @@ def wants_of(function: Callable[..., Any], title: str) -> Wants:
         raise AgentError(f"The agent {title} does not say what its parameters are: {error}.") from error
     names = []
     for each in parameters:
-        if each.kind in _VARIABLE or (each.name not in GIVEN and each.default is not each.empty):
+        if each.kind in _VARIABLE or (each.name not in AGENT_PARAMETERS and each.default is not each.empty):
             continue
-        if each.name not in GIVEN:
+        if each.name not in AGENT_PARAMETERS:
             raise AgentError(
-                f"The agent {title} takes `{each.name}`, which nobody gives: an agent is given {', '.join(GIVEN[:-1])} "
-                f"and {GIVEN[-1]}, whichever it names. Rename it, or give it a default."
+                f"The agent {title} takes `{each.name}`, which nobody gives: an agent is given "
+                f"{', '.join(AGENT_PARAMETERS[:-1])} and {AGENT_PARAMETERS[-1]}, whichever it names. Rename it, or "
+                "give it a default."
             )
         if each.kind is each.POSITIONAL_ONLY:
             raise AgentError(f"The agent {title} takes `{each.name}` by position alone; leave out the `/` behind it.")
         names.append(each.name)
-    return Wants(tuple(names), inspect.iscoroutinefunction(function))
+    return CallSignature(tuple(names), inspect.iscoroutinefunction(function))
 
 
-def llm_of(claim: Claim) -> LLM | None:
+def get_llm(claim: Claim) -> LLM | None:
     """The model as an attempt reaches it; None where no endpoint is told of."""
     endpoint: Mapping[str, Any] | None = claim.resources.get("endpoint")
     return None if endpoint is None else LLM(endpoint["base_url"], claim.model_key, endpoint["model"])
@@ -257,38 +258,38 @@ def llm_of(claim: Claim) -> LLM | None:
 # -- agents by name ----------------------------------------------------------------------------------------------------
 
 
-def as_agent(found: Any, title: str) -> Agent:
+def as_agent(source: Any, title: str) -> Agent:
     """An agent, whatever form it has: one that is made, a class of them, or a function."""
-    if isinstance(found, Agent):
-        return found
-    if isinstance(found, type):
-        if not issubclass(found, Agent):
+    if isinstance(source, Agent):
+        return source
+    if isinstance(source, type):
+        if not issubclass(source, Agent):
             raise AgentError(f"{title} is a class, and none that is derived from etude.Agent. Derive it from that.")
         try:
-            made: Agent = found()
+            made: Agent = source()
         except TypeError as error:
             raise AgentError(f"{title} cannot be made without arguments ({error}). Name one that is made.") from error
         return made
-    if callable(found):
-        return FunctionAgent(found)
-    raise AgentError(f"{title} is of type {type(found).__name__}; an agent is a function, or an etude.Agent.")
+    if callable(source):
+        return FunctionAgent(source)
+    raise AgentError(f"{title} is of type {type(source).__name__}; an agent is a function, or an etude.Agent.")
 
 
 def load_agent(spec: str) -> Agent:
     """The agent that `module:name` or `path/to/file.py:name` names."""
-    if not named(spec):
+    if not is_importable(spec):
         raise AgentError(
-            f"The agent{spec.removeprefix(UNNAMED)} was given to `etude.Trainer` by a program, and no other process "
-            "finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent at the top "
-            "level of a file is found by its name."
+            f"The agent{spec.removeprefix(UNIMPORTABLE)} was given to `etude.Trainer` by a program, and no other "
+            "process finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent at "
+            "the top level of a file is found by its name."
         )
-    return as_agent(load_named(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
+    return as_agent(load_object(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
 
 
 def _spec_of(made: FunctionAgent) -> str:
     """The name by which another process finds the agent of a function: `load_agent` takes it."""
     module, name = made.__module__, made.__qualname__  # type: ignore[attr-defined]
-    place = place_of(module) if module in sys.modules else module
+    place = locate_module(module) if module in sys.modules else module
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -301,31 +302,31 @@ def _spec_of(made: FunctionAgent) -> str:
     return f"{place}:{name}"
 
 
-def spec_of(found: Any) -> str:
+def get_agent_spec(source: Any) -> str:
     """The name by which a command finds what a program has for an agent: its file where that can be, so that it is
     found from anywhere. What stands at no top level is told of, and not found: see `named`."""
-    kind = found if hasattr(found, "__qualname__") else type(found)
+    kind = source if hasattr(source, "__qualname__") else type(source)
     for module in dict.fromkeys((kind.__module__, "__main__")):
         held = vars(sys.modules[module]) if module in sys.modules else {}
-        name = next((name for name, value in held.items() if value is found), None)
-        if name is not None and (place := place_of(module)) is not None:
+        name = next((name for name, value in held.items() if value is source), None)
+        if name is not None and (place := locate_module(module)) is not None:
             return f"{place}:{name}"
-    return f"{UNNAMED} {as_agent(found, 'The agent').title}"
+    return f"{UNIMPORTABLE} {as_agent(source, 'The agent').title}"
 
 
-def named(spec: str) -> bool:
+def is_importable(spec: str) -> bool:
     """Whether other processes find an agent that is called so."""
-    return not spec.startswith(UNNAMED)
+    return not spec.startswith(UNIMPORTABLE)
 
 
-def place_of(module: str) -> Path | str | None:
+def locate_module(module: str) -> Path | str | None:
     """Where a command finds a module: a file that is of no package and not installed by its path, others by name."""
     if module == "__main__":
         return main_file()
     file = Path(getattr(sys.modules[module], "__file__", None) or "")
     installed = {"site-packages", "dist-packages"} & set(file.parts)
     alone = not getattr(sys.modules[module], "__package__", "") and not installed
-    return file.absolute() if file.suffix == ".py" and (alone or of_a_file(module)) else module
+    return file.absolute() if file.suffix == ".py" and (alone or is_file_module(module)) else module
 
 
 def main_file() -> Path | None:

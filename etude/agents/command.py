@@ -30,18 +30,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from etude.agents.agent import Agent, Wants, llm_of
-from etude.agents.blame import excused
-from etude.agents.guard import Guard
-from etude.agents.scope import current
-from etude.config.env import for_a_program
+from etude.agents.agent import Agent, CallSignature, get_llm
+from etude.agents.attempt_context import current_attempt
+from etude.agents.error_classification import excuse_if_unreachable
+from etude.agents.process_reaper import ProcessReaper
+from etude.config.env import build_program_env
 from etude.errors import AgentError
 from etude.records import Outcome
-from etude.store.desk import Claim, Ended
+from etude.store.rollout_queue import AttemptReport, Claim
 
-__all__ = ["Command", "command", "guard"]
+__all__ = ["Command", "command", "reaper"]
 
-TaskIn = Literal["stdin", "file", "env"]
+TaskInput = Literal["stdin", "file", "env"]
 
 CLOSING = 2.0
 """Seconds that pipes may stay open once all that the program started is killed."""
@@ -53,7 +53,7 @@ TAIL = 2000
 """Characters of the end of each output that an error holds."""
 # The program begins when its group is known to the guard, or never: it first reads a line that only then is written.
 _BEGIN = 'read -r go || exit 125; {limits}exec "$@"'
-guard = Guard()
+reaper = ProcessReaper()
 """Of this process: it ends commands, and whoever else is told to it, when this process has ended."""
 
 
@@ -61,9 +61,9 @@ guard = Guard()
 class Command(Agent):
     """A program as an agent."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     """The program and its arguments."""
-    task: TaskIn = "stdin"
+    task: TaskInput = "stdin"
     """How it is given the task: on `stdin`, in a `file`, or in the `env`ironment."""
     reward_key: bool = False
     """Whether it is given the key to write rewards and events of its attempt."""
@@ -85,10 +85,10 @@ class Command(Agent):
     """How many of it one runner has at once; None leaves it to the runner."""
 
     def __post_init__(self) -> None:
-        if not self.words or not self.words[0].strip():
+        if not self.argv or not self.argv[0].strip():
             raise AgentError("A command was given nothing to run; name a program: etude.command('python agent.py').")
-        if self.task not in get_args(TaskIn):
-            ways = ", ".join(get_args(TaskIn))
+        if self.task not in get_args(TaskInput):
+            ways = ", ".join(get_args(TaskInput))
             raise AgentError(f"A command is given its task by one of {ways}; '{self.task}' was asked for.")
         for name in ("timeout_s", "cpu_s", "memory_mb", "output_kb", "grace_s", "max_concurrency"):
             value = getattr(self, name)
@@ -102,32 +102,32 @@ class Command(Agent):
 
     @property
     def title(self) -> str:
-        return " ".join(self.words[2:] if self.words[:2] == _SHELL else self.words)
+        return " ".join(self.argv[2:] if self.argv[:2] == _SHELL else self.argv)
 
-    def wants(self) -> Wants:
-        return Wants(("claim", "store_url"), waits=True)
+    def call_signature(self) -> CallSignature:
+        return CallSignature(("claim", "store_url"), is_async=True)
 
     def setup(self) -> None:
         """Refuse what cannot be run, before anything is claimed for it."""
         if self.directory is not None and not self.directory.is_dir():
             raise AgentError(f"there is no directory {self.directory}")
-        path = for_a_program(self.environment).get("PATH")
+        path = build_program_env(self.environment).get("PATH")
         where = self.directory or Path.cwd()
-        name = self.words[0]
+        name = self.argv[0]
         if shutil.which(str(where / name) if os.sep in name else name, path=path) is None:
             raise AgentError(f"there is no program {name} to be found, or it may not be run")
 
-    async def run(self, claim: Claim, store_url: str) -> Ended:
+    async def run(self, claim: Claim, store_url: str) -> AttemptReport:
         """Run the program once."""
         if self.reward_key and not store_url:
-            return Ended(
+            return AttemptReport(
                 Outcome.INFRA_ERROR,
                 f"The command {self.title} is to be given the key to write rewards, and no server of the store is "
                 "there to write them to. Serve it, or have the program print its reward in its last line.",
             )
         text = json.dumps(dict(claim.task.fields), ensure_ascii=False)
         if self.task == "env" and len(text.encode()) > LONGEST_VARIABLE:
-            return Ended(
+            return AttemptReport(
                 Outcome.FAILED,
                 f"Task {claim.task.ordinal} has more than {LONGEST_VARIABLE} bytes, which no environment variable "
                 "holds. Give the command its tasks by `stdin` or in a `file`.",
@@ -139,19 +139,21 @@ class Command(Agent):
             elif self.task == "file":
                 added["ETUDE_TASK_FILE"] = str(Path(place) / "task.json")
                 (Path(place) / "task.json").write_text(text, encoding="utf-8")
-            run = _Run(self, for_a_program({**self.environment, **added}), text if self.task == "stdin" else "")
+            run = _CommandRun(
+                self, build_program_env({**self.environment, **added}), text if self.task == "stdin" else ""
+            )
             try:
-                code = await run.over()
+                code = await run.run()
             except asyncio.CancelledError as error:
                 error.add_note(run.tails())
                 raise
             finally:
-                run.note()
-        return await excused(self._ended(code, run), claim.resources)
+                run.record_output()
+        return await excuse_if_unreachable(self._make_report(code, run), claim.resources)
 
     def _variables(self, claim: Claim, store_url: str) -> dict[str, str]:
-        added = {"ETUDE_ROLLOUT": str(claim.key.rollout), "ETUDE_ATTEMPT": str(claim.key.attempt)}
-        llm = llm_of(claim)
+        added = {"ETUDE_ROLLOUT": str(claim.attempt_id.rollout), "ETUDE_ATTEMPT": str(claim.attempt_id.attempt)}
+        llm = get_llm(claim)
         if llm is not None:
             added |= {
                 "OPENAI_BASE_URL": llm.base_url,
@@ -164,13 +166,15 @@ class Command(Agent):
             added |= {"ETUDE_STORE_URL": store_url, "ETUDE_REWARD_KEY": claim.reward_key}
         return added
 
-    def _ended(self, code: int, run: _Run) -> Ended:
+    def _make_report(self, code: int, run: _CommandRun) -> AttemptReport:
         """What its exit code and its last line say."""
         if code != 0:
-            return Ended(Outcome.FAILED, f"The command {self.title} ended with {self._how(code)}. {run.tails()}")
-        return Ended(Outcome.SUCCEEDED, reward=_last_line(run.output.text()))
+            return AttemptReport(
+                Outcome.FAILED, f"The command {self.title} ended with {self._describe_exit(code)}. {run.tails()}"
+            )
+        return AttemptReport(Outcome.SUCCEEDED, reward=_reward_in_last_line(run.output.text()))
 
-    def _how(self, code: int) -> str:
+    def _describe_exit(self, code: int) -> str:
         number = -code if code < 0 else code - 128  # a shell tells a child's signal by 128 and its number
         if number == signal.SIGXCPU:
             return f"all of its cpu_s={self.cpu_s} seconds of a processor used up"
@@ -183,7 +187,7 @@ _SHELL = ("/bin/sh", "-c")
 def command(
     line: str | Sequence[str],
     *,
-    task: TaskIn = Command.task,
+    task: TaskInput = Command.task,
     reward_key: bool = Command.reward_key,
     directory: str | Path | None = Command.directory,
     environment: Mapping[str, str] | None = None,
@@ -197,7 +201,7 @@ def command(
     """A program as an agent: a line that a shell takes, or a program and its arguments. `Command` says what the options
     mean."""
     return Command(
-        words=(*_SHELL, line) if isinstance(line, str) and line.strip() else tuple([line] if line == "" else line),
+        argv=(*_SHELL, line) if isinstance(line, str) and line.strip() else tuple([line] if line == "" else line),
         task=task,
         reward_key=reward_key,
         directory=None if directory is None else Path(directory).expanduser().absolute(),
@@ -233,16 +237,16 @@ class _Tail:
         return self._kept.decode(errors="replace")
 
 
-class _Run:
+class _CommandRun:
     """One run of a command."""
 
-    def __init__(self, asked: Command, environment: Mapping[str, str], text: str) -> None:
-        self._asked, self._environment, self._text = asked, environment, text
-        self.output, self.errors = _Tail(asked.output_kb << 10), _Tail(asked.output_kb << 10)
+    def __init__(self, command: Command, environment: Mapping[str, str], text: str) -> None:
+        self._command, self._environment, self._text = command, environment, text
+        self.output, self.errors = _Tail(command.output_kb << 10), _Tail(command.output_kb << 10)
 
-    async def over(self) -> int:
+    async def run(self) -> int:
         """Run it to its end, and end all that it started; its exit code, or minus the number of the signal."""
-        process, loop = self._begun(), asyncio.get_running_loop()
+        process, loop = self._start(), asyncio.get_running_loop()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
             feed, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
@@ -251,13 +255,13 @@ class _Run:
             outputs = [await _reader(process.stdout), await _reader(process.stderr)]
             kept = (self.output, self.errors)
             readers = [asyncio.create_task(tail.read(reader)) for tail, (reader, _) in zip(kept, outputs, strict=True)]
-            ended = _ended(process, loop)
+            ended = _exit_future(process, loop)
             try:
                 await asyncio.shield(ended)
             except asyncio.CancelledError:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGTERM)
-                await asyncio.wait({ended}, timeout=self._asked.grace_s)
+                await asyncio.wait({ended}, timeout=self._command.grace_s)
                 raise
             finally:
                 _kill(process)
@@ -269,16 +273,16 @@ class _Run:
                     feed.abort()
         finally:
             _kill(process)
-            guard.remove(process.pid)
+            reaper.remove(process.pid)
             process.wait()
         return process.returncode
 
-    def _begun(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         """The program, which waits for its first line, in a group that the guard knows."""
-        asked = self._asked
+        asked = self._command
         limits = "".join(f"ulimit {each} || exit 125; " for each in _limits(asked.cpu_s, asked.memory_mb))
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _BEGIN.format(limits=limits), "etude", *asked.words],
+            ["/bin/sh", "-c", _BEGIN.format(limits=limits), "etude", *asked.argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -286,7 +290,7 @@ class _Run:
             cwd=asked.directory,
             start_new_session=True,
         )
-        guard.add(process.pid)
+        reaper.add(process.pid)
         return process
 
     def tails(self) -> str:
@@ -296,7 +300,7 @@ class _Run:
         told = [f"Its {name} ended with:\n{text}" for name, text in ends.items() if text]
         return "\n".join(told) or "It wrote nothing to standard output or standard error."
 
-    def note(self) -> None:
+    def record_output(self) -> None:
         """Keep what it wrote."""
         told: dict[str, Any] = {}
         for name, tail in (("stdout", self.output), ("stderr", self.errors)):
@@ -304,9 +308,9 @@ class _Run:
                 told[name] = text
                 if tail.dropped:
                     told[f"{name}_dropped_bytes"] = tail.dropped
-        scope = current()
+        scope = current_attempt()
         if told and scope is not None:
-            scope.say(lambda desk, key: desk.note(key, "output", told))
+            scope.emit(lambda desk, key: desk.record_note(key, "output", told))
 
 
 async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
@@ -317,7 +321,7 @@ async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTr
     return reader, transport
 
 
-def _ended(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     """Done when the program has ended, whoever still holds its pipes. Where the system can, its number stays taken, so
     that no other group is killed in its place."""
     ended: asyncio.Future[None] = loop.create_future()
@@ -350,7 +354,7 @@ def _limits(cpu_s: int | None, memory_mb: int | None) -> list[str]:
     return limits if memory_mb is None else [*limits, f"-v {memory_mb << 10}"]
 
 
-def _last_line(text: str) -> Any:
+def _reward_in_last_line(text: str) -> Any:
     """What the last line of a program's output says that it earned; None where it says nothing of the kind."""
     line = text.rstrip().rpartition("\n")[2].strip()
     if not line.startswith("{"):

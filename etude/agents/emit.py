@@ -19,27 +19,27 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from etude.agents import distant_desk
-from etude.agents.earned import earned
-from etude.agents.scope import Saying, current
-from etude.config.env import Appointed, appointed
+from etude.agents import connect_queue
+from etude.agents.attempt_context import Emission, current_attempt
+from etude.agents.rewards import parse_reward
+from etude.config.env import AssignedAttempt, read_assigned_attempt
 from etude.errors import AgentError, DataError, StoreError
-from etude.store.bounds import NOTE_BYTES, small
-from etude.store.desk import Desk, Key
+from etude.store.request_limits import NOTE_BYTES, check_size
+from etude.store.rollout_queue import AttemptId, RolloutQueue
 
 __all__ = ["event", "reward"]
 
-ANSWERED = 100.0
+ANSWER_TIMEOUT = 100.0
 """Seconds within which a server answers, or a process learns that it was not heard."""
 
 
 def reward(value: float | Mapping[str, float], turn: int | None = None) -> None:
     """Say what the attempt earned in all, once; or with `turn` what one of its calls to the model earned, by its place
     from 0, any number of times: that adds up."""
-    given = earned(value, "`etude.emit.reward` was given")
+    given = parse_reward(value, "`etude.emit.reward` was given")
     if turn is not None and not _counts(turn):
         raise AgentError(f"`etude.emit.reward` was given turn={turn!r}; turns are counted from 0.")
-    _say(lambda desk, key: desk.reward(key, given, turn), final=turn is None)
+    _emit(lambda desk, key: desk.record_reward(key, given, turn), final=turn is None)
 
 
 def event(name: str, data: Any = None) -> None:
@@ -54,10 +54,10 @@ def event(name: str, data: Any = None) -> None:
         raise AgentError(f"The event `{name}` has {len(text)} bytes as JSON; {NOTE_BYTES} are kept. Say less.")
     kept = json.loads(text)  # as it is now, whatever becomes of the objects it was made of
     try:
-        small(kept, f"The event `{name}`")
+        check_size(kept, f"The event `{name}`")
     except DataError as error:
         raise AgentError(str(error)) from error
-    _say(lambda desk, key: desk.note(key, name, kept))
+    _emit(lambda desk, key: desk.record_note(key, name, kept))
 
 
 def _counts(turn: Any) -> bool:
@@ -68,47 +68,48 @@ def _is_text(name: Any) -> bool:
     return isinstance(name, str) and name != ""
 
 
-def _say(what: Saying, final: bool = False) -> None:
-    scope = current()
+def _emit(what: Emission, final: bool = False) -> None:
+    scope = current_attempt()
     if scope is not None:
-        scope.say(what, final)
+        scope.emit(what, final)
         return
-    place = appointed()
+    place = read_assigned_attempt()
     if place is None:
         raise AgentError(
             "This code is no part of an attempt: no runner in this process plays one, and the environment does not "
             "name one (`ETUDE_STORE_URL` and `ETUDE_REWARD_KEY`). Call it from within an agent; a command has the key "
             "with `etude.command(…, reward_key=True)`."
         )
-    _wire(place).say(what)
+    _remote_emitter(place).emit(what)
 
 
-class _Wire:
+class _RemoteEmitter:
     """A loop of its own beside the program, on which the desk's server is spoken to."""
 
-    def __init__(self, place: Appointed) -> None:
-        self._place, self._key = place, Key(place.rollout, place.attempt)
-        self._desk: Desk | None = None
+    def __init__(self, place: AssignedAttempt) -> None:
+        self._attempt, self._key = place, AttemptId(place.rollout, place.attempt)
+        self._queue: RolloutQueue | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="etude-emit", daemon=True).start()
 
-    def say(self, what: Saying) -> None:
+    def emit(self, what: Emission) -> None:
         """Tell the desk, and wait until it has heard."""
-        asked = asyncio.run_coroutine_threadsafe(self._told(what), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self._send(what), self._loop)
         try:
-            asked.result(ANSWERED)
+            asked.result(ANSWER_TIMEOUT)
         except TimeoutError:
             asked.cancel()
             raise StoreError(
-                f"The store at {self._place.url} did not answer within {ANSWERED:g} s; what was said may not be kept."
+                f"The store at {self._attempt.url} did not answer within {ANSWER_TIMEOUT:g} s; what was said may not "
+                "be kept."
             ) from None
 
-    async def _told(self, what: Saying) -> None:
-        if self._desk is None:
-            self._desk = distant_desk(self._place.url, self._place.reward_key)
-        await what(self._desk, self._key)
+    async def _send(self, what: Emission) -> None:
+        if self._queue is None:
+            self._queue = connect_queue(self._attempt.url, self._attempt.reward_key)
+        await what(self._queue, self._key)
 
 
 @cache
-def _wire(place: Appointed) -> _Wire:
-    return _Wire(place)
+def _remote_emitter(place: AssignedAttempt) -> _RemoteEmitter:
+    return _RemoteEmitter(place)

@@ -3,7 +3,7 @@
 consumes       rollouts that are queued at the desk
 produces       attempts, each handed in once; and signs of life
 waits for      the desk, for as long as there is nothing to claim; its agent
-unblocked by   a claim, an attempt's end, `stop`; and by `Pace`, which bounds each wait
+unblocked by   a claim, an attempt's end, `stop`; and by `RunnerTimeouts`, which bounds each wait
 
 `stop` once, and it claims no more and lets what is under way end; twice, and that is cancelled. What a runner gives up
 because it stops itself is nobody's failure: it is handed in as an infrastructure error, and another runner tries it.
@@ -25,31 +25,31 @@ from functools import partial
 from typing import Any, TypeVar
 
 from etude.agents.agent import Agent
-from etude.agents.hands import Hands
-from etude.agents.playing import Playing
-from etude.errors import AgentError, EtudeError, IllegalMoveError, StoreError, UnknownError
-from etude.observe.log import get_log
+from etude.agents.running_attempt import RunningAttempt
+from etude.agents.worker_threads import WorkerThreads
+from etude.errors import AgentError, EtudeError, IllegalTransitionError, NotFoundError, StoreError
+from etude.observe.log import get_logger
 from etude.records import Outcome
-from etude.store.desk import Claim, Desk, Ended, Key
+from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, RolloutQueue
 
-__all__ = ["Pace", "Runner"]
+__all__ = ["Runner", "RunnerTimeouts"]
 
 R = TypeVar("R")
 
-log = get_log("agents")
+log = get_logger("agents")
 
-MOST_LEFT = 32
+MAX_ABANDONED = 32
 """Attempts that were left to themselves and still go on, at which a runner gives up: each holds what it holds."""
-ALIVE = 4
+HEARTBEATS_PER_TIMEOUT = 4
 """Signs of life within the silence that makes an attempt unresponsive."""
-BLOCKED = 1.0
+BLOCKED_LOOP = 1.0
 """Seconds by which the loop may be late before it is told."""
 STOPPED = "Its runner was stopped."
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RunnerTimeouts:
     """How long a runner waits for what."""
 
     heartbeat_s: float = 5.0
@@ -70,7 +70,7 @@ class Pace:
             value = getattr(self, name)
             lowest = 0 if name in ("drain_s", "patience_s") else 1e-3
             if not lowest <= value < float("inf"):
-                raise AgentError(f"Pace.{name} is {value!r}; it must be {lowest:g} s or more, and finite.")
+                raise AgentError(f"RunnerTimeouts.{name} is {value!r}; it must be {lowest:g} s or more, and finite.")
 
 
 class Runner:
@@ -78,12 +78,12 @@ class Runner:
 
     def __init__(
         self,
-        desk: Desk,
+        queue: RolloutQueue,
         agent: Agent,
         name: str | None = None,
         *,
         max_concurrency: int = 8,
-        pace: Pace | None = None,
+        timeouts: RunnerTimeouts | None = None,
         store_url: str = "",
     ) -> None:
         """desk: where rollouts are claimed. agent: what plays them; its own `max_concurrency` bounds this one.
@@ -92,47 +92,52 @@ class Runner:
         if max_concurrency < 1:
             raise AgentError(f"A runner was asked to play {max_concurrency} attempts at once; ask for 1 or more.")
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
-        self.ended: Counter[Outcome] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()
         """How many attempts it handed in, by how they ended."""
-        self._desk, self._agent, self._pace, self._store_url = desk, agent, pace or Pace(), store_url
-        self._cancel_s = self._pace.cancel_s + agent.grace_s
+        self._queue, self._agent, self._timeouts, self._store_url = (
+            queue,
+            agent,
+            timeouts or RunnerTimeouts(),
+            store_url,
+        )
+        self._cancel_s = self._timeouts.cancel_s + agent.grace_s
         self._slots = min(max_concurrency, agent.max_concurrency or max_concurrency)
-        self._playing: dict[Key, Playing] = {}
-        self._left: set[Playing] = set()
+        self._running: dict[AttemptId, RunningAttempt] = {}
+        self._abandoned: set[RunningAttempt] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asked = 0
-        self._interval = self._pace.heartbeat_s
+        self._stop_requests = 0
+        self._interval = self._timeouts.heartbeat_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._claiming: asyncio.Task[None] | None = None
-        self._changed, self._beat_soon, self._hurry = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._changed, self._beat_soon, self._cancel_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
-    def left(self) -> int:
+    def abandoned(self) -> int:
         """Attempts that were left to themselves and still go on."""
-        return len(self._left) + (self._hands.left if self._loop else 0)
+        return len(self._abandoned) + (self._threads.abandoned if self._loop else 0)
 
     def stop(self) -> None:
         """Claim no more, and end when what is under way has; called again, cancel that. Any thread may call it."""
         if self._loop is None:
-            self._asked += 1
+            self._stop_requests += 1
         else:
             with suppress(RuntimeError):  # the loop is closed: it has stopped
                 self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
-        self._asked += 1
+        self._stop_requests += 1
         if self._claiming is not None:
             self._claiming.cancel()  # the desk takes back what it was about to give
-        if self._asked > 1:
-            self._hurry.set()
+        if self._stop_requests > 1:
+            self._cancel_now.set()
 
     async def run(self) -> None:
         """Play until it is stopped. `StoreError` where the desk is gone for good, `AgentError` where the agent cannot
         be set up, or leaves too much behind."""
-        self._hands, self._loop = Hands(f"etude-{self.name}"), asyncio.get_running_loop()
+        self._threads, self._loop = WorkerThreads(f"etude-{self.name}"), asyncio.get_running_loop()
         try:
-            await self._prepared("set up", self._agent.setup)
-            beating = asyncio.create_task(self._beat(), name=f"{self.name} beats")
+            await self._call_hook("set up", self._agent.setup)
+            beating = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")
             self._claiming = asyncio.create_task(self._claim(), name=f"{self.name} claims")
             try:
                 await asyncio.wait({self._claiming})
@@ -141,15 +146,15 @@ class Runner:
                 self._claiming.cancel()
                 await self._cancel_all()
                 beating.cancel()
-                await self._prepared("torn down", self._agent.teardown)
+                await self._call_hook("torn down", self._agent.teardown)
         finally:
-            self._hands.close()
+            self._threads.close()
         if not self._claiming.cancelled():
             self._claiming.result()  # where it ended by an error, that is what this ends by
-        if self.left >= MOST_LEFT:
+        if self.abandoned >= MAX_ABANDONED:
             raise AgentError(
-                f"The runner {self.name} gives up: {self.left} attempts of the agent {self._agent.title} did not end "
-                "when they were to, and go on. Have it bound its own waits, or play it as a command, which can be "
+                f"The runner {self.name} gives up: {self.abandoned} attempts of the agent {self._agent.title} did not "
+                "end when they were to, and go on. Have it bound its own waits, or play it as a command, which can be "
                 "ended."
             )
 
@@ -157,61 +162,63 @@ class Runner:
 
     async def _claim(self) -> None:
         """Claim as much as there is room for, until this is cancelled, or too much was left behind."""
-        while not self._asked and self.left < MOST_LEFT:
-            free = self._slots - len(self._playing)
+        while not self._stop_requests and self.abandoned < MAX_ABANDONED:
+            free = self._slots - len(self._running)
             if free < 1:
                 await self._changed.wait()
                 self._changed.clear()
                 continue
-            for claim in await self._insist(partial(self._desk.claim, self.name, free, self._pace.poll_s), "claim"):
+            for claim in await self._retry(partial(self._queue.claim, self.name, free, self._timeouts.poll_s), "claim"):
                 self._begin(claim)
 
     def _begin(self, claim: Claim) -> None:
-        playing = Playing(
-            self._agent, claim, self._desk, self._hands, cancel_s=self._cancel_s, store_url=self._store_url
+        playing = RunningAttempt(
+            self._agent, claim, self._queue, self._threads, cancel_s=self._cancel_s, store_url=self._store_url
         )
-        self._playing[claim.key] = playing
-        if claim.limits.unresponsive_s / ALIVE < self._interval:
+        self._running[claim.attempt_id] = playing
+        if claim.limits.unresponsive_s / HEARTBEATS_PER_TIMEOUT < self._interval:
             self._beat_soon.set()
-        task = asyncio.create_task(self._play(playing))
+        task = asyncio.create_task(self._run_attempt(playing))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _play(self, playing: Playing) -> None:
+    async def _run_attempt(self, playing: RunningAttempt) -> None:
         """Play one attempt and hand it in; its place is free when the desk has acknowledged that."""
-        key = playing.claim.key
+        key = playing.claim.attempt_id
         try:
-            ended = await playing.play()
-            if playing.left:
-                self._left.add(playing)
-                playing.forsaken(lambda: self._left.discard(playing))
-            if await self._hand_in(key, ended):
-                self.ended[ended.outcome] += 1
+            ended = await playing.run()
+            if playing.is_abandoned:
+                self._abandoned.add(playing)
+                playing.on_late_end(lambda: self._abandoned.discard(playing))
+            if await self._finish_attempt(key, ended):
+                self.outcomes[ended.outcome] += 1
         finally:
-            del self._playing[key]
+            del self._running[key]
             self._changed.set()
 
-    async def _hand_in(self, key: Key, ended: Ended) -> bool:
+    async def _finish_attempt(self, attempt_id: AttemptId, report: AttemptReport) -> bool:
         """Whether the desk took it; one that was over before, or that it knows nothing of, is none of ours."""
         try:
-            return await self._insist(partial(self._desk.finish, key, ended), "hand in")
+            return await self._retry(partial(self._queue.finish, attempt_id, report), "hand in")
         except EtudeError as error:
-            log.warning("Attempt %d at rollout %d could not be handed in: %s", key.attempt, key.rollout, error)
+            log.warning(
+                "Attempt %d at rollout %d could not be handed in: %s", attempt_id.attempt, attempt_id.rollout, error
+            )
         return False
 
-    async def _insist(self, ask: Callable[[], Awaitable[R]], what: str) -> R:
+    async def _retry(self, ask: Callable[[], Awaitable[R]], what: str) -> R:
         """Ask the desk until it answers; its refusals are answers."""
         since: float | None = None
         wait = 0.1
         while True:
             try:
                 return await ask()
-            except (IllegalMoveError, UnknownError):
+            except (IllegalTransitionError, NotFoundError):
                 raise
             except StoreError as error:
                 now = asyncio.get_running_loop().time()
                 since = now if since is None else since
-                if now - since + wait > self._pace.patience_s or self._hurry.is_set():
+                if now - since + wait > self._timeouts.patience_s or self._cancel_now.is_set():
                     told = f"The runner {self.name} could not {what} for {now - since:.0f} s: {error}"
                     raise StoreError(told) from error
                 log.log(logging.WARNING if wait == 0.1 else logging.DEBUG, "%s: %s Asking again.", self.name, error)
@@ -220,31 +227,33 @@ class Runner:
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Tell the desk what is under way, and stop what it wants stopped."""
         loop = asyncio.get_running_loop()
         while True:
             self._beat_soon.clear()
-            silences = [playing.claim.limits.unresponsive_s for playing in self._playing.values()]
-            self._interval = min([self._pace.heartbeat_s, *(silence / ALIVE for silence in silences)])
+            silences = [playing.claim.limits.unresponsive_s for playing in self._running.values()]
+            self._interval = min(
+                [self._timeouts.heartbeat_s, *(silence / HEARTBEATS_PER_TIMEOUT for silence in silences)]
+            )
             try:
                 async with asyncio.timeout(max(self._interval, 10.0)):
-                    unwanted = await self._desk.heartbeat(self.name, tuple(self._playing), self._told())
+                    unwanted = await self._queue.heartbeat(self.name, tuple(self._running), self._status())
             except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat was not heard: %s", self.name, error)
                 unwanted = {}
             for key, why in unwanted.items():
-                if key in self._playing:
-                    self._playing[key].stop(Ended(Outcome.CANCELLED, why))
+                if key in self._running:
+                    self._running[key].stop(AttemptReport(Outcome.CANCELLED, why))
             due = loop.time() + self._interval
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_soon.wait(), self._interval)
-            if loop.time() - due > BLOCKED:
+            if loop.time() - due > BLOCKED_LOOP:
                 self._tell_blocked(loop.time() - due)
 
     def _tell_blocked(self, seconds: float) -> None:
         """Say that nothing was heard or said here for so long, and what it may have come of."""
-        if self._agent.wants().waits:
+        if self._agent.call_signature().is_async:
             told = (
                 "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
                 "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
@@ -255,28 +264,28 @@ class Runner:
                 "%s: its loop was blocked for %.1f s: this machine has more to do than it can.", self.name, seconds
             )
 
-    def _told(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "agent": self._agent.title,
             "max_concurrency": self._slots,
-            "ended": {outcome.value: count for outcome, count in self.ended.items()},
-            "left": self.left,
+            "ended": {outcome.value: count for outcome, count in self.outcomes.items()},
+            "left": self.abandoned,
         }
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
-    async def _prepared(self, what: str, call: Callable[[], Any]) -> None:
+    async def _call_hook(self, what: str, call: Callable[[], Any]) -> None:
         """Call a part of the agent that is called once."""
         try:
-            async with asyncio.timeout(self._pace.setup_s):
+            async with asyncio.timeout(self._timeouts.setup_s):
                 if inspect.iscoroutinefunction(call):
                     await call()
-                elif inspect.isawaitable(made := await self._hands.call(call)):
+                elif inspect.isawaitable(made := await self._threads.call(call)):
                     await made
         except TimeoutError as error:
-            told = f"not within {self._pace.setup_s:g} s"
+            told = f"not within {self._timeouts.setup_s:g} s"
             raise AgentError(f"The agent {self._agent.title} could not be {what}: {told}.") from error
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
@@ -284,8 +293,8 @@ class Runner:
 
     async def _drain(self) -> None:
         """Let what is under way end, as long as there is time and nobody asks again."""
-        hurried = asyncio.create_task(self._hurry.wait())
-        until = asyncio.get_running_loop().time() + self._pace.drain_s
+        hurried = asyncio.create_task(self._cancel_now.wait())
+        until = asyncio.get_running_loop().time() + self._timeouts.drain_s
         while self._tasks and not hurried.done():
             rest = until - asyncio.get_running_loop().time()
             if rest <= 0:
@@ -297,11 +306,11 @@ class Runner:
         """End what is still under way; attempts that cannot be handed in are for the desk to miss."""
         if not self._tasks:
             return
-        self._asked = max(self._asked, 2)
-        self._hurry.set()
-        for playing in list(self._playing.values()):
-            playing.stop(Ended(Outcome.INFRA_ERROR, STOPPED))
+        self._stop_requests = max(self._stop_requests, 2)
+        self._cancel_now.set()
+        for playing in list(self._running.values()):
+            playing.stop(AttemptReport(Outcome.INFRA_ERROR, STOPPED))
         with suppress(asyncio.CancelledError):
-            _, late = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._pace.cancel_s)
+            _, late = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._timeouts.cancel_s)
             for task in late:
                 task.cancel()

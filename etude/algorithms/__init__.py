@@ -1,26 +1,26 @@
-"""Every advantage, loss, KL form and correction, a page for each family, and the `Algorithm` that joins them."""
+"""Every advantage, loss, KL form and correction, a page for each family, and the `AlgorithmConfig` that joins them."""
 
 from __future__ import annotations
 
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.algorithm import Algorithm, Estimated
-from etude.algorithms.base import Advantage, Estimate, Loss, LossValue, PolicyLoss, State
+from etude.algorithms.algorithm import AlgorithmConfig, EstimatedBatch
+from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState, Loss, LossValue, PolicyLoss
 from etude.algorithms.kl import KLS, KLTerm
 from etude.algorithms.losses import LOSSES
-from etude.algorithms.reduce import Denominators, Reduction, reduce
+from etude.algorithms.reduce import Denominators, Reduction, reduce_loss
 from etude.algorithms.segments import Segments
-from etude.algorithms.view import Alone, Outputs, Ranks, Unit, View
+from etude.algorithms.view import Outputs, Ranks, SingleRank, Unit, View
 
 __all__ = [
     "ADVANTAGES",
     "KLS",
     "LOSSES",
     "Advantage",
-    "Algorithm",
-    "Alone",
+    "AdvantageEstimate",
+    "AlgorithmConfig",
+    "AlgorithmState",
     "Denominators",
-    "Estimate",
-    "Estimated",
+    "EstimatedBatch",
     "KLTerm",
     "Loss",
     "LossValue",
@@ -29,8 +29,8 @@ __all__ = [
     "Ranks",
     "Reduction",
     "Segments",
-    "State",
+    "SingleRank",
     "Unit",
     "View",
-    "reduce",
+    "reduce_loss",
 ]

@@ -1,6 +1,6 @@
 """What every advantage estimator and every loss is: a frozen object that holds its own knobs and is called.
 
-A new one is a subclass with its fields, `needs`, and one method. It is selected by its name in the table of
+A new one is a subclass with its fields, `required_columns`, and one method. It is selected by its name in the table of
 its folder (`ADVANTAGES`, `LOSSES`), or from outside as `module:Name`.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from etude.algorithms.reduce import Denominators, Reduction, reduce
+from etude.algorithms.reduce import Denominators, Reduction, reduce_loss
 from etude.algorithms.view import Unit, View
 from etude.config import Config
 from etude.errors import ConfigError
@@ -23,14 +23,24 @@ from etude.observe import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CLAMP", "Advantage", "Estimate", "Loss", "LossValue", "PolicyLoss", "State", "TokenLoss", "log_ratio"]
+__all__ = [
+    "CLAMP",
+    "Advantage",
+    "AdvantageEstimate",
+    "AlgorithmState",
+    "Loss",
+    "LossValue",
+    "PolicyLoss",
+    "TokenLoss",
+    "log_ratio",
+]
 
 CLAMP = 20.0
 """Log-ratios are cut to ±20 before they are exponentiated: e^20 is already no ratio anyone should train on."""
 
 
 @dataclass(frozen=True)
-class State:
+class AlgorithmState:
     """What algorithms carry from step to step. It goes into the checkpoint whole."""
 
     kl_value: float | None = None
@@ -40,12 +50,12 @@ class State:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class AdvantageEstimate:
     """What an estimator found: one number for each action token [A], with everything it carries on."""
 
     advantage: Tensor  # [A]
     returns: Tensor | None = None  # [A] the critic's target
-    state: State | None = None
+    state: AlgorithmState | None = None
     """The state of the next step; None leaves it as it is."""
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -61,7 +71,7 @@ class LossValue:
 class Advantage(Config, ABC):
     """An advantage estimator: how much better each choice was than expected."""
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads. `build` arranges for them or refuses the run."""
         return frozenset({"reward"})
 
@@ -71,7 +81,7 @@ class Advantage(Config, ABC):
         return False
 
     @abstractmethod
-    def __call__(self, view: View, state: State) -> Estimate:
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:
         """Estimate over the whole rollout batch, before anything is dropped from it."""
 
 
@@ -81,17 +91,17 @@ class Loss(Config, ABC):
     split_unit: ClassVar[Literal["rollout", "group"]] = "rollout"
     """What must stay in one micro-batch."""
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads."""
         return frozenset()
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         """What the forward pass must compute for it: names of fields of `Outputs`."""
         return frozenset({"logp"})
 
     @abstractmethod
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
-        """The share of this micro-batch, where `whole` counts the update batch."""
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+        """The share of this micro-batch, where `denominators` counts the update batch."""
 
 
 class TokenLoss(Loss):
@@ -103,12 +113,12 @@ class TokenLoss(Loss):
     )
     unit: Unit = Field("rollout", description="what a sequence is: all action tokens of a rollout, or of one turn")
 
-    of_units: ClassVar[bool] = False
+    is_sequence_level: ClassVar[bool] = False
     """Whether its numbers are of whole units before any reduction, so that `unit` acts under each of them."""
 
     @model_validator(mode="after")
-    def _every_knob_acts(self) -> Self:
-        if self.unit == "turn" and self.reduction.startswith("token") and not self.of_units:
+    def _check_reduction_options(self) -> Self:
+        if self.unit == "turn" and self.reduction.startswith("token") and not self.is_sequence_level:
             raise ConfigError(
                 f"`unit=turn` has no effect under `reduction={self.reduction}`, which takes no mean over sequences. "
                 f"Choose a `seq-mean-…` reduction, or leave `unit` at `rollout`."
@@ -119,17 +129,17 @@ class TokenLoss(Loss):
             )
         return self
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"turn"}) if self.unit == "turn" else frozenset()
 
-    def reduced(self, terms: Tensor, view: View, whole: Denominators) -> Tensor:
+    def reduce_terms(self, terms: Tensor, view: View, denominators: Denominators) -> Tensor:
         """[A] → []: by this loss's own reduction."""
-        return reduce(
+        return reduce_loss(
             terms,
             view.units(self.unit),
             self.reduction,
-            tokens=whole.tokens,
-            count=whole.of_unit(self.unit),
+            tokens=denominators.tokens,
+            count=denominators.count_units(self.unit),
             constant=self.norm_length,
         )
 
@@ -137,46 +147,47 @@ class TokenLoss(Loss):
 class PolicyLoss(TokenLoss):
     """A loss that pushes the policy along an advantage: one number a token, weighted, then reduced.
 
-    Subclasses write `terms`. Rejected tokens (`keep` false) contribute 0 and still count in the denominators; the
-    correction's `weight` multiplies what `terms` returns, which is after PPO's max.
+    Subclasses write `per_token_loss`. Rejected tokens (`keep` false) contribute 0 and still count in the denominators;
+    the correction's `weight` multiplies what `per_token_loss` returns, which is after PPO's max.
     """
 
     weight_levels: ClassVar[frozenset[str]] = frozenset({"token", "sequence", "geometric"})
     """The levels of importance weight that may multiply this loss."""
-    reads_old: ClassVar[bool] = True
+    uses_old_logp: ClassVar[bool] = True
     """Whether it compares with π_old."""
-    reads_behavior: ClassVar[bool] = False
+    uses_behavior_logp: ClassVar[bool] = False
     """Whether it compares with μ by itself, so that a correction's weight would count the mismatch twice."""
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         columns = {"advantage"}
-        columns |= {"old_logp"} if self.reads_old else set()
-        columns |= {"behavior_logp"} if self.reads_behavior else set()
-        return super().needs() | columns
+        columns |= {"old_logp"} if self.uses_old_logp else set()
+        columns |= {"behavior_logp"} if self.uses_behavior_logp else set()
+        return super().required_columns() | columns
 
     @abstractmethod
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         """The loss of each action token [A] before weights and reduction, and its metrics."""
 
-    def choose(self, view: View, *, seed: int, step: int) -> Tensor | None:  # noqa: ARG002
+    def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor | None:  # noqa: ARG002
         """[A] bool: tokens this loss treats apart, picked once over the whole rollout batch; None picks none.
 
-        Called after advantages are estimated; what it returns comes back to `terms` as the column `chosen`.
+        Called after advantages are estimated; what it returns comes back to `per_token_loss` as the column `chosen`.
         """
         return None
 
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
-        terms, metrics = self.terms(view)
-        if terms.shape != view.index.shape:
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+        terms, metrics = self.per_token_loss(view)
+        if terms.shape != view.action_index.shape:
             raise ConfigError(
-                f"`terms` of {type(self).__qualname__} returned a tensor of shape {tuple(terms.shape)}; it owes one "
-                f"number for each of the {len(view.index)} action tokens. Reducing them is not its business."
+                f"`per_token_loss` of {type(self).__qualname__} returned a tensor of shape {tuple(terms.shape)}; it "
+                f"owes one number for each of the {len(view.action_index)} action tokens. Reducing them is not its "
+                "business."
             )
         if view.batch.weight is not None:
             terms = terms * view.column("weight")
         if view.batch.keep is not None:
             terms = torch.where(view.column("keep"), terms, 0.0)
-        return LossValue(self.reduced(terms, view, whole), metrics)
+        return LossValue(self.reduce_terms(terms, view, denominators), metrics)
 
 
 def log_ratio(logp: Tensor, other: Tensor) -> Tensor:

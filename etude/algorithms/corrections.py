@@ -15,7 +15,7 @@ Published corrections in these knobs:
     token rejection       reject=[{low:0.5,high:2}]                         drop the token, weigh none
     k3 rejection          reject=[{statistic:k3,over:seq_mean,high:0.01}]   drop the rollout
     bypass                policies=two                                      π_old := μ, no pass to compute it
-    opsm                  sequence_mask=δ                                   2512.02556
+    opsm                  opsm_delta=δ                                   2512.02556
 
 Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
 A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean over its tokens as they are.
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Corrected",
-    "Correction",
-    "Level",
-    "Rejection",
-    "accepted",
-    "importance",
-    "mean_one",
-    "mismatch",
-    "opsm",
+    "CorrectionConfig",
+    "CorrectionResult",
+    "ImportanceLevel",
+    "RejectionRule",
+    "acceptance_mask",
+    "importance_weight",
+    "measure_mismatch",
+    "opsm_mask",
+    "rescale_to_mean_one",
 ]
 
-Level = Literal["token", "sequence", "geometric"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 """What a ratio is of: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
 
-CEILING: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
+CEILING: dict[ImportanceLevel, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
 """Where a weight is truncated unless told. The geometric mean is as large as a token's ratio; its default is ours."""
-MASK = (0.5, 5.0)
+MASK_BOUNDS = (0.5, 5.0)
 """IcePop's bounds."""
 
 
 @dataclass(frozen=True)
-class Corrected:
+class CorrectionResult:
     """What a correction makes of each action token."""
 
     weight: Tensor | None = None  # [A]
@@ -75,15 +75,17 @@ class Corrected:
 # -- the maths --------------------------------------------------------------------------------------------------------
 
 
-def importance(log_rho: Tensor, rollouts: Segments, level: Level) -> Tensor:
+def importance_weight(log_rho: Tensor, rollouts: Segments, level: ImportanceLevel) -> Tensor:
     """[A] → [A]: ρ at each token, of the token itself or of its rollout."""
     if level == "token":
         return log_rho.clamp(-CLAMP, CLAMP).exp()
     whole = rollouts.sum(log_rho) if level == "sequence" else rollouts.mean(log_rho)
-    return rollouts.spread(whole.clamp(-CLAMP, CLAMP).exp())
+    return rollouts.broadcast(whole.clamp(-CLAMP, CLAMP).exp())
 
 
-def mean_one(weight: Tensor, rollouts: Segments, over: Literal["tokens", "rollouts"], ranks: Ranks) -> Tensor:
+def rescale_to_mean_one(
+    weight: Tensor, rollouts: Segments, over: Literal["tokens", "rollouts"], ranks: Ranks
+) -> Tensor:
     """[A] → [A]: rescaled so that the mean over the rollout batch is 1; left alone where all weights are 0.
 
     Over rollouts it is the mean of each rollout's mean; a rollout without an action token has no weight to count.
@@ -92,11 +94,11 @@ def mean_one(weight: Tensor, rollouts: Segments, over: Literal["tokens", "rollou
         total, count = weight.sum(dtype=torch.float64), len(weight)
     else:
         total, count = rollouts.mean(weight).sum(dtype=torch.float64), int((rollouts.lengths > 0).sum())
-    total, counted = ranks.sum(torch.stack([total, torch.full_like(total, count)]))
+    total, counted = ranks.all_reduce(torch.stack([total, torch.full_like(total, count)]))
     return weight * torch.where(total > 0, counted / total, 1.0).to(weight.dtype)
 
 
-def accepted(
+def acceptance_mask(
     log_rho: Tensor,
     rollouts: Segments,
     *,
@@ -123,10 +125,10 @@ def accepted(
     within = (value >= low) & (value <= high)
     if over == "seq_max":
         within = rollouts.sum((~within).to(log_rho.dtype)) == 0
-    return within if over == "token" else rollouts.spread(within)
+    return within if over == "token" else rollouts.broadcast(within)
 
 
-def opsm(view: View, delta: float, unit: Unit) -> Tensor:
+def opsm_mask(view: View, delta: float, unit: Unit) -> Tensor:
     """[A] bool: off-policy sequence masking, false for the tokens of units with A < 0 and mean log(μ/π_θ) > delta.
 
     Source: 2512.02556. A unit's advantage is the mean over its tokens, which is the advantage itself where the
@@ -134,15 +136,15 @@ def opsm(view: View, delta: float, unit: Unit) -> Tensor:
     one unit at a time, so that it does not depend on the micro-batch.
     """
     units = view.units(unit)
-    drift = units.mean(view.column("behavior_logp", by="OPSM") - view.logp.detach())
-    dropped = (units.mean(view.column("advantage", by="OPSM")) < 0) & (drift > delta)
-    return units.spread(~dropped)
+    drift = units.mean(view.column("behavior_logp", needed_by="OPSM") - view.logp.detach())
+    dropped = (units.mean(view.column("advantage", needed_by="OPSM")) < 0) & (drift > delta)
+    return units.broadcast(~dropped)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def mismatch(view: View) -> Metrics:
+def measure_mismatch(view: View) -> Metrics:
     """How far apart μ and π_old are at the action tokens, D = KL(μ ‖ π_old): measured whenever both are known.
 
     k1 = mean of −log ρ and k3 = mean of ρ − 1 − log ρ both estimate D; chi2 = mean of ρ² − 1. The effective sample size
@@ -154,12 +156,12 @@ def mismatch(view: View) -> Metrics:
     rho, p, q = log_rho.exp(), behavior.exp(), old.exp()
     squares = _total(rho * rho)
     counted = torch.full_like(squares, n)
-    sums = view.ranks.sum(
+    sums = view.ranks.all_reduce(
         torch.stack([counted, _total(p), _total(q), _total(behavior), _total(old), _total(rho), squares])
     )
     mean_p, mean_q, mean_behavior, mean_old = (sums[1:5] / sums[0].clamp(min=1)).unbind()
     off_p, off_q = p - mean_p.to(p.dtype), q - mean_q.to(q.dtype)
-    spread = view.ranks.sum(torch.stack([_total(off_p * off_q), _total(off_p.square()), _total(off_q.square())]))
+    spread = view.ranks.all_reduce(torch.stack([_total(off_p * off_q), _total(off_p.square()), _total(off_q.square())]))
     varies = (spread[1] > 0) & (spread[2] > 0)
     r = torch.where(varies, spread[0] / torch.where(varies, spread[1] * spread[2], 1.0).sqrt(), 0.0)
     metrics = Metrics(
@@ -169,7 +171,7 @@ def mismatch(view: View) -> Metrics:
             "mismatch/chi2": Mean.over(squares - n, n),
             "mismatch/sampler_perplexity": Mean.of((-mean_behavior).exp(), n),
             "mismatch/trainer_perplexity": Mean.of((-mean_old).exp(), n),
-            "mismatch/sample_size": Mean.of(sums[5].square() / (sums[0] * sums[6]).clamp(min=1e-300), n),
+            "mismatch/effective_sample_size": Mean.of(sums[5].square() / (sums[0] * sums[6]).clamp(min=1e-300), n),
             "mismatch/correlation": Mean.of(r, n * varies),
         }
     )
@@ -185,7 +187,7 @@ def _total(values: Tensor) -> Tensor:
 # -- the knobs --------------------------------------------------------------------------------------------------------
 
 
-class Rejection(Config):
+class RejectionRule(Config):
     """One rule that leaves tokens or rollouts out: a statistic of ρ, what it is taken over, and its bounds.
 
     k1: ρ_t, ∏ρ over the rollout, its geometric mean, or each ρ_t of it; bounded on both sides, and the bounds are on
@@ -203,7 +205,7 @@ class Rejection(Config):
     high: float | None = Field(None, gt=0, description="the most that is kept; none keeps all")
 
     @model_validator(mode="after")
-    def _bounds_make_sense(self) -> Rejection:
+    def _bounds_make_sense(self) -> RejectionRule:
         if self.low is None and self.high is None:
             raise ConfigError("A rejection rule without a bound rejects nothing: set `low`, `high`, or both.")
         if self.low is not None and self.statistic != "k1":
@@ -215,13 +217,13 @@ class Rejection(Config):
             raise ConfigError(f"`low` = {self.low:g} must be below `high` = {self.high:g}, or everything is rejected.")
         return self
 
-    def accepted(self, log_rho: Tensor, rollouts: Segments) -> Tensor:
+    def acceptance_mask(self, log_rho: Tensor, rollouts: Segments) -> Tensor:
         """[A] bool."""
         low, high = 0.0 if self.low is None else self.low, torch.inf if self.high is None else self.high
-        return accepted(log_rho, rollouts, statistic=self.statistic, over=self.over, low=low, high=high)
+        return acceptance_mask(log_rho, rollouts, statistic=self.statistic, over=self.over, low=low, high=high)
 
 
-class Correction(Config):
+class CorrectionConfig(Config):
     """What is done about ρ = π_old/μ: weights, rejection, and whether there are three policies or two.
 
     truncate: min(ρ, high), high = 2 for tokens, 5 for sequences. mask: ρ·1[low ≤ ρ ≤ high], [0.5, 5].
@@ -235,19 +237,23 @@ class Correction(Config):
         "three", description="μ, π_old and π_θ; or two, where μ stands in for π_old and no pass is made to compute it"
     )
     weight: Literal["none", "truncate", "mask"] = Field("none", description="what becomes of ρ as a weight")
-    level: Level = Field("token", description="what the weight's ρ is of: a token, or a rollout by product or mean")
+    level: ImportanceLevel = Field(
+        "token", description="what the weight's ρ is of: a token, or a rollout by product or mean"
+    )
     low: float | None = Field(None, ge=0, description="the least ρ that `mask` keeps; none is 0.5")
     high: float | None = Field(None, gt=0, description="where the weight is cut; none is 2, 5 (sequence) or 5 (mask)")
-    normalise: Literal["none", "tokens", "rollouts"] = Field(
+    normalize: Literal["none", "tokens", "rollouts"] = Field(
         "none", description="rescale the weights to mean 1 over the rollout batch's tokens, or over its rollouts"
     )
-    reject: tuple[Rejection, ...] = Field((), description="rules that leave tokens or rollouts out of the policy loss")
-    sequence_mask: float | None = Field(
+    reject: tuple[RejectionRule, ...] = Field(
+        (), description="rules that leave tokens or rollouts out of the policy loss"
+    )
+    opsm_delta: float | None = Field(
         None, ge=0, description="drop a rollout with A < 0 once its mean log(μ/π_θ) exceeds this (OPSM); none is off"
     )
 
     @model_validator(mode="after")
-    def _knobs_act(self) -> Correction:
+    def _check_weight_options(self) -> CorrectionConfig:
         if self.policies == "two" and (self.weight != "none" or self.reject):
             asked = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
             raise ConfigError(
@@ -255,7 +261,7 @@ class Correction(Config):
                 f"would do nothing. Set `policies=three`, or leave {asked} out."
             )
         if self.weight == "none":
-            for name, idle in (("level", "token"), ("low", None), ("high", None), ("normalise", "none")):
+            for name, idle in (("level", "token"), ("low", None), ("high", None), ("normalize", "none")):
                 if (found := self.__dict__[name]) != idle:
                     raise ConfigError(
                         f"`{name}={found}` shapes a weight, and `weight` is `none`. Set `weight=truncate` or "
@@ -274,48 +280,52 @@ class Correction(Config):
     @property
     def bounds(self) -> tuple[float, float]:
         """Between which ρ a weight is left as it is."""
-        low, high = MASK if self.weight == "mask" else (0.0, CEILING[self.level])
+        low, high = MASK_BOUNDS if self.weight == "mask" else (0.0, CEILING[self.level])
         return low if self.low is None else self.low, high if self.high is None else self.high
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads."""
         needs = {"behavior_logp", "old_logp"} if self.weight != "none" or self.reject else set()
-        needs |= {"behavior_logp"} if self.policies == "two" or self.sequence_mask is not None else set()
+        needs |= {"behavior_logp"} if self.policies == "two" or self.opsm_delta is not None else set()
         return frozenset(needs)
 
-    def measured(self, view: View) -> Metrics:
+    def measure(self, view: View) -> Metrics:
         """The mismatch; nothing where π_old is not known yet, or is μ by decree."""
         known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
-        return mismatch(view) if known and self.policies == "three" else Metrics()
+        return measure_mismatch(view) if known and self.policies == "three" else Metrics()
 
-    def __call__(self, view: View) -> Corrected:
+    def __call__(self, view: View) -> CorrectionResult:
         """Once a step, over the rollout batch."""
-        metrics = self.measured(view)
+        metrics = self.measure(view)
         if self.weight == "none" and not self.reject:
-            return Corrected(metrics=metrics)
-        log_rho = view.column("old_logp", by="The correction") - view.column("behavior_logp", by="The correction")
+            return CorrectionResult(metrics=metrics)
+        log_rho = view.column("old_logp", needed_by="The correction") - view.column(
+            "behavior_logp", needed_by="The correction"
+        )
         log_rho = log_rho.detach()
-        weight = None if self.weight == "none" else self._weight(log_rho, view, metrics)
-        return Corrected(weight, self._kept(log_rho, view, metrics) if self.reject else None, metrics)
+        weight = None if self.weight == "none" else self._compute_weight(log_rho, view, metrics)
+        return CorrectionResult(
+            weight, self._compute_keep_mask(log_rho, view, metrics) if self.reject else None, metrics
+        )
 
-    def _weight(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
-        rho = importance(log_rho, view.rollouts, self.level)
+    def _compute_weight(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
+        rho = importance_weight(log_rho, view.rollouts, self.level)
         low, high = self.bounds
         if self.weight == "truncate":
             cut, weight = rho > high, rho.clamp(max=high)
         else:
             cut = (rho < low) | (rho > high)
             weight = torch.where(cut, 0.0, rho)
-        if self.normalise != "none":
-            weight = mean_one(weight, view.rollouts, self.normalise, view.ranks)
+        if self.normalize != "none":
+            weight = rescale_to_mean_one(weight, view.rollouts, self.normalize, view.ranks)
         share = "correction/truncated_share" if self.weight == "truncate" else "correction/masked_share"
         metrics.add(share, Mean.over(cut.count_nonzero(), len(cut)))
         metrics.add("correction/weight", Mean.over(_total(weight), len(weight)))
         return weight
 
-    def _kept(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
+    def _compute_keep_mask(self, log_rho: Tensor, view: View, metrics: Metrics) -> Tensor:
         keep = torch.ones_like(log_rho, dtype=torch.bool)
         for rule in self.reject:
-            keep &= rule.accepted(log_rho, view.rollouts)
+            keep &= rule.acceptance_mask(log_rho, view.rollouts)
         metrics.add("correction/rejected_share", Mean.over(len(keep) - keep.count_nonzero(), len(keep)))
         return keep

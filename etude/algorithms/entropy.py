@@ -13,10 +13,10 @@ from etude.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entropy", "top_entropy", "top_threshold"]
+__all__ = ["EntropyConfig", "top_entropy_mask", "top_share_threshold"]
 
 
-class Entropy(Config):
+class EntropyConfig(Config):
     """Two uses of the policy's entropy H_t at a token.
 
     Bonus: −coefficient · (H reduced as the policy loss is), so that it does not depend on the micro-batch. Its gradient
@@ -34,27 +34,27 @@ class Entropy(Config):
         None, gt=0, lt=1, description="train only on this share of tokens, the most uncertain ones; none trains on all"
     )
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads."""
         return frozenset() if self.top_share is None else frozenset({"entropy"})
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         """What the forward pass must compute for it."""
         return frozenset({"entropy"}) if self.coefficient else frozenset()
 
 
-def top_entropy(view: View, share: float) -> Tensor:
+def top_entropy_mask(view: View, share: float) -> Tensor:
     """[A] bool: the most uncertain `share` of the rollout batch's action tokens."""
-    entropy = view.column("entropy", by="The top-entropy mask")
-    return entropy >= top_threshold(entropy, share, view.ranks)
+    entropy = view.column("entropy", needed_by="The top-entropy mask")
+    return entropy >= top_share_threshold(entropy, share, view.ranks)
 
 
-def top_threshold(values: Tensor, share: float, ranks: Ranks) -> Tensor:
+def top_share_threshold(values: Tensor, share: float, ranks: Ranks) -> Tensor:
     """[]: the smallest of the largest `share` of all ranks' values [A], or inf where there is none.
 
     Each rank offers no more than could all be among the largest, so that the ranks exchange a share and not the whole.
     """
-    count = int(ranks.sum(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)))
+    count = int(ranks.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)))
     wanted = min(count, max(1, round(share * count)))
-    offered = ranks.gather(values.topk(min(wanted, len(values)), sorted=False).values)
+    offered = ranks.all_gather(values.topk(min(wanted, len(values)), sorted=False).values)
     return offered.kthvalue(len(offered) - wanted + 1).values if wanted else values.new_tensor(torch.inf)

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from etude.algorithms.base import CLAMP, Advantage, State, log_ratio
+from etude.algorithms.base import CLAMP, Advantage, AlgorithmState, log_ratio
 from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
@@ -54,50 +54,50 @@ if TYPE_CHECKING:
 __all__ = [
     "CONTROLLERS",
     "KLS",
-    "Adaptive",
-    "Controller",
-    "Fixed",
+    "AdaptiveKLController",
+    "FixedKLController",
+    "KLController",
     "KLTerm",
-    "adapted",
+    "adapt_coefficient",
     "k2",
     "k3",
+    "list_warnings",
     "sequence_k2",
-    "warnings",
 ]
 
 
 # -- the coefficient --------------------------------------------------------------------------------------------------
 
 
-def adapted(value: float, *, kl: float, target: float, horizon: float, rollouts: int) -> float:
+def adapt_coefficient(value: float, *, kl: float, target: float, horizon: float, rollouts: int) -> float:
     """value · (1 + clip(kl/target − 1, ±0.2) · rollouts/horizon)."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return value * (1 + error * rollouts / horizon)
 
 
-class Controller(Config, ABC):
-    """How the coefficient of a KL term moves from step to step. What it moves to is carried in the `State`."""
+class KLController(Config, ABC):
+    """How the coefficient of a KL term moves from step to step. What it moves to is carried in the `AlgorithmState`."""
 
     @abstractmethod
-    def current(self, coefficient: float, held: float | None) -> float:
+    def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
         """The value in force, given the configured coefficient and what the state holds."""
 
     @abstractmethod
-    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:
+    def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
         """What the state holds next, after a step that measured `kl` over `rollouts`."""
 
 
-class Fixed(Controller):
+class FixedKLController(KLController):
     """The coefficient stays as configured."""
 
-    def current(self, coefficient: float, held: float | None) -> float:  # noqa: ARG002
+    def current_coefficient(self, coefficient: float, state_value: float | None) -> float:  # noqa: ARG002
         return coefficient
 
-    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:  # noqa: ARG002
+    def next_value(self, value: float, kl: float, rollouts: int) -> float | None:  # noqa: ARG002
         return None
 
 
-class Adaptive(Controller):
+class AdaptiveKLController(KLController):
     """Towards a target: value ← value · (1 + clip(kl/target − 1, ±0.2) · n/horizon), n = rollouts of the step.
 
     Source: 1909.08593, whose horizon of 10,000 is the default. Its target was for the KL of a sequence; here kl is the
@@ -108,19 +108,19 @@ class Adaptive(Controller):
     target: float = Field(0.1, gt=0, description="the KL per token to settle at")
     horizon: float = Field(10_000, gt=0, description="rollouts over which a coefficient 20 % off target moves by 20 %")
 
-    def current(self, coefficient: float, held: float | None) -> float:
-        return coefficient if held is None else held
+    def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
+        return coefficient if state_value is None else state_value
 
-    def stepped(self, value: float, kl: float, rollouts: int) -> float | None:
+    def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
         if rollouts >= 5 * self.horizon:
             raise ConfigError(
                 f"A step has {rollouts} rollouts and `kl.controller.horizon` is {self.horizon:g}: one step could take "
                 f"the coefficient to 0 or below. Raise the horizon above {rollouts / 5:g}; ten times that is gentle."
             )
-        return adapted(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
+        return adapt_coefficient(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
 
 
-CONTROLLERS: dict[str, type[Controller]] = {"fixed": Fixed, "adaptive": Adaptive}
+CONTROLLERS: dict[str, type[KLController]] = {"fixed": FixedKLController, "adaptive": AdaptiveKLController}
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def k2(delta: Tensor) -> Tensor:
 
 def k3(delta: Tensor) -> Tensor:
     """e^{−δ} − 1 + δ, with δ cut to ±20 in value and not in gradient."""
-    cut = _cut_in_value(delta)
+    cut = _clamp_straight_through(delta)
     return torch.expm1(-cut) + cut
 
 
@@ -142,10 +142,10 @@ def sequence_k2(delta: Tensor, rollouts: Segments, log_weight: Tensor | None = N
     value = k2(rollouts.sum(delta)) / rollouts.lengths.clamp(min=1)
     if log_weight is not None:
         value = value * rollouts.sum(log_weight).clamp(-CLAMP, CLAMP).exp()
-    return rollouts.spread(value)
+    return rollouts.broadcast(value)
 
 
-def _cut_in_value(x: Tensor) -> Tensor:
+def _clamp_straight_through(x: Tensor) -> Tensor:
     bare = x.detach()
     return x + (bare.clamp(-CLAMP, CLAMP) - bare)
 
@@ -157,8 +157,8 @@ class KLTerm(Config, ABC):
     """A KL to the reference: what it adds to the loss, or takes from the reward, and how strongly."""
 
     coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
-    controller: Annotated[Controller, Choice(CONTROLLERS)] = Field(
-        Fixed(), description="whether the weight stays, or follows a target"
+    controller: Annotated[KLController, Choice(CONTROLLERS)] = Field(
+        FixedKLController(), description="whether the weight stays, or follows a target"
     )
 
     in_reward: ClassVar[bool] = False
@@ -166,104 +166,106 @@ class KLTerm(Config, ABC):
     reductions: ClassVar[frozenset[Reduction]] = frozenset(get_args(Reduction))
     """The reductions under which its gradient is what its name says."""
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads."""
         return frozenset({"old_logp", "ref_logp"})
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         """What the forward pass must compute for it."""
         return frozenset({"logp"})
 
     @abstractmethod
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         """[A]: what it adds to the loss of each action token, before the coefficient and the loss's reduction."""
 
-    def current(self, state: State) -> float:
+    def current_coefficient(self, state: AlgorithmState) -> float:
         """The coefficient in force."""
-        return self.controller.current(self.coefficient, state.kl_value)
+        return self.controller.current_coefficient(self.coefficient, state.kl_value)
 
-    def applied(self, view: View, state: State, metrics: Metrics) -> tuple[Batch, State]:
+    def apply(self, view: View, state: AlgorithmState, metrics: Metrics) -> tuple[Batch, AlgorithmState]:
         """Once a step, over the rollout batch: measure the KL of π_old, change the reward, step the controller.
 
         kl = the mean over rollouts (those without an action count as 0) of the mean δ over a rollout's tokens, over all
         ranks. The batch is trained with the coefficient that stood before; the next step starts from the new one.
         """
-        old, ref = (view.column(name, by="The KL to the reference").detach() for name in ("old_logp", "ref_logp"))
+        old, ref = (
+            view.column(name, needed_by="The KL to the reference").detach() for name in ("old_logp", "ref_logp")
+        )
         delta = old - ref
-        value, rollouts = self.current(state), view.batch.rollouts
+        value, rollouts = self.current_coefficient(state), view.batch.num_rollouts
         total = view.rollouts.mean(delta).sum(dtype=torch.float64)
         if not bool(torch.isfinite(total)):
-            raise _not_finite(view, delta)
+            raise _non_finite_error(view, delta)
         metrics.add("kl", Mean.over(total, rollouts))
         metrics.add("kl_coefficient", Last.of(value))
-        everywhere = view.ranks.sum(torch.stack([total, torch.full_like(total, rollouts)])).tolist()
-        held = self.controller.stepped(value, everywhere[0] / everywhere[1], int(everywhere[1]))
-        return self.charged(view, delta, value), replace(state, kl_value=held)
+        everywhere = view.ranks.all_reduce(torch.stack([total, torch.full_like(total, rollouts)])).tolist()
+        held = self.controller.next_value(value, everywhere[0] / everywhere[1], int(everywhere[1]))
+        return self.subtract_from_reward(view, delta, value), replace(state, kl_value=held)
 
-    def charged(self, view: View, delta: Tensor, value: float) -> Batch:  # noqa: ARG002
+    def subtract_from_reward(self, view: View, delta: Tensor, value: float) -> Batch:  # noqa: ARG002
         """The batch with value · δ taken from its rewards, where the term acts there."""
         return view.batch
 
 
-class OffPolicy(KLTerm):
+class OffPolicyKLTerm(KLTerm):
     """A loss on sampled tokens, which can be weighed from the sampler's policy to the trainer's."""
 
     off_policy: bool = Field(False, description="weigh samples by π_θ/μ, for rollouts of an older or another policy")
 
-    def needs(self) -> frozenset[str]:
-        return super().needs() | ({"behavior_logp"} if self.off_policy else set())
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | ({"behavior_logp"} if self.off_policy else set())
 
     def weight(self, view: View) -> Tensor | float:
         """sg(w): [A], or 1 on-policy."""
         return log_ratio(view.logp.detach(), view.column("behavior_logp")).exp() if self.off_policy else 1.0
 
 
-class Reverse(OffPolicy):
+class ReverseKL(OffPolicyKLTerm):
     """½δ² a token (k2): the gradient of the reverse KL, E_π[δ ∇log π]. Off-policy times sg(π_θ/μ), never attached.
 
     Sources: 2506.09477, 2510.01555. Assumes visited states held fixed. The usual choice.
     """
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         return k2(_delta(view)) * self.weight(view)
 
 
-class Forward(KLTerm):
+class ForwardKL(KLTerm):
     """e^{−δ} − 1 + δ a token (k3): the gradient of the forward KL, E_π[(1 − π_ref/π) ∇log π] = −E_ref[∇log π].
 
     Sources: 2402.03300 (as an estimate of the reverse KL), 2506.09477 (what its gradient is). Assumes samples of π_θ: a
     detached weight is not offered, and `weighted_reverse` is the k3 for samples of another policy.
     """
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         return k3(_delta(view))
 
 
-class TotalVariation(OffPolicy):
+class TotalVariation(OffPolicyKLTerm):
     """|δ| a token: the gradient of Σ_v |π − π_ref|, which is twice the total variation. No pull at δ = 0.
 
     Source: the estimator is Schulman's "abs"; its gradient 2506.09477. Off-policy times sg(π_θ/μ).
     """
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         return _delta(view).abs() * self.weight(view)
 
 
-class Full(KLTerm):
+class FullKL(KLTerm):
     """KL(π_θ ‖ π_ref) summed over the vocabulary at each visited state: the reverse gradient without sampling noise.
 
     Computed by the log-prob head from the logits of both. It does not depend on the token that was drawn, so a weight
     on that token would add noise and correct nothing: there is no off-policy form.
     """
 
-    def outputs(self) -> frozenset[str]:
-        return super().outputs() | {"full_kl"}
+    def forward_outputs(self) -> frozenset[str]:
+        return super().forward_outputs() | {"full_kl"}
 
-    def terms(self, view: View) -> Tensor:
-        return view.output("full_kl", by="The full KL")
+    def per_token_kl(self, view: View) -> Tensor:
+        return view.output("full_kl", needed_by="The full KL")
 
 
-class WeightedReverse(OffPolicy):
+class WeightedReverseKL(OffPolicyKLTerm):
     """w·δ or w·k3 a token with the gradient through w too: the gradient of E_μ[w·k] = KL(π_θ ‖ π_ref) itself.
 
     Sources: 2512.02556 (k3 with π_θ/π_old attached), 2510.01555. On-policy w = π_θ/sg(π_θ): 1, with a gradient.
@@ -273,13 +275,13 @@ class WeightedReverse(OffPolicy):
 
     estimator: Literal["k1", "k3"] = Field("k3", description="the number that w multiplies: k3 has less noise")
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         start = view.column("behavior_logp") if self.off_policy else view.logp.detach()
         delta = _delta(view)
-        return _cut_in_value(view.logp - start).exp() * (k3(delta) if self.estimator == "k3" else delta)
+        return _clamp_straight_through(view.logp - start).exp() * (k3(delta) if self.estimator == "k3" else delta)
 
 
-class Sequence(OffPolicy):
+class SequenceKL(OffPolicyKLTerm):
     """½(Σδ)² a rollout: the gradient of the KL between distributions over whole sequences, E[(Σδ) ∇log π(sequence)].
 
     Sources: 2506.09477, 2510.01555. Summing ½δ² over tokens leaves out how an early choice changes later states. Each
@@ -291,13 +293,13 @@ class Sequence(OffPolicy):
         {"token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"}
     )
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         delta = _delta(view)
         log_weight = view.logp.detach() - view.column("behavior_logp") if self.off_policy else None
         return sequence_k2(delta, view.rollouts, log_weight)
 
 
-class InReward(KLTerm):
+class RewardKL(KLTerm):
     """−value · δ added to each action token's reward, at π_old and without a gradient: the sequence KL as a cost.
 
     Source: 1909.08593. Exact for an advantage that is the undiscounted reward-to-go or the total, centred or not. An
@@ -306,27 +308,27 @@ class InReward(KLTerm):
 
     in_reward: ClassVar[bool] = True
 
-    def terms(self, view: View) -> Tensor:
+    def per_token_kl(self, view: View) -> Tensor:
         return torch.zeros_like(view.logp)
 
-    def charged(self, view: View, delta: Tensor, value: float) -> Batch:
+    def subtract_from_reward(self, view: View, delta: Tensor, value: float) -> Batch:
         held = view.batch.token_reward
-        paid = view.spread(torch.zeros_like(delta)) if held is None else held
-        return view.batch.replace(token_reward=paid.double().index_add(0, view.index, -value * delta.double()))
+        paid = view.scatter(torch.zeros_like(delta)) if held is None else held
+        return view.batch.replace(token_reward=paid.double().index_add(0, view.action_index, -value * delta.double()))
 
 
 KLS: dict[str, type[KLTerm]] = {
-    "reverse": Reverse,
-    "forward": Forward,
+    "reverse": ReverseKL,
+    "forward": ForwardKL,
     "total_variation": TotalVariation,
-    "full": Full,
-    "weighted_reverse": WeightedReverse,
-    "sequence": Sequence,
-    "in_reward": InReward,
+    "full": FullKL,
+    "weighted_reverse": WeightedReverseKL,
+    "sequence": SequenceKL,
+    "in_reward": RewardKL,
 }
 
 
-def warnings(kl: KLTerm, advantage: Advantage) -> list[str]:
+def list_warnings(kl: KLTerm, advantage: Advantage) -> list[str]:
     """Sentences on a combination that runs and is probably not what was meant."""
     if not kl.in_reward or not advantage.scales_with_group():
         return []
@@ -338,14 +340,14 @@ def warnings(kl: KLTerm, advantage: Advantage) -> list[str]:
 
 
 def _delta(view: View) -> Tensor:
-    return view.logp - view.column("ref_logp", by="The KL to the reference")
+    return view.logp - view.column("ref_logp", needed_by="The KL to the reference")
 
 
-def _not_finite(view: View, delta: Tensor) -> BatchError:
+def _non_finite_error(view: View, delta: Tensor) -> BatchError:
     place = int((~torch.isfinite(delta)).nonzero()[0])
-    u = int(view.rollouts.index[place])
+    u = int(view.rollouts.segment_ids[place])
     return BatchError(
         f"The KL to the reference is not finite at action token {int(view.rollouts.position[place])} of rollout "
-        f"{view.batch.name_of(u)}: log π_old − log π_ref = {float(delta[place])}. Check that both models score the "
-        f"token alike, at the same temperature and with the same tokens masked out."
+        f"{view.batch.get_rollout_id(u)}: log π_old − log π_ref = {float(delta[place])}. Check that both models score "
+        f"the token alike, at the same temperature and with the same tokens masked out."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.algorithms.segments import Segments
-from etude.algorithms.view import wide
+from etude.algorithms.view import upcast
 from etude.errors import BatchError
 from etude.lazy import torch
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "entropy",
     "full_kl",
-    "likeliest",
-    "sampling_mask",
+    "masked_token_logp",
     "sum_pi_squared",
     "token_logp",
-    "topk_and_rest",
+    "top_tokens",
     "topk_logp",
+    "topk_logp_with_tail",
 ]
 
 
@@ -36,13 +36,13 @@ def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
 
 def topk_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V], [n, k] → [n, k]: log π of k tokens of each row."""
-    scaled = wide(logits) / temperature
+    scaled = upcast(logits) / temperature
     return scaled.gather(1, ids.long()) - scaled.logsumexp(1, keepdim=True)
 
 
-def topk_and_rest(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+def topk_logp_with_tail(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V], [n, k] → [n, k + 1]: log π of k tokens of each row, and last of all its other tokens together."""
-    scaled = wide(logits) / temperature
+    scaled = upcast(logits) / temperature
     whole = scaled.logsumexp(1, keepdim=True)
     others = scaled.scatter(1, ids.long(), -torch.inf)
     none = others.amax(1, keepdim=True) == -torch.inf
@@ -50,23 +50,23 @@ def topk_and_rest(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tens
     return torch.cat([scaled.gather(1, ids.long()) - whole, torch.where(none, -torch.inf, rest)], 1)
 
 
-def likeliest(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """[n, V] → [n, k], [n, k]: the k tokens that are likeliest in each row, the likeliest first, and log π of them."""
-    scaled = wide(logits) / temperature
+    scaled = upcast(logits) / temperature
     top = scaled.topk(count, dim=1)
     return top.indices, top.values - scaled.logsumexp(1, keepdim=True)
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V] → [n]: −Σ_v π(v) log π(v), where 0 · log 0 is 0."""
-    logp = (wide(logits) / temperature).log_softmax(1)
+    logp = (upcast(logits) / temperature).log_softmax(1)
     possible = logp > -torch.inf
     return -(logp.exp() * torch.where(possible, logp, 0.0)).sum(1)
 
 
 def sum_pi_squared(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V] → [n]: Σ_v π(v)², the chance that two draws agree."""
-    return (wide(logits) / temperature).softmax(1).square().sum(1)
+    return (upcast(logits) / temperature).softmax(1).square().sum(1)
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -75,14 +75,14 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
     A token that the policy cannot choose adds nothing, whatever the reference thinks of it. Infinite where the policy
     can choose what the reference cannot.
     """
-    logp = (wide(logits) / temperature).log_softmax(1)
-    ref_logp = (wide(ref_logits) / temperature).log_softmax(1)
+    logp = (upcast(logits) / temperature).log_softmax(1)
+    ref_logp = (upcast(ref_logits) / temperature).log_softmax(1)
     possible = logp > -torch.inf
     gap = torch.where(possible, logp, 0.0) - torch.where(possible, ref_logp, 0.0)
     return (logp.exp() * gap).sum(1)
 
 
-def sampling_mask(
+def masked_token_logp(
     logits: Tensor, ids: Tensor, allowed: Tensor, allowed_offsets: Tensor, temperature: float = 1.0
 ) -> Tensor:
     """[n, V], [n] → [n]: log π of each row's token, renormalised over the tokens the sampler could choose from there.
@@ -92,9 +92,9 @@ def sampling_mask(
     like with like only when this one's are too.
     """
     sets = Segments(allowed_offsets.diff())
-    scaled = wide(logits) / temperature
+    scaled = upcast(logits) / temperature
     chosen = scaled.gather(1, ids.long()[:, None])[:, 0]
-    found = sets.sum((allowed == sets.spread(ids)).to(scaled.dtype))
+    found = sets.sum((allowed == sets.broadcast(ids)).to(scaled.dtype))
     if not bool((found == 1).all()):
         row = int((found != 1).nonzero()[0])
         raise BatchError(
@@ -102,6 +102,6 @@ def sampling_mask(
             f"tokens that it is said to have been sampled from; it must stand there once. Record the set that the "
             f"sampler drew from, or train without a sampling mask."
         )
-    inside = scaled[sets.index, allowed.long()]
-    top = sets.maximum(inside.detach())
-    return chosen - top - sets.sum((inside - sets.spread(top)).exp()).log()
+    inside = scaled[sets.segment_ids, allowed.long()]
+    top = sets.max(inside.detach())
+    return chosen - top - sets.sum((inside - sets.broadcast(top)).exp()).log()

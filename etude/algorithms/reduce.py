@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Denominators", "Reduction", "reduce"]
+__all__ = ["Denominators", "Reduction", "reduce_loss"]
 
 Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """`token-…`: over all action tokens alike. `seq-mean-…`: first within each unit, then the mean over units."""
@@ -37,15 +37,15 @@ class Denominators:
     groups: int
 
     @classmethod
-    def of(cls, view: View) -> Denominators:
+    def from_view(cls, view: View) -> Denominators:
         """The counts of an update batch that one process holds whole."""
         batch = view.batch
         seen = 0 if batch.observation is None else int((batch.observation & ~batch.action).sum())
         turns = 0 if batch.turn is None else view.turns.count
-        return cls(len(view.index), batch.rollouts, turns, seen, batch.groups)
+        return cls(len(view.action_index), batch.num_rollouts, turns, seen, batch.num_groups)
 
     @classmethod
-    def total(cls, parts: Sequence[Denominators]) -> Denominators:
+    def sum_ranks(cls, parts: Sequence[Denominators]) -> Denominators:
         """Over the ranks of a data-parallel update, each holding whole groups or whole rollouts."""
         return cls(
             sum(p.tokens for p in parts),
@@ -55,12 +55,12 @@ class Denominators:
             sum(p.groups for p in parts),
         )
 
-    def of_unit(self, unit: Unit) -> int:
+    def count_units(self, unit: Unit) -> int:
         """How many units there are."""
         return self.rollouts if unit == "rollout" else self.turns
 
 
-def reduce(
+def reduce_loss(
     values: Tensor,
     units: Segments,
     how: Reduction,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Segments"]
 
-PIECE = 64
+SCAN_CHUNK = 64
 """How many entries are walked one after another in sums that carry on; longer segments are cut into such pieces."""
 
 
@@ -43,22 +43,22 @@ class Segments:
         return int(self.offsets[-1])
 
     @cached_property
-    def index(self) -> Tensor:
+    def segment_ids(self) -> Tensor:
         """[A]: the segment of each entry."""
-        return self.spread(torch.arange(self.count, device=self.lengths.device))
+        return self.broadcast(torch.arange(self.count, device=self.lengths.device))
 
     @cached_property
     def position(self) -> Tensor:
         """[A]: each entry's place in its segment, from 0."""
-        return torch.arange(self.size, device=self.lengths.device) - self.spread(self.offsets[:-1])
+        return torch.arange(self.size, device=self.lengths.device) - self.broadcast(self.offsets[:-1])
 
-    def holding(self, entries: Tensor) -> Tensor:
+    def locate(self, entries: Tensor) -> Tensor:
         """The segment that each of some entries is in: a search, for fewer entries than `index` would be made of."""
         return torch.searchsorted(self.offsets, entries, right=True) - 1
 
-    def spread(self, values: Tensor) -> Tensor:
+    def broadcast(self, values: Tensor) -> Tensor:
         """One value for each segment, given to each of its entries: [S] → [A]. Differentiable."""
-        spread: Tensor = _spread().apply(values, self)  # type: ignore[no-untyped-call]
+        spread: Tensor = _broadcast_function().apply(values, self)  # type: ignore[no-untyped-call]
         return spread
 
     def sum(self, values: Tensor) -> Tensor:
@@ -72,15 +72,15 @@ class Segments:
         """[A] → [S]. An empty segment gives 0, so that it contributes nothing."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
         """[A] → [S]. An empty segment gives -inf."""
         if self.count == 0 or self.size == 0:
             return values.new_full((self.count,), -torch.inf)
         return torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True, initial=-torch.inf)
 
-    def minimum(self, values: Tensor) -> Tensor:
+    def min(self, values: Tensor) -> Tensor:
         """[A] → [S]. An empty segment gives inf."""
-        return -self.maximum(-values)
+        return -self.max(-values)
 
     def last(self, values: Tensor, empty: float = 0.0) -> Tensor:
         """[A] → [S]: the last entry of each; `empty` where there is none."""
@@ -94,7 +94,7 @@ class Segments:
         ahead = torch.cat([values[1:], values.new_full((1,), empty)])[: self.size]
         return ahead.index_fill(0, self.offsets[1:][self.lengths > 0] - 1, empty)
 
-    def to_go(self, values: Tensor, decay: float = 1.0) -> Tensor:
+    def suffix_sum(self, values: Tensor, decay: float = 1.0) -> Tensor:
         """[A] → [A]: G_t = x_t + decay · G_{t+1} within each segment. No gradient flows through it.
 
         Segments are cut, from their ends, into pieces of 64. One sweep over the pieces, all at once, finds what each is
@@ -103,25 +103,25 @@ class Segments:
         result depends on nothing but the segment's own entries.
         """
         values = values.detach()
-        pieces = -(-self.lengths // PIECE)
+        pieces = -(-self.lengths // SCAN_CHUNK)
         chain, first = Segments(pieces), pieces.cumsum(0) - pieces
-        lengths = torch.full((chain.size,), PIECE, dtype=torch.int64, device=values.device)
+        lengths = torch.full((chain.size,), SCAN_CHUNK, dtype=torch.int64, device=values.device)
         acted = pieces > 0
-        lengths[first[acted]] = (self.lengths - (pieces - 1) * PIECE)[acted]
-        sweep = _Sweep(Segments(lengths))
+        lengths[first[acted]] = (self.lengths - (pieces - 1) * SCAN_CHUNK)[acted]
+        sweep = _ReverseScan(Segments(lengths))
         behind = values.new_zeros(chain.size)
         if chain.size > int(acted.sum()):
-            behind = chain.shift(chain.to_go(sweep(values, behind, decay), decay**PIECE))
+            behind = chain.shift(chain.suffix_sum(sweep(values, behind, decay), decay**SCAN_CHUNK))
         total = torch.empty_like(values)
         sweep(values, behind, decay, total)
         return total
 
-    def so_far(self, values: Tensor) -> Tensor:
+    def cumsum(self, values: Tensor) -> Tensor:
         """[A] → [A]: the running sum within each segment, the entry itself included. No gradient flows through it."""
-        return Segments(self.lengths.flip(0)).to_go(values.flip(0)).flip(0)
+        return Segments(self.lengths.flip(0)).suffix_sum(values.flip(0)).flip(0)
 
 
-class _Sweep:
+class _ReverseScan:
     """A walk over short segments from their ends, one entry of every segment at a time."""
 
     def __init__(self, segments: Segments) -> None:
@@ -142,8 +142,8 @@ class _Sweep:
 
 
 @cache
-def _spread() -> type[torch.autograd.Function]:
-    """`Segments.spread` as torch differentiates it; made when it is first needed, because its base is torch's."""
+def _broadcast_function() -> type[torch.autograd.Function]:
+    """`Segments.broadcast` as torch differentiates it; made when it is first needed, because its base is torch's."""
 
     class Spread(torch.autograd.Function):
         """The sum over segments is its gradient: torch's own adds up entry by entry."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from etude.batch import Batch
 
-__all__ = ["Alone", "Outputs", "Ranks", "Unit", "View", "places", "wide"]
+__all__ = ["Outputs", "Ranks", "SingleRank", "Unit", "View", "flatnonzero", "upcast"]
 
 Unit = Literal["rollout", "turn"]
 """What a per-sequence quantity is taken over."""
@@ -31,23 +31,23 @@ Unit = Literal["rollout", "turn"]
 class Ranks(Protocol):
     """How a statistic of the whole rollout batch is taken when each rank holds some of its groups."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over ranks, entry by entry."""
         ...
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """The ranks' values [n, …], which may differ in n, end to end in rank order."""
         ...
 
 
-class Alone:
+class SingleRank:
     """The only rank: it holds the whole batch."""
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The values: there is nobody else."""
         return values
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """The values: there is nobody else."""
         return values
 
@@ -56,7 +56,7 @@ class Alone:
 class Outputs:
     """What the models said of a batch in this forward pass, with gradients: flat columns [T] like the batch's own.
 
-    A loss declares which of them it needs in `outputs`; the engine computes no others.
+    A loss declares which of them it needs in `forward_outputs`; the engine computes no others.
     """
 
     logp: Tensor | None = None
@@ -79,7 +79,7 @@ class View:
 
     batch: Batch
     outputs: Outputs = field(default_factory=Outputs)
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=SingleRank)
     """Whoever holds the rest of the rollout batch; a statistic of all of it goes through here."""
 
     @cached_property
@@ -89,41 +89,41 @@ class View:
         return torch.float64 if told is not None and told.dtype == torch.float64 else torch.float32
 
     @cached_property
-    def index(self) -> Tensor:
+    def action_index(self) -> Tensor:
         """[A] int64: where the action tokens stand in the batch."""
-        return places(self.batch.action)
+        return flatnonzero(self.batch.action)
 
     @cached_property
     def rollouts(self) -> Segments:
         """The rollouts of the batch as stretches of action tokens; one without an action is empty."""
-        return Segments(torch.diff(torch.searchsorted(self.index, self.batch.unit_tokens)))
+        return Segments(torch.diff(torch.searchsorted(self.action_index, self.batch.rollout_token_offsets)))
 
     @cached_property
     def turns(self) -> Segments:
         """The turns of all rollouts as stretches of action tokens, in time order."""
-        turn, rollout = self.column("turn", by="A quantity over turns"), self.rollouts.index
+        turn, rollout = self.column("turn", needed_by="A quantity over turns"), self.rollouts.segment_ids
         begins = torch.ones(len(turn), dtype=torch.bool, device=turn.device)
         begins[1:] = (turn[1:] != turn[:-1]) | (rollout[1:] != rollout[:-1])
-        starts = places(begins)
+        starts = flatnonzero(begins)
         return Segments(torch.diff(starts, append=starts.new_full((1,), len(turn))))
 
     def units(self, unit: Unit) -> Segments:
         """The rollouts or the turns."""
         return self.rollouts if unit == "rollout" else self.turns
 
-    def column(self, name: str, by: str = "") -> Tensor:
+    def column(self, name: str, needed_by: str = "") -> Tensor:
         """[A]: a token column of the batch at the action tokens; half precision is widened to float32."""
-        return wide(self.batch.need(name, by).index_select(0, self.index))
+        return upcast(self.batch.require(name, needed_by).index_select(0, self.action_index))
 
-    def forward(self, name: str, by: str = "") -> Tensor:
+    def full_output(self, name: str, needed_by: str = "") -> Tensor:
         """One of the forward pass's columns whole and as it is, with its gradient."""
         values: Tensor | None = self.outputs.__dict__[name]
         if values is None:
             raise MissingColumnError(
-                f"{by or 'A loss'} needs the model's `{name}`, which this forward pass did not compute. "
-                f"Declare it in the loss's `outputs`, or pass it in `Outputs({name}=…)`."
+                f"{needed_by or 'A loss'} needs the model's `{name}`, which this forward pass did not compute. "
+                f"Declare it in the loss's `forward_outputs`, or pass it in `Outputs({name}=…)`."
             )
-        expected = self.batch.rollouts if name == "score" else self.batch.tokens
+        expected = self.batch.num_rollouts if name == "score" else self.batch.num_tokens
         if len(values) != expected or values.ndim != (2 if name == "topk_logp" else 1):
             raise BatchError(
                 f"The model's `{name}` has the shape {tuple(values.shape)}; for this batch it needs "
@@ -131,27 +131,27 @@ class View:
             )
         return values
 
-    def output(self, name: str, by: str = "") -> Tensor:
+    def output(self, name: str, needed_by: str = "") -> Tensor:
         """[A] or [A, k]: one of the forward pass's columns at the action tokens, with its gradient."""
-        return wide(self.forward(name, by).index_select(0, self.index))
+        return upcast(self.full_output(name, needed_by).index_select(0, self.action_index))
 
     @cached_property
     def logp(self) -> Tensor:
         """[A]: log π_θ, with gradient."""
         return self.output("logp")
 
-    def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
+    def scatter(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """A quantity of the action tokens, put back among all tokens: [A] → [T]."""
-        whole = torch.full((self.batch.tokens,), fill, dtype=values.dtype, device=values.device)
-        return whole.index_copy_(0, self.index, values)
+        whole = torch.full((self.batch.num_tokens,), fill, dtype=values.dtype, device=values.device)
+        return whole.index_copy_(0, self.action_index, values)
 
 
-def wide(values: Tensor) -> Tensor:
+def upcast(values: Tensor) -> Tensor:
     """Half precision widened to float32, in which all maths is done; wider types as they are."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
-def places(mask: Tensor) -> Tensor:
+def flatnonzero(mask: Tensor) -> Tensor:
     """[n] bool → the places where it is true, in order."""
     if mask.device.type == "cpu":  # numpy finds them an order of magnitude faster than torch
         return torch.from_numpy(np.flatnonzero(mask.numpy()))

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from etude.batch.batch import COLUMNS, Batch
-from etude.batch.columns import Column, Kind, ranges
-from etude.batch.form import Form
-from etude.batch.outline import Outline
+from etude.batch.columns import Column, ColumnKind, ranges
+from etude.batch.meta import BatchMeta
 from etude.batch.pack import Pack
-from etude.batch.wire import from_bytes, to_bytes
+from etude.batch.schema import BatchSchema
+from etude.batch.serialization import from_bytes, to_bytes
 
-__all__ = ["COLUMNS", "Batch", "Column", "Form", "Kind", "Outline", "Pack", "from_bytes", "ranges", "to_bytes"]
+__all__ = [
+    "COLUMNS",
+    "Batch",
+    "BatchMeta",
+    "BatchSchema",
+    "Column",
+    "ColumnKind",
+    "Pack",
+    "from_bytes",
+    "ranges",
+    "to_bytes",
+]

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from etude.batch import checks
-from etude.batch.columns import Column, Kind, join, move, pick, ranges
-from etude.batch.cut import cuts
-from etude.batch.form import Form
+from etude.batch.columns import Column, ColumnKind, concat_columns, map_tensors, ranges, select_entries
+from etude.batch.schema import BatchSchema
+from etude.batch.split import split_rollouts
 from etude.errors import BatchError, MissingColumnError
 from etude.records import Rollout, Sample
 
 __all__ = ["COLUMNS", "Batch"]
 
 
-_TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (Kind.TOKEN, Kind.TOKEN_K, Kind.UNIT))
+_TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K, ColumnKind.UNIT))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,25 +121,25 @@ class Batch:
     """Columns of a plug-in's own."""
 
     def __post_init__(self) -> None:
-        checks.layout(self)
+        checks.check_layout(self)
         for name, column in self.columns():
-            checks.shape(self, name, column)
-        checks.values(self)
+            checks.check_column(self, name, column)
+        checks.check_values(self)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """T: all of them, context included."""
         return len(self.ids)
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """R."""
         return len(self.unit)
 
     @property
-    def rollouts(self) -> int:
+    def num_rollouts(self) -> int:
         """U."""
         return len(self.group)
 
@@ -149,20 +149,20 @@ class Batch:
         return self.ids.device
 
     @cached_property
-    def groups(self) -> int:
+    def num_groups(self) -> int:
         """How many groups there are, by the largest number given to one."""
-        return int(self.group.max()) + 1 if self.rollouts else 0
+        return int(self.group.max()) + 1 if self.num_rollouts else 0
 
     @cached_property
-    def unit_rows(self) -> Tensor:
-        """[U + 1]: rollout u is rows unit_rows[u] to unit_rows[u + 1]."""
-        every = torch.arange(self.rollouts + 1, device=self.unit.device)
+    def rollout_row_offsets(self) -> Tensor:
+        """[U + 1]: rollout u is rows rollout_row_offsets[u] to rollout_row_offsets[u + 1]."""
+        every = torch.arange(self.num_rollouts + 1, device=self.unit.device)
         return torch.searchsorted(self.unit.contiguous(), every)
 
     @cached_property
-    def unit_tokens(self) -> Tensor:
+    def rollout_token_offsets(self) -> Tensor:
         """[U + 1]: rollout u is tokens unit_tokens[u] to unit_tokens[u + 1]."""
-        return self.offsets[self.unit_rows]
+        return self.offsets[self.rollout_row_offsets]
 
     def columns(self) -> Iterator[tuple[str, Column]]:
         """Every column that is there, the plug-ins' own last."""
@@ -172,16 +172,16 @@ class Batch:
                 yield name, Column(kind, values)
         yield from self.extra.items()
 
-    def is_token(self, name: str) -> bool:
+    def is_token_column(self, name: str) -> bool:
         """Return whether this is a column of Etude's with one entry for each token."""
-        return COLUMNS.get(name) is Kind.TOKEN
+        return COLUMNS.get(name) is ColumnKind.TOKEN
 
-    def need(self, name: str, by: str = "") -> Tensor:
+    def require(self, name: str, needed_by: str = "") -> Tensor:
         """The column, or an error that names it and whoever declared that it is needed."""
         values = self.__dict__[name] if name in COLUMNS else self.extra[name].tensor if name in self.extra else None
         if values is None:
             there = ", ".join(name for name, _ in self.columns())
-            whose = f"{by} needs" if by else "An algorithm needs"
+            whose = f"{needed_by} needs" if needed_by else "An algorithm needs"
             remedy = f"batch.replace({name}=…)" if name in COLUMNS else f'batch.replace(extra={{"{name}": Column(…)}})'
             raise MissingColumnError(
                 f"{whose} the column `{name}`, which this batch does not have (it has {there}). "
@@ -190,7 +190,7 @@ class Batch:
         assert isinstance(values, Tensor)
         return values
 
-    def name_of(self, rollout: int) -> int:
+    def get_rollout_id(self, rollout: int) -> int:
         """What an error calls a rollout: its run-wide name, or its place where it has none."""
         return rollout if self.rollout_id is None else int(self.rollout_id[rollout])
 
@@ -203,15 +203,15 @@ class Batch:
             raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's own into `extra`.")
         if changes.keys() & {"offsets", "unit", "group", "ids", "action"}:
             return Batch(**{f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
-        other = self._derived(changes)
+        other = self._replace_unchecked(changes)
         for name, column in other.columns():
             if name in changes or "extra" in changes:
-                checks.shape(other, name, column)
+                checks.check_column(other, name, column)
         if changes.keys() & checks.CHECKED:
-            checks.values(other)
+            checks.check_values(other)
         return other
 
-    def _derived(self, changes: Mapping[str, Any]) -> Batch:
+    def _replace_unchecked(self, changes: Mapping[str, Any]) -> Batch:
         other = object.__new__(Batch)
         other.__dict__.update({f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
         return other
@@ -222,14 +222,14 @@ class Batch:
         for name, column in self.columns():
             if name in COLUMNS:
                 moved[name] = column.tensor.to(device)
-        moved["extra"] = {name: move(column, lambda x: x.to(device)) for name, column in self.extra.items()}
-        return self._derived(moved)
+        moved["extra"] = {name: map_tensors(column, lambda x: x.to(device)) for name, column in self.extra.items()}
+        return self._replace_unchecked(moved)
 
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
         """These rollouts (places, or a mask), in this order, with all their rows; groups are numbered anew from 0."""
-        units = checks.places(self, rollouts)
-        rows_of = self.unit_rows[units + 1] - self.unit_rows[units]
-        rows = ranges(self.unit_rows[units], rows_of)
+        units = checks.resolve_rollouts(self, rollouts)
+        rows_of = self.rollout_row_offsets[units + 1] - self.rollout_row_offsets[units]
+        rows = ranges(self.rollout_row_offsets[units], rows_of)
         lengths = self.offsets[rows + 1] - self.offsets[rows]
         tokens = ranges(self.offsets[rows], lengths)
         changes: dict[str, Any] = {
@@ -237,11 +237,11 @@ class Batch:
             "unit": torch.repeat_interleave(torch.arange(len(units), device=self.device), rows_of),
             "group": torch.unique(self.group[units], return_inverse=True)[1],
         }
-        where = {Kind.SEQUENCE: rows, Kind.UNIT: units, Kind.BLOB: rows}
-        picked = {name: pick(column, where.get(column.kind, tokens)) for name, column in self.columns()}
+        where = {ColumnKind.SEQUENCE: rows, ColumnKind.UNIT: units, ColumnKind.BLOB: rows}
+        picked = {name: select_entries(column, where.get(column.kind, tokens)) for name, column in self.columns()}
         changes |= {name: column.values for name, column in picked.items() if name in COLUMNS}
         changes["extra"] = {name: column for name, column in picked.items() if name not in COLUMNS}
-        return self._derived(changes)
+        return self._replace_unchecked(changes)
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
         """So many batches of whole rollouts (or whole groups), in order, with about as many tokens each.
@@ -250,7 +250,7 @@ class Batch:
         is a batch of its own. Never through a rollout: a quantity over a rollout is then the same in a micro-batch as
         in the whole.
         """
-        return [self.select(places) for places in cuts(self.unit_tokens, self.group, parts, by)]
+        return [self.select(places) for places in split_rollouts(self.rollout_token_offsets, self.group, parts, by)]
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
@@ -270,12 +270,12 @@ class Batch:
                 raise BatchError(
                     f"Batches 0 and {i} cannot be joined: only one of them has the column `{sorted(odd)[0]}`."
                 )
-        shift = [0, *np.cumsum([b.tokens for b in batches]).tolist()]
-        units = [0, *np.cumsum([b.rollouts for b in batches]).tolist()]
-        groups = [0, *np.cumsum([b.groups for b in batches]).tolist()]
+        shift = [0, *np.cumsum([b.num_tokens for b in batches]).tolist()]
+        units = [0, *np.cumsum([b.num_rollouts for b in batches]).tolist()]
+        groups = [0, *np.cumsum([b.num_groups for b in batches]).tolist()]
         columns = [dict(b.columns()) for b in batches]
-        joined = {name: join([c[name] for c in columns]) for name in names}
-        return first._derived(
+        joined = {name: concat_columns([c[name] for c in columns]) for name in names}
+        return first._replace_unchecked(
             {
                 "offsets": torch.cat(
                     [first.offsets[:1], *(b.offsets[1:] + s for b, s in zip(batches, shift, strict=False))]
@@ -288,7 +288,9 @@ class Batch:
         )
 
     @classmethod
-    def from_records(cls, samples: Sequence[Sample], rollouts: Sequence[Rollout], form: Form | None = None) -> Batch:
+    def from_records(
+        cls, samples: Sequence[Sample], rollouts: Sequence[Rollout], form: BatchSchema | None = None
+    ) -> Batch:
         """Rows in time order within each rollout; every rollout stays in its group, those without a row included.
 
         form: that of the whole, where these are only some of its rollouts, or none.
@@ -298,15 +300,15 @@ class Batch:
         place = {rollout.id: u for u, rollout in enumerate(rollouts)}
         if len(place) < len(rollouts):
             twice = next(rollout.id for u, rollout in enumerate(rollouts) if place[rollout.id] != u)
-            raise BatchError(
-                f"Two rollouts have the id {twice}. An id names one rollout of the run: give each its own."
-            )
+            raise BatchError(f"Two rollouts have the id {twice}. Give each rollout of the run its own id.")
         for r, sample in enumerate(samples):
             if sample.rollout not in place:
                 raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
-        found = Form.of([row.model for row in samples], [row.anchor is not None for row in ordered], rollouts)
-        form = found if form is None else form.of_part(found, rows=bool(ordered), rollouts=bool(rollouts))
+        found = BatchSchema.from_records(
+            [row.model for row in samples], [row.anchor is not None for row in ordered], rollouts
+        )
+        form = found if form is None else form.check_part(found, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(sample.ids) for sample in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]
@@ -340,12 +342,12 @@ class Batch:
             truncated=column((rollout.truncated for rollout in rollouts), torch.bool),
             role=column(rollout.role for rollout in rollouts),
             rollout_id=column(rollout.id for rollout in rollouts),
-            anchor=flat("anchor", np.int64) if form.anchored else None,
+            anchor=flat("anchor", np.int64) if form.has_anchor else None,
             greedy_reward=column((rollout.greedy_reward for rollout in rollouts), torch.float64)
-            if form.compared
+            if form.has_greedy_reward
             else None,
         )
 
 
-COLUMNS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
+COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
 """The columns that Etude itself knows, by name."""

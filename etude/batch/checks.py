@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from etude.batch.columns import Column, Kind
+from etude.batch.columns import Column, ColumnKind
 from etude.errors import BatchError, RewardError
 
 if TYPE_CHECKING:
     from etude.batch.batch import Batch
 
-__all__ = ["CHECKED", "layout", "places", "shape", "values"]
+__all__ = ["CHECKED", "check_column", "check_layout", "check_values", "resolve_rollouts"]
 
-MEASURED = frozenset(
+FLOAT_COLUMNS = frozenset(
     {"behavior_logp", "old_logp", "ref_logp", "teacher_logp", "entropy", "sum_pi_squared", "value", "token_reward"}
 )
 """The columns that hold measurements, and so floating-point numbers."""
@@ -25,7 +25,7 @@ CHECKED = frozenset({"behavior_logp", "version", "turn", "reward", "metric", "re
 """The columns whose values have to be something, and not only their shapes."""
 
 
-def layout(batch: Batch) -> None:
+def check_layout(batch: Batch) -> None:
     """Rows cover the tokens, rollouts cover the rows, groups are numbered within range."""
     for name, values in (("offsets", batch.offsets), ("unit", batch.unit), ("group", batch.group), ("ids", batch.ids)):
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
@@ -37,18 +37,18 @@ def layout(batch: Batch) -> None:
         raise BatchError(
             f"A plug-in's column is called `{taken[0]}`, a name that the batch has itself. Choose another."
         )
-    if batch.rollouts == 0 and batch.rows:  # neither is a share of a batch that has fewer rollouts than ranks
+    if batch.num_rollouts == 0 and batch.num_rows:  # neither is a share of a batch that has fewer rollouts than ranks
         raise BatchError(
-            f"An empty batch trains nothing: it has {batch.rows} rows, and no rollout that they are rows of. Collect "
-            f"at least one before building it."
+            f"An empty batch trains nothing: it has {batch.num_rows} rows, and no rollout that they are rows of. "
+            f"Collect at least one before building it."
         )
-    _rows(batch)
-    if batch.rows:
-        wrong = ((batch.unit < 0) | (batch.unit >= batch.rollouts)).nonzero()
+    _check_rows(batch)
+    if batch.num_rows:
+        wrong = ((batch.unit < 0) | (batch.unit >= batch.num_rollouts)).nonzero()
         if len(wrong):
             raise BatchError(
                 f"Row {int(wrong[0])} belongs to rollout {int(batch.unit[wrong[0]])}; this batch has "
-                f"rollouts 0 to {batch.rollouts - 1}."
+                f"rollouts 0 to {batch.num_rollouts - 1}."
             )
         back = (batch.unit[1:] < batch.unit[:-1]).nonzero()
         if len(back):
@@ -56,64 +56,67 @@ def layout(batch: Batch) -> None:
                 f"Row {int(back[0]) + 1} belongs to an earlier rollout than row {int(back[0])}: the rows "
                 f"of a rollout must stand together, in time order."
             )
-    wrong = ((batch.group < 0) | (batch.group >= batch.rollouts)).nonzero()
+    wrong = ((batch.group < 0) | (batch.group >= batch.num_rollouts)).nonzero()
     if len(wrong):
         raise BatchError(
             f"Rollout {int(wrong[0])} is in group {int(batch.group[wrong[0]])}, which is out of range: "
-            f"{batch.rollouts} rollouts have groups numbered from 0 to {batch.rollouts - 1} at most."
+            f"{batch.num_rollouts} rollouts have groups numbered from 0 to {batch.num_rollouts - 1} at most."
         )
 
 
-def _rows(batch: Batch) -> None:
-    if len(batch.offsets) != batch.rows + 1 or int(batch.offsets[0]) != 0:
+def _check_rows(batch: Batch) -> None:
+    if len(batch.offsets) != batch.num_rows + 1 or int(batch.offsets[0]) != 0:
         raise BatchError(
-            f"`offsets` must have one entry more than there are rows ({batch.rows}) and begin with 0; "
+            f"`offsets` must have one entry more than there are rows ({batch.num_rows}) and begin with 0; "
             f"it has {len(batch.offsets)} and begins with {batch.offsets[:1].tolist()}."
         )
     down = (batch.offsets[1:] < batch.offsets[:-1]).nonzero()
     if len(down):
         raise BatchError(f"Row {int(down[0])} ends before it begins: `offsets` must never decrease.")
-    if int(batch.offsets[-1]) != batch.tokens:
-        raise BatchError(f"The rows end at token {int(batch.offsets[-1])}, but `ids` has {batch.tokens} tokens.")
+    if int(batch.offsets[-1]) != batch.num_tokens:
+        raise BatchError(f"The rows end at token {int(batch.offsets[-1])}, but `ids` has {batch.num_tokens} tokens.")
 
 
-def shape(batch: Batch, name: str, column: Column) -> None:
+def check_column(batch: Batch, name: str, column: Column) -> None:
     """A column has as many entries as its kind asks for."""
-    needed = {Kind.SEQUENCE: batch.rows, Kind.UNIT: batch.rollouts, Kind.BLOB: batch.rows}.get(
-        column.kind, batch.tokens
-    )
+    needed = {
+        ColumnKind.SEQUENCE: batch.num_rows,
+        ColumnKind.UNIT: batch.num_rollouts,
+        ColumnKind.BLOB: batch.num_rows,
+    }.get(column.kind, batch.num_tokens)
     found = len(column.values)
-    if column.kind is Kind.RAGGED:
-        if column.offsets is None or len(column.offsets) != batch.tokens + 1:
+    if column.kind is ColumnKind.RAGGED:
+        if column.offsets is None or len(column.offsets) != batch.num_tokens + 1:
             raise BatchError(
-                f"The ragged column `{name}` needs offsets with one entry more than there are tokens ({batch.tokens})."
+                f"The ragged column `{name}` needs offsets with one entry more than there are tokens "
+                f"({batch.num_tokens})."
             )
         if int(column.offsets[0]) != 0 or bool((column.offsets[1:] < column.offsets[:-1]).any()):
             raise BatchError(f"The offsets of the ragged column `{name}` must begin with 0 and never decrease.")
         needed = int(column.offsets[-1])
     if found != needed:
         message = f"The column `{name}` has {found} entries; as a {column.kind.value} column it needs {needed}."
-        if column.kind in (Kind.TOKEN, Kind.TOKEN_K) and found < needed:
-            message += f" Row {_row(batch, found)[0]} is the first it does not cover."
+        if column.kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K) and found < needed:
+            message += f" Row {_locate_token(batch, found)[0]} is the first it does not cover."
         raise BatchError(message)
-    wanted = {Kind.TOKEN: 1, Kind.TOKEN_K: 2}.get(column.kind)
+    wanted = {ColumnKind.TOKEN: 1, ColumnKind.TOKEN_K: 2}.get(column.kind)
     if wanted is not None and column.tensor.ndim != wanted:
         what = "[tokens]" if wanted == 1 else "[tokens, k]"
         raise BatchError(f"The column `{name}` must be {what}; its shape is {tuple(column.tensor.shape)}.")
-    if name in MEASURED and not column.tensor.is_floating_point():
+    if name in FLOAT_COLUMNS and not column.tensor.is_floating_point():
         raise BatchError(f"The column `{name}` must hold floating-point numbers; it is {column.tensor.dtype}.")
 
 
-def values(batch: Batch) -> None:
+def check_values(batch: Batch) -> None:
     """Action tokens carry what the sampler knew of them, and rewards are finite numbers."""
     if batch.action.dtype != torch.bool:
         raise BatchError(f"`action` must be a bool column; it is {batch.action.dtype}.")
     if batch.behavior_logp is not None:
-        _refuse(batch, batch.action & ~torch.isfinite(batch.behavior_logp), "has no finite behaviour log-prob")
+        _refuse_tokens(batch, batch.action & ~torch.isfinite(batch.behavior_logp), "has no finite behaviour log-prob")
     if batch.version is not None:
-        _refuse(batch, batch.action & (batch.version < 0), "does not say which policy version sampled it")
+        _refuse_tokens(batch, batch.action & (batch.version < 0), "does not say which policy version sampled it")
     if batch.turn is not None:
-        _turns(batch, batch.turn)
+        _check_turns(batch, batch.turn)
     rewards = {
         "reward": batch.reward,
         "metric": batch.metric,
@@ -122,34 +125,36 @@ def values(batch: Batch) -> None:
     }
     for name, given in rewards.items():
         if given is not None and not bool(torch.isfinite(given).all()):
-            u = int((~torch.isfinite(given)).reshape(batch.rollouts, -1).any(1).nonzero()[0])
+            u = int((~torch.isfinite(given)).reshape(batch.num_rollouts, -1).any(1).nonzero()[0])
             raise RewardError(
-                f"Rollout {batch.name_of(u)} has the {name} {given[u].tolist()}; it must be a finite number. "
+                f"Rollout {batch.get_rollout_id(u)} has the {name} {given[u].tolist()}; it must be a finite number. "
                 f"Mend the reward function, or drop the rollout before it is compared with others."
             )
 
 
-def _turns(batch: Batch, turn: Tensor) -> None:
+def _check_turns(batch: Batch, turn: Tensor) -> None:
     """Over a rollout's actions, in the order they stand in, turns never go back."""
     index = batch.action.nonzero()[:, 0]
-    rollout = torch.searchsorted(batch.unit_tokens, index, right=True)
+    rollout = torch.searchsorted(batch.rollout_token_offsets, index, right=True)
     told = turn[index]
     back = ((told[1:] < told[:-1]) & (rollout[1:] == rollout[:-1])).nonzero()
     if len(back):
         at = int(back[0])
-        row, place = _row(batch, int(index[at + 1]))
+        row, place = _locate_token(batch, int(index[at + 1]))
         raise BatchError(
             f"Row {row} breaks the order of time: its token {place} is of turn {int(told[at + 1])}, after turn "
             f"{int(told[at])} of the same rollout. Put a rollout's rows in the order in which they happened."
         )
 
 
-def places(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
+def resolve_rollouts(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
     """The rollouts that are asked for, as places [n] int64; a mask over all of them is one way of asking."""
     asked = torch.as_tensor(rollouts, device=batch.device)
     if asked.dtype == torch.bool:
-        if asked.shape != (batch.rollouts,):
-            raise BatchError(f"A mask over rollouts needs {batch.rollouts} entries; its shape is {tuple(asked.shape)}.")
+        if asked.shape != (batch.num_rollouts,):
+            raise BatchError(
+                f"A mask over rollouts needs {batch.num_rollouts} entries; its shape is {tuple(asked.shape)}."
+            )
         return asked.nonzero()[:, 0]
     if asked.numel() == 0:
         return asked.reshape(0).long()
@@ -158,21 +163,21 @@ def places(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
             f"Rollouts are selected by a list of places or a mask; {str(asked.dtype).removeprefix('torch.')} of shape "
             f"{tuple(asked.shape)} was given."
         )
-    if int(asked.min()) < 0 or int(asked.max()) >= batch.rollouts:
-        raise BatchError(f"Rollouts {asked.tolist()} were asked for; this batch has 0 to {batch.rollouts - 1}.")
+    if int(asked.min()) < 0 or int(asked.max()) >= batch.num_rollouts:
+        raise BatchError(f"Rollouts {asked.tolist()} were asked for; this batch has 0 to {batch.num_rollouts - 1}.")
     return asked.long()
 
 
-def _refuse(batch: Batch, bad: Tensor, what: str) -> None:
+def _refuse_tokens(batch: Batch, bad: Tensor, what: str) -> None:
     if bool(bad.any()):
-        row, place = _row(batch, int(bad.nonzero()[0]))
+        row, place = _locate_token(batch, int(bad.nonzero()[0]))
         raise BatchError(
             f"Row {row} breaks the mask law: its token {place} is marked as an action but {what}. "
             f"Mark it as context, or record what the sampler reported."
         )
 
 
-def _row(batch: Batch, token: int) -> tuple[int, int]:
+def _locate_token(batch: Batch, token: int) -> tuple[int, int]:
     """The row that a token stands in, and its place there."""
     row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
     return row, token - int(batch.offsets[row])

@@ -9,10 +9,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-__all__ = ["Column", "Kind", "join", "move", "pick", "ranges"]
+__all__ = ["Column", "ColumnKind", "concat_columns", "map_tensors", "ranges", "select_entries"]
 
 
-class Kind(Enum):
+class ColumnKind(Enum):
     """What a column has one entry for."""
 
     TOKEN = "token"  # [T]
@@ -27,7 +27,7 @@ class Kind(Enum):
 class Column:
     """A typed column: its kind, its values, and for the ragged kind where each token's values begin."""
 
-    kind: Kind
+    kind: ColumnKind
     values: Tensor | tuple[bytes, ...]
     offsets: Tensor | None = None
 
@@ -45,13 +45,13 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(total, device=starts.device) + torch.repeat_interleave(starts - before, lengths)
 
 
-def move(column: Column, how: Callable[[Tensor], Tensor]) -> Column:
+def map_tensors(column: Column, function: Callable[[Tensor], Tensor]) -> Column:
     """The column with its tensors moved as `how` moves them."""
-    values = column.values if isinstance(column.values, tuple) else how(column.values)
-    return Column(column.kind, values, None if column.offsets is None else how(column.offsets))
+    values = column.values if isinstance(column.values, tuple) else function(column.values)
+    return Column(column.kind, values, None if column.offsets is None else function(column.offsets))
 
 
-def pick(column: Column, index: Tensor) -> Column:
+def select_entries(column: Column, index: Tensor) -> Column:
     """The entries at `index` (tokens, rows or rollouts, as the kind asks), in its order."""
     if isinstance(column.values, tuple):
         return Column(column.kind, tuple(column.values[i] for i in index.tolist()))
@@ -62,7 +62,7 @@ def pick(column: Column, index: Tensor) -> Column:
     return Column(column.kind, column.values[ranges(column.offsets[index], lengths)], offsets)
 
 
-def join(columns: Sequence[Column]) -> Column:
+def concat_columns(columns: Sequence[Column]) -> Column:
     """Columns of one kind, end to end."""
     first = columns[0]
     if isinstance(first.values, tuple):

@@ -26,7 +26,7 @@ class Pack:
     offsets: Tensor  # [S + 1] int64: segment s is packed tokens offsets[s] to offsets[s + 1]
     parent: Tensor  # [S] int64: an earlier segment, or -1 for a root
     source: Tensor  # [T] int64: for each batch token, the packed token that predicts it; -1 for the first of a row
-    ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    row_ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[R] int64: the packed token that each row of the batch ends with, -1 for an empty one; [0] where the pack was not
     made of a batch."""
 
@@ -44,10 +44,10 @@ class Pack:
             )
 
     @classmethod
-    def of(cls, batch: Batch) -> Pack:
+    def from_batch(cls, batch: Batch) -> Pack:
         """One segment for each row, nothing shared."""
         lengths = batch.offsets[1:] - batch.offsets[:-1]
-        token = torch.arange(batch.tokens, device=batch.device)
+        token = torch.arange(batch.num_tokens, device=batch.device)
         position = token - torch.repeat_interleave(batch.offsets[:-1], lengths)
         return cls(
             ids=batch.ids,
@@ -55,7 +55,7 @@ class Pack:
             offsets=batch.offsets,
             parent=torch.full_like(lengths, -1),
             source=torch.where(position > 0, token - 1, -1),
-            ends=torch.where(lengths > 0, batch.offsets[1:] - 1, -1),
+            row_ends=torch.where(lengths > 0, batch.offsets[1:] - 1, -1),
         )
 
     def unpack(self, values: Tensor, fill: float = float("nan")) -> Tensor:
@@ -64,7 +64,7 @@ class Pack:
         picked = values[self.source.clamp(min=0)]
         return torch.where(first.reshape(-1, *[1] * (values.ndim - 1)), torch.full_like(picked, fill), picked)
 
-    def attends(self) -> Tensor:
+    def attention_mask(self) -> Tensor:
         """[P, P] bool: which packed token sees which. For checks and small models; real attention never builds it."""
         count = len(self.parent)
         lengths = self.offsets[1:] - self.offsets[:-1]

@@ -19,30 +19,30 @@ calls           calls of such functions, beside the event loop and bounded
 
 from __future__ import annotations
 
-from etude.chat.calls import Aside, Toolbox
-from etude.chat.chat import Chat, ChatConfig
-from etude.chat.continuation import Conversation
-from etude.chat.messages import message_of
-from etude.chat.streaming import Called, Content, Piece, Reader, Reasoning
-from etude.chat.template import Template
-from etude.chat.tokenizer import Stream, Tokenizer
-from etude.chat.transcript import Transcript, retold
+from etude.chat.conversation import Conversation
+from etude.chat.messages import message_from_dict
+from etude.chat.renderer import ChatConfig, ChatRenderer
+from etude.chat.streaming import ContentDelta, MessageDelta, ReasoningDelta, TokenStreamParser, ToolCallDelta
+from etude.chat.template import ChatTemplate
+from etude.chat.tokenizer import DecodeStream, Tokenizer
+from etude.chat.toolbox import CallThread, Toolbox
+from etude.chat.transcript import Transcript, decode_conversation
 
 __all__ = [
-    "Aside",
-    "Called",
-    "Chat",
+    "CallThread",
     "ChatConfig",
-    "Content",
+    "ChatRenderer",
+    "ChatTemplate",
+    "ContentDelta",
     "Conversation",
-    "Piece",
-    "Reader",
-    "Reasoning",
-    "Stream",
-    "Template",
+    "DecodeStream",
+    "MessageDelta",
+    "ReasoningDelta",
+    "TokenStreamParser",
     "Tokenizer",
+    "ToolCallDelta",
     "Toolbox",
     "Transcript",
-    "message_of",
-    "retold",
+    "decode_conversation",
+    "message_from_dict",
 ]

@@ -1,7 +1,7 @@
 """Messages in and out of the JSON form that people, agents and chat templates write, and when two are the same.
 
-Exact continuation rests on `same`: an agent sends back the conversation it has had, and small differences that the
-model never saw must not make it a new one, while any difference in what was said must.
+Exact continuation rests on `is_same_message`: an agent sends back the conversation it has had, and small differences
+that the model never saw must not make it a new one, while any difference in what was said must.
 
 - Role, name, call ids and text are equal character by character; white space counts.
 - A list of text parts is the text they join to. Other parts are equal part by part.
@@ -10,7 +10,7 @@ model never saw must not make it a new one, while any difference in what was sai
 - Reasoning that was served may be left out of what comes back, or come back in part: clients drop it, cut it, and strip
   or join its white space. What comes back is found in what was served, white space aside.
 - A stop string that ended an answer may be written back at its end, and words of the agent's own after it
-  (`continuation`).
+  (`conversation`).
 - Tools are equal as JSON values, in their order.
 """
 
@@ -21,18 +21,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import ChatError
-from etude.records import Message, Part, ToolCall
+from etude.records import ContentPart, Message, ToolCall
 
 __all__ = [
     "REASONING_KEYS",
     "ROLES",
     "check_roles",
-    "json_form",
-    "likeness",
-    "message_of",
-    "same",
+    "content_text",
+    "is_same_message",
+    "message_from_dict",
+    "message_hash",
+    "message_to_dict",
     "same_tools",
-    "text_of",
 ]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,44 +49,44 @@ def check_roles(messages: Sequence[Message]) -> None:
             )
 
 
-def text_of(content: str | tuple[Part, ...]) -> str | None:
+def content_text(content: str | tuple[ContentPart, ...]) -> str | None:
     """The text of a message's content, or None where some of it is not text."""
     if isinstance(content, str):
         return content
     return "".join(part.text for part in content) if all(part.kind == "text" for part in content) else None
 
 
-def message_of(form: Mapping[str, Any]) -> Message:
+def message_from_dict(data: Mapping[str, Any]) -> Message:
     """A message from its JSON form: the `{"role": …, "content": …}` of datasets and of OpenAI-compatible requests."""
-    if not isinstance(form.get("role"), str):
-        raise ChatError(f"A message needs a text under 'role'; this one has the keys {', '.join(map(str, form))}.")
-    reasoning = next((form[key] for key in REASONING_KEYS if form.get(key) is not None), "")
+    if not isinstance(data.get("role"), str):
+        raise ChatError(f"A message needs a text under 'role'; this one has the keys {', '.join(map(str, data))}.")
+    reasoning = next((data[key] for key in REASONING_KEYS if data.get(key) is not None), "")
     return Message(
-        role=form["role"],
-        content=_content_of(form.get("content")),
+        role=data["role"],
+        content=_parse_content(data.get("content")),
         reasoning=reasoning,
-        tool_calls=tuple(_call_of(call) for call in form.get("tool_calls") or ()),
-        tool_call_id=form.get("tool_call_id") or "",
-        name=form.get("name") or "",
+        tool_calls=tuple(_parse_call(call) for call in data.get("tool_calls") or ()),
+        tool_call_id=data.get("tool_call_id") or "",
+        name=data.get("name") or "",
     )
 
 
-def json_form(message: Message, *, parts: bool = False, arguments_as_text: bool = False) -> dict[str, Any]:
+def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text: bool = False) -> dict[str, Any]:
     """What a template is shown of a message. Keys without a value are absent, as templates test for their presence.
 
     Text goes as a string, or as a list of parts where the template reads only those; the arguments of a call go as the
     JSON value they are, or as text where the template wants that.
     """
-    text = text_of(message.content)
+    text = content_text(message.content)
     form: dict[str, Any] = {"role": message.role}
     if text is None:
-        form["content"] = [_part_form(part) for part in message.content if isinstance(part, Part)]
+        form["content"] = [_part_to_dict(part) for part in message.content if isinstance(part, ContentPart)]
     else:
         form["content"] = [{"type": "text", "text": text}] if parts else text
     if message.reasoning:
         form["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        form["tool_calls"] = [_call_form(call, arguments_as_text) for call in message.tool_calls]
+        form["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
     if message.tool_call_id:
         form["tool_call_id"] = message.tool_call_id
     if message.name:
@@ -94,7 +94,7 @@ def json_form(message: Message, *, parts: bool = False, arguments_as_text: bool 
     return form
 
 
-def same(known: Message, given: Message) -> bool:
+def is_same_message(known: Message, given: Message) -> bool:
     """Whether a message that came back is the one that was served. The rules are this file's."""
     return (
         known.role == given.role
@@ -107,10 +107,10 @@ def same(known: Message, given: Message) -> bool:
     )
 
 
-def likeness(message: Message) -> int:
-    """Return a number that messages which are `same` have in common. Others have it in common by chance alone, or
-    where only their reasoning or the arguments of their calls differ."""
-    text = text_of(message.content)
+def message_hash(message: Message) -> int:
+    """Return a number that messages for which `is_same_message` holds have in common. Others have it in common by
+    chance alone, or where only their reasoning or the arguments of their calls differ."""
+    text = content_text(message.content)
     calls = tuple((call.id, call.name) for call in message.tool_calls)
     said = message.content if text is None else text
     return hash((message.role, message.name, message.tool_call_id, said, calls))
@@ -125,8 +125,8 @@ def _same_reasoning(known: str, given: str) -> bool:
     return given == known or given.strip() in known or "".join(given.split()) in "".join(known.split())
 
 
-def _same_content(known: str | tuple[Part, ...], given: str | tuple[Part, ...]) -> bool:
-    one, other = text_of(known), text_of(given)
+def _same_content(known: str | tuple[ContentPart, ...], given: str | tuple[ContentPart, ...]) -> bool:
+    one, other = content_text(known), content_text(given)
     return known == given if one is None or other is None else one == other
 
 
@@ -150,32 +150,32 @@ def _same_json(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _content_of(content: Any) -> str | tuple[Part, ...]:
+def _parse_content(content: Any) -> str | tuple[ContentPart, ...]:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
-        return tuple(_part_of(part) for part in content)
+        return tuple(_parse_part(part) for part in content)
     raise ChatError(
         f"The content of a message is a text or a list of parts; a value of type {type(content).__name__} was given."
     )
 
 
-def _part_of(form: Mapping[str, Any]) -> Part:
+def _parse_part(form: Mapping[str, Any]) -> ContentPart:
     """`{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
     kind = str(form.get("type", "text"))
     if kind == "text":
-        return Part("text", text=str(form.get("text", "")))
+        return ContentPart("text", text=str(form.get("text", "")))
     address = form.get("url") or form.get(kind) or ""
-    return Part(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
+    return ContentPart(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
 
 
-def _part_form(part: Part) -> dict[str, str]:
+def _part_to_dict(part: ContentPart) -> dict[str, str]:
     return {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind, "url": part.url}
 
 
-def _call_of(form: Mapping[str, Any]) -> ToolCall:
+def _parse_call(form: Mapping[str, Any]) -> ToolCall:
     """`{"id": …, "function": {"name": …, "arguments": …}}`, or the name and arguments alone."""
     function = form.get("function") or form
     if not isinstance(function.get("name"), str):
@@ -185,7 +185,7 @@ def _call_of(form: Mapping[str, Any]) -> ToolCall:
     return ToolCall(form.get("id") or "", function["name"], text)
 
 
-def _call_form(call: ToolCall, as_text: bool) -> dict[str, Any]:
+def _call_to_dict(call: ToolCall, as_text: bool) -> dict[str, Any]:
     arguments: Any = call.arguments
     if not as_text:
         try:

@@ -21,50 +21,50 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import TypeAlias
 
-from etude.chat.feed import Feed, Found, Reading
-from etude.chat.reasoning import reasoning
-from etude.chat.stops import StopScan
+from etude.chat.parsing import ParseBuffer, ParsedCalls, Parser
+from etude.chat.reasoning import parse_reasoning
+from etude.chat.stop_strings import StopStringFilter
 from etude.chat.tokenizer import Tokenizer
-from etude.chat.tools import Form, Tools
+from etude.chat.tool_parsers import ToolParser, Tools
 from etude.records import Message, SamplingParams, ToolCall
 
-__all__ = ["Called", "Content", "Piece", "Reader", "Reasoning", "Teller"]
+__all__ = ["ContentDelta", "MessageDelta", "ReasoningDelta", "TextStreamParser", "TokenStreamParser", "ToolCallDelta"]
 
-_ID = 9
+_ID_LENGTH = 9
 """The letters of a call's id: as many as Mistral's templates ask for, which other templates do not mind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentDelta:
     """Some of what is answered."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """Some of the thinking before it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ToolCallDelta:
     """One call, whole."""
 
     index: int
     call: ToolCall
 
 
-Piece: TypeAlias = Content | Reasoning | Called
+MessageDelta: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
-class Teller:
+class TextStreamParser:
     """Tells what a text is, as it comes."""
 
     def __init__(
         self,
-        form: Form | None,
+        tool_parser: ToolParser | None,
         tools: Tools = (),
         *,
         reasons: bool = False,
@@ -73,134 +73,136 @@ class Teller:
     ) -> None:
         """form: how the model calls tools. reasons: whether it thinks first, and `opened` whether its prompt has begun
         that (`reasoning`). seed: tells its calls apart from those of other answers."""
-        self._ear = _Ear(form is not None, seed)
-        self._feed = Feed(self._ear)
-        self._reading = _read(self._feed, form, tools, reasons, opened)
+        self._collector = _DeltaCollector(tool_parser is not None, seed)
+        self._feed = ParseBuffer(self._collector)
+        self._parser = _parse_answer(self._feed, tool_parser, tools, reasons, opened)
 
     @property
     def message(self) -> Message:
         """What was told so far."""
-        return self._ear.message()
+        return self._collector.message()
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[MessageDelta]:
         """What this makes certain."""
         self._feed.text += text
-        next(self._reading)
-        return self._ear.told()
+        next(self._parser)
+        return self._collector.take_deltas()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         """What was held back, when no more text comes. After this there is nothing to push."""
-        self._feed.ended = True
-        for _ in self._reading:
+        self._feed.is_complete = True
+        for _ in self._parser:
             raise AssertionError("it waits for a text that has ended")
-        self._ear.end()
-        return self._ear.told()
+        self._collector.finish()
+        return self._collector.take_deltas()
 
 
-class Reader:
+class TokenStreamParser:
     """Tells what a model says from the ids that it samples."""
 
     def __init__(
         self,
-        teller: Teller,
+        text_parser: TextStreamParser,
         tokenizer: Tokenizer,
-        shown: Callable[[int], bool],
+        is_text: Callable[[int], bool],
         sampling: SamplingParams | None = None,
     ) -> None:
         """shown: which ids are text. sampling: what the ids are drawn with, which may name words to stop before."""
-        self._teller, self._tokenizer, self._shown = teller, tokenizer, shown
-        self._stream = tokenizer.stream(special=True)
-        self._stops = StopScan(sampling.stop) if sampling is not None and sampling.stop else None
-        self._least = sampling.min_tokens if sampling is not None else 0
-        self._read = 0  # how many ids
-        self._began = False
+        self._text_parser, self._tokenizer, self._is_text = text_parser, tokenizer, is_text
+        self._stream = tokenizer.decode_stream(keep_special_tokens=True)
+        self._stops = StopStringFilter(sampling.stop) if sampling is not None and sampling.stop else None
+        self._min_tokens = sampling.min_tokens if sampling is not None else 0
+        self._num_read = 0  # how many ids
+        self._has_prefix = False
 
     @property
     def message(self) -> Message:
         """What was told so far; after `finish`, the whole answer."""
-        return self._teller.message
+        return self._text_parser.message
 
-    def begin(self, ids: Iterable[int]) -> list[Piece]:
+    def push_prefix(self, ids: Iterable[int]) -> list[MessageDelta]:
         """What the ids make certain that stand before those that are sampled: no stop word counts in them."""
-        self._began = True
-        return self._teller.push(self._stream.push(filter(self._shown, map(int, ids))))
+        self._has_prefix = True
+        return self._text_parser.push(self._stream.push(filter(self._is_text, map(int, ids))))
 
-    def push(self, ids: Iterable[int]) -> list[Piece]:
+    def push(self, ids: Iterable[int]) -> list[MessageDelta]:
         """What these ids make certain."""
         if self._stops is None:
-            return self._teller.push(self._stream.push(filter(self._shown, map(int, ids))))
+            return self._text_parser.push(self._stream.push(filter(self._is_text, map(int, ids))))
         text = ""
         for id in map(int, ids):
-            self._read += 1
-            new = self._stream.push([id]) if self._shown(id) and not self._stops.stopped else ""
-            text += self._stops.push(new, counts=self._read > self._least)
-        return self._teller.push(text)
+            self._num_read += 1
+            new = self._stream.push([id]) if self._is_text(id) and not self._stops.stopped else ""
+            text += self._stops.push(new, can_stop=self._num_read > self._min_tokens)
+        return self._text_parser.push(text)
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[MessageDelta]:
         """What was held back, when no more ids come. After this there is nothing to push."""
         text = self._stream.finish()
         if self._stops is not None:
-            text = self._stops.push(text, counts=self._read > self._least) + self._stops.finish()
-        return _joined(self._teller.push(text) + self._teller.finish())
+            text = self._stops.push(text, can_stop=self._num_read > self._min_tokens) + self._stops.finish()
+        return _merge_deltas(self._text_parser.push(text) + self._text_parser.finish())
 
-    def whole(self, ids: Iterable[int]) -> Message:
+    def parse_all(self, ids: Iterable[int]) -> Message:
         """The message that all of the ids at once are."""
-        if self._stops is None and not self._began:
-            self._teller.push(self._tokenizer.decode(filter(self._shown, map(int, ids)), special=True))
+        if self._stops is None and not self._has_prefix:
+            self._text_parser.push(
+                self._tokenizer.decode(filter(self._is_text, map(int, ids)), keep_special_tokens=True)
+            )
         else:
             self.push(ids)
         self.finish()
         return self.message
 
 
-class _Ear:
+class _DeltaCollector:
     """Who is told what a text is, and keeps it for those who ask."""
 
     def __init__(self, calls: bool, seed: bytes) -> None:
         self._seed = blake2b(seed, digest_size=16)
-        self._new: list[Piece] = []
+        self._pending: list[MessageDelta] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._space = ""  # that may turn out to be all there is around calls
-        self._spoke = not calls
+        self._held_space = ""  # that may turn out to be all there is around calls
+        self._has_content = not calls
 
     def content(self, text: str) -> None:
         """Some of what is answered."""
-        if not self._spoke:
-            self._space += text
-            if self._space.isspace():
+        if not self._has_content:
+            self._held_space += text
+            if self._held_space.isspace():
                 return
-            text, self._space, self._spoke = self._space, "", True
+            text, self._held_space, self._has_content = self._held_space, "", True
         self._content.append(text)
-        self._new.append(Content(text))
+        self._pending.append(ContentDelta(text))
 
     def reasoning(self, text: str) -> None:
         """Some of the thinking before it."""
         self._reasoning.append(text)
-        self._new.append(Reasoning(text))
+        self._pending.append(ReasoningDelta(text))
 
-    def calls(self, found: Found, written: str) -> None:
+    def calls(self, found: ParsedCalls, written: str) -> None:
         """Calls that are whole."""
         self._seed.update(written.encode(errors="surrogatepass"))
         for name, arguments in found:
             digest = self._seed.copy()
             digest.update(b"%d" % len(self._calls))
-            id = b32encode(digest.digest()).decode()[:_ID].lower()
-            called = Called(len(self._calls), ToolCall(id, name, arguments))
+            id = b32encode(digest.digest()).decode()[:_ID_LENGTH].lower()
+            called = ToolCallDelta(len(self._calls), ToolCall(id, name, arguments))
             self._calls.append(called.call)
-            self._new.append(called)
+            self._pending.append(called)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Nothing more comes."""
-        if self._space and not self._calls:
-            self._content.append(self._space)
-            self._new.append(Content(self._space))
+        if self._held_space and not self._calls:
+            self._content.append(self._held_space)
+            self._pending.append(ContentDelta(self._held_space))
 
-    def told(self) -> list[Piece]:
+    def take_deltas(self) -> list[MessageDelta]:
         """What is new."""
-        new, self._new = self._new, []
-        return _joined(new)
+        new, self._pending = self._pending, []
+        return _merge_deltas(new)
 
     def message(self) -> Message:
         """All of it."""
@@ -212,27 +214,29 @@ class _Ear:
         )
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _merge_deltas(pieces: Sequence[MessageDelta]) -> list[MessageDelta]:
     """The same with what belongs together in one piece."""
     if len(pieces) < 2:
         return list(pieces)
-    told: list[Piece] = []
+    told: list[MessageDelta] = []
     for kind, group in groupby(pieces, type):
-        if kind is Called:
+        if kind is ToolCallDelta:
             told += group
         else:
-            text = "".join(each.text for each in group if not isinstance(each, Called))
-            told.append(Content(text) if kind is Content else Reasoning(text))
+            text = "".join(each.text for each in group if not isinstance(each, ToolCallDelta))
+            told.append(ContentDelta(text) if kind is ContentDelta else ReasoningDelta(text))
     return told
 
 
-def _read(feed: Feed, form: Form | None, tools: Tools, reasons: bool, opened: bool | None) -> Reading[None]:
+def _parse_answer(
+    feed: ParseBuffer, tool_parser: ToolParser | None, tools: Tools, reasons: bool, opened: bool | None
+) -> Parser[None]:
     """All of an answer."""
     if reasons:
-        yield from reasoning(feed, opened)
-    if form is not None:
-        yield from form(feed, tools)
-    while not feed.ended:
-        feed.content(len(feed.text))
+        yield from parse_reasoning(feed, opened)
+    if tool_parser is not None:
+        yield from tool_parser(feed, tools)
+    while not feed.is_complete:
+        feed.emit_content(len(feed.text))
         yield
-    feed.content(len(feed.text))
+    feed.emit_content(len(feed.text))

@@ -17,23 +17,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from etude.chat.messages import json_form
+from etude.chat.messages import message_to_dict
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
 
-__all__ = ["Template"]
+__all__ = ["ChatTemplate"]
 
 _PROBE = "etudeprobe"
 
 
-class Template:
+class ChatTemplate:
     """A compiled chat template. Templates differ in what they can read, so each is tried once, when it is made:
     whether it takes a message's text as a string or only as a list of parts, and a call's arguments as a value or only
     as text."""
 
-    def __init__(self, source: str, specials: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
-        self._specials = dict(specials or {})
+        self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -43,12 +43,12 @@ class Template:
         self._parts = self._wants_parts()
         self._arguments_as_text = self._wants_arguments_as_text()
 
-    def text(
+    def render(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        generate: bool = True,
+        add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
         """The text of a conversation, up to where the assistant is to speak if it is to `generate`.
@@ -57,7 +57,7 @@ class Template:
         they are, without the keys whose value is None.
         """
         try:
-            return self._render(messages, tools, generate, extra)
+            return self._render_template(messages, tools, add_generation_prompt, extra)
         except Exception as error:  # a template is somebody's program: whatever it raises is about this conversation
             roles = ", ".join(_role(message) for message in messages) or "none"
             raise ChatError(
@@ -65,25 +65,25 @@ class Template:
                 "Change the conversation, or give the model another template."
             ) from error
 
-    def _render(
+    def _render_template(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        generate: bool,
+        add_generation_prompt: bool,
         extra: Mapping[str, Any],
     ) -> str:
         variables = {
-            "messages": [self._form(message) for message in messages],
+            "messages": [self._message_variables(message) for message in messages],
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
-            "add_generation_prompt": generate,
+            "add_generation_prompt": add_generation_prompt,
         }
-        return self._template.render({**variables, **self._specials, **extra})
+        return self._template.render({**variables, **self._special_tokens, **extra})
 
-    def _form(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
+    def _message_variables(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
         """What the template sees of a message. Its reasoning has every name that templates know it by."""
         if isinstance(message, Message):
-            message = json_form(message, parts=self._parts, arguments_as_text=self._arguments_as_text)
+            message = message_to_dict(message, parts=self._parts, arguments_as_text=self._arguments_as_text)
         form = {key: value for key, value in message.items() if value is not None}
         reasoning = next((form[key] for key in _REASONING_ORDER if key in form), None)
         return form if reasoning is None else {"thinking": reasoning, **form, "reasoning_content": reasoning}
@@ -109,7 +109,7 @@ class Template:
 
     def _shows(self, *messages: Message) -> bool:
         try:
-            return _PROBE in self.text(messages, generate=False)
+            return _PROBE in self.render(messages, add_generation_prompt=False)
         except ChatError:
             return False
 
@@ -127,7 +127,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    names = {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    names = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
     environment.globals.update(names)
     return environment
 
@@ -183,9 +188,9 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(format_string: str) -> str:
+    return datetime.now().strftime(format_string)

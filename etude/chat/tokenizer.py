@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 
-__all__ = ["Stream", "Tokenizer"]
+__all__ = ["DecodeStream", "Tokenizer"]
 
 Ids = NDArray[np.int32]
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_UNFINISHED = "\ufffd"
-LONG = 4096
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REPLACEMENT_CHARACTER = "\ufffd"
+LONG_TEXT = 4096
 """Characters of a text, from which on encoding it lets other threads go on."""
-_HELD = 32  # tokens; a character has four bytes, so what is still unfinished after these is not text
+_MAX_HELD = 32  # tokens; a character has four bytes, so what is still unfinished after these is not text
 
 
 class Tokenizer:
@@ -33,7 +33,7 @@ class Tokenizer:
         self,
         inner: tokenizers.Tokenizer,
         *,
-        specials: Mapping[str, str],
+        special_tokens: Mapping[str, str],
         eos_ids: tuple[int, ...],
         templates: Mapping[str, str],
         adds_bos: bool,
@@ -41,7 +41,7 @@ class Tokenizer:
     ) -> None:
         self._inner = inner
         self._special_ids = frozenset(id for id, token in inner.get_added_tokens_decoder().items() if token.special)
-        self.specials = dict(specials)
+        self.special_tokens = dict(special_tokens)
         """The special tokens by their names (`bos_token`, …), as templates know them."""
         self.eos_ids = eos_ids
         """The ids that end an answer: the tokenizer's own first, then those the model's generation settings add."""
@@ -50,27 +50,27 @@ class Tokenizer:
         self.adds_bos = adds_bos
         """Whether a plain text begins with the beginning-of-sequence token."""
         self.directory = directory
-        self.size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         """How many ids there are: one more than the largest."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """Read `tokenizer.json` and the files beside it."""
         directory = Path(directory)
-        inner = _inner(directory)
-        config = _json(directory / "tokenizer_config.json")
-        named = {**_json(directory / "special_tokens_map.json"), **config}
-        generation = _json(directory / "generation_config.json")
+        inner = _load_tokenizer(directory)
+        config = _read_json(directory / "tokenizer_config.json")
+        named = {**_read_json(directory / "special_tokens_map.json"), **config}
+        generation = _read_json(directory / "generation_config.json")
         for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if inner.token_to_id(token["content"]) is None:
                 inner.add_tokens([tokenizers.AddedToken(**token)])
-        specials = {name: _content(named[name]) for name in _NAMED if named.get(name)}
+        specials = {name: _token_text(named[name]) for name in _SPECIAL_TOKEN_NAMES if named.get(name)}
         bos = inner.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
         return cls(
             inner,
-            specials=specials,
-            eos_ids=_eos_ids(inner, specials, generation, directory),
-            templates=_templates(directory, config),
+            special_tokens=specials,
+            eos_ids=_find_eos_ids(inner, specials, generation, directory),
+            templates=_read_templates(directory, config),
             adds_bos=bos is not None and inner.encode("").ids[:1] == [bos],
             directory=directory,
         )
@@ -83,20 +83,20 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """The id that begins a sequence, if there is one."""
-        return self._named_id("bos_token")
+        return self._special_token_id("bos_token")
 
     @property
     def pad_id(self) -> int | None:
         """The id of padding, if there is one. Nothing in Etude pads with it."""
-        return self._named_id("pad_token")
+        return self._special_token_id("pad_token")
 
     @property
-    def unk(self) -> int | None:
+    def unk_id(self) -> int | None:
         """The id for what has no id, if there is one."""
-        return self._named_id("unk_token")
+        return self._special_token_id("unk_token")
 
     @cached_property
-    def vocabulary(self) -> str:
+    def vocab_hash(self) -> str:
         """A name for what its ids mean: alike where every token has the same id."""
         words = sorted(self._inner.get_vocab(with_added_tokens=True).items())
         return blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
@@ -106,108 +106,112 @@ class Tokenizer:
         """The ids of all special tokens: what `decode` leaves out."""
         return self._special_ids
 
-    def encode(self, text: str, special: bool = False) -> Ids:
+    def encode(self, text: str, add_special_tokens: bool = False) -> Ids:
         """The ids of a text; with `special`, after the beginning-of-sequence token if the tokenizer puts one there.
 
         Special tokens written out in the text are read as such.
         """
-        if len(text) < LONG:
+        if len(text) < LONG_TEXT:
             ids = self._inner.encode(text, add_special_tokens=False).ids
         else:  # by the one call that lets other threads go on, and makes no more than ids
             ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        bos = self.bos_id if special and self.adds_bos else None
+        bos = self.bos_id if add_special_tokens and self.adds_bos else None
         return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
 
-    def after(self, ids: Ids, text: str) -> Ids:
+    def encode_after_ids(self, ids: Ids, text: str) -> Ids:
         """The ids of a text that follows these ids. Where those end with the end of an answer it is encoded too, for
         tokenizers that treat a text's beginning in a way of its own."""
         end = int(ids[-1]) if len(ids) and int(ids[-1]) in self.eos_ids else None
         if end is not None:
-            whole = self.encode(self.decode([end], special=True) + text)
+            whole = self.encode(self.decode([end], keep_special_tokens=True) + text)
             if len(whole) and whole[0] == end:
                 return whole[1:]
         return self.encode(text)
 
-    def encode_after(self, before: str, text: str, special: bool = False, *, known: Ids | None = None) -> Ids:
+    def encode_after_text(
+        self, before: str, text: str, add_special_tokens: bool = False, *, before_ids: Ids | None = None
+    ) -> Ids:
         """The ids of a text that follows another, which was encoded by itself: what would have to be written after it.
 
         Where the two encoded together begin with the ids of the first, they are the rest of those. Where a token would
         reach over the border, they are the text's own. known: the ids of the first, where they are.
         """
-        first = self.encode(before, special) if known is None else known
-        whole = self.encode(before + text, special)
+        first = self.encode(before, add_special_tokens) if before_ids is None else before_ids
+        whole = self.encode(before + text, add_special_tokens)
         if len(first) <= len(whole) and np.array_equal(whole[: len(first)], first):
             return whole[len(first) :]
         return self.encode(text)
 
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+    def decode(self, ids: Iterable[int], keep_special_tokens: bool = False) -> str:
         """The text of ids, without special tokens unless they are wanted."""
-        return self._inner.decode([int(id) for id in ids], skip_special_tokens=not special)
+        return self._inner.decode([int(id) for id in ids], skip_special_tokens=not keep_special_tokens)
 
     @property
-    def ends(self) -> dict[str, int]:
+    def eos_tokens(self) -> dict[str, int]:
         """The texts of the tokens that end an answer, with their ids."""
-        named = {self.decode([id], special=True): id for id in reversed(self.eos_ids)}
+        named = {self.decode([id], keep_special_tokens=True): id for id in reversed(self.eos_ids)}
         return {text: named[text] for text in reversed(named) if text}
 
-    def token(self, id: int) -> str | None:
+    def id_to_token(self, id: int) -> str | None:
         """A token as it stands in the vocabulary, which for a special token is its text; None for an id it lacks."""
         return self._inner.id_to_token(id)
 
-    def id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """The id of a token, if it has one."""
         return self._inner.token_to_id(token)
 
-    def stream(self, special: bool = False) -> Stream:
+    def decode_stream(self, keep_special_tokens: bool = False) -> DecodeStream:
         """Decode ids as they come."""
-        return Stream(lambda ids: self.decode(ids, special), frozenset() if special else self._special_ids)
+        return DecodeStream(
+            lambda ids: self.decode(ids, keep_special_tokens), frozenset() if keep_special_tokens else self._special_ids
+        )
 
-    def _named_id(self, name: str) -> int | None:
-        return self._inner.token_to_id(self.specials[name]) if name in self.specials else None
+    def _special_token_id(self, name: str) -> int | None:
+        return self._inner.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
 
 
-class Stream:
+class DecodeStream:
     """Text from ids that come one after another: the pieces, joined, are the text of all the ids.
 
     A character that is not whole yet is held back, until its last byte comes or `finish`. Bytes that never become a
     character are given out as U+FFFD once it is sure, so that a model that writes garbage costs no more than another.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int] = frozenset()) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], skipped_ids: frozenset[int] = frozenset()) -> None:
         self._decode = decode
-        self._skipped = skipped
+        self._skipped_ids = skipped_ids
         self._ids: list[int] = []  # the last piece, for decoders that look back, and what came since
-        self._given = ""  # the text of the last piece
-        self._read = 0  # how many ids the last piece has
+        self._last_text = ""  # the text of the last piece
+        self._last_size = 0  # how many ids the last piece has
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain."""
-        return "".join(self._step(int(id)) for id in ids if int(id) not in self._skipped)
+        return "".join(self._step(int(id)) for id in ids if int(id) not in self._skipped_ids)
 
     def finish(self) -> str:
         """What was held back. The stream can then be used for another text."""
-        text = self._decode(self._ids)[len(self._given) :]
+        text = self._decode(self._ids)[len(self._last_text) :]
         self._restart([])
         return text
 
     def _step(self, id: int) -> str:
         self._ids.append(id)
         text = self._decode(self._ids)
-        new = text[len(self._given) :]
-        if text.endswith(_UNFINISHED):
-            if len(self._ids) - self._read < _HELD:
+        new = text[len(self._last_text) :]
+        if text.endswith(_REPLACEMENT_CHARACTER):
+            if len(self._ids) - self._last_size < _MAX_HELD:
                 return ""
             self._restart([])
         elif new:
-            self._restart(self._ids[self._read :])
+            self._restart(self._ids[self._last_size :])
         return new
 
     def _restart(self, ids: list[int]) -> None:
-        self._ids, self._read = ids, len(ids)
-        self._given = self._decode(ids) if ids else ""
+        self._ids, self._last_size = ids, len(ids)
+        self._last_text = self._decode(ids) if ids else ""
 
 
-def _inner(directory: Path) -> tokenizers.Tokenizer:
+def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     """The tokenizer itself. Truncation and padding that its file may ask for are switched off: nothing is cut here."""
     path = directory / "tokenizer.json"
     if not directory.is_dir():
@@ -227,7 +231,7 @@ def _inner(directory: Path) -> tokenizers.Tokenizer:
     return inner
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""
     if not path.is_file():
         return {}
@@ -242,15 +246,15 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
+def _token_text(token: str | Mapping[str, Any]) -> str:
     """A token's text: files have it plain, or within a description of it."""
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _eos_ids(
-    inner: tokenizers.Tokenizer, specials: Mapping[str, str], generation: Mapping[str, Any], directory: Path
+def _find_eos_ids(
+    inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any], directory: Path
 ) -> tuple[int, ...]:
-    named = specials.get("eos_token")
+    named = special_tokens.get("eos_token")
     own = inner.token_to_id(named) if named is not None else None
     if named is not None and own is None:
         raise ConfigError(
@@ -268,7 +272,7 @@ def _eos_ids(
     return found
 
 
-def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name: files of their own come before those written into the tokenizer's configuration."""
     written = config.get("chat_template")
     if isinstance(written, str):

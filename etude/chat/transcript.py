@@ -1,7 +1,7 @@
 """What one rollout of several turns has shown its model and heard from it, as ids: a conversation, or plain text.
 
 Nothing is tokenised twice. Whatever the model wrote stays the ids that it wrote, and what it is shown next is rendered
-alone: by the chat template where it is a conversation (`continuation`), as it stands where it is text.
+alone: by the chat template where it is a conversation (`conversation`), as it stands where it is text.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from etude.chat.chat import Chat
-from etude.chat.messages import message_of
+from etude.chat.messages import message_from_dict
+from etude.chat.renderer import ChatRenderer
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.errors import ChatError
 from etude.records import Completion, Message, Turn
 
-__all__ = ["Shown", "Transcript", "checked", "retold", "text_of_shown"]
+__all__ = ["ObservationContent", "Transcript", "check_observation", "decode_conversation", "observation_text"]
 
-Shown: TypeAlias = "str | tuple[Message, ...]"
+ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 
 
-def checked(shown: Any) -> Shown:
+def check_observation(content: Any) -> ObservationContent:
     """What is to be shown, as text or messages; messages may be given in their JSON form."""
-    if isinstance(shown, str):
-        found: Shown = shown
-    elif isinstance(shown, Sequence) and all(isinstance(each, Message | Mapping) for each in shown):
-        found = tuple(each if isinstance(each, Message) else message_of(each) for each in shown)
+    if isinstance(content, str):
+        found: ObservationContent = content
+    elif isinstance(content, Sequence) and all(isinstance(each, Message | Mapping) for each in content):
+        found = tuple(each if isinstance(each, Message) else message_from_dict(each) for each in content)
     else:
         raise ChatError(
-            f"What is shown is text or a list of messages; a value of type {type(shown).__name__} was given."
+            f"What is shown is text or a list of messages; a value of type {type(content).__name__} was given."
         )
     try:
-        text_of_shown(found).encode()
+        observation_text(found).encode()
     except UnicodeEncodeError as error:
         raise ChatError(f"What is shown has half a character in it ({error.reason}). Leave it out.") from None
     return found
 
 
-def text_of_shown(shown: Shown) -> str:
+def observation_text(content: ObservationContent) -> str:
     """All text of what is shown, without the names that calls were given."""
-    if isinstance(shown, str):
-        return shown
-    return "\n".join(f"{each.role}: {each.reasoning}{_text_in(each)}" for each in shown)
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{each.role}: {each.reasoning}{_text_in(each)}" for each in content)
 
 
 def _text_in(message: Message) -> str:
@@ -53,7 +53,7 @@ def _text_in(message: Message) -> str:
     return said + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
 
 
-def retold(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
+def decode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
     """What was said after the first prompt, in its order: by the model as it wrote it, by others as it was shown."""
     told: list[dict[str, str]] = []
     before = turns[0].prompt if turns else np.zeros(0, np.int32)
@@ -70,20 +70,22 @@ def retold(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
 class Transcript:
     """One rollout, as it goes on. Used by one coroutine."""
 
-    def __init__(self, chat: Chat, shown: Shown, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, chat: ChatRenderer, content: ObservationContent, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """shown: what it begins with; text makes it text throughout. tools: what the model may call."""
         self._chat, self._tools = chat, tuple(tools)
-        self._conversation = None if isinstance(shown, str) else chat.conversation()
-        self._messages: list[Message] = [] if isinstance(shown, str) else list(shown)
+        self._conversation = None if isinstance(content, str) else chat.start_conversation()
+        self._messages: list[Message] = [] if isinstance(content, str) else list(content)
         self._ids = np.zeros(0, np.int32)
-        if not isinstance(shown, str):
+        if not isinstance(content, str):
             return
         if tools:
             raise ChatError(
                 "Tools were offered in a rollout that begins with text, where no chat template tells the model of "
                 "them. Begin it with messages."
             )
-        self._ids = chat.prompt_ids(shown)
+        self._ids = chat.prompt_ids(content)
 
     @property
     def ids(self) -> Ids:
@@ -92,28 +94,28 @@ class Transcript:
             return self._ids
         return self._conversation.render(self._messages, self._tools)
 
-    def observed(self, prompt: Ids) -> int | None:
+    def count_observed_tokens(self, prompt: Ids) -> int | None:
         """How many ids at the end of `prompt` were shown after the last answer; None where the ids tell it."""
         if self._conversation is None:
             return None
-        return self._conversation.observed(self._messages, self._tools, prompt)
+        return self._conversation.count_observed_tokens(self._messages, self._tools, prompt)
 
-    def said(self, prompt: Ids, completion: Completion) -> Message:
+    def add_answer(self, prompt: Ids, completion: Completion) -> Message:
         """Take down what the model wrote after `prompt`, and say what that is."""
         if self._conversation is None:
             self._ids = np.concatenate([prompt, completion.ids])
             return Message("assistant", completion.text)
         answer = self._chat.parse(completion.ids, prompt, self._tools)
-        self._conversation.served(self._messages, self._tools, prompt, completion.ids, answer)
+        self._conversation.remember_answer(self._messages, self._tools, prompt, completion.ids, answer)
         self._messages.append(answer)
         return answer
 
-    def show(self, shown: Shown) -> None:
+    def add_observation(self, content: ObservationContent) -> None:
         """Take down what the model is shown next."""
         if self._conversation is not None:
-            self._messages += [Message("user", shown)] if isinstance(shown, str) else shown
-        elif isinstance(shown, str):
-            self._ids = np.concatenate([self._ids, self._chat.tokenizer.after(self._ids, shown)])
+            self._messages += [Message("user", content)] if isinstance(content, str) else content
+        elif isinstance(content, str):
+            self._ids = np.concatenate([self._ids, self._chat.tokenizer.encode_after_ids(self._ids, content)])
         else:
             raise ChatError(
                 "Messages were shown in a rollout that began with text, which has no place for them. Show text, or "

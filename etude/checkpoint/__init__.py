@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etude.lazy import names_of
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from etude.checkpoint.checkpoints import Checkpoints
     from etude.checkpoint.config import CheckpointConfig
-    from etude.checkpoint.exporting import export, export_adapter
-    from etude.checkpoint.files import Checkpoint, Tree, flat
+    from etude.checkpoint.files import Checkpoint, TensorTree, flat
+    from etude.checkpoint.hf_export import export, export_adapter
+    from etude.checkpoint.manager import CheckpointManager
 
-__all__ = ["Checkpoint", "CheckpointConfig", "Checkpoints", "Tree", "export", "export_adapter", "flat"]
+__all__ = ["Checkpoint", "CheckpointConfig", "CheckpointManager", "TensorTree", "export", "export_adapter", "flat"]
 
-__getattr__ = names_of(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "checkpoints": ("Checkpoints",),
+        "manager": ("CheckpointManager",),
         "config": ("CheckpointConfig",),
-        "exporting": ("export", "export_adapter"),
-        "files": ("Checkpoint", "Tree", "flat"),
+        "hf_export": ("export", "export_adapter"),
+        "files": ("Checkpoint", "TensorTree", "flat"),
     },
 )

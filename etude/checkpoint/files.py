@@ -27,17 +27,26 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from etude.checkpoint.storage import Reader, Writer, read_table
+from etude.checkpoint.storage import CheckpointReader, CheckpointWriter, read_tensor_index
 from etude.errors import CheckpointError, DamagedFileError
 from etude.integrity import file_sha256, read_json, write_json
 
-__all__ = ["Checkpoint", "Tree", "examine", "fill", "flat", "manifest", "read_facts", "write_tensors"]
+__all__ = [
+    "Checkpoint",
+    "TensorTree",
+    "flat",
+    "load_tensors",
+    "read_checkpoint",
+    "verify_checkpoint",
+    "write_manifest",
+    "write_tensors",
+]
 
-Tree: TypeAlias = "Mapping[str, Tensor | Tree]"
+TensorTree: TypeAlias = "Mapping[str, Tensor | TensorTree]"
 """Tensors under names, nested."""
 
 MANIFEST = "facts.json"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Checkpoint:
     """The JSON tree that was saved with it."""
 
 
-def flat(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
+def flat(tree: TensorTree, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a tree under dotted names."""
     found: dict[str, Tensor] = {}
     for name, value in tree.items():
@@ -58,13 +67,13 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def write_tensors(directory: Path, tensors: Tree) -> None:
+def write_tensors(directory: Path, tensors: TensorTree) -> None:
     """Write the tensors, each rank its own shards, and wait until they are on the disk."""
-    with _quiet(), _told(f"The checkpoint {directory} could not be written"):
-        save(dict(flat(tensors)), storage_writer=Writer(directory), no_dist=not _many())
+    with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {directory} could not be written"):
+        save(dict(flat(tensors)), storage_writer=CheckpointWriter(directory), no_dist=not _is_distributed())
 
 
-def manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
+def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Say what there is: the facts, and what every file must look like to be whole."""
     files = {
         path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(directory.iterdir())
@@ -78,9 +87,9 @@ def manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
         ) from error
 
 
-def read_facts(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """What the manifest says, if it can be read and every file is there with its size."""
-    told = _manifest(path)
+    told = _read_manifest(path)
     for name, wanted in told["files"].items():
         file = path / name
         if not file.is_file():
@@ -93,10 +102,10 @@ def read_facts(path: Path) -> Checkpoint:
     return Checkpoint(told["step"], path, told["facts"])
 
 
-def examine(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint, if every byte of it is what was written."""
-    found = read_facts(path)
-    for name, wanted in _manifest(path)["files"].items():
+    found = read_checkpoint(path)
+    for name, wanted in _read_manifest(path)["files"].items():
         try:
             same = file_sha256(path / name) == wanted["sha256"]
         except OSError as error:
@@ -108,11 +117,11 @@ def examine(path: Path) -> Checkpoint:
     return found
 
 
-def fill(checkpoint: Checkpoint, tensors: Tree) -> None:
+def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
     """Read into these tensors, in place; names, shapes and dtypes are compared before anything is written to them."""
     wanted = flat(tensors)
-    with _told(f"The checkpoint {checkpoint.path} could not be read"):
-        table = read_table(checkpoint.path)
+    with _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
+        table = read_tensor_index(checkpoint.path)
     there = table.state_dict_metadata
     for name, tensor in wanted.items():
         stored = there.get(name)
@@ -128,20 +137,20 @@ def fill(checkpoint: Checkpoint, tensors: Tree) -> None:
                 f"{checkpoint.path} and {tensor.dtype} {list(tensor.shape)} in this run. Resume with the "
                 f"configuration that wrote it."
             )
-    with _quiet(), _told(f"The checkpoint {checkpoint.path} could not be read"):
-        load(dict(wanted), storage_reader=Reader(checkpoint.path, table), no_dist=not _many())
+    with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
+        load(dict(wanted), storage_reader=CheckpointReader(checkpoint.path, table), no_dist=not _is_distributed())
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, if its own checksum holds and it is of this format."""
     try:
         told = read_json(path / MANIFEST)
     except DamagedFileError as error:
         if (older := _older_format(path)) is None:
             raise CheckpointError(f"The checkpoint {path} is broken: {error}") from error
-        raise _of_another_format(path, older) from None
+        raise _make_format_error(path, older) from None
     if told["format"] != FORMAT:
-        raise _of_another_format(path, told["format"])
+        raise _make_format_error(path, told["format"])
     return told
 
 
@@ -154,20 +163,20 @@ def _older_format(path: Path) -> int | None:
     return None
 
 
-def _of_another_format(path: Path, written: int) -> CheckpointError:
+def _make_format_error(path: Path, written: int) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint {path} is of format {written}, and this version of Etude reads format {FORMAT}. Resume it "
         f"with the version that wrote it; or export its model with that, and begin a new run with the model."
     )
 
 
-def _many() -> bool:
+def _is_distributed() -> bool:
     """Whether other ranks take part."""
     return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_torch_warning() -> Iterator[None]:
     """One process is what one process means; torch warns of it every time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -175,7 +184,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _translate_torch_errors(what: str) -> Iterator[None]:
     """torch raises what is no `Exception`, with a list of stack frames for a message."""
     try:
         yield

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from etude.errors import CheckpointError
-from etude.integrity import naming, read_json, sync_file, write_json
+from etude.integrity import add_path_to_errors, read_json, sync_file, write_json
 
-__all__ = ["TABLE", "Reader", "Writer", "read_table"]
+__all__ = ["TENSOR_INDEX", "CheckpointReader", "CheckpointWriter", "read_tensor_index"]
 
-TABLE = "tensors.json"
+TENSOR_INDEX = "tensors.json"
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -42,15 +42,15 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkLocation:
     """Where the bytes of one piece lie."""
 
     file: str
-    at: int
+    offset: int
     length: int
 
 
-class Writer(StorageWriter):
+class CheckpointWriter(StorageWriter):
     """Writes each rank's pieces into a file of its own, and the table once all have written."""
 
     def __init__(self, directory: Path) -> None:
@@ -75,27 +75,27 @@ class Writer(StorageWriter):
         """Write the pieces of this rank, and wait until they are on the disk."""
         written: list[WriteResult] = []
         path = self._directory / plan.storage_data
-        with naming(path), path.open("wb") as file:
+        with add_path_to_errors(path), path.open("wb") as file:
             for item in plan.items:
                 assert item.type is not WriteItemType.BYTE_IO, f"{item.index.fqn} is no tensor"
                 piece = planner.resolve_data(item)
                 assert isinstance(piece, Tensor), f"{item.index.fqn} is no tensor"
-                assert _name_of(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
-                at, data = file.tell(), _bytes_of(piece)
+                assert _dtype_name(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
+                at, data = file.tell(), _tensor_bytes(piece)
                 file.write(data)
-                written.append(WriteResult(item.index, len(data), Place(plan.storage_data, at, len(data))))
+                written.append(WriteResult(item.index, len(data), ChunkLocation(plan.storage_data, at, len(data))))
             sync_file(file)
-        return _done(written)
+        return _completed_future(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table."""
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         tensors = {
-            name: _row_of(name, stored, places)
+            name: _describe_tensor(name, stored, places)
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        write_json(self._directory / TABLE, {"tensors": tensors})
+        write_json(self._directory / TENSOR_INDEX, {"tensors": tensors})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -103,7 +103,7 @@ class Writer(StorageWriter):
         return isinstance(checkpoint_id, Path)
 
 
-class Reader(StorageReader):
+class CheckpointReader(StorageReader):
     """Reads the pieces that a rank wants, from whichever files they lie in."""
 
     def __init__(self, directory: Path, table: Metadata) -> None:
@@ -134,63 +134,65 @@ class Reader(StorageReader):
             stored = pieces[item.storage_index.fqn]
             assert isinstance(stored, TensorStorageMetadata), f"{item.storage_index.fqn} is no tensor"
             shape = next(each.sizes for each in stored.chunks if each.offsets == item.storage_index.offset)
-            piece = self._piece(self._table.storage_data[item.storage_index], stored.properties.dtype, shape)
+            piece = self._read_chunk(self._table.storage_data[item.storage_index], stored.properties.dtype, shape)
             for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 piece = piece.narrow(dimension, first, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(piece)
             planner.commit_tensor(item, target)
-        return _done(None)
+        return _completed_future(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """A directory's path is all that is ever given."""
         return isinstance(checkpoint_id, Path)
 
-    def _piece(self, place: Place, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    def _read_chunk(self, place: ChunkLocation, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         data = bytearray(place.length)
         path = self._directory / place.file
-        with naming(path), path.open("rb") as file:
-            file.seek(place.at)
+        with add_path_to_errors(path), path.open("rb") as file:
+            file.seek(place.offset)
             read = file.readinto(data)
         if read != place.length or place.length != shape.numel() * dtype.itemsize:
             raise CheckpointError(f"{path} ends inside a tensor")
         return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
 
-def read_table(directory: Path) -> Metadata:
+def read_tensor_index(directory: Path) -> Metadata:
     """Read the table of a checkpoint's tensors, in the form that torch's readers use."""
-    tensors = read_json(directory / TABLE)["tensors"]
+    tensors = read_json(directory / TENSOR_INDEX)["tensors"]
     stored: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ChunkLocation] = {}
     for name, row in tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in row["pieces"]]
         stored[name] = TensorStorageMetadata(TensorProperties(DTYPES[row["dtype"]]), torch.Size(row["shape"]), chunks)
         for piece in row["pieces"]:
-            places[MetadataIndex(name, piece["offset"])] = Place(piece["file"], piece["at"], piece["length"])
+            places[MetadataIndex(name, piece["offset"])] = ChunkLocation(piece["file"], piece["at"], piece["length"])
     return Metadata(stored, planner_data={name: (name,) for name in stored}, storage_data=places)
 
 
-def _row_of(name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
+def _describe_tensor(
+    name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, ChunkLocation]
+) -> dict[str, Any]:
     pieces = []
     for chunk in stored.chunks:
         place = places[MetadataIndex(name, chunk.offsets)]
         told = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
-        pieces.append(told | {"file": place.file, "at": place.at, "length": place.length})
-    return {"dtype": _name_of(stored.properties.dtype), "shape": list(stored.size), "pieces": pieces}
+        pieces.append(told | {"file": place.file, "at": place.offset, "length": place.length})
+    return {"dtype": _dtype_name(stored.properties.dtype), "shape": list(stored.size), "pieces": pieces}
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes_of(piece: Tensor) -> memoryview:
+def _tensor_bytes(piece: Tensor) -> memoryview:
     plain = piece.detach().cpu().contiguous().reshape(-1)
     data: Any = plain.view(torch.uint8).numpy()
     return memoryview(data)
 
 
-def _done(result: Any) -> Future[Any]:
+def _completed_future(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
     return future

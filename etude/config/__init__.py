@@ -4,7 +4,7 @@ A room that has options subclasses `Config`, and writes each default and each me
 Where there is something to choose, `Choice` names what there is. The rest of the room works on any such tree:
 
     etude.config.compose    overrides, a file and defaults become one frozen object; sweeps become jobs
-    etude.config.check      problems become sentences
+    etude.config.validation_errors      problems become sentences
     etude.config.show       the object becomes text, a tree, or YAML that composes back to it
     etude.config.secrets    what looks like a secret is masked, everywhere
     etude.config.env        the one reader of the process environment
@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etude.config.base import Config
     from etude.config.choice import Choice
-    from etude.config.model import Config
-    from etude.config.plugin import load_named, load_plugin
+    from etude.config.plugin import load_object, load_plugin
 
-__all__ = ["Choice", "Config", "load_named", "load_plugin"]
+__all__ = ["Choice", "Config", "load_object", "load_plugin"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,10 +32,10 @@ def __getattr__(name: str) -> Any:
 
         return Choice
     if name == "Config":
-        from etude.config.model import Config
+        from etude.config.base import Config
 
         return Config
-    if name in ("load_named", "load_plugin"):
+    if name in ("load_object", "load_plugin"):
         from etude.config import plugin
 
         return getattr(plugin, name)

@@ -22,18 +22,18 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from etude.config.near import meant
 from etude.config.plugin import load_plugin, plugin_spec
 from etude.config.secrets import mask
-from etude.errors import PlugInError, UnknownChoiceError, UnknownKeyError
+from etude.config.suggestions import suggest_name
+from etude.errors import PluginError, UnknownChoiceError, UnknownKeyError
 
-__all__ = ["NONE", "Choice", "Options", "options_of"]
+__all__ = ["NONE", "Choice", "ChoiceOptions", "options_of"]
 
 NONE = "none"
 
 
 @dataclass(frozen=True)
-class Options:
+class ChoiceOptions:
     """What a choice field can be."""
 
     table: Mapping[str, type[BaseModel]]
@@ -56,15 +56,17 @@ class Options:
             return self.table[name]
         if ":" in name:
             return self._plugin(name)
-        hint = meant(name, self.names)
-        raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listed}.")
+        hint = suggest_name(name, self.names)
+        raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listing}.")
 
-    def named(self, value: Any) -> str:
+    def validate_name(self, value: Any) -> str:
         """The name in what should be one; null is how YAML writes `none`."""
         if value is None and self.optional:
             return NONE
         if not isinstance(value, str):
-            raise UnknownChoiceError(f"a name is needed, and {mask(value)!r} was given. The choices are {self.listed}.")
+            raise UnknownChoiceError(
+                f"a name is needed, and {mask(value)!r} was given. The choices are {self.listing}."
+            )
         return value
 
     def name_of(self, value: BaseModel | None) -> str:
@@ -78,7 +80,7 @@ class Options:
         if isinstance(value, self.base):
             return value
         fields = dict(value) if isinstance(value, Mapping) else {"name": value}
-        kind = self.resolve(self.named(fields.pop("name", None)))
+        kind = self.resolve(self.validate_name(fields.pop("name", None)))
         if kind is not None:
             return kind.__pydantic_validator__.validate_python(fields)
         if fields:
@@ -89,21 +91,21 @@ class Options:
         return None
 
     @property
-    def listed(self) -> str:
+    def listing(self) -> str:
         """The choices as they are named in a sentence."""
         return f"{', '.join(self.names)}, or a plug-in written module:Name"
 
     def _plugin(self, spec: str) -> type[BaseModel]:
         kind: type = load_plugin(spec, self.base)
         if not issubclass(kind, BaseModel):
-            raise PlugInError(
+            raise PluginError(
                 f"The plug-in '{spec}' must be a Config, so that its options can be set. Derive it from Config."
             )
         if isabstract(kind):
             owed = ", ".join(sorted(kind.__abstractmethods__))
-            raise PlugInError(f"The plug-in '{spec}' is not finished: it owes {owed}. Write that, or name a subclass.")
+            raise PluginError(f"The plug-in '{spec}' is not finished: it owes {owed}. Write that, or name a subclass.")
         if "name" in kind.model_fields:
-            raise PlugInError(
+            raise PluginError(
                 f"The plug-in '{spec}' has a field called name, which is how it is chosen. Rename that field."
             )
         return kind
@@ -123,7 +125,7 @@ class Choice:
             assert "name" not in kind.model_fields, f"{kind.__qualname__} has a field called name, which chooses it"
             assert name != NONE and ":" not in name, f"'{name}' cannot name a choice"
 
-    def options(self, annotation: Any) -> Options:
+    def options(self, annotation: Any) -> ChoiceOptions:
         """What the annotated field can be."""
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         bases = [kind for kind in kinds if kind is not NoneType]
@@ -131,14 +133,14 @@ class Choice:
         assert isinstance(base, type), (
             f"Choice needs one base class, and {annotation} has none: give Choice(table, base)"
         )
-        return Options(table=self.table, base=base, optional=NoneType in kinds)
+        return ChoiceOptions(table=self.table, base=base, optional=NoneType in kinds)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """How pydantic validates the field: as `Options.validate` does."""
+        """How pydantic validates the field: as `ChoiceOptions.validate` does."""
         return core_schema.no_info_plain_validator_function(self.options(source).validate)
 
 
-def options_of(annotation: Any, metadata: Iterable[Any] = ()) -> Options | None:
+def options_of(annotation: Any, metadata: Iterable[Any] = ()) -> ChoiceOptions | None:
     """The options of an annotated field; None where it is not a choice."""
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)

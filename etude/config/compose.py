@@ -32,28 +32,28 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.grammar_parser import parse
 from pydantic import BaseModel, ValidationError
 
-from etude.config.check import problem, told_together
-from etude.config.override import held, read
-from etude.config.plan import ROOT, Plan
+from etude.config.composition_plan import ROOT, CompositionPlan
+from etude.config.override import make_override, parse_override
 from etude.config.secrets import MASK, mask_text
-from etude.config.tree import join
+from etude.config.tree import join_path
+from etude.config.validation_errors import merge_errors, to_config_error
 from etude.errors import ConfigError, UnknownKeyError
 
-__all__ = ["Job", "compose", "multirun"]
+__all__ = ["SweepJob", "compose", "multirun"]
 
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 _LOCK = Lock()
-PATIENCE = 60
+LOCK_TIMEOUT_S = 60
 """Seconds to wait for another thread's composition, which takes a fraction of one."""
-_OURS = re.compile(r"hydra\.(sweep|run|output_subdir)(\.|$)|hydra$")
+_RESERVED_KEYS = re.compile(r"hydra\.(sweep|run|output_subdir)(\.|$)|hydra$")
 """Where Hydra would write: a sweep has its directory from us, and what Hydra records there holds secrets."""
-_QUIET = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+_HYDRA_OVERRIDES = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 @dataclass(frozen=True)
-class Job(Generic[R, T]):
+class SweepJob(Generic[R, T]):
     """One job of a sweep, done."""
 
     number: int
@@ -75,8 +75,8 @@ def compose(
     values: Mapping[str, Any] | None = None,
     file: Path | None = None,
     preset: Path | None = None,
-    below: Mapping[str, Any] | None = None,
-    masked: Callable[[str], object] | None = None,
+    base: Mapping[str, Any] | None = None,
+    unmask: Callable[[str], object] | None = None,
 ) -> R:
     """The run that defaults, `preset`, `file`, `overrides` and `values` ask for, each over the one before.
 
@@ -86,8 +86,8 @@ def compose(
     to stand at a path where the file holds a secret that was masked when it was written. Where neither this nor an
     override gives it, such a file is refused.
     """
-    composer = _Composer(root, overrides, (preset, file), masked, below, values)
-    for each in composer.asked:
+    composer = _Composer(root, overrides, (preset, file), unmask, base, values)
+    for each in composer.parsed_overrides:
         if each.is_hydra:
             raise ConfigError(
                 f"{each.path} speaks of Hydra itself, which only a sweep uses. Leave it out, or add --multirun."
@@ -108,15 +108,15 @@ def multirun(
     file: Path | None = None,
     preset: Path | None = None,
     directory: Path,
-) -> list[Job[R, T]]:
+) -> list[SweepJob[R, T]]:
     """Run `task` once for each combination that the overrides sweep over, each job in its own part of `directory`.
 
     Every job is composed and validated before the first one starts. A task that fails does not stop the others;
     what it raised is raised at the end, as itself, or as a group where several failed.
     """
     composer = _Composer(root, overrides, (preset, file))
-    for each in composer.asked:
-        if _OURS.match(each.path):
+    for each in composer.parsed_overrides:
+        if _RESERVED_KEYS.match(each.path):
             raise ConfigError(
                 f"{each.path} would have Hydra write where it likes, and a sweep has one directory. Leave it out, and "
                 "give that directory: `directory=…` on the command line and in multirun() alike."
@@ -125,20 +125,20 @@ def multirun(
     return composer.sweep(task, directory)
 
 
-class _Turn:
+class _HydraState:
     """Hydra's state in this process, ours while the lock is held: our nodes and Hydra's own, and no application."""
 
     def __init__(self, nodes: Mapping[tuple[str, str], dict[str, Any]]) -> None:
         self._nodes = nodes
 
     def __enter__(self) -> Self:
-        if not _LOCK.acquire(timeout=PATIENCE):
+        if not _LOCK.acquire(timeout=LOCK_TIMEOUT_S):
             raise ConfigError(
-                f"Another thread has been composing a configuration for {PATIENCE} seconds, and Hydra serves one at a "
-                "time. Look at what that thread waits for, or compose in a process of its own."
+                f"Another thread has been composing a configuration for {LOCK_TIMEOUT_S} seconds, and Hydra serves one "
+                "at a time. Look at what that thread waits for, or compose in a process of its own."
             )
         store, application = ConfigStore.instance(), GlobalHydra.instance()
-        self._kept = store.repo, application.hydra
+        self._saved = store.repo, application.hydra
         try:
             store.repo = {"hydra": store.repo["hydra"]}
             application.clear()
@@ -150,11 +150,11 @@ class _Turn:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        ConfigStore.instance().repo, GlobalHydra.instance().hydra = self._kept
+        ConfigStore.instance().repo, GlobalHydra.instance().hydra = self._saved
         _LOCK.release()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def release_lock(self) -> Iterator[None]:
         """Let others compose meanwhile."""
         self.__exit__()
         try:
@@ -171,88 +171,95 @@ class _Composer(Generic[R]):
         root: type[R],
         overrides: Sequence[str],
         files: Sequence[Path | None],
-        masked: Callable[[str], object] | None = None,
-        below: Mapping[str, Any] | None = None,
+        unmask: Callable[[str], object] | None = None,
+        base: Mapping[str, Any] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
-        texts = [read(text, example=next(iter(root.model_fields), "key")) for text in overrides]
+        texts = [parse_override(text, example=next(iter(root.model_fields), "key")) for text in overrides]
         self._hydra = [text for text, each in zip(overrides, texts, strict=True) if each.is_hydra]
-        self.asked = [*texts, *(held(path, value) for path, value in (values or {}).items())]
-        own = [each for each in self.asked if not each.is_hydra]
-        given: dict[str, Any] = dict(below or {})
+        self.parsed_overrides = [*texts, *(make_override(path, value) for path, value in (values or {}).items())]
+        own = [each for each in self.parsed_overrides if not each.is_hydra]
+        given: dict[str, Any] = dict(base or {})
         self._origins: dict[str, str] = {}
         for file in filter(None, files):
-            tree = _unmasked(_read_file(file), file, {each.path for each in own}, masked)
-            given = _over(given, tree)
-            self._origins |= {path: str(file) for path, _ in _items(tree)}
-        self._plan = Plan(root, own, given, " over ".join(str(file) for file in reversed(files) if file is not None))
+            tree = _fill_masked(_read_file(file), file, {each.path for each in own}, unmask)
+            given = _merge_trees(given, tree)
+            self._origins |= {path: str(file) for path, _ in _iter_paths(tree)}
+        self._plan = CompositionPlan(
+            root, own, given, " over ".join(str(file) for file in reversed(files) if file is not None)
+        )
         for each in own:
             self._origins.pop(each.path, None)
         _refuse_broken_references((each.path, value) for each in own for value in each.values)
 
     def compose(self) -> R:
         """The one run."""
-        tree = OmegaConf.create(self._plan.tree())
-        for path, value in self._plan.values():
+        tree = OmegaConf.create(self._plan.build_tree())
+        for path, value in self._plan.iter_values():
             try:
                 OmegaConf.update(tree, path, value, merge=True, force_add=True)
             except OmegaConfBaseException as error:
                 told = mask_text(f"{path}={value}"), mask_text(str(error).splitlines()[0])
                 raise ConfigError(f"The override {told[0]} cannot stand beside the others: {told[1]}") from error
-        return self._validated(tree)
+        return self._validate(tree)
 
-    def sweep(self, task: Callable[[R], T], directory: Path) -> list[Job[R, T]]:
+    def sweep(self, task: Callable[[R], T], directory: Path) -> list[SweepJob[R, T]]:
         """Every run of the sweep, each passed to a task by Hydra's launcher."""
-        turn = _Turn(self._plan.nodes)
+        turn = _HydraState(self._plan.nodes)
         litter = directory / "multirun.yaml"  # Hydra's own record of the sweep, with secrets as they were given
 
-        def job(tree: DictConfig) -> Job[R, T] | Exception:
+        def job(tree: DictConfig) -> SweepJob[R, T] | Exception:
             litter.unlink(missing_ok=True)
             about = HydraConfig.get()
-            asked = tuple(_as_given(text) for text in about.overrides.task)
+            asked = tuple(_format_hydra_override(text) for text in about.overrides.task)
             place = f"Job {about.job.num} ({' '.join(asked)})"
             try:
-                run = self._validated(tree)
+                run = self._validate(tree)
             except ConfigError as error:
                 return type(error)(f"{place}: {error}")
             try:
-                with turn.paused():
+                with turn.release_lock():
                     result = task(run)
             except Exception as error:  # a task may raise anything; the sweep goes on, and raises it at the end
                 error.add_note(place)
                 return error
-            return Job(int(about.job.num), asked, Path(about.runtime.output_dir), run, result)
+            return SweepJob(int(about.job.num), asked, Path(about.runtime.output_dir), run, result)
 
-        overrides = [*_QUIET, f"hydra.sweep.dir={_quoted(str(directory))}", *self._hydra, *self._plan.overrides]
-        with turn, _told(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
+        overrides = [
+            *_HYDRA_OVERRIDES,
+            f"hydra.sweep.dir={_quote(str(directory))}",
+            *self._hydra,
+            *self._plan.overrides,
+        ]
+        with turn, _translate_hydra_errors(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
             application = GlobalHydra.instance().hydra
             assert application is not None
             try:
                 batches = application.multirun(ROOT, job, overrides, with_log_configuration=False)
             finally:
                 litter.unlink(missing_ok=True)
-        return _successes([done.return_value for batch in batches for done in batch])
+        return _collect_jobs([done.return_value for batch in batches for done in batch])
 
-    def _validated(self, tree: DictConfig) -> R:
-        plain = _resolved(tree)
+    def _validate(self, tree: DictConfig) -> R:
+        plain = _resolve_interpolations(tree)
         try:
             return self._root.__pydantic_validator__.validate_python(plain)  # type: ignore[no-any-return]
         except ValidationError as error:
-            raise problem(self._root, error, plain, origins=self._origins) from error
+            raise to_config_error(self._root, error, plain, origins=self._origins) from error
 
 
-def _successes(outcomes: list[Job[R, T] | Exception]) -> list[Job[R, T]]:
+def _collect_jobs(outcomes: list[SweepJob[R, T] | Exception]) -> list[SweepJob[R, T]]:
     """The jobs, if all of them succeeded."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     refused = [failure for failure in failures if isinstance(failure, ConfigError)]
     if failures and len(refused) == len(failures):
-        raise told_together(refused)
+        raise merge_errors(refused)
     if len(failures) == 1:
         raise failures[0]
     if failures:
         raise ExceptionGroup(f"{len(failures)} of {len(outcomes)} jobs failed.", failures)
-    return [outcome for outcome in outcomes if isinstance(outcome, Job)]
+    return [outcome for outcome in outcomes if isinstance(outcome, SweepJob)]
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -272,32 +279,32 @@ def _read_file(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        told = _without_quotes(str(error.problem), text)
+        told = _mask_quoted(str(error.problem), text)
         raise ConfigError(f"{file}{where} is not YAML: {told}. Correct the file there.") from None
     except RecursionError:
         raise ConfigError(f"{file} holds itself: an alias in it leads back to where it stands. Write it out.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if isinstance(error, GrammarParseError):
-            _refuse_broken_references(_items(yaml.safe_load(text)), f" It is set in {file}.")
-        told = _without_quotes(str(error).splitlines()[0], text)
+            _refuse_broken_references(_iter_paths(yaml.safe_load(text)), f" It is set in {file}.")
+        told = _mask_quoted(str(error).splitlines()[0], text)
         raise ConfigError(f"{file} is not YAML that can be used: {told}. Correct the file.") from None
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
 
-def _unmasked(
-    tree: Mapping[str, Any], file: Path, given: AbstractSet[str], masked: Callable[[str], object] | None, path: str = ""
+def _fill_masked(
+    tree: Mapping[str, Any], file: Path, given: AbstractSet[str], unmask: Callable[[str], object] | None, path: str = ""
 ) -> dict[str, Any]:
     """A file's tree without its masks: what overrides give is left to them, the rest is filled in or refused."""
     filled: dict[str, Any] = {}
     for name, value in tree.items():
-        here = join(path, str(name))
+        here = join_path(path, str(name))
         if isinstance(value, Mapping):
-            filled[name] = _unmasked(value, file, given, masked, here)
+            filled[name] = _fill_masked(value, file, given, unmask, here)
         elif value != MASK:
             filled[name] = value
-        elif masked is not None:
-            filled[name] = masked(here)
+        elif unmask is not None:
+            filled[name] = unmask(here)
         elif not any(here == each or here.startswith(f"{each}.") for each in given):
             raise ConfigError(
                 f"{here} is {MASK} in {file}: it was masked when the file was written. Give it again as {here}=… on "
@@ -307,18 +314,18 @@ def _unmasked(
     return filled
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """One file's tree over another's. A choice that both make differently takes the options of the lower one away."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
         if isinstance(under, Mapping) and isinstance(value, Mapping) and value.get("name") in (None, under.get("name")):
-            value = _over(under, value)
+            value = _merge_trees(under, value)
         merged[key] = value
     return merged
 
 
-def _without_quotes(told: str, text: str) -> str:
+def _mask_quoted(told: str, text: str) -> str:
     """What a YAML reader says, masked; from a text that holds secrets, what it quotes may be one of them."""
     masked = mask_text(told)
     return masked if mask_text(text) == text else re.sub(r"(['\"])[^'\"]{3,}\1", "'***'", masked)
@@ -326,9 +333,9 @@ def _without_quotes(told: str, text: str) -> str:
 
 def _refuse_broken_references(values: Iterable[tuple[str, Any]], place: str = "") -> None:
     """Tell of each `${` that begins no reference which key it stands under; Hydra would not say."""
-    broken = {path: None for path, value in values if any(map(_is_broken, _texts(value)))}
+    broken = {path: None for path, value in values if any(map(_is_broken, _iter_strings(value)))}
     if broken:
-        raise told_together(
+        raise merge_errors(
             [
                 ConfigError(
                     f"{path} holds a ${{ that begins no reference. Write ${{other.key}} to refer to another option, "
@@ -349,7 +356,7 @@ def _is_broken(text: str) -> bool:
     return False
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iter_strings(value: Any) -> Iterator[str]:
     """Every text within an override's value."""
     if isinstance(value, QuotedString):
         yield value.text
@@ -357,13 +364,13 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _texts(item)
+            yield from _iter_strings(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _iter_strings(item)
 
 
-def _resolved(tree: DictConfig) -> Any:
+def _resolve_interpolations(tree: DictConfig) -> Any:
     """The composed tree as plain data, its interpolations resolved."""
     try:
         return OmegaConf.to_container(tree, resolve=True)
@@ -378,7 +385,7 @@ def _resolved(tree: DictConfig) -> Any:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _translate_hydra_errors() -> Iterator[None]:
     """Tell what Hydra refuses in our words."""
     try:
         yield
@@ -392,21 +399,21 @@ def _told() -> Iterator[None]:
     raise ConfigError(f"Hydra could not compose this: {mask_text(told)}")
 
 
-def _items(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every path of a file's tree with what stands there; with a mapping, nothing, as its own paths follow."""
     for name, value in tree.items():
-        here = join(path, str(name))
+        here = join_path(path, str(name))
         yield here, None if isinstance(value, Mapping) else value
         if isinstance(value, Mapping):
-            yield from _items(value, here)
+            yield from _iter_paths(value, here)
 
 
-def _as_given(override: str) -> str:
+def _format_hydra_override(override: str) -> str:
     """One of Hydra's overrides as a person writes it, its secrets masked."""
     key, _, value = override.removeprefix("++").partition("=")
     return mask_text(f"{key.replace('/', '.')}={value.replace(chr(92) + ':', ':')}")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -20,31 +20,42 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "Appointed",
-    "a_token_for_ray",
-    "appointed",
-    "bound_kernel_caches",
+    "AssignedAttempt",
+    "build_program_env",
+    "build_remote_rank_env",
+    "build_runner_env",
+    "build_server_env",
+    "build_single_machine_env",
     "cache_directory",
     "etude_command",
-    "for_a_program",
-    "for_a_runner",
-    "for_a_server",
-    "for_one_machine",
-    "for_ranks_elsewhere",
-    "keep_ray_quiet",
+    "generate_ray_token",
+    "is_allocator_configured",
     "key_from",
+    "limit_kernel_caches",
     "may_download",
-    "meet_through",
-    "memory_is_chosen",
     "ray_address",
+    "read_assigned_attempt",
+    "read_role",
     "required_components",
-    "role",
+    "set_gloo_interface",
+    "silence_ray",
     "store_address",
 ]
 
-GO_ALONG = ("CUBLAS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_")
+FORWARDED_PREFIXES = (
+    "CUBLAS_",
+    "GLOO_",
+    "HF_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS_",
+)
 """What the names begin with of variables that say how libraries load, compute and speak to each other."""
-OPENS = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
+SECRET_SUFFIXES = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
 """What the names end with of variables that open something."""
 
 Role = Literal["store", "runner", "train"]
@@ -82,40 +93,44 @@ def may_download() -> bool:
     return asked == "1"
 
 
-def memory_is_chosen() -> bool:
+def is_allocator_configured() -> bool:
     """Whether the environment says how freed memory is kept, or who allocates it."""
     return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
 
 
-def bound_kernel_caches(kernels: int) -> None:
+def limit_kernel_caches(kernels: int) -> None:
     """Have oneDNN, and torch in front of it, keep so many of the kernels that they compile, unless the environment says
     how many. Both read it at their first kernel."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(kernels))
 
 
-def for_one_machine() -> dict[str, str]:
+def build_single_machine_env() -> dict[str, str]:
     """The environment for processes that speak to each other and to no other machine: through the loopback interface,
     unless it says otherwise itself."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
 
 
-def for_ranks_elsewhere() -> dict[str, str]:
+def build_remote_rank_env() -> dict[str, str]:
     """What of the environment goes along to ranks that do not inherit it: how libraries load, compute, and speak to
     each other. What opens something stays: a cluster shows what goes along to whoever may look at it."""
-    return {name: value for name, value in os.environ.items() if name.startswith(GO_ALONG) and not name.endswith(OPENS)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_PREFIXES) and not name.endswith(SECRET_SUFFIXES)
+    }
 
 
-def meet_through(address: str) -> None:
+def set_gloo_interface(address: str) -> None:
     """Have the ranks of this process speak through the interface that has this address, unless the environment names
     one. Where nothing tells which that is, the library that they speak by chooses one by the machine's name."""
-    name = _interface(address)
+    name = _find_interface(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _interface(address: str) -> str | None:
+def _find_interface(address: str) -> str | None:
     if address.startswith("127."):
         return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if sys.platform != "linux":
@@ -136,7 +151,7 @@ def ray_address() -> str | None:
 
 
 @contextmanager
-def a_token_for_ray() -> Iterator[bool]:
+def generate_ray_token() -> Iterator[bool]:
     """Have a Ray that is started meanwhile answer nobody but its own, by a token that nobody else knows; whether it
     does. Where the environment says how Ray is guarded (`RAY_AUTH_MODE`, `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`),
     it is as it says.
@@ -156,14 +171,14 @@ def a_token_for_ray() -> Iterator[bool]:
             os.environ.pop(name, None)
 
 
-def keep_ray_quiet() -> None:
+def silence_ray() -> None:
     """Have Ray report nothing about its use to anybody, and say nothing of answers that nobody waits for. It reads this
     when it is imported."""
     for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_IGNORE_UNHANDLED_ERRORS", "1")):
         os.environ.setdefault(name, value)
 
 
-class Appointed(NamedTuple):
+class AssignedAttempt(NamedTuple):
     """The attempt that this whole process plays, and where what it says of it is written down."""
 
     url: str
@@ -172,7 +187,7 @@ class Appointed(NamedTuple):
     attempt: int
 
 
-def appointed() -> Appointed | None:
+def read_assigned_attempt() -> AssignedAttempt | None:
     """The attempt that the environment names (`ETUDE_STORE_URL`, `ETUDE_REWARD_KEY`, `ETUDE_ROLLOUT`, `ETUDE_ATTEMPT`),
     if it names one and may write of it."""
     url, key = os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_REWARD_KEY", "")
@@ -184,7 +199,7 @@ def appointed() -> Appointed | None:
         if not text.isdecimal():
             raise ConfigError(f"With `ETUDE_REWARD_KEY` the environment names an attempt, and {name} is '{text}'.")
         numbers.append(int(text))
-    return Appointed(url, key, *numbers)
+    return AssignedAttempt(url, key, *numbers)
 
 
 def store_address() -> tuple[str, str]:
@@ -193,19 +208,19 @@ def store_address() -> tuple[str, str]:
     return os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_STORE_KEY", "")
 
 
-def key_from(variable: str | None, whose: str) -> str:
+def key_from(variable: str | None, service: str) -> str:
     """The key that a variable holds, for somebody else's service; empty where none is named."""
     if variable is None:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(
-            f"The key for {whose} is to be read from {variable}, which is not set. Set it, and start again."
+            f"The key for {service} is to be read from {variable}, which is not set. Set it, and start again."
         )
     return key
 
 
-def role() -> Role | None:
+def read_role() -> Role | None:
     """What this process is there for (`ETUDE_ROLE`); None is everything at once."""
     asked = os.environ.get("ETUDE_ROLE", "")
     if asked and asked not in get_args(Role):
@@ -213,18 +228,18 @@ def role() -> Role | None:
     return cast(Role, asked) if asked else None
 
 
-def for_a_program(added: Mapping[str, str]) -> dict[str, str]:
+def build_program_env(added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a program that plays an attempt: this one's with `added`, and with nothing that would open the
     store."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ETUDE_")} | dict(added)
 
 
-def for_a_runner() -> dict[str, str]:
+def build_runner_env() -> dict[str, str]:
     """The environment of a process that plays rollouts beside this one."""
-    return for_a_program({"ETUDE_ROLE": "runner"})
+    return build_program_env({"ETUDE_ROLE": "runner"})
 
 
-def for_a_server(added: Mapping[str, str]) -> dict[str, str]:
+def build_server_env(added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server that has a Python of its own: this one's, without what belongs to this Python and to
     Etude, and with `added`."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")

@@ -19,16 +19,16 @@ from hydra.errors import HydraException
 from pydantic import BaseModel
 
 from etude.config.secrets import mask_text
-from etude.config.tree import escaped, plain
+from etude.config.tree import escape_interpolations, to_plain
 from etude.errors import ConfigError
 
-__all__ = ["Asked", "held", "read"]
+__all__ = ["ParsedOverride", "make_override", "parse_override"]
 
 _PARSER = OverridesParser.create()
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedOverride:
     """What one override asks for."""
 
     path: str
@@ -46,7 +46,7 @@ class Asked:
         return self.path.startswith("hydra.")
 
 
-def read(text: str, example: str) -> Asked:
+def parse_override(text: str, example: str) -> ParsedOverride:
     """Read one override; `example` is a key to show where it cannot be read."""
     shown = mask_text(text)
     try:
@@ -62,40 +62,42 @@ def read(text: str, example: str) -> Asked:
         raise ConfigError(
             f"The override {shown} adds or removes a part of the tree, and every part has its place. Write key=value."
         )
-    return Asked(
+    return ParsedOverride(
         path=str(override.key_or_group).replace("/", "."),
         text=text.partition("=")[2],
-        values=_values(override),
+        values=_read_values(override),
         is_sweep=override.is_sweep_override(),
     )
 
 
-def held(path: str, value: Any) -> Asked:
+def make_override(path: str, value: Any) -> ParsedOverride:
     """The override that sets a path to a value of Python's, which stands for itself."""
-    return Asked(path=path, text=repr(value), values=[escaped(_plain(path, value))], is_sweep=False)
+    return ParsedOverride(
+        path=path, text=repr(value), values=[escape_interpolations(_check_and_convert(path, value))], is_sweep=False
+    )
 
 
-def _plain(path: str, value: Any) -> Any:
+def _check_and_convert(path: str, value: Any) -> Any:
     """A value as plain data; refused where an option can hold nothing of its type."""
     if isinstance(value, Enum | Path | BaseModel):
-        return plain(value)
+        return to_plain(value)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral | Real):  # numpy's too
         return int(value) if isinstance(value, Integral) else float(value)
     if isinstance(value, Mapping):
-        return {plain(key): _plain(f"{path}.{key}", item) for key, item in value.items()}
+        return {to_plain(key): _check_and_convert(f"{path}.{key}", item) for key, item in value.items()}
     if isinstance(value, AbstractSet):
-        return sorted(_plain(path, item) for item in value)
+        return sorted(_check_and_convert(path, item) for item in value)
     if isinstance(value, list | tuple):
-        return [_plain(path, item) for item in value]
+        return [_check_and_convert(path, item) for item in value]
     raise ConfigError(
         f"`{path}` was given a value of type {type(value).__name__}. An option is text, a number, True or False, None, "
         "a path, or a list or a mapping of those."
     )
 
 
-def _values(override: Override) -> list[Any]:
+def _read_values(override: Override) -> list[Any]:
     if not override.is_sweep_override():
         return [override.value()]
     try:

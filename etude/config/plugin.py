@@ -1,6 +1,6 @@
 """Plug-ins: `module:Name` instead of a name from a table, so that nobody forks Etude to add a choice.
 
-What a person writes for one run need be in no module: `path/to/file.py:name` names it too (`load_named`).
+What a person writes for one run need be in no module: `path/to/file.py:name` names it too (`load_object`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from etude.errors import PlugInError
+from etude.errors import PluginError
 
-__all__ = ["being_run", "load_named", "load_plugin", "of_a_file", "plugin_spec"]
+__all__ = ["current_file", "is_file_module", "load_object", "load_plugin", "plugin_spec"]
 
-_BY_FILE = "etude_file_"
+_FILE_MODULE_PREFIX = "etude_file_"
 """How modules begin that are files which were named by their path."""
 _running: ContextVar[Path | None] = ContextVar("_running", default=None)
 
@@ -31,7 +31,7 @@ _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 def load_plugin(spec: str, base: type | None) -> Any:
     """Import what `module:Name` names; where `base` is given it must be a subclass of it."""
     if not _SPEC.fullmatch(spec):
-        raise PlugInError(
+        raise PluginError(
             f"The plug-in '{spec}' cannot be read. Write module:Name, for example my_package.losses:MyLoss."
         )
     module_name, _, name = spec.partition(":")
@@ -40,17 +40,17 @@ def load_plugin(spec: str, base: type | None) -> Any:
         if not hasattr(found, part):
             near = get_close_matches(part, [known for known in vars(found) if not known.startswith("_")])
             hint = f" Did you mean {' or '.join(near)}?" if near else " Check its spelling."
-            raise PlugInError(f"The plug-in '{spec}' was asked for, and {module_name} has no {part}.{hint}")
+            raise PluginError(f"The plug-in '{spec}' was asked for, and {module_name} has no {part}.{hint}")
         found = getattr(found, part)
     if base is not None and not (isinstance(found, type) and issubclass(found, base)):
-        raise PlugInError(
+        raise PluginError(
             f"The plug-in '{spec}' must be a subclass of {base.__module__}.{base.__qualname__}, and it is not. "
             f"Derive it from {base.__qualname__}."
         )
     return found
 
 
-def load_named(path: str, what: str, example: str) -> Any:
+def load_object(path: str, what: str, example: str) -> Any:
     """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it, and
     again when it was changed.
 
@@ -58,7 +58,7 @@ def load_named(path: str, what: str, example: str) -> Any:
     """
     place, _, name = path.rpartition(":")
     if path.endswith(".py") or not (place and name):
-        raise PlugInError(
+        raise PluginError(
             f"The {what} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
             f"there: `{example}`."
         )
@@ -67,23 +67,23 @@ def load_named(path: str, what: str, example: str) -> Any:
     file = Path(place).expanduser()
     asked = f"The {what} '{path}' was asked for, and"
     if not file.is_file():
-        raise PlugInError(f"{asked} there is no file {file} (seen from {Path.cwd()}).")
+        raise PluginError(f"{asked} there is no file {file} (seen from {Path.cwd()}).")
     try:
-        module = _run(file.resolve(), file.read_bytes())
+        module = _run_file(file.resolve(), file.read_bytes())
     except Exception as error:  # a user's file may raise anything while it is run
-        raise PlugInError(f"{asked} running {file} raised {type(error).__name__}: {error}.") from error
+        raise PluginError(f"{asked} running {file} raised {type(error).__name__}: {error}.") from error
     if not hasattr(module, name):
         near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
         hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
-        raise PlugInError(f"{asked} {file} has no {name}. {hint}")
+        raise PluginError(f"{asked} {file} has no {name}. {hint}")
     return getattr(module, name)
 
 
 @cache
-def _run(file: Path, content: bytes) -> ModuleType:
+def _run_file(file: Path, content: bytes) -> ModuleType:
     """The module that a file is, with what it holds now."""
     told = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
-    spec = importlib.util.spec_from_file_location(f"{_BY_FILE}{file.stem}_{told}", file)
+    spec = importlib.util.spec_from_file_location(f"{_FILE_MODULE_PREFIX}{file.stem}_{told}", file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes defined in it look themselves up there
@@ -96,14 +96,14 @@ def _run(file: Path, content: bytes) -> ModuleType:
     return module
 
 
-def being_run() -> Path | None:
+def current_file() -> Path | None:
     """The file that is run at this moment for something which it defines."""
     return _running.get()
 
 
-def of_a_file(module: str) -> bool:
+def is_file_module(module: str) -> bool:
     """Whether a module is a file that was named by its path: only that finds it again."""
-    return module.startswith(_BY_FILE)
+    return module.startswith(_FILE_MODULE_PREFIX)
 
 
 def plugin_spec(kind: type) -> str:
@@ -117,11 +117,11 @@ def _import(spec: str, module_name: str) -> Any:
     except Exception as error:  # a plug-in's module may raise anything while it is imported
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and f"{module_name}.".startswith(f"{absent}."):
-            raise PlugInError(
+            raise PluginError(
                 f"The plug-in '{spec}' was asked for, and there is no module {absent}. "
                 "Check its spelling, and that it is installed or on PYTHONPATH."
             ) from error
-        raise PlugInError(
+        raise PluginError(
             f"The plug-in '{spec}' was asked for, and importing {module_name} raised {type(error).__name__}: {error}. "
             "Fix that module and try again."
         ) from error

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MASK", "is_secret_key", "mask", "mask_text", "telling_name"]
+__all__ = ["MASK", "find_secret_key", "is_secret_key", "mask", "mask_text"]
 
 MASK = "***"
 
@@ -94,7 +94,7 @@ def mask_text(text: str, *, yaml: bool = True) -> str:
 def mask(tree: Any, key: str = "") -> Any:
     """A copy of a plain tree with its secrets shown as `***`; `key` is the key that `tree` itself stands under."""
     if isinstance(tree, Mapping):
-        return {name: mask(value, _key_below(key, str(name))) for name, value in tree.items()}
+        return {name: mask(value, _inherit_key(key, str(name))) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [mask(value, key) for value in tree]
     if tree is None or isinstance(tree, bool) or tree == "":
@@ -104,13 +104,13 @@ def mask(tree: Any, key: str = "") -> Any:
     return mask_text(_mask_hex(tree, key)) if isinstance(tree, str) else tree
 
 
-def telling_name(path: str) -> str:
+def find_secret_key(path: str) -> str:
     """The name in a dotted path that says whether its value is secret: all that lies under a secret key is."""
     names = path.split(".")
     return next(filter(is_secret_key, names), names[-1])
 
 
-def _key_below(key: str, name: str) -> str:
+def _inherit_key(key: str, name: str) -> str:
     """The key a value answers to: all that lies under a secret key is secret."""
     return key if is_secret_key(key) else name
 

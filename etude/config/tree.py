@@ -15,27 +15,27 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from etude.config.choice import Options, options_of
+from etude.config.choice import ChoiceOptions, options_of
 
 __all__ = [
     "REQUIRED",
-    "Entry",
-    "default_of",
-    "entries",
-    "escaped",
-    "fields_within",
-    "item_of",
-    "join",
-    "model_of",
-    "plain",
+    "ConfigField",
+    "describe_type",
+    "escape_interpolations",
+    "find_item_type",
+    "find_section_class",
+    "iter_fields",
+    "iter_possible_fields",
+    "join_path",
+    "read_default",
+    "to_plain",
     "to_tree",
-    "words",
 ]
 
 REQUIRED = PydanticUndefined
 """The default of a field that has none."""
 
-_WORDS = {
+_TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -47,7 +47,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigField:
     """One field of a configuration, where it stands and what stands there."""
 
     path: str
@@ -58,7 +58,7 @@ class Entry:
     """What stands there; the default where the configuration is a class; `REQUIRED` where there is neither."""
     default: Any
     """What stands there when nothing is asked for."""
-    options: Options | None
+    options: ChoiceOptions | None
     """What can be chosen, where the field is a choice."""
 
     @property
@@ -70,21 +70,21 @@ class Entry:
     def kind(self) -> type[BaseModel] | None:
         """The class of the object that stands there; None where a single value does."""
         if self.value is REQUIRED and self.options is None:
-            return model_of(self.field.annotation)
+            return find_section_class(self.field.annotation)
         return type(self.value) if isinstance(self.value, BaseModel) else None
 
 
-def join(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """The dotted path of a name below a path."""
     return f"{path}.{name}" if path else name
 
 
-def default_of(field: FieldInfo) -> Any:
+def read_default(field: FieldInfo) -> Any:
     """What a field is when it is not given; `REQUIRED` where it must be."""
     return field.get_default(call_default_factory=True, validated_data={})
 
 
-def model_of(annotation: Any) -> type[BaseModel] | None:
+def find_section_class(annotation: Any) -> type[BaseModel] | None:
     """The class of a nested section, also of an optional one."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
@@ -93,34 +93,34 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
     return models[0] if len(models) == 1 and set(kinds) <= {models[0], NoneType} else None
 
 
-def entries(
+def iter_fields(
     kind: type[BaseModel], value: BaseModel | None, default: BaseModel | None, path: str = ""
-) -> Iterator[Entry]:
+) -> Iterator[ConfigField]:
     """Every field of a configuration in order, sections and choices before what they hold."""
     for name, field in kind.model_fields.items():
-        usual = getattr(default, name) if default is not None else default_of(field)
+        usual = getattr(default, name) if default is not None else read_default(field)
         here = getattr(value, name) if value is not None else usual
-        entry = Entry(join(path, name), field, here, usual, options_of(field.annotation, field.metadata))
+        entry = ConfigField(join_path(path, name), field, here, usual, options_of(field.annotation, field.metadata))
         yield entry
         if entry.kind is not None:
             inner = here if isinstance(here, BaseModel) else None
-            yield from entries(entry.kind, inner, usual if type(usual) is entry.kind else None, entry.path)
+            yield from iter_fields(entry.kind, inner, usual if type(usual) is entry.kind else None, entry.path)
 
 
-def fields_within(
+def iter_possible_fields(
     kind: type[BaseModel], path: str = "", above: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo]]:
     """Every field a configuration can have over all its choices; what a list or mapping holds is at `*`."""
     above = (*above, kind)
     for name, field in kind.model_fields.items():
-        here = join(path, name)
+        here = join_path(path, name)
         yield here, field
-        for suffix, inner in _models_in(field.annotation, field.metadata):
+        for suffix, inner in _iter_models(field.annotation, field.metadata):
             if inner not in above:
-                yield from fields_within(inner, here + suffix, above)
+                yield from iter_possible_fields(inner, here + suffix, above)
 
 
-def _models_in(
+def _iter_models(
     annotation: Any, metadata: list[Any] | None = None, suffix: str = ""
 ) -> Iterator[tuple[str, type[BaseModel]]]:
     options = options_of(annotation, metadata or ())
@@ -131,43 +131,43 @@ def _models_in(
     else:
         below = suffix if get_origin(annotation) in (Union, UnionType, Annotated) else ".*"
         for argument in get_args(annotation):
-            yield from _models_in(argument, suffix=below)
+            yield from _iter_models(argument, suffix=below)
 
 
-def plain(value: Any, annotation: Any = None, metadata: list[Any] | None = None) -> Any:
+def to_plain(value: Any, annotation: Any = None, metadata: list[Any] | None = None) -> Any:
     """A value as plain data (numbers, text, lists, mappings), with the names of its choices beside their fields."""
     options = options_of(annotation, metadata or ())
     if isinstance(value, BaseModel):
         fields = type(value).model_fields.items()
-        tree = {name: plain(getattr(value, name), field.annotation, field.metadata) for name, field in fields}
+        tree = {name: to_plain(getattr(value, name), field.annotation, field.metadata) for name, field in fields}
         return {"name": options.name_of(value), **tree} if options is not None else tree
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {plain(key): plain(item, item_of(annotation)) for key, item in value.items()}
+        return {to_plain(key): to_plain(item, find_item_type(annotation)) for key, item in value.items()}
     if isinstance(value, AbstractSet):
-        return sorted(plain(item) for item in value)
+        return sorted(to_plain(item) for item in value)
     if isinstance(value, list | tuple):
-        return [plain(item, item_of(annotation, index)) for index, item in enumerate(value)]
+        return [to_plain(item, find_item_type(annotation, index)) for index, item in enumerate(value)]
     return str(value) if isinstance(value, Path) else value
 
 
-def escaped(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """A plain value in which OmegaConf finds no interpolation."""
     if isinstance(value, dict):
-        return {key: escaped(item) for key, item in value.items()}
+        return {key: escape_interpolations(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [escaped(item) for item in value]
+        return [escape_interpolations(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def to_tree(run: BaseModel) -> dict[str, Any]:
     """A configuration as a plain nested dictionary."""
-    tree: dict[str, Any] = plain(run)
+    tree: dict[str, Any] = to_plain(run)
     return tree
 
 
-def item_of(annotation: Any, index: int = 0) -> Any:
+def find_item_type(annotation: Any, index: int = 0) -> Any:
     """The annotation of what a list or mapping holds."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not NoneType)
@@ -178,32 +178,32 @@ def item_of(annotation: Any, index: int = 0) -> Any:
     return next(iter(arguments[1 if is_mapping else 0 :]), None)
 
 
-def words(annotation: Any, metadata: list[Any] | None = None) -> str:
+def describe_type(annotation: Any, metadata: list[Any] | None = None) -> str:
     """A type as a person would say it."""
     options = options_of(annotation, metadata or ())
     origin, arguments = get_origin(annotation), get_args(annotation)
     if options is not None:
-        return f"one of {options.listed}"
+        return f"one of {options.listing}"
     if origin is Annotated:
-        return words(arguments[0])
+        return describe_type(arguments[0])
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin in (Union, UnionType):
-        return " or ".join(words(kind) for kind in arguments)
+        return " or ".join(describe_type(kind) for kind in arguments)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return f"one of {', '.join(repr(member.value) for member in annotation)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping of {', '.join(annotation.model_fields)}"
-    return _WORDS.get(annotation) or _container_words(origin or annotation, arguments)
+    return _TYPE_NAMES.get(annotation) or _describe_container(origin or annotation, arguments)
 
 
-def _container_words(origin: Any, arguments: tuple[Any, ...]) -> str:
+def _describe_container(origin: Any, arguments: tuple[Any, ...]) -> str:
     if not isinstance(origin, type):
         return str(origin)
     if issubclass(origin, Mapping):
-        return f"a mapping (each value: {words(arguments[1])})" if arguments else "a mapping"
+        return f"a mapping (each value: {describe_type(arguments[1])})" if arguments else "a mapping"
     if issubclass(origin, tuple) and arguments and Ellipsis not in arguments:
-        return f"a list of {len(arguments)} ({', '.join(map(words, arguments))})"
+        return f"a list of {len(arguments)} ({', '.join(map(describe_type, arguments))})"
     if issubclass(origin, list | tuple | AbstractSet):
-        return f"a list (each: {words(arguments[0])})" if arguments else "a list"
+        return f"a list (each: {describe_type(arguments[0])})" if arguments else "a list"
     return origin.__name__

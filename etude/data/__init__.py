@@ -16,18 +16,18 @@ What works on samples and batches is imported from its own file; `collate` and `
 
 from __future__ import annotations
 
-from etude.data.config import Data, Files
-from etude.data.dataset import Columns, Dataset
-from etude.data.prompts import spoken
-from etude.data.sampler import SAMPLERS, Order, Sampler
+from etude.data.config import DataConfig, DataFiles
+from etude.data.dataset import Dataset, DatasetColumns
+from etude.data.prompts import parse_prompt
+from etude.data.sampler import SAMPLERS, RowOrder, Sampler
 
 __all__ = [
     "SAMPLERS",
-    "Columns",
-    "Data",
+    "DataConfig",
+    "DataFiles",
     "Dataset",
-    "Files",
-    "Order",
+    "DatasetColumns",
+    "RowOrder",
     "Sampler",
-    "spoken",
+    "parse_prompt",
 ]

@@ -33,7 +33,7 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
         odd = int(np.flatnonzero(~(np.isfinite(found) & (found >= 0)))[0])
         raise ConfigError(f"A cost is a finite number from 0 on; item {odd} costs {found[odd]}.")
     # The widest division first; among equals the one that holds the earliest item.
-    heap = [(-each, item, _alone(each, item, parts)) for item, each in enumerate(found.tolist())]
+    heap = [(-each, item, _single_item(each, item, parts)) for item, each in enumerate(found.tolist())]
     heapify(heap)
     while len(heap) > 1:
         _, item, one = heappop(heap)
@@ -46,6 +46,6 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
 
 
-def _alone(each: float, item: int, parts: int) -> list[_Part]:
+def _single_item(cost: float, item: int, parts: int) -> list[_Part]:
     """One item's division, the fullest part first."""
-    return [(each, [item]), *((0.0, list[int]()) for _ in range(parts - 1))]
+    return [(cost, [item]), *((0.0, list[int]()) for _ in range(parts - 1))]

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from etude.config import Choice, Config
-from etude.data.dataset import Columns, Overlong
-from etude.data.sampler import SAMPLERS, Sampler, Shuffled
+from etude.data.dataset import DatasetColumns, OverlongHandling
+from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
 
-__all__ = ["Data", "Files"]
+__all__ = ["DataConfig", "DataFiles"]
 
 
-class Files(Config):
+class DataFiles(Config):
     """Which files a run learns from, and which it is only ever scored on."""
 
     train: tuple[str, ...] = Field(
@@ -25,19 +25,23 @@ class Files(Config):
 
     @field_validator("train", "val", mode="before")
     @classmethod
-    def _one_is_a_list(cls, files: Any) -> Any:
+    def _wrap_single_value(cls, files: Any) -> Any:
         """One file may stand without brackets."""
         return (files,) if isinstance(files, str) else files
 
 
-class Data(Files):
+class DataConfig(DataFiles):
     """Where tasks come from, and in which order they are asked."""
 
-    columns: Columns = Field(Columns(), description="which columns of the files mean what")
-    max_prompt: int = Field(1024, ge=1, description="longest prompt in tokens, the chat template's own among them")
-    overlong: Overlong = Field("filter", description="longer prompts: leave out, cut at the beginning, or stop")
-    sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(Shuffled(), description="in which order rows are asked")
+    columns: DatasetColumns = Field(DatasetColumns(), description="which columns of the files mean what")
+    max_prompt_length: int = Field(
+        1024, ge=1, description="longest prompt in tokens, the chat template's own among them"
+    )
+    overlong: OverlongHandling = Field("filter", description="longer prompts: leave out, cut at the beginning, or stop")
+    sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(
+        ShuffledSampler(), description="in which order rows are asked"
+    )
 
-    def cut(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """A prompt's ids as they are asked: where `overlong` is `truncate`, at most the last `max_prompt` of them."""
-        return ids[-self.max_prompt :] if self.overlong == "truncate" else ids
+    def truncate(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the ids that are sent: with `overlong: truncate`, at most the last `max_prompt_length` of them."""
+        return ids[-self.max_prompt_length :] if self.overlong == "truncate" else ids

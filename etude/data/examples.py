@@ -14,27 +14,27 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from etude.chat import Chat
+from etude.chat import ChatRenderer
 from etude.chat.messages import REASONING_KEYS
 from etude.config import Choice, Config
-from etude.data.config import Files
-from etude.data.dataset import Overlong
+from etude.data.config import DataFiles
+from etude.data.dataset import OverlongHandling
 from etude.data.files import lookup
-from etude.data.lessons import Answer, Example
-from etude.data.sampler import SAMPLERS, Sampler, Shuffled
-from etude.data.table import SOURCE, Table, opened
+from etude.data.sampler import SAMPLERS, Sampler, ShuffledSampler
+from etude.data.table import DATA_SOURCE_COLUMN, RowTable, open_sources
+from etude.data.tokenization import AnswerRows, Example
 from etude.errors import ConfigError, DataError
-from etude.observe import Last, Metrics, get_log
+from etude.observe import Last, Metrics, get_logger
 
-__all__ = ["Examples", "Shown", "ShownColumns"]
+__all__ = ["Examples", "SupervisedColumns", "SupervisedDataConfig"]
 
-ORDERS = {name: SAMPLERS[name] for name in ("sequential", "shuffled", "weighted")}
+SUPERVISED_SAMPLERS = {name: SAMPLERS[name] for name in ("sequential", "shuffled", "weighted")}
 """A curriculum follows rewards, and nothing here earns any."""
-EMPTY, LONG, EQUAL = "has nothing to learn", "is too long", "prefers an answer to itself"
-WHY = {EMPTY: "have nothing to learn", EQUAL: "prefer an answer to itself"}
+NOTHING_TO_LEARN, TOO_LONG, EQUAL_ANSWERS = "has nothing to learn", "is too long", "prefers an answer to itself"
+SKIP_MESSAGES = {NOTHING_TO_LEARN: "have nothing to learn", EQUAL_ANSWERS: "prefer an answer to itself"}
 
 
-class ShownColumns(Config):
+class SupervisedColumns(Config):
     """The columns that every kind of example may have."""
 
     tools: str = Field("tools", min_length=1, description="the column with the schemas of tools, where there are any")
@@ -43,61 +43,67 @@ class ShownColumns(Config):
     )
 
 
-class Shown(Files, ABC):
+class SupervisedDataConfig(DataFiles, ABC):
     """Where examples come from, and in which order they are learned from."""
 
-    columns: ShownColumns = Field(ShownColumns(), description="which columns of the files mean what")
+    columns: SupervisedColumns = Field(SupervisedColumns(), description="which columns of the files mean what")
     max_tokens: int | None = Field(
         None, ge=2, description="longest row in tokens, prompt included; null is what the model's context holds"
     )
-    overlong: Overlong = Field("filter", description="longer rows: leave out, cut at the end, or stop")
-    sampler: Annotated[Sampler, Choice(ORDERS)] = Field(
-        Shuffled(), description="in which order examples are learned from"
+    overlong: OverlongHandling = Field("filter", description="longer rows: leave out, cut at the end, or stop")
+    sampler: Annotated[Sampler, Choice(SUPERVISED_SAMPLERS)] = Field(
+        ShuffledSampler(), description="in which order examples are learned from"
     )
 
     @abstractmethod
-    def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
+    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
         """What is learned from a row."""
 
-    def longest(self, context: int) -> int:
+    def max_row_tokens(self, context_length: int) -> int:
         """The longest row that is learned from, by a model with this context."""
-        if self.max_tokens is not None and self.max_tokens > context:
+        if self.max_tokens is not None and self.max_tokens > context_length:
             raise ConfigError(
-                f"`data.max_tokens={self.max_tokens}` does not fit into this model's context of {context}. Lower it."
+                f"`data.max_tokens={self.max_tokens}` does not fit into this model's context of {context_length}. "
+                "Lower it."
             )
-        return self.max_tokens or context
+        return self.max_tokens or context_length
 
-    def read(
-        self, name: str, files: Sequence[str], chat: Chat, context: int, advance: Callable[[], None] = lambda: None
+    def load_examples(
+        self,
+        name: str,
+        files: Sequence[str],
+        chat: ChatRenderer,
+        context_length: int,
+        on_row: Callable[[], None] = lambda: None,
     ) -> Examples:
         """The examples of some files, named by the option that gave them; advance: is called after each row."""
-        table, limit = Table(opened(files)), self.longest(context)
+        table, limit = RowTable(open_sources(files)), self.max_row_tokens(context_length)
         found, thoughts = Examples(name, len(table)), 0
         for row in range(len(table)):
-            values, where = table.row(row), table.where(row)
-            example = self.example(values, chat, where)
-            why = _unfit(example)
-            if why is None and _length(example) > limit:
+            values, where = table.row(row), table.location(row)
+            example = self.tokenize_row(values, chat, where)
+            why = _skip_reason(example)
+            if why is None and _max_length(example) > limit:
                 if self.overlong == "error":
                     raise DataError(
-                        f"{where} has {_length(example)} tokens; {limit} are allowed. Allow more with "
+                        f"{where} has {_max_length(example)} tokens; {limit} are allowed. Allow more with "
                         f"`data.max_tokens`, or have such rows left out (`data.overlong=filter`) or cut (`truncate`)."
                     )
-                example, why = _cut(example, limit), LONG
-            cut = why == LONG and self.overlong == "truncate"
-            found.add(example, self._source(values), where, why, stays=cut and _unfit(example) is None)
-            thoughts += _thinks(values)
-            advance()
+                example, why = _truncate(example, limit), TOO_LONG
+            cut = why == TOO_LONG and self.overlong == "truncate"
+            found.add(example, self._source(values), where, why, keep=cut and _skip_reason(example) is None)
+            thoughts += _has_reasoning(values)
+            on_row()
         if thoughts and not chat.shows_reasoning():
-            get_log("data").warning(
+            get_logger("data").warning(
                 f"{thoughts} of {len(table)} rows in {name} have reasoning beside their answers, which the chat "
                 f"template leaves out: nothing of it is learned. A template that shows it is set by `chat.template`."
             )
-        found.tell(limit, self.overlong, given=self.max_tokens is not None)
+        found.report_skipped(limit, self.overlong, explicit=self.max_tokens is not None)
         return found
 
     def _source(self, values: Mapping[str, Any]) -> str:
-        found = lookup(values, self.columns.source or SOURCE)
+        found = lookup(values, self.columns.source or DATA_SOURCE_COLUMN)
         return "" if found is None else str(found)
 
 
@@ -108,8 +114,8 @@ class Examples:
         self._name, self._rows = name, rows
         self._examples: list[Example] = []
         self._sources: list[str] = []
-        self._why: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._skip_counts: Counter[str] = Counter()
+        self._first_skipped: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -117,7 +123,7 @@ class Examples:
     def __getitem__(self, row: int) -> Example:
         return self._examples[row]
 
-    def first(self, count: int | None) -> Sequence[Example]:
+    def take(self, count: int | None) -> Sequence[Example]:
         """The first so many of them, or all."""
         return self._examples[:count]
 
@@ -125,61 +131,61 @@ class Examples:
         """The data source of each."""
         return self._sources
 
-    def add(self, example: Example, source: str, where: str, why: str | None, *, stays: bool) -> None:
+    def add(self, example: Example, source: str, where: str, skip_reason: str | None, *, keep: bool) -> None:
         """One more, or a reason why it is none; one that `stays` is learned from all the same."""
-        if why is not None:
-            self._why[why] += 1
-            self._first.setdefault(why, where)
-        if why is None or stays:
+        if skip_reason is not None:
+            self._skip_counts[skip_reason] += 1
+            self._first_skipped.setdefault(skip_reason, where)
+        if skip_reason is None or keep:
             self._examples.append(example)
             self._sources.append(source)
 
-    def counts(self) -> Metrics:
+    def skip_metrics(self) -> Metrics:
         """How many rows were too long, and how many were left out, for whatever reason."""
         left = self._rows - len(self)
-        return Metrics({"overlong_rows": Last.of(self._why[LONG]), "left_out_rows": Last.of(left)})
+        return Metrics({"overlong_rows": Last.of(self._skip_counts[TOO_LONG]), "skipped_rows": Last.of(left)})
 
-    def tell(self, limit: int, overlong: Overlong, *, given: bool) -> None:
+    def report_skipped(self, limit: int, overlong: OverlongHandling, *, explicit: bool) -> None:
         """Say what was left out or cut; refuse files of which nothing is left."""
-        allowed = f"`data.max_tokens={limit}`" if given else f"this model's context of {limit} tokens"
+        allowed = f"`data.max_tokens={limit}`" if explicit else f"this model's context of {limit} tokens"
         if not len(self):
-            reasons = "; ".join(f"{self._first[why]} {why}" for why in self._why)
+            reasons = "; ".join(f"{self._first_skipped[why]} {why}" for why in self._skip_counts)
             raise DataError(
                 f"None of the {self._rows} rows in {self._name} can be learned from (longer than {allowed}: "
-                f"{self._why[LONG]}; with nothing to learn: {self._why[EMPTY]}; preferring an answer to itself: "
-                f"{self._why[EQUAL]}). {reasons}."
+                f"{self._skip_counts[TOO_LONG]}; with nothing to learn: {self._skip_counts[NOTHING_TO_LEARN]}; "
+                f"preferring an answer to itself: {self._skip_counts[EQUAL_ANSWERS]}). {reasons}."
             )
         done = "left out" if overlong == "filter" else "cut at the end"
-        log = get_log("data")
-        for why, count in self._why.items():
-            how = f"are longer than {allowed}: {done}" if why == LONG else f"{WHY[why]}: left out"
-            log.warning(f"{count} of {self._rows} rows in {self._name} {how}. The first is {self._first[why]}.")
+        log = get_logger("data")
+        for why, count in self._skip_counts.items():
+            how = f"are longer than {allowed}: {done}" if why == TOO_LONG else f"{SKIP_MESSAGES[why]}: left out"
+            log.warning(f"{count} of {self._rows} rows in {self._name} {how}. The first is {self._first_skipped[why]}.")
 
 
-def _unfit(example: Example) -> str | None:
+def _skip_reason(example: Example) -> str | None:
     """Why nothing can be learned from an example, if so."""
     if not all(example):
-        return EMPTY
-    if len(example) > 1 and _same(example[0], example[1]):
-        return EQUAL
+        return NOTHING_TO_LEARN
+    if len(example) > 1 and _equal_answers(example[0], example[1]):
+        return EQUAL_ANSWERS
     return None
 
 
-def _same(one: Answer, other: Answer) -> bool:
+def _equal_answers(one: AnswerRows, other: AnswerRows) -> bool:
     return len(one) == len(other) and all(np.array_equal(a.ids, b.ids) for a, b in zip(one, other, strict=True))
 
 
-def _thinks(values: Mapping[str, Any]) -> bool:
+def _has_reasoning(values: Mapping[str, Any]) -> bool:
     """Whether a row has messages with reasoning."""
     lists = (value for value in values.values() if isinstance(value, list))
     messages = (message for each in lists for message in each if isinstance(message, Mapping))
     return any(message.get(key) for message in messages for key in REASONING_KEYS)
 
 
-def _length(example: Example) -> int:
+def _max_length(example: Example) -> int:
     return max(len(row.ids) for answer in example for row in answer)
 
 
-def _cut(example: Example, limit: int) -> Example:
+def _truncate(example: Example, limit: int) -> Example:
     """Rows of at most so many tokens, those that still have something to learn."""
-    return tuple(tuple(cut for row in answer if (cut := row.cut(limit)).learned) for answer in example)
+    return tuple(tuple(cut for row in answer if (cut := row.truncate(limit)).num_trained_tokens) for answer in example)

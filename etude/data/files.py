@@ -19,7 +19,7 @@ from uuid import UUID
 import numpy as np
 
 from etude.errors import ConfigError, DataError
-from etude.lazy import Lazy
+from etude.lazy import LazyModule
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     import pyarrow.csv as pacsv
     import pyarrow.parquet as pq
 else:
-    pa, pc, pacsv, pq = map(Lazy, ("pyarrow", "pyarrow.compute", "pyarrow.csv", "pyarrow.parquet"))
+    pa, pc, pacsv, pq = map(LazyModule, ("pyarrow", "pyarrow.compute", "pyarrow.csv", "pyarrow.parquet"))
 
-__all__ = ["READERS", "JsonRows", "Rows", "TableRows", "lookup", "names", "read", "rows_of"]
+__all__ = ["READERS", "ArrowRows", "JsonRows", "RowSource", "column_paths", "lookup", "read_rows", "rows_from_iterable"]
 
-CHUNK = 65_536
+CHUNK_ROWS = 65_536
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """The rows of one file."""
 
     name: str
@@ -51,7 +51,7 @@ class Rows(Protocol):
         ...
 
 
-class TableRows:
+class ArrowRows:
     """Rows of an Arrow table."""
 
     def __init__(self, name: str, table: pa.Table) -> None:
@@ -63,7 +63,7 @@ class TableRows:
     def row(self, index: int) -> dict[str, Any]:
         """One row, as plain data."""
         (row,) = self._table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
-        return {key: self._plain(value, key, index) for key, value in row.items()}
+        return {key: self._to_plain(value, key, index) for key, value in row.items()}
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
         """A column of some rows, read without the others."""
@@ -76,18 +76,18 @@ class TableRows:
                 return [None] * (stop - start)
             column = pc.struct_field(column, name)
         values = column.to_pylist(maps_as_pydicts="strict")
-        return [self._plain(value, path, start + i) for i, value in enumerate(values)]
+        return [self._to_plain(value, path, start + i) for i, value in enumerate(values)]
 
-    def _plain(self, value: Any, column: str, index: int) -> Any:
+    def _to_plain(self, value: Any, column: str, index: int) -> Any:
         """Dates and decimals as text; bytes have no place in a task."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):
-            return [self._plain(item, column, index) for item in value]
+            return [self._to_plain(item, column, index) for item in value]
         if isinstance(value, dict):
-            return {key: self._plain(item, column, index) for key, item in value.items()}
+            return {key: self._to_plain(item, column, index) for key, item in value.items()}
         try:
-            return _as_json(value)
+            return _to_json_value(value)
         except TypeError:
             raise DataError(
                 f"{self.name}, row {index} has {type(value).__name__} in the column `{column}`; tasks carry text, "
@@ -127,18 +127,18 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def names(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def column_paths(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """Every dotted path of a row."""
     for key, value in row.items():
         yield above + key
         if isinstance(value, Mapping):
-            yield from names(value, f"{above}{key}.")
+            yield from column_paths(value, f"{above}{key}.")
 
 
-def read(path: Path) -> Rows:
+def read_rows(path: Path) -> RowSource:
     """The rows of a file, by its suffix, or of a directory that `datasets` saved."""
     if path.is_dir():
-        return _saved(path)
+        return _read_saved_dataset(path)
     if not path.exists():
         raise ConfigError(f"The data `{path}` was asked for, and there is no such file (in {Path.cwd()}).")
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
@@ -153,7 +153,7 @@ def read(path: Path) -> Rows:
         raise DataError(f"{path} cannot be read as {suffix}: {error}. Write the file anew.") from error
 
 
-def rows_of(items: Iterable[Any], name: str) -> Rows:
+def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
     """The rows of a Python iterable of mappings, which is read once, to its end."""
 
     def texts() -> Iterator[str]:
@@ -164,17 +164,17 @@ def rows_of(items: Iterable[Any], name: str) -> Rows:
                     f"names."
                 )
             try:
-                yield json.dumps(dict(row), ensure_ascii=False, default=_as_json)
+                yield json.dumps(dict(row), ensure_ascii=False, default=_to_json_value)
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"{name}, row {index} cannot be written as JSON: {error}. Tasks carry text, numbers, lists and "
                     f"mappings: leave other columns out."
                 ) from error
 
-    return JsonRows(name, _packed(texts()))
+    return JsonRows(name, _to_chunks(texts()))
 
 
-def _as_json(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """The values that Arrow, NumPy and Python have and JSON has not."""
     if isinstance(value, datetime | date | time):
         return value.isoformat()
@@ -185,19 +185,19 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"it holds a value of type {type(value).__name__}")
 
 
-def _packed(texts: Iterable[str]) -> pa.ChunkedArray:
+def _to_chunks(texts: Iterable[str]) -> pa.ChunkedArray:
     """Texts in Arrow memory, a chunk at a time."""
     chunks: list[pa.Array] = []
     held: list[str] = []
     for text in texts:
         held.append(text)
-        if len(held) == CHUNK:
-            chunks.append(_arrow(held))
+        if len(held) == CHUNK_ROWS:
+            chunks.append(_to_arrow(held))
             held.clear()
-    return pa.chunked_array([*chunks, _arrow(held)])
+    return pa.chunked_array([*chunks, _to_arrow(held)])
 
 
-def _arrow(texts: Sequence[str]) -> pa.Array:
+def _to_arrow(texts: Sequence[str]) -> pa.Array:
     """Texts as an Arrow array, from its buffers: `pyarrow.array` would load pandas to ask whether a list is of its."""
     held = [text.encode() for text in texts]
     ends = np.zeros(len(held) + 1, dtype=np.int64)
@@ -208,45 +208,45 @@ def _arrow(texts: Sequence[str]) -> pa.Array:
 # -- the formats ------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path) -> Rows:
-    return TableRows(str(path), pq.read_table(path, memory_map=True))
+def _read_parquet(path: Path) -> RowSource:
+    return ArrowRows(str(path), pq.read_table(path, memory_map=True))
 
 
-def _csv(path: Path) -> Rows:
+def _read_csv(path: Path) -> RowSource:
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     with pacsv.open_csv(path, parse_options=parsing) as reader:
         columns = reader.schema.names
     text = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False)
-    return TableRows(str(path), pacsv.read_csv(path, parse_options=parsing, convert_options=text))
+    return ArrowRows(str(path), pacsv.read_csv(path, parse_options=parsing, convert_options=text))
 
 
-def _json_lines(path: Path) -> Rows:
+def _read_json_lines(path: Path) -> RowSource:
     opened = gzip.open if path.suffix == ".gz" else open
 
     def texts() -> Iterator[str]:
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    _mapping(line, f"{path}, line {number}")
+                    _check_row(line, f"{path}, line {number}")
                     yield line
 
-    return JsonRows(str(path), _packed(texts()))
+    return JsonRows(str(path), _to_chunks(texts()))
 
 
-def _json(path: Path) -> Rows:
+def _read_json(path: Path) -> RowSource:
     """A list of rows, or one row over several lines; any other file holds a row on each line, whatever its name."""
     with path.open(encoding="utf-8-sig") as file:
-        if not _spans_lines(next((line for line in file if line.strip()), "")):
-            return _json_lines(path)
+        if not _is_multiline(next((line for line in file if line.strip()), "")):
+            return _read_json_lines(path)
         file.seek(0)
         try:
             rows: Sequence[Any] | Mapping[str, Any] = json.load(file)
         except json.JSONDecodeError as error:
             raise DataError(f"{path} is not JSON: {error}. Write the file anew.") from error
-    return rows_of([rows] if isinstance(rows, Mapping) else rows, str(path))
+    return rows_from_iterable([rows] if isinstance(rows, Mapping) else rows, str(path))
 
 
-def _spans_lines(first: str) -> bool:
+def _is_multiline(first: str) -> bool:
     """Whether what begins on the first line is a list, or a row that the line does not end."""
     if first.lstrip().startswith("["):
         return True
@@ -257,7 +257,7 @@ def _spans_lines(first: str) -> bool:
     return False
 
 
-def _mapping(text: str, where: str) -> None:
+def _check_row(text: str, where: str) -> None:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
@@ -268,16 +268,16 @@ def _mapping(text: str, where: str) -> None:
         )
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".parquet": _parquet,
-    ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".json": _json,
-    ".csv": _csv,
+READERS: dict[str, Callable[[Path], RowSource]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".jsonl.gz": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
 }
 
 
-def _saved(path: Path) -> Rows:
+def _read_saved_dataset(path: Path) -> RowSource:
     """A directory that `datasets` wrote with `save_to_disk`, mapped into memory."""
     splits = path / "dataset_dict.json"
     if splits.exists():
@@ -293,4 +293,4 @@ def _saved(path: Path) -> Rows:
     if absent:
         raise DataError(f"The data `{path}` is not whole: `{absent[0].name}` is missing. Save it again.")
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
-    return TableRows(str(path), pa.concat_tables(tables))
+    return ArrowRows(str(path), pa.concat_tables(tables))

@@ -27,17 +27,17 @@ from numpy.typing import NDArray
 from etude.batch import Batch, Pack, ranges
 from etude.errors import BatchError
 
-__all__ = ["micro_batches", "tree"]
+__all__ = ["micro_batches", "pack_prefix_tree"]
 
-WIDTH = np.dtype(np.int32).itemsize
+ID_BYTES = np.dtype(np.int32).itemsize
 
 
-def tree(batch: Batch) -> Pack:
+def pack_prefix_tree(batch: Batch) -> Pack:
     """All rows as segments; rows of one group that begin with the same context share it, at any depth."""
-    rows = _Rows.of(batch)
-    forest = _Forest(rows)
+    rows = _ContextRows.from_batch(batch)
+    forest = _PrefixForest(rows)
     for members in rows.by_group:
-        forest.grow(members)
+        forest.add_group(members)
     starts, lengths, depths = (torch.tensor(column, dtype=torch.int64) for column in forest.columns)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     path = torch.tensor([segment for segments in forest.paths for segment in segments], dtype=torch.int64)
@@ -52,23 +52,28 @@ def tree(batch: Batch) -> Pack:
         offsets=offsets.to(batch.device),
         parent=torch.tensor(forest.parent, dtype=torch.int64, device=batch.device),
         source=source.to(batch.device),
-        ends=ends.to(batch.device),
+        row_ends=ends.to(batch.device),
     )
 
 
-def micro_batches(batch: Batch, tokens: int, by: str = "rollout") -> list[Batch]:
+def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Batch]:
     """Batches of whole rollouts (or whole groups) of at most `tokens` packed tokens, a shared context counted once.
 
     A unit that is larger than the budget by itself stands alone. By `rollout`, a group stays together where it fits, so
     that its prompt is computed once; a group over the budget is cut between rollouts, and each part has the prompt.
     """
-    if tokens < 1 or by not in ("rollout", "group"):
+    if max_tokens < 1 or by not in ("rollout", "group"):
         raise BatchError(
-            f"A batch is cut into micro-batches of 1 or more tokens by `rollout` or `group`; not of {tokens} by `{by}`."
+            f"A batch is cut into micro-batches of 1 or more tokens by `rollout` or `group`; not of {max_tokens} by "
+            f"`{by}`."
         )
-    rows = _Rows.of(batch)
-    pieces = [piece for members in _groups(batch) for piece in _pieces(rows, members, tokens, by == "rollout")]
-    bins = _fill(pieces, tokens)
+    rows = _ContextRows.from_batch(batch)
+    pieces = [
+        piece
+        for members in _rollouts_by_group(batch)
+        for piece in _split_group(rows, members, max_tokens, by == "rollout")
+    ]
+    bins = _first_fit(pieces, max_tokens)
     return [batch] if len(bins) == 1 else [batch.select(rollouts) for rollouts in bins]
 
 
@@ -76,22 +81,22 @@ def micro_batches(batch: Batch, tokens: int, by: str = "rollout") -> list[Batch]
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _ContextRows:
     """What sharing asks of rows: how long each is, and its context as bytes, which compare and sort at once."""
 
     starts: list[int]
     lengths: list[int]
     contexts: list[bytes]
-    of_unit: list[int]
+    rollout_row_offsets: list[int]
     """[U + 1]: rollout u has rows of_unit[u] to of_unit[u + 1]."""
     by_group: list[list[int]]
 
     @classmethod
-    def of(cls, batch: Batch) -> _Rows:
+    def from_batch(cls, batch: Batch) -> _ContextRows:
         offsets = batch.offsets.cpu().numpy()
         ids = np.ascontiguousarray(batch.ids.cpu().numpy(), dtype=np.int32)
         acts = np.flatnonzero(batch.action.cpu().numpy())
-        after = np.append(acts, batch.tokens)[np.searchsorted(acts, offsets[:-1])]
+        after = np.append(acts, batch.num_tokens)[np.searchsorted(acts, offsets[:-1])]
         ends = np.minimum(after, offsets[1:]).tolist()
         starts = offsets[:-1].tolist()
         groups: dict[int, list[int]] = {}
@@ -101,16 +106,16 @@ class _Rows:
             starts=starts,
             lengths=np.diff(offsets).tolist(),
             contexts=[ids[start:end].tobytes() for start, end in zip(starts, ends, strict=True)],
-            of_unit=batch.unit_rows.tolist(),
+            rollout_row_offsets=batch.rollout_row_offsets.tolist(),
             by_group=list(groups.values()),
         )
 
 
-def _common(a: bytes, b: bytes) -> int:
+def _common_prefix_length(a: bytes, b: bytes) -> int:
     """How many tokens two contexts have in common from the first on."""
     if a == b:
-        return len(a) // WIDTH
-    shorter = min(len(a), len(b)) // WIDTH
+        return len(a) // ID_BYTES
+    shorter = min(len(a), len(b)) // ID_BYTES
     differ: NDArray[np.bool_] = np.frombuffer(a, np.int32, shorter) != np.frombuffer(b, np.int32, shorter)
     return int(differ.argmax()) if differ.any() else shorter
 
@@ -119,10 +124,10 @@ def _common(a: bytes, b: bytes) -> int:
 
 
 @dataclass
-class _Forest:
+class _PrefixForest:
     """Segments as they are found, parents first, and for each row the segments that it is read along."""
 
-    rows: _Rows
+    rows: _ContextRows
     parent: list[int] = field(default_factory=list)
     columns: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     """For each segment: the batch token it begins with, its length, and how many tokens stand above it."""
@@ -131,23 +136,23 @@ class _Forest:
     def __post_init__(self) -> None:
         self.paths = [[] for _ in self.rows.lengths]
 
-    def grow(self, members: Sequence[int]) -> None:
+    def add_group(self, members: Sequence[int]) -> None:
         """Add the rows of a group. In the order of their contexts, rows that share a prefix are neighbours."""
         contexts = self.rows.contexts
         order = sorted(members, key=contexts.__getitem__)
-        shared = [0, *(_common(contexts[a], contexts[b]) for a, b in pairwise(order))]
+        shared = [0, *(_common_prefix_length(contexts[a], contexts[b]) for a, b in pairwise(order))]
         todo = [(0, len(order), 0, -1)]  # from, to (of `order`); the tokens and the segment above them
         while todo:
             low, high, depth, above = todo.pop()
             if high - low == 1:
-                self._add(order[low : low + 1], depth, self.rows.lengths[order[low]], above)
+                self._add_segment(order[low : low + 1], depth, self.rows.lengths[order[low]], above)
                 continue
             common = min(shared[low + 1 : high])
-            below = self._add(order[low:high], depth, common, above)
+            below = self._add_segment(order[low:high], depth, common, above)
             cuts = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
             todo.extend((a, b, common, below) for a, b in reversed(list(pairwise(cuts))))
 
-    def _add(self, members: Sequence[int], depth: int, end: int, above: int) -> int:
+    def _add_segment(self, members: Sequence[int], depth: int, end: int, above: int) -> int:
         """Give these rows one segment from token `depth` of theirs to token `end`, unless there is nothing there."""
         if end == depth:
             return above
@@ -163,7 +168,7 @@ class _Forest:
 # -- the micro-batches ------------------------------------------------------------------------------------------------
 
 
-class _Prefixes:
+class _PrefixCounter:
     """How many tokens a tree of rows has, row by row."""
 
     def __init__(self) -> None:
@@ -172,13 +177,15 @@ class _Prefixes:
     def add(self, context: bytes, length: int) -> int:
         """The tokens that one more row adds: the row that it shares most with is next to it in order."""
         at = bisect_left(self.contexts, context)
-        shared = max((_common(context, other) for other in self.contexts[max(at - 1, 0) : at + 1]), default=0)
+        shared = max(
+            (_common_prefix_length(context, other) for other in self.contexts[max(at - 1, 0) : at + 1]), default=0
+        )
         if self.contexts[at : at + 1] != [context]:
             self.contexts.insert(at, context)
         return length - shared
 
 
-def _groups(batch: Batch) -> list[list[int]]:
+def _rollouts_by_group(batch: Batch) -> list[list[int]]:
     """The rollouts of each group, those without a row too."""
     groups: dict[int, list[int]] = {}
     for rollout, group in enumerate(batch.group.tolist()):
@@ -186,23 +193,23 @@ def _groups(batch: Batch) -> list[list[int]]:
     return list(groups.values())
 
 
-def _pieces(rows: _Rows, members: Sequence[int], tokens: int, cut: bool) -> list[tuple[int, list[int]]]:
+def _split_group(rows: _ContextRows, members: Sequence[int], tokens: int, cut: bool) -> list[tuple[int, list[int]]]:
     """A group as (packed tokens, rollouts): one piece, or where it may be cut, pieces within the budget."""
     pieces: list[tuple[int, list[int]]] = []
-    size, piece, prefixes = 0, list[int](), _Prefixes()
+    size, piece, prefixes = 0, list[int](), _PrefixCounter()
     for rollout in members:
-        mine = range(rows.of_unit[rollout], rows.of_unit[rollout + 1])
+        mine = range(rows.rollout_row_offsets[rollout], rows.rollout_row_offsets[rollout + 1])
         more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
         if cut and piece and size + more > tokens:
             pieces.append((size, piece))
-            size, piece, prefixes = 0, [], _Prefixes()
+            size, piece, prefixes = 0, [], _PrefixCounter()
             more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
         size += more
         piece.append(rollout)
     return [*pieces, (size, piece)]
 
 
-def _fill(pieces: Sequence[tuple[int, list[int]]], tokens: int) -> list[list[int]]:
+def _first_fit(pieces: Sequence[tuple[int, list[int]]], tokens: int) -> list[list[int]]:
     """The pieces in few bins: the largest first, each into the first bin with room. Rollouts keep their order."""
     bins: list[list[int]] = []
     room: list[int] = []

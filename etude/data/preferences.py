@@ -13,24 +13,31 @@ from typing import Any
 
 from pydantic import Field
 
-from etude.chat import Chat
-from etude.data.exact import exact, same_vocabulary
-from etude.data.examples import Shown, ShownColumns
-from etude.data.files import lookup, names
-from etude.data.lessons import Example, Form, Told, answered, told, tools_of
-from etude.data.prompts import plain_prompt
+from etude.chat import ChatRenderer
+from etude.data.examples import SupervisedColumns, SupervisedDataConfig
+from etude.data.files import column_paths, lookup
+from etude.data.pretokenized import check_vocabulary, load_token_rows
+from etude.data.prompts import check_prompt
+from etude.data.tokenization import (
+    Example,
+    MessageDict,
+    TextOrMessages,
+    check_text_or_messages,
+    tokenize_answer,
+    tools_of,
+)
 from etude.errors import DataError
 
-__all__ = ["CHOSEN", "REJECTED", "PreferenceColumns", "Preferences", "shared"]
+__all__ = ["CHOSEN_TOKENS", "REJECTED_TOKENS", "PreferenceColumns", "PreferenceDataConfig", "shared_prefix"]
 
-CHOSEN, REJECTED = "chosen_tokens", "rejected_tokens"
+CHOSEN_TOKENS, REJECTED_TOKENS = "chosen_tokens", "rejected_tokens"
 """The columns of answers that are tokens already."""
 
 WORDS = re.compile(r"\s*\S+|\s+")
 """A word, with the space before it, as most tokenizers have it."""
 
 
-class PreferenceColumns(ShownColumns):
+class PreferenceColumns(SupervisedColumns):
     """Which columns hold what is compared. A dotted path leads into a column that holds mappings."""
 
     prompt: str = Field(
@@ -40,49 +47,54 @@ class PreferenceColumns(ShownColumns):
     rejected: str = Field("rejected", min_length=1, description="the column with the other answer")
 
 
-class Preferences(Shown):
+class PreferenceDataConfig(SupervisedDataConfig):
     """Pairs of answers."""
 
     columns: PreferenceColumns = Field(PreferenceColumns(), description="which columns of the files mean what")
 
-    def example(self, row: Mapping[str, Any], chat: Chat, where: str) -> Example:
+    def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
         """What is learned from a row; `where` is its place, for what is wrong with it."""
-        if row.get(CHOSEN) is not None and row.get(REJECTED) is not None:
-            same_vocabulary(row, chat.tokenizer, where)
-            return tuple(exact(row[name], chat.tokenizer, f"{where}, `{name}`,") for name in (CHOSEN, REJECTED))
+        if row.get(CHOSEN_TOKENS) is not None and row.get(REJECTED_TOKENS) is not None:
+            check_vocabulary(row, chat.tokenizer, where)
+            return tuple(
+                load_token_rows(row[name], chat.tokenizer, f"{where}, `{name}`,")
+                for name in (CHOSEN_TOKENS, REJECTED_TOKENS)
+            )
         columns = self.columns
-        both = [self._side(row, name, where) for name in (columns.chosen, columns.rejected)]
+        both = [self._read_answer(row, name, where) for name in (columns.chosen, columns.rejected)]
         if not all(both):
             return ((), ())
         given = lookup(row, columns.prompt)
         if given is None and columns.prompt != "prompt":
-            raise _absent(where, columns.prompt, row)
-        prompt = None if given is None else plain_prompt(given, where)
-        asked, chosen, rejected = _parted(prompt, both[0], both[1], where)
+            raise _missing_column(where, columns.prompt, row)
+        prompt = None if given is None else check_prompt(given, where)
+        asked, chosen, rejected = _split_prompt(prompt, both[0], both[1], where)
         tools = tools_of(lookup(row, columns.tools), where)
-        return tuple(answered(chat, asked, said, tools, where) for said in (chosen, rejected))
+        return tuple(tokenize_answer(chat, asked, said, tools, where) for said in (chosen, rejected))
 
-    def _side(self, row: Mapping[str, Any], name: str, where: str) -> Told:
+    def _read_answer(self, row: Mapping[str, Any], name: str, where: str) -> TextOrMessages:
         found = lookup(row, name)
-        if found is None and name not in set(names(row)):
-            raise _absent(where, name, row)
-        return told(found, where, f"`{name}`")
+        if found is None and name not in set(column_paths(row)):
+            raise _missing_column(where, name, row)
+        return check_text_or_messages(found, where, f"`{name}`")
 
 
-def shared(one: str, other: str) -> str:
+def shared_prefix(one: str, other: str) -> str:
     """What two texts begin with, in whole words; each is left something to say after it."""
     words, others = (WORDS.findall(text) for text in (one, other))
-    return "".join(words[: _common(words, others)])
+    return "".join(words[: _common_length(words, others)])
 
 
-def _parted(prompt: Told | None, chosen: Told, rejected: Told, where: str) -> tuple[Told, Told, Told]:
+def _split_prompt(
+    prompt: TextOrMessages | None, chosen: TextOrMessages, rejected: TextOrMessages, where: str
+) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     """The prompt, and what each answer says after it."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where} has a text and messages to choose between. Write both alike.")
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
             return prompt, chosen, rejected
-        words = shared(chosen, rejected)
+        words = shared_prefix(chosen, rejected)
         if not words:
             raise DataError(
                 f"{where} has no prompt, and its two answers begin with nothing in common that could be one. Name the "
@@ -90,9 +102,9 @@ def _parted(prompt: Told | None, chosen: Told, rejected: Told, where: str) -> tu
             )
         return words, chosen[len(words) :], rejected[len(words) :]
     assert not isinstance(chosen, str) and not isinstance(rejected, str)
-    if prompt is not None and not isinstance(prompt, str) and not _begins(chosen, prompt):
+    if prompt is not None and not isinstance(prompt, str) and not _starts_with(chosen, prompt):
         return prompt, chosen, rejected
-    begun = _common(chosen, rejected) if prompt is None or isinstance(prompt, str) else len(prompt)
+    begun = _common_length(chosen, rejected) if prompt is None or isinstance(prompt, str) else len(prompt)
     if not begun:
         raise DataError(
             f"{where} has answers of messages that begin with no message in common, and no messages for a prompt. Give "
@@ -101,18 +113,18 @@ def _parted(prompt: Told | None, chosen: Told, rejected: Told, where: str) -> tu
     return chosen[:begun], chosen[begun:], rejected[begun:]
 
 
-def _begins(messages: Sequence[Form], with_: Sequence[Form]) -> bool:
+def _starts_with(messages: Sequence[MessageDict], with_: Sequence[MessageDict]) -> bool:
     return len(messages) > len(with_) and all(a == b for a, b in zip(messages, with_, strict=False))
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many words, or messages, two begin with alike, their last ones left aside."""
     most = min(len(one), len(other)) - 1
     return next((at for at in range(most) if one[at] != other[at]), max(most, 0))
 
 
-def _absent(where: str, name: str, row: Mapping[str, Any]) -> DataError:
+def _missing_column(where: str, name: str, row: Mapping[str, Any]) -> DataError:
     return DataError(
-        f"{where} has no column `{name}`; it has {', '.join(names(row))}. Say which is meant with `data.columns`, such "
-        f"as `data.columns.chosen=better`."
+        f"{where} has no column `{name}`; it has {', '.join(column_paths(row))}. Say which is meant with "
+        f"`data.columns`, such as `data.columns.chosen=better`."
     )

@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import DataError
-from etude.records import Message, Part, ToolCall
+from etude.records import ContentPart, Message, ToolCall
 
-__all__ = ["plain_prompt", "spoken", "without_nulls"]
+__all__ = ["check_prompt", "drop_nulls", "parse_prompt"]
 
 
-def spoken(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
+def parse_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
     """A task's prompt as the model is asked it: text as it is, or the messages of a conversation.
 
     Messages are as OpenAI writes them: `role`, `content` (text, or parts with a `type`), `tool_calls`, `tool_call_id`,
     `name`, and `reasoning` or `reasoning_content`. Other keys are not shown to the model.
     """
-    return prompt if isinstance(prompt, str) else tuple(_message(message) for message in prompt)
+    return prompt if isinstance(prompt, str) else tuple(_parse_message(message) for message in prompt)
 
 
-def plain_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dict[str, Any]]:
+def check_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dict[str, Any]]:
     """The prompt of a row, checked; a table's null entries are keys that a message does not have.
 
     what: what an error calls it, where it is something else that is text or messages.
@@ -43,37 +43,37 @@ def plain_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dic
                 f"{where} has a message without `content` at place {place} of its {what}: it has {others}. "
                 f"Give it one; only a message with `tool_calls` may do without."
             )
-    return [without_nulls(message) for message in value]
+    return [drop_nulls(message) for message in value]
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """The same without the nulls that a table gives to keys which a row does not have."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _message(message: Mapping[str, Any]) -> Message:
+def _parse_message(message: Mapping[str, Any]) -> Message:
     content = message.get("content", "")
     return Message(
         role=message["role"],
-        content=content if isinstance(content, str) else tuple(_part(part) for part in content),
+        content=content if isinstance(content, str) else tuple(_parse_part(part) for part in content),
         reasoning=message.get("reasoning", message.get("reasoning_content", "")),
-        tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls", ())),
+        tool_calls=tuple(_parse_tool_call(call) for call in message.get("tool_calls", ())),
         tool_call_id=message.get("tool_call_id", ""),
         name=message.get("name", ""),
     )
 
 
-def _part(part: Mapping[str, Any]) -> Part:
+def _parse_part(part: Mapping[str, Any]) -> ContentPart:
     """`{"type": "text", "text": …}`, or `{"type": "image_url", "image_url": {"url": …}}`."""
     kind = part["type"]
     held = part.get(kind)
     url = held["url"] if isinstance(held, Mapping) else part.get("url", "")
-    return Part(kind, text=part.get("text", ""), url=url)
+    return ContentPart(kind, text=part.get("text", ""), url=url)
 
 
-def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+def _parse_tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     arguments = function.get("arguments", "{}")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,8 +1,8 @@
 """In which order a run asks the rows of its data.
 
-A sampler is a frozen choice; the `Order` that it starts is where a run stands in it. An order is exact: its state is a
-JSON tree, and one that is restored goes on as if it had never stopped. All chance comes from the run's seed and what is
-drawn for (an epoch, a source), through raw generator output that no version of numpy changes.
+A sampler is a frozen choice; the `RowOrder` that it starts is where a run stands in it. An order is exact: its state is
+a JSON tree, and one that is restored goes on as if it had never stopped. All chance comes from the run's seed and what
+is drawn for (an epoch, a source), through raw generator output that no version of numpy changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["SAMPLERS", "Curriculum", "Order", "Sampler", "Sequential", "Shuffled", "Weighted"]
+__all__ = [
+    "SAMPLERS",
+    "CurriculumSampler",
+    "RowOrder",
+    "Sampler",
+    "SequentialSampler",
+    "ShuffledSampler",
+    "WeightedSampler",
+]
 
 Sources = Callable[[], Sequence[str]]
 
@@ -31,18 +39,19 @@ def _no_sources() -> Sequence[str]:
 
 
 class Sampler(Config):
-    """A way of ordering rows. A curriculum of one's own derives from it and starts an `Order` of its own."""
+    """A way of ordering rows. A curriculum of one's own derives from it and starts an `RowOrder` of its own."""
 
     @abstractmethod
-    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> Order:
+    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
         """The order of a run over so many rows. `sources` tells each row's data source, if it is needed."""
 
 
-class Order(ABC):
+class RowOrder(ABC):
     """Where a run stands in its order. Each ordinal is asked for once, in increasing order.
 
-    One that learns from rewards overrides `saw`, and with it `again`: when a run is taken up, the tasks that were asked
-    after its checkpoint are told before anything else, while what they earned may be told later than it was.
+    One that learns from rewards overrides `record_rewards`, and with it `replay`: when a run is taken up, the tasks
+    that were asked after its checkpoint are told before anything else, while what they earned may be told later than it
+    was.
     """
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -50,25 +59,25 @@ class Order(ABC):
         self.position = 0
         """The next ordinal."""
 
-    def row(self, ordinal: int) -> int:
+    def advance_to(self, ordinal: int) -> int:
         """The row that is asked as this ordinal. Ordinals passed over have been asked, and are gone."""
         assert ordinal >= self.position, f"the order stands at {self.position}, past {ordinal}"
         while True:
-            row = self.following()
+            row = self.next_row()
             self.position += 1
             if self.position > ordinal:
                 return row
 
     @abstractmethod
-    def following(self) -> int:
+    def next_row(self) -> int:
         """The row of the ordinal `position`; called once for each."""
 
-    def again(self, ordinal: int, row: int) -> None:
+    def replay(self, ordinal: int, row: int) -> None:
         """The next ordinal was asked as this row before the run was taken up: go on behind it."""
-        found = self.row(ordinal)
+        found = self.advance_to(ordinal)
         assert found == row, f"ordinal {ordinal} was row {row}, and this order has {found}"
 
-    def saw(self, row: int, rewards: Sequence[float]) -> None:  # noqa: B027  (most orders do not look)
+    def record_rewards(self, row: int, rewards: Sequence[float]) -> None:  # noqa: B027  (most orders do not look)
         """What the rollouts of a row's group earned."""
 
     def state(self) -> dict[str, Any]:
@@ -89,12 +98,12 @@ class Order(ABC):
         self.position = tree["position"]
 
 
-def _draw(count: int, *key: int) -> NDArray[np.uint64]:
+def _random_bits(count: int, *key: int) -> NDArray[np.uint64]:
     """That many numbers, each of 64 random bits, for this key and no other."""
     return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
-class _Epochs:
+class _EpochPermutations:
     """A permutation for each epoch, drawn when the epoch begins."""
 
     def __init__(self, rows: int, *key: int) -> None:
@@ -107,48 +116,48 @@ class _Epochs:
         epoch, index = place
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = np.argsort(_draw(self._rows, *self._key, epoch), kind="stable")
+            self._order = np.argsort(_random_bits(self._rows, *self._key, epoch), kind="stable")
         return int(self._order[index])
 
 
 # -- rows as they stand -----------------------------------------------------------------------------------------------
 
 
-class Sequential(Sampler):
+class SequentialSampler(Sampler):
     """Rows as they stand in the files, over and over."""
 
-    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> Order:  # noqa: ARG002
+    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
         return _SequentialOrder(rows, seed)
 
 
-class _SequentialOrder(Order):
-    def following(self) -> int:
+class _SequentialOrder(RowOrder):
+    def next_row(self) -> int:
         return self.position % self.rows
 
 
 # -- shuffled ---------------------------------------------------------------------------------------------------------
 
 
-class Shuffled(Sampler):
+class ShuffledSampler(Sampler):
     """Every row once in each epoch, in a new order each time."""
 
-    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> Order:  # noqa: ARG002
+    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
         return _ShuffledOrder(rows, seed)
 
 
-class _ShuffledOrder(Order):
+class _ShuffledOrder(RowOrder):
     @cached_property
-    def _epochs(self) -> _Epochs:
-        return _Epochs(self.rows, self.seed)
+    def _epochs(self) -> _EpochPermutations:
+        return _EpochPermutations(self.rows, self.seed)
 
-    def following(self) -> int:
+    def next_row(self) -> int:
         return self._epochs[divmod(self.position, self.rows)]
 
 
 # -- weighted by data source ------------------------------------------------------------------------------------------
 
 
-class Weighted(Sampler):
+class WeightedSampler(Sampler):
     """Data sources in fixed shares, each shuffled: no row of a source again before all of it was asked.
 
     Shares are kept at every moment and not only on average: the source that is furthest behind its share is next.
@@ -157,12 +166,12 @@ class Weighted(Sampler):
     weights: dict[str, float] = Field({}, description="the share of each data source; empty is equal shares")
 
     @model_validator(mode="after")
-    def _shares(self) -> Weighted:
+    def _check_weights(self) -> WeightedSampler:
         if self.weights and not (min(self.weights.values()) >= 0 < sum(self.weights.values()) < np.inf):
             raise ConfigError(f"`weights` must be from 0 on, with one above 0; they are {self.weights}.")
         return self
 
-    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> Order:
+    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
         of_row = np.array(sources(), dtype=np.str_)
         assert len(of_row) == rows, f"{rows} rows have {len(of_row)} sources"
         there, which = np.unique(of_row, return_inverse=True)
@@ -177,17 +186,19 @@ class Weighted(Sampler):
         return _WeightedOrder(rows, seed, [np.flatnonzero(which == s) for s in range(len(there))], shares)
 
 
-class _WeightedOrder(Order):
-    def __init__(self, rows: int, seed: int, members: Sequence[NDArray[np.int64]], shares: NDArray[np.float64]) -> None:
+class _WeightedOrder(RowOrder):
+    def __init__(
+        self, rows: int, seed: int, rows_by_source: Sequence[NDArray[np.int64]], shares: NDArray[np.float64]
+    ) -> None:
         super().__init__(rows, seed)
-        self._members, self._shares = members, shares / shares.sum()
-        self._epochs = [_Epochs(len(mine), seed, source) for source, mine in enumerate(members)]
-        self._taken = np.zeros(len(members), np.int64)
+        self._rows_by_source, self._shares = rows_by_source, shares / shares.sum()
+        self._epochs = [_EpochPermutations(len(mine), seed, source) for source, mine in enumerate(rows_by_source)]
+        self._taken = np.zeros(len(rows_by_source), np.int64)
 
-    def following(self) -> int:
+    def next_row(self) -> int:
         behind = np.where(self._shares > 0, self._shares * (self.position + 1) - self._taken, -np.inf)
         source = int(behind.argmax())
-        mine = self._members[source]
+        mine = self._rows_by_source[source]
         row = mine[self._epochs[source][divmod(int(self._taken[source]), len(mine))]]
         self._taken[source] += 1
         return int(row)
@@ -203,44 +214,44 @@ class _WeightedOrder(Order):
 # -- a curriculum -----------------------------------------------------------------------------------------------------
 
 
-class Curriculum(Sampler):
+class CurriculumSampler(Sampler):
     """Mostly rows whose rollouts differed: where all earn the same, comparing them teaches nothing.
 
     Each row has an epoch of its own, and the row in the earliest is next, in an order that each epoch draws anew. To be
-    asked takes a row to its next epoch; rewards that were all equal take it `rest` epochs further. So no row comes
+    asked takes a row to its next epoch; rewards that were all equal take it `cooldown` epochs further. So no row comes
     twice in an epoch, one that teaches misses none, and one that was too hard, or too easy, is tried again later.
     """
 
-    rest: int = Field(3, ge=1, description="how many epochs a row is left out whose rollouts all earned the same")
+    cooldown: int = Field(3, ge=1, description="how many epochs a row is left out whose rollouts all earned the same")
 
-    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> Order:  # noqa: ARG002
-        return _CurriculumOrder(rows, seed, self.rest)
+    def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
+        return _CurriculumOrder(rows, seed, self.cooldown)
 
 
-class _CurriculumOrder(Order):
+class _CurriculumOrder(RowOrder):
     """Its state is a sum over what happened, and so does not depend on when it was told of it."""
 
-    def __init__(self, rows: int, seed: int, rest: int) -> None:
+    def __init__(self, rows: int, seed: int, cooldown: int) -> None:
         super().__init__(rows, seed)
-        self._rest = rest
-        self._salt = _draw(1, seed)
+        self._cooldown = cooldown
+        self._salt = _random_bits(1, seed)
         self._epochs = np.zeros(rows, np.int32)
-        self._places = self._place(np.arange(rows))
+        self._keys = self._sort_keys(np.arange(rows))
 
-    def following(self) -> int:
-        row = int(self._places.argmin())
-        self._move(row, 1)
+    def next_row(self) -> int:
+        row = int(self._keys.argmin())
+        self._advance_row(row, 1)
         return row
 
-    def again(self, ordinal: int, row: int) -> None:
+    def replay(self, ordinal: int, row: int) -> None:
         assert ordinal == self.position, f"the order stands at {self.position}, not at {ordinal}"
-        self._move(row, 1)
+        self._advance_row(row, 1)
         self.position += 1
 
-    def saw(self, row: int, rewards: Sequence[float]) -> None:
+    def record_rewards(self, row: int, rewards: Sequence[float]) -> None:
         """A group of one compares with nothing, and says nothing here."""
         if len(rewards) > 1 and min(rewards) == max(rewards):
-            self._move(row, self._rest)
+            self._advance_row(row, self._cooldown)
 
     def state(self) -> dict[str, Any]:
         packed = zlib.compress(self._epochs.astype("<i4").tobytes())
@@ -250,20 +261,20 @@ class _CurriculumOrder(Order):
         super().restore(tree)
         packed = base64.b64decode(tree["epochs"])
         self._epochs = np.frombuffer(zlib.decompress(packed), "<i4").astype(np.int32)
-        self._places = self._place(np.arange(self.rows))
+        self._keys = self._sort_keys(np.arange(self.rows))
 
-    def _move(self, row: int, epochs: int) -> None:
+    def _advance_row(self, row: int, epochs: int) -> None:
         self._epochs[row] += epochs
-        self._places[row] = self._place(np.array([row]))[0]
+        self._keys[row] = self._sort_keys(np.array([row]))[0]
 
-    def _place(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _sort_keys(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Where rows stand: the epoch, and a fraction that is drawn for the row in that epoch."""
         epochs = self._epochs[rows]
-        bits = _mixed(_mixed(self._salt + epochs.astype(np.uint64)) + rows.astype(np.uint64))
+        bits = _splitmix64(_splitmix64(self._salt + epochs.astype(np.uint64)) + rows.astype(np.uint64))
         return epochs + (bits >> np.uint64(11)) * 2.0**-53
 
 
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64: a bijection of 64 bits after which neighbours have nothing in common."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -272,9 +283,9 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 SAMPLERS: dict[str, type[Sampler]] = {
-    "sequential": Sequential,
-    "shuffled": Shuffled,
-    "weighted": Weighted,
-    "curriculum": Curriculum,
+    "sequential": SequentialSampler,
+    "shuffled": ShuffledSampler,
+    "weighted": WeightedSampler,
+    "curriculum": CurriculumSampler,
 }
 """By the names that choose them."""

@@ -22,16 +22,17 @@ from rich.text import Text
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
-from etude.demo import novice, storeroom
-from etude.demo.stage import AGENT_DEMO, checked, head_dim, make_world, places, warm_up
+from etude.demo import storeroom_agent as storeroom
+from etude.demo import storeroom_model as novice
+from etude.demo.demo_setup import AGENT_DEMO, compose_demo, head_dim, path_options, warm_up, write_tasks
 from etude.observe import format_seconds, make_console
-from etude.recipes.build import build
-from etude.recipes.folder import new_directory, read_metrics
-from etude.recipes.loop import practise
-from etude.recipes.run import Run
+from etude.recipes.run.build import build
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import new_directory, read_metrics
+from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-__all__ = ["Scored", "demonstrate", "lines"]
+__all__ = ["ScoredTask", "format_conversation", "run_demo"]
 
 TASKS, HELD_OUT = 2_000, 200
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -41,7 +42,7 @@ LEARNING = ("annotate", "estimate", "update", "publish")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredTask:
     """One held-out task, as it was played to score the model."""
 
     question: str
@@ -55,17 +56,17 @@ class Scored:
         return sum(bool(CALL.search(said["text"])) for said in self.conversation if said["by"] == "model")
 
 
-def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
+def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
     """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome.
 
     began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
     """
-    asked = checked(AGENT_DEMO, overrides, file)
+    asked = compose_demo(AGENT_DEMO, overrides, file)
     directory = asked.directory or new_directory(Path("runs"), "demo-agent")
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console, asked)
-    world = make_world(directory, TASKS, HELD_OUT, lambda n, held: storeroom.rows(asked.seed, n, held_out=held))
+    world = write_tasks(directory, TASKS, HELD_OUT, lambda n, held: storeroom.make_rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     heads = head_dim(asked, novice.HEAD_DIM)
     warm_up(
@@ -73,14 +74,14 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     )
     warmed = time.perf_counter() - began
     console.print(Text(f"Warmed up in {warmed:.0f} s. Now {asked.steps} steps of GRPO over the agent's rollouts.\n"))
-    run = compose(Run, overrides, values=places(world, directory), file=file, preset=AGENT_DEMO.preset)
+    run = compose(Run, overrides, values=path_options(world, directory), file=file, preset=AGENT_DEMO.preset)
     with build(run) as parts:
-        practise(parts)
+        run_loop(parts)
         if parts.checkpoint.step == parts.checkpoint.steps:  # else it was stopped, which `build` tells and raises
             before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
     seconds = time.perf_counter() - began
     steps = read_metrics(directory)
-    told = _told(before, after, steps) | {
+    told = _outcome(before, after, steps) | {
         "seconds": seconds,
         "warm_up_seconds": warmed,
         "strategy": run.agent.strategy,
@@ -93,17 +94,19 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     return told
 
 
-def _scored(directory: Path, step: int) -> list[Scored]:
+def _scored(directory: Path, step: int) -> list[ScoredTask]:
     """What the agent said and earned on held-out tasks, as the run wrote it down after a step."""
     lines = (directory / "evaluations" / f"step-{step:08d}.jsonl").read_text(encoding="utf-8").splitlines()
     found = []
     for line in map(json.loads, lines):
         task = line["prompt"]
-        found.append(Scored(task["question"], task["answer"], line["conversation"], line["reward"] == 1))
+        found.append(ScoredTask(task["question"], task["answer"], line["conversation"], line["reward"] == 1))
     return found
 
 
-def _told(before: Sequence[Scored], after: Sequence[Scored], steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _outcome(
+    before: Sequence[ScoredTask], after: Sequence[ScoredTask], steps: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
     """The outcome in numbers."""
     last, made = steps[-1], [step for step in steps if step["step"] > 0]
     continued, branched = (last.get(f"endpoint/turns_{name}", 0.0) for name in ("continued", "branched"))
@@ -122,7 +125,7 @@ def _told(before: Sequence[Scored], after: Sequence[Scored], steps: Sequence[Map
         "continued_exactly": continued / max(continued + branched, 1.0),
         "tokens_read": int(last["endpoint/prompt_tokens"]),
         "tokens_written": int(last["endpoint/completion_tokens"]),
-        "tokens_that_rendering_anew_would_have_changed": int(last["endpoint/tokens_rerendered"]),
+        "tokens_changed_by_rerendering": int(last["endpoint/tokens_rerendered"]),
         "failed_attempts": int(sum(step["failed_attempts"] for step in made)),
         "playing_seconds": seconds("collect"),
         "learning_seconds": seconds(*LEARNING),
@@ -152,20 +155,20 @@ def _introduce(console: Console, run: Run) -> None:
     console.print()
 
 
-def _compare(console: Console, before: Sequence[Scored], after: Sequence[Scored]) -> None:
+def _compare(console: Console, before: Sequence[ScoredTask], after: Sequence[ScoredTask]) -> None:
     """One held-out task, played before and after; one on which that can be seen, if there is one."""
     pairs = list(zip(before, after, strict=True))
     old, new = next((pair for pair in pairs if pair[1].right and not pair[0].right), pairs[0])
     console.print(Text(f"\nA held-out task: {old.question}"), soft_wrap=True)
     for title, played in (("before", old), ("after", new)):
-        for place, (who, said) in enumerate(lines(played)):
+        for place, (who, said) in enumerate(format_conversation(played)):
             console.print(Text.assemble(f"  {title if place == 0 else '':<8}", (f"{who:<7}", "dim"), said))
         verdict = ("right", "green") if played.right else (f"wrong, it is {played.wanted}", "red")
         console.print(Text.assemble(" " * 17, verdict))
     console.print()
 
 
-def lines(played: Scored) -> list[tuple[str, Text]]:
+def format_conversation(played: ScoredTask) -> list[tuple[str, Text]]:
     """Who said what, a line each: calls as calls, and what was written otherwise as it stands."""
     found: list[tuple[str, Text]] = []
     name = ""
@@ -204,7 +207,7 @@ def _account(console: Console, told: Mapping[str, Any]) -> None:
         (
             "conversations continued",
             f"{told['continued_exactly']:.1%} exactly, from the very tokens that were served; rendering them anew "
-            f"would have changed {told['tokens_that_rendering_anew_would_have_changed']:,}",
+            f"would have changed {told['tokens_changed_by_rerendering']:,}",
         ),
         ("tokens", f"{told['tokens_read']:,} read, {told['tokens_written']:,} written"),
         ("time", f"{shares}, all else {format_seconds(max(rest, 0.0))}"),

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from pydantic import Field, model_validator
 
-from etude.algorithms import Algorithm, Denominators, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, View
 from etude.batch import Batch
+from etude.demo.enumerated_mdp import WANTED, EnumeratedMDP
 from etude.demo.tabular import TabularPolicy
-from etude.demo.world import WANTED, World
 from etude.errors import ConfigError
-from etude.observe import Last, Mean, Metrics, Observe, RunLog
+from etude.observe import Last, Mean, Metrics, ObserveConfig, RunLog
 
 __all__ = ["DemoRun", "Progress", "train"]
 
 
-class DemoRun(Algorithm):
+class DemoRun(AlgorithmConfig):
     """An algorithm, and a tabular policy to train by it."""
 
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
@@ -36,7 +36,7 @@ class DemoRun(Algorithm):
     learning_rate: float = Field(0.1, gt=0, description="of Adam")
     lag: int = Field(0, ge=0, description="how many steps older than the trainer's the sampler's policy is")
     noise: float = Field(0.0, ge=0, description="standard deviation of an error in the sampler's logits")
-    observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
+    observe: ObserveConfig = Field(ObserveConfig(), description="what is shown, and where numbers go")
     directory: Path = Field(Path("runs/demo"), description="the folder in which each run makes a folder of its own")
 
     @model_validator(mode="after")
@@ -55,31 +55,31 @@ class Progress:
     """How far a run is: after `step` steps the policy expects the reward `expected`."""
 
     step: int
-    expected: float
+    expected_reward: float
     optimum: float
 
 
 def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
     """Collect, score, estimate, update, publish, until the steps are done."""
-    policy = TabularPolicy(World(), run.seed)
+    policy = TabularPolicy(EnumeratedMDP(), run.seed)
     generator = torch.Generator().manual_seed(run.seed)
     optimizer = torch.optim.Adam([policy.table], lr=run.learning_rate)
-    published, state = [policy.logp().detach()], State()
-    optimum = policy.world.optimum
-    yield Progress(0, policy.expected(), optimum)
+    published, state = [policy.logp().detach()], AlgorithmState()
+    optimum = policy.mdp.optimum
+    yield Progress(0, policy.expected_reward(), optimum)
     for step in range(1, run.steps + 1):
         with log.step(step) as at:
             batch = collect(run, policy, published, generator)
-            batch = policy.annotate(batch, run.needs())
+            batch = policy.annotate(batch, run.required_columns())
             found = run.estimate(batch, state, seed=run.seed, step=step)
             at.add(found.metrics)
             for part in found.batch.split(run.updates, by=run.loss.split_unit):
                 at.add(update(run, policy, optimizer, part, found.state))
-                _refuse_the_infinite(run, policy, step)
-            state = found.following
+                _refuse_nonfinite(run, policy, step)
+            state = found.next_state
             published.append(policy.logp().detach())
-            at.add(_seen(batch, policy, optimum))
-        yield Progress(step, policy.expected(), optimum)
+            at.add(_step_metrics(batch, policy, optimum))
+        yield Progress(step, policy.expected_reward(), optimum)
 
 
 def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], generator: torch.Generator) -> Batch:
@@ -89,19 +89,19 @@ def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], 
     sampler = (published[version] + run.noise * error).log_softmax(-1)
     group = torch.arange(run.groups).repeat_interleave(run.group_size)
     batch = policy.sample(sampler, group % len(WANTED), generator)
-    versions = torch.full((batch.tokens,), version, dtype=torch.int32)
-    first = (len(published) - 1) * batch.rollouts
-    return batch.replace(group=group, version=versions, rollout_id=torch.arange(first, first + batch.rollouts))
+    versions = torch.full((batch.num_tokens,), version, dtype=torch.int32)
+    first = (len(published) - 1) * batch.num_rollouts
+    return batch.replace(group=group, version=versions, rollout_id=torch.arange(first, first + batch.num_rollouts))
 
 
 def update(
-    run: DemoRun, policy: TabularPolicy, optimizer: torch.optim.Optimizer, batch: Batch, state: State
+    run: DemoRun, policy: TabularPolicy, optimizer: torch.optim.Optimizer, batch: Batch, state: AlgorithmState
 ) -> Metrics:
     """One optimizer step: the gradient of the update batch, added up over its micro-batches."""
-    whole, metrics = Denominators.of(View(batch)), Metrics()
+    whole, metrics = Denominators.from_view(View(batch)), Metrics()
     optimizer.zero_grad()
     for part in batch.split(run.micro_batches, by=run.loss.split_unit):
-        value = run.objective(part, policy.forward(part, run.outputs()), whole, state)
+        value = run.compute_loss(part, policy.forward(part, run.forward_outputs()), whole, state)
         value.loss.backward()  # type: ignore[no-untyped-call]
         metrics.merge(value.metrics)
         metrics.add("loss", Mean.over(value.loss.detach(), len(part.group) / len(batch.group)))
@@ -111,7 +111,7 @@ def update(
     return metrics
 
 
-def _refuse_the_infinite(run: DemoRun, policy: TabularPolicy, step: int) -> None:
+def _refuse_nonfinite(run: DemoRun, policy: TabularPolicy, step: int) -> None:
     """Nothing can be sampled from logits that have left the numbers."""
     if not bool(policy.logp().detach().isfinite().all()):
         raise ConfigError(
@@ -120,11 +120,11 @@ def _refuse_the_infinite(run: DemoRun, policy: TabularPolicy, step: int) -> None
         )
 
 
-def _seen(batch: Batch, policy: TabularPolicy, optimum: float) -> Metrics:
-    earned = batch.need("metric")
+def _step_metrics(batch: Batch, policy: TabularPolicy, optimum: float) -> Metrics:
+    earned = batch.require("metric")
     return Metrics(
         {
-            "expected_reward": Last.of(policy.expected()),
+            "expected_reward": Last.of(policy.expected_reward()),
             "optimum": Last.of(optimum),
             "reward": Mean.over(earned.sum(), len(earned)),
         }

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from etude.algorithms import LOSSES
 from etude.config.compose import compose, multirun
-from etude.config.override import read
+from etude.config.override import parse_override
 from etude.config.secrets import mask, mask_text
 from etude.config.show import to_tree, to_yaml
 from etude.demo.algorithms import DemoRun, train
@@ -22,7 +22,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.integrity import write_text
 from etude.observe import RunInfo, open_run_log
 
-__all__ = ["Entry", "entries", "new_directory", "report", "train_entry"]
+__all__ = ["ComparedRun", "build_report", "new_directory", "select_runs", "train_run"]
 
 LONGEST_FOLDER = 100
 """Letters in the name of a folder, well below what file systems allow."""
@@ -31,7 +31,7 @@ LEARNT = 0.9
 
 
 @dataclass
-class Entry:
+class ComparedRun:
     """One run of a comparison, and what has become of it."""
 
     name: str
@@ -62,26 +62,26 @@ class Entry:
         return not self.refused and self.share >= LEARNT
 
 
-def entries(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> list[Entry]:
+def select_runs(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> list[ComparedRun]:
     """The jobs of a sweep; or the loss that was chosen; or, where none was, every loss in turn."""
     if sweep:
-        return _swept(overrides, file)
+        return _sweep_runs(overrides, file)
     if _chooses_loss(overrides, file):
         run = compose(DemoRun, overrides, file=file)
-        return [Entry(to_tree(run)["loss"]["name"], run)]
+        return [ComparedRun(to_tree(run)["loss"]["name"], run)]
     found, refusals = [], []
     for name in LOSSES:
         try:
-            found.append(Entry(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
+            found.append(ComparedRun(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
         except ConfigError as error:
-            found.append(Entry(name, refused=str(error)))
+            found.append(ComparedRun(name, refused=str(error)))
             refusals.append(error)
     if len(refusals) == len(found):
         raise refusals[0]
     return found
 
 
-def train_entry(entry: Entry, directory: Path, stepped: Callable[[], None]) -> None:
+def train_run(entry: ComparedRun, directory: Path, on_step: Callable[[], None]) -> None:
     """Train one, with its metrics and its configuration in a folder of its own; `stepped` is called after each step."""
     run = entry.run
     assert run is not None
@@ -92,16 +92,16 @@ def train_entry(entry: Entry, directory: Path, stepped: Callable[[], None]) -> N
         write_text(directory / "run.yaml", to_yaml(run))
         try:
             for at in train(run, log):
-                entry.curve.append(at.expected)
+                entry.curve.append(at.expected_reward)
                 entry.optimum = at.optimum
                 entry.seconds = time.perf_counter() - began
-                stepped()
+                on_step()
         except EtudeError as error:
             entry.refused = str(error)
-            stepped()
+            on_step()
 
 
-def report(all_entries: Sequence[Entry], directory: Path, figure: Path) -> dict[str, Any]:
+def build_report(runs: Sequence[ComparedRun], directory: Path, figure: Path) -> dict[str, Any]:
     """What happened, as plain data."""
     return {
         "directory": str(directory),
@@ -123,7 +123,7 @@ def report(all_entries: Sequence[Entry], directory: Path, figure: Path) -> dict[
                 "learnt": entry.learnt,
                 "seconds": entry.seconds,
             }
-            for entry in all_entries
+            for entry in runs
         ],
     }
 
@@ -145,17 +145,17 @@ def new_directory(parent: Path) -> Path:
             return directory
 
 
-def _swept(overrides: Sequence[str], file: Path | None) -> list[Entry]:
+def _sweep_runs(overrides: Sequence[str], file: Path | None) -> list[ComparedRun]:
     """One entry for each job, named by what sets it apart."""
     with TemporaryDirectory() as scratch:
         jobs = multirun(DemoRun, overrides, lambda _: None, file=file, directory=Path(scratch))
-    _refuse_to_part([job.run for job in jobs])
+    _refuse_differing([job.run for job in jobs])
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     own = [mask_text(" ".join(text for text in job.overrides if text not in shared)) for job in jobs]
-    return [Entry(name or f"job {job.number}", job.run, job.number) for name, job in zip(own, jobs, strict=True)]
+    return [ComparedRun(name or f"job {job.number}", job.run, job.number) for name, job in zip(own, jobs, strict=True)]
 
 
-def _refuse_to_part(runs: Sequence[DemoRun]) -> None:
+def _refuse_differing(runs: Sequence[DemoRun]) -> None:
     """All jobs of a sweep are shown on one screen and kept in one folder."""
     shared: dict[str, Callable[[DemoRun], object]] = {
         "directory": lambda run: run.directory,
@@ -173,7 +173,7 @@ def _refuse_to_part(runs: Sequence[DemoRun]) -> None:
 
 def _chooses_loss(overrides: Sequence[str], file: Path | None) -> bool:
     """Whether the command line or the file speaks of the loss."""
-    if any(read(text, example="steps").path.split(".")[0] == "loss" for text in overrides):
+    if any(parse_override(text, example="steps").path.split(".")[0] == "loss" for text in overrides):
         return True
     if file is None:
         return False

@@ -19,11 +19,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from etude.demo.compare import Entry
+from etude.demo.compare import ComparedRun
 from etude.observe import format_seconds
-from etude.observe.curves import ASCII_BLOCKS, BLOCKS, GOOD, INK, PALE, POOR, carries, dress, sheet, sparkline
+from etude.observe.plotting import (
+    ASCII_BLOCKS,
+    BAD_COLOR,
+    BLOCKS,
+    GOOD_COLOR,
+    GRID_COLOR,
+    TEXT_COLOR,
+    can_encode,
+    make_figure,
+    sparkline,
+    style_panel,
+)
 
-__all__ = ["Screen", "draw"]
+__all__ = ["LiveTable", "draw_curves"]
 
 WIDEST = 40
 REDRAW = 0.1
@@ -33,12 +44,12 @@ MOST_COLUMNS = 5
 TITLE = "Expected reward J, known exactly, after each step. Dashed: the optimum."
 
 
-class Screen:
+class LiveTable:
     """The entries as they train: a live table on a terminal; elsewhere a line for each that is done."""
 
-    def __init__(self, console: Console, entries: Sequence[Entry]) -> None:
+    def __init__(self, console: Console, entries: Sequence[ComparedRun]) -> None:
         self._console, self._entries = console, entries
-        self._blocks, self._arrow = (BLOCKS, "→") if carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+        self._blocks, self._arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
         self._drawn = 0.0
         self._live = None
         if console.is_interactive:
@@ -56,13 +67,13 @@ class Screen:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """An entry made a step."""
         if self._live is not None and time.monotonic() - self._drawn > REDRAW:
             self._drawn = time.monotonic()
             self._live.update(self._table(), refresh=True)
 
-    def finished(self, entry: Entry) -> None:
+    def on_finish(self, entry: ComparedRun) -> None:
         """An entry is done, or was refused."""
         if self._live is None:
             name = entry.name.ljust(max(len(each.name) for each in self._entries))
@@ -83,7 +94,7 @@ class Screen:
                 table.add_row(Text(entry.name), *self._cells(entry, wide))
         return table
 
-    def _cells(self, entry: Entry, width: int) -> list[Text]:
+    def _cells(self, entry: ComparedRun, width: int) -> list[Text]:
         """What is told of an entry beside its name."""
         if entry.refused:
             return [Text("refused, see below", "dim")]
@@ -100,23 +111,23 @@ class Screen:
         ]
 
 
-def draw(entries: Sequence[Entry], path: Path) -> None:
+def draw_curves(entries: Sequence[ComparedRun], path: Path) -> None:
     """The picture of every run that was not refused."""
     drawn = [entry for entry in entries if not entry.refused]
-    figure, panels, columns = sheet(len(drawn), TITLE, most_columns=MOST_COLUMNS, panel=(2.35, 1.75), shared=True)
+    figure, panels, columns = make_figure(len(drawn), TITLE, most_columns=MOST_COLUMNS, panel=(2.35, 1.75), shared=True)
     for place, (panel, entry) in enumerate(zip(panels, drawn, strict=True)):
         for other in drawn:
-            panel.plot(other.curve, color=PALE, linewidth=0.7, zorder=1)
+            panel.plot(other.curve, color=GRID_COLOR, linewidth=0.7, zorder=1)
         _panel(panel, entry)
         panel.tick_params(labelbottom=place + columns >= len(drawn))
     figure.savefig(path)
 
 
-def _panel(panel: Axes, entry: Entry) -> None:
-    colour = GOOD if entry.learnt else POOR
-    panel.axhline(entry.optimum, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=2)
+def _panel(panel: Axes, entry: ComparedRun) -> None:
+    colour = GOOD_COLOR if entry.learnt else BAD_COLOR
+    panel.axhline(entry.optimum, color=TEXT_COLOR, linewidth=0.8, linestyle=(0, (4, 3)), zorder=2)
     panel.plot(entry.curve, color=colour, linewidth=1.8, zorder=3, solid_capstyle="round")
     panel.plot(len(entry.curve) - 1, entry.curve[-1], "o", color=colour, markersize=3.5, zorder=4, clip_on=False)
     panel.set_ylim(0, entry.optimum * 1.06)
     panel.set_xlim(0, len(entry.curve) - 1)
-    dress(panel, entry.name, f"{entry.curve[-1]:.3f}", colour)
+    style_panel(panel, entry.name, f"{entry.curve[-1]:.3f}", colour)

@@ -20,19 +20,20 @@ from rich.text import Text
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
-from etude.demo import digits, stage
-from etude.demo.beginner import HEAD_DIM, STEPS, warm_up
-from etude.demo.stage import LANGUAGE_DEMO, checked, make_world, places
+from etude.demo import demo_setup as stage
+from etude.demo import sorting_task as digits
+from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, path_options, write_tasks
+from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
-from etude.recipes.build import build
-from etude.recipes.evaluate import Answer
-from etude.recipes.folder import new_directory, read_metrics
-from etude.recipes.loop import practise
-from etude.recipes.parts import Parts
-from etude.recipes.run import Run
+from etude.recipes.evaluate import EvaluatedAnswer
+from etude.recipes.run.build import build
+from etude.recipes.run.components import RunComponents
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import new_directory, read_metrics
+from etude.recipes.run.loop import run_loop
 from etude.tools.plot import plot
 
-__all__ = ["Scores", "demonstrate"]
+__all__ = ["Scores", "run_demo"]
 
 TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
 
@@ -45,30 +46,30 @@ class Scores:
     """The share of right answers at temperature 1: the accuracy of the policy as it samples."""
     greedy: float
     """The same when the likeliest token is always taken."""
-    answers: Sequence[Answer]
+    answers: Sequence[EvaluatedAnswer]
 
 
-def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
+def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
     """Make a world, warm a model up in it, improve it, show how; returns the outcome.
 
     began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
     """
-    asked = checked(LANGUAGE_DEMO, overrides, file)
+    asked = compose_demo(LANGUAGE_DEMO, overrides, file)
     directory = asked.directory or new_directory(Path("runs"), "demo")
     console = make_console(asked.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console)
-    world = make_world(directory, TASKS, HELD_OUT, lambda n, held: digits.rows(asked.seed, n, held_out=held))
+    world = write_tasks(directory, TASKS, HELD_OUT, lambda n, held: digits.make_rows(asked.seed, n, held_out=held))
     torch.set_num_threads(asked.threads or torch.get_num_threads())
     heads = stage.head_dim(asked, HEAD_DIM)
     stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)
     warmed = time.perf_counter() - began
-    run = compose(Run, overrides, values=places(world, directory), file=file, preset=LANGUAGE_DEMO.preset)
+    run = compose(Run, overrides, values=path_options(world, directory), file=file, preset=LANGUAGE_DEMO.preset)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)
         console.print(Text(f"\nWarmed up in {warmed:.0f} s. Now {run.steps} steps of GRPO.\n"))
-        practise(parts)
+        run_loop(parts)
         after = _scored(parts, console)
     seconds = time.perf_counter() - began
     _compare(console, before, after)
@@ -88,17 +89,17 @@ def demonstrate(overrides: Sequence[str], file: Path | None = None, began: float
     }
 
 
-def _scored(parts: Parts, console: Console) -> Scores:
+def _scored(parts: RunComponents, console: Console) -> Scores:
     """The policy's accuracy on held-out problems, sampled and greedy."""
     evaluator = parts.evaluate.evaluator
     assert evaluator is not None
     with progress("scoring on held-out problems", 2 * evaluator.tasks * evaluator.samples, console) as bar:
-        sampled = evaluator.answers(bar.advance)
-        greedy = evaluator.with_sampling(temperature=0.0).answers(bar.advance)
+        sampled = evaluator.answer_all(bar.advance)
+        greedy = evaluator.with_sampling(temperature=0.0).answer_all(bar.advance)
     return Scores(_accuracy(sampled), _accuracy(greedy), sampled)
 
 
-def _accuracy(answers: Sequence[Answer]) -> float:
+def _accuracy(answers: Sequence[EvaluatedAnswer]) -> float:
     return sum(answer.reward for answer in answers) / len(answers)
 
 

@@ -1,4 +1,4 @@
-"""The smallest language model: a table with one row of three logits for every state of a `World`.
+"""The smallest language model: a table with one row of three logits for every state of a `EnumeratedMDP`.
 
 It offers what a large model's engine offers (sample, annotate, forward), and all that algorithms ask for, exactly:
 values are V^π itself, entropies and divergences are sums over the whole vocabulary of three.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import Outputs
-from etude.algorithms.logits import topk_and_rest
+from etude.algorithms.logits import topk_logp_with_tail
 from etude.batch import Batch
-from etude.demo.world import SHARPNESS, TOKENS, WANTED, World
+from etude.demo.enumerated_mdp import TEACHER_TEMPERATURE, TOKENS, WANTED, EnumeratedMDP
 from etude.errors import ConfigError
 
 __all__ = ["TabularPolicy"]
@@ -26,56 +26,56 @@ TEACHER_TOP = 2
 class TabularPolicy:
     """A softmax table [N, 3] in float64, the reference it started from, and a teacher that knows the answers."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, mdp: EnumeratedMDP, seed: int) -> None:
         start = 0.1 * torch.randn(
-            world.states, len(TOKENS), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+            mdp.states, len(TOKENS), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
         )
-        self.world = world
+        self.mdp = mdp
         self.table = start.clone().requires_grad_()
         self.reference = start.log_softmax(-1)
-        self.teacher = (world.best / SHARPNESS).log_softmax(-1)
+        self.teacher = (mdp.best_return / TEACHER_TEMPERATURE).log_softmax(-1)
 
     def logp(self) -> Tensor:
         """[N, 3]: log π_θ of every token at every state, with gradient."""
         return self.table.log_softmax(-1)
 
-    def expected(self) -> float:
+    def expected_reward(self) -> float:
         """J(θ), exactly."""
-        return self.world.expected(self.logp().detach())
+        return self.mdp.expected_reward(self.logp().detach())
 
     def sample(self, logp: Tensor, prompts: Tensor, generator: torch.Generator) -> Batch:
         """One rollout for each prompt [n], drawn token by token from log-probs [N, 3], which it records as μ."""
         chances = logp.exp()
-        episodes = self.world.walk(prompts, lambda s: torch.multinomial(chances[s], 1, generator=generator)[:, 0])
-        batch = self.world.library.select(episodes)
-        return batch.replace(behavior_logp=_of_tokens(logp, batch))
+        episodes = self.mdp.run_episodes(prompts, lambda s: torch.multinomial(chances[s], 1, generator=generator)[:, 0])
+        batch = self.mdp.all_episodes.select(episodes)
+        return batch.replace(behavior_logp=_token_logp(logp, batch))
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
         """The batch with the columns that an algorithm needs of the policy as it stands, and of its elders."""
         logp = self.logp().detach()
-        state = batch.need("state")
+        state = batch.require("state")
         top = self.teacher.topk(TEACHER_TOP, dim=-1)
         known: dict[str, Callable[[], Tensor]] = {
-            "old_logp": lambda: _of_tokens(logp, batch),
-            "ref_logp": lambda: _of_tokens(self.reference, batch),
-            "teacher_logp": lambda: _of_tokens(self.teacher, batch),
+            "old_logp": lambda: _token_logp(logp, batch),
+            "ref_logp": lambda: _token_logp(self.reference, batch),
+            "teacher_logp": lambda: _token_logp(self.teacher, batch),
             "teacher_topk_ids": lambda: top.indices[state],
             "teacher_topk_logp": lambda: top.values[state],
             "entropy": lambda: _entropy(logp)[state],
             "sum_pi_squared": lambda: (2 * logp).exp().sum(-1)[state],
-            "value": lambda: self.world.values(logp)[state],
-            "greedy_reward": lambda: self._greedy(logp)[batch.need("role")],
+            "value": lambda: self.mdp.values(logp)[state],
+            "greedy_reward": lambda: self._greedy(logp)[batch.require("role")],
         }
         return batch.replace(**{name: known[name]() for name in sorted(needs & known.keys())})
 
     def forward(self, batch: Batch, names: frozenset[str]) -> Outputs:
         """What a loss asks of a forward pass, with gradient."""
-        logp, state = self.logp(), batch.need("state")
+        logp, state = self.logp(), batch.require("state")
         known: dict[str, Callable[[], Tensor]] = {
-            "logp": lambda: _of_tokens(logp, batch),
+            "logp": lambda: _token_logp(logp, batch),
             "entropy": lambda: _entropy(logp)[state],
             "full_kl": lambda: (logp.exp() * (logp - self.reference)).sum(-1)[state],
-            "topk_logp": lambda: topk_and_rest(logp[state], batch.need("teacher_topk_ids")),
+            "topk_logp": lambda: topk_logp_with_tail(logp[state], batch.require("teacher_topk_ids")),
         }
         unknown = sorted(names - known.keys())
         if unknown:
@@ -87,13 +87,13 @@ class TabularPolicy:
 
     def _greedy(self, logp: Tensor) -> Tensor:
         """[P]: what the likeliest answer to each prompt earns."""
-        episodes = self.world.walk(torch.arange(len(WANTED)), lambda state: logp[state].argmax(-1))
-        return self.world.rewards[episodes]
+        episodes = self.mdp.run_episodes(torch.arange(len(WANTED)), lambda state: logp[state].argmax(-1))
+        return self.mdp.rewards[episodes]
 
 
-def _of_tokens(logp: Tensor, batch: Batch) -> Tensor:
+def _token_logp(logp: Tensor, batch: Batch) -> Tensor:
     """[N, 3] → [T]: the log-prob of each token of a batch."""
-    return logp[batch.need("state"), batch.ids.long()]
+    return logp[batch.require("state"), batch.ids.long()]
 
 
 def _entropy(logp: Tensor) -> Tensor:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from etude.config.env import keep_ray_quiet
+from etude.config.env import silence_ray
 from etude.dispatch.config import CrewConfig
-from etude.dispatch.local import LocalCrew
+from etude.dispatch.local_crew import LocalCrew
 from etude.errors import MissingPackageError
 
 if TYPE_CHECKING:
-    from etude.dispatch.crew import Joint
+    from etude.dispatch.multi_rank_crew import MultiRankCrew
 
-__all__ = ["Carrier", "CrewConfig", "LocalCrew", "crew_of"]
+__all__ = ["ClusterBackend", "CrewConfig", "LocalCrew", "crew_of"]
 
-Carrier = Literal["local", "ray"]
+ClusterBackend = Literal["local", "ray"]
 """What the ranks of a run are: processes of this machine, or actors of Ray's."""
 
 
-def crew_of(carrier: Carrier) -> Callable[..., Joint[Any]]:
+def crew_of(carrier: ClusterBackend) -> Callable[..., MultiRankCrew[Any]]:
     """What starts a crew of several ranks there."""
     if carrier == "local":
-        from etude.dispatch.processes import ProcessCrew
+        from etude.dispatch.process_crew import ProcessCrew
 
         return ProcessCrew
-    keep_ray_quiet()
+    silence_ray()
     try:
         from etude.dispatch.ray_crew import RayCrew
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ __all__ = ["CrewConfig"]
 class CrewConfig(Config):
     """The processes of several ranks."""
 
-    silence: float = Field(
+    heartbeat_timeout: float = Field(
         30.0, gt=0, description="seconds without a sign of life from a rank, busy or not, after which the run ends"
     )
     timeout: float = Field(

@@ -18,14 +18,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.batch import Batch, Outline
-from etude.batch.wire import from_bytes, to_bytes
+from etude.batch import Batch, BatchMeta
+from etude.batch.serialization import from_bytes, to_bytes
 from etude.errors import EtudeError
 from etude.observe import LogLevel, Metrics
 
 __all__ = [
-    *("Ask", "At", "Beat", "Begin", "Begun", "Body", "Channel", "Done", "Drop", "Failed", "Job", "Kept"),
-    *("Lent", "Line", "Make", "Said", "Sent", "pack", "unpack"),
+    *("AsyncCallRequest", "BatchFactory", "BatchRef", "CallError", "CallRequest", "CallResult", "CallStarted"),
+    *("CancelAsyncCall", "Channel", "HeartbeatMessage", "Payload", "PayloadRef", "PipeChannel", "RankLogRecord"),
+    *("RankSetup", "StartupStatus", "StoredBatch", "deserialize", "serialize"),
 ]
 
 SMALL = 4096
@@ -33,50 +34,50 @@ SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """A value as bytes: what is small in `told`, and beside it what is large, each as it lay in memory."""
+class Payload:
+    """A value as bytes: what is small in `pickled`, and beside it what is large, each as it lay in memory."""
 
-    told: bytes
-    large: tuple[NDArray[np.uint8], ...] = ()
-    lent: tuple[Lent, ...] = ()
+    pickled: bytes
+    buffers: tuple[NDArray[np.uint8], ...] = ()
+    batch_refs: tuple[BatchRef, ...] = ()
     """What stays where it lies, and is to be looked at there."""
 
     @property
     def size(self) -> int:
         """How many bytes there are."""
-        return len(self.told) + sum(each.nbytes for each in self.large)
+        return len(self.pickled) + sum(each.nbytes for each in self.buffers)
 
 
-Sent = Any
-"""A `Body`, or where one lies: what a `Channel` makes of it."""
-Make = Callable[[Sequence[Any], Sequence[Any]], Batch]
+PayloadRef = Any
+"""A `Payload`, or where one lies: what a `Channel` makes of it."""
+BatchFactory = Callable[[Sequence[Any], Sequence[Any]], Batch]
 """What makes a batch of values, one for each rollout, and of what else is known of each. It travels by its name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class BatchRef:
     """A batch that stays where it lies."""
 
-    pieces: tuple[Sent, ...]
-    places: NDArray[np.int64]
+    pieces: tuple[PayloadRef, ...]
+    locations: NDArray[np.int64]
     """[U, 2]: the piece that each rollout is in, and which one of it."""
     group: NDArray[np.int64]
     """[U]: the group of each."""
-    make: Make | None = None
-    """Makes the batch of the pieces and what is `told` of each, where they are not batches."""
-    told: tuple[Any, ...] = ()
+    make: BatchFactory | None = None
+    """Makes the batch of the pieces and what `metadata` says of each, where they are not batches."""
+    metadata: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredBatch:
     """From a rank, in place of a batch that stays there."""
 
-    sent: Sent
-    outline: Outline
+    sent: PayloadRef
+    outline: BatchMeta
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class RankSetup:
     """To a rank, first of all: who it is, and what makes its worker."""
 
     rank: int
@@ -91,81 +92,81 @@ class Begin:
     gpu: int
     """Which of the GPUs that it sees is its own, where it computes on one."""
     timeout: float
-    beat: float
+    heartbeat_s: float
     level: LogLevel
-    body: Sent
+    body: PayloadRef
     """A function and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CallRequest:
     """To a rank: make this call, after those before it."""
 
     number: int
-    body: Sent
+    body: PayloadRef
     """A method of the worker's, its arguments, and those by name."""
     keep: bool = False
     """Whether the batch that comes of it is to stay there."""
-    heard: bool = True
+    wants_result: bool = True
     """Whether anybody wants what comes of it; else it is told that it is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AsyncCallRequest:
     """To a rank: answer this beside everything else, by a coroutine method."""
 
     number: int
-    body: Sent
+    body: PayloadRef
     """The method and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class CancelAsyncCall:
     """To a rank: nobody waits for this answer any more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class HeartbeatMessage:
     """From a rank: it lives."""
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class StartupStatus:
     """From a rank: what it is at, while it starts."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CallResult:
     """From a rank: what came of a call."""
 
     number: int
-    body: Sent
+    body: PayloadRef
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CallError:
     """From a rank: what went wrong in a call."""
 
     number: int
     error: EtudeError | None
     """The error itself, where it is one of ours."""
-    told: str
+    description: str
     """The error, and where it was raised, in a line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class CallStarted:
     """From a rank: an answer's turn has come."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RankLogRecord:
     """From a rank: what it warned of."""
 
     level: int
@@ -173,8 +174,8 @@ class Said:
     text: str
 
 
-Lend = Callable[[object], Lent | None]
-Borrow = Callable[[Lent], Any]
+ToBatchRef = Callable[[object], BatchRef | None]
+LoadBatchRef = Callable[[BatchRef], Any]
 
 
 class Channel(Protocol):
@@ -184,16 +185,16 @@ class Channel(Protocol):
         """Send it; any thread may."""
         ...
 
-    def pack(self, value: object, *, keep: bool = False) -> Sent:
+    def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
         """A value, as an answer carries it; or a batch that is kept, as it is told of."""
         ...
 
-    def unpack(self, sent: Sent) -> Any:
+    def deserialize(self, sent: PayloadRef) -> Any:
         """The value that a call carried."""
         ...
 
 
-class Line:
+class PipeChannel:
     """One end of the pipe: any thread sends, one receives."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
@@ -218,29 +219,29 @@ class Line:
         """Let go of it."""
         self._connection.close()
 
-    def pack(self, value: object, *, keep: bool = False) -> Body:
+    def serialize(self, value: object, *, keep: bool = False) -> Payload:
         """A value, as it goes through the pipe."""
         assert not keep, "what a process keeps, no other can look at"
-        return pack(value)
+        return serialize(value)
 
-    def unpack(self, sent: Body) -> Any:
+    def deserialize(self, sent: Payload) -> Any:
         """What came through the pipe."""
-        return unpack(sent)
+        return deserialize(sent)
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, lend: Lend, aside: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, file: io.BytesIO, to_ref: ToBatchRef, aside: Callable[[pickle.PickleBuffer], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=aside)
-        self._lend = lend
-        self.lent: list[Lent] = []
+        self._to_ref = to_ref
+        self.batch_refs: list[BatchRef] = []
 
     def persistent_id(self, value: Any) -> int | None:
         """What is lent is told by its number."""
-        lent = self._lend(value)
+        lent = self._to_ref(value)
         if lent is None:
             return None
-        self.lent.append(lent)
-        return len(self.lent) - 1
+        self.batch_refs.append(lent)
+        return len(self.batch_refs) - 1
 
     def reducer_override(self, value: Any) -> Any:
         """Batches and metrics have wires of their own."""
@@ -258,16 +259,16 @@ def _batch(wire: Any) -> Batch:
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, body: Body, borrow: Borrow) -> None:
-        super().__init__(io.BytesIO(body.told), buffers=body.large)
-        self._body, self._borrow = body, borrow
+    def __init__(self, body: Payload, load_ref: LoadBatchRef) -> None:
+        super().__init__(io.BytesIO(body.pickled), buffers=body.buffers)
+        self._body, self._load_ref = body, load_ref
 
     def persistent_load(self, number: Any) -> Any:
         """What was lent."""
-        return self._borrow(self._body.lent[number])
+        return self._load_ref(self._body.batch_refs[number])
 
 
-def pack(value: object, lend: Lend = lambda _: None) -> Body:
+def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
     """A value as bytes, which `unpack` reads in another process. lend: what is to stay where it lies."""
     buffer = io.BytesIO()
     large: list[NDArray[np.uint8]] = []
@@ -279,12 +280,12 @@ def pack(value: object, lend: Lend = lambda _: None) -> Body:
         large.append(np.frombuffer(raw, np.uint8))
         return False
 
-    packer = _Packer(buffer, lend, aside)
+    packer = _Packer(buffer, to_ref, aside)
     packer.dump(value)
-    return Body(buffer.getvalue(), tuple(large), tuple(packer.lent))
+    return Payload(buffer.getvalue(), tuple(large), tuple(packer.batch_refs))
 
 
-def unpack(body: Body, borrow: Borrow | None = None) -> Any:
+def deserialize(body: Payload, load_ref: LoadBatchRef | None = None) -> Any:
     """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is. borrow:
     how one looks at what was lent."""
-    return pickle.loads(body.told, buffers=body.large) if borrow is None else _Unpacker(body, borrow).load()
+    return pickle.loads(body.pickled, buffers=body.buffers) if load_ref is None else _Unpacker(body, load_ref).load()

@@ -31,175 +31,177 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from etude.config.secrets import mask_text
 from etude.dispatch.messages import (
-    Ask,
-    At,
-    Beat,
-    Begin,
-    Begun,
+    AsyncCallRequest,
+    CallError,
+    CallRequest,
+    CallResult,
+    CallStarted,
+    CancelAsyncCall,
     Channel,
-    Done,
-    Drop,
-    Failed,
-    Job,
-    Line,
-    Said,
+    HeartbeatMessage,
+    PipeChannel,
+    RankLogRecord,
+    RankSetup,
+    StartupStatus,
 )
 from etude.errors import ConfigError, EtudeError
-from etude.observe import configure, get_log
+from etude.observe import configure_logging, get_logger
 
-__all__ = ["Asked", "main", "serve"]
+__all__ = ["AsyncCallRunner", "main", "serve"]
 
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 def main(descriptor: int) -> None:
     """Be the rank that the first message through the pipe of this descriptor speaks of, until the pipe ends."""
-    line = Line(Connection(descriptor))
+    line = PipeChannel(Connection(descriptor))
     begin = line.receive()
-    assert isinstance(begin, Begin), "the pipe ended before it began"
+    assert isinstance(begin, RankSetup), "the pipe ended before it began"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_beat, args=(line, begin.beat), daemon=True).start()
-    jobs: SimpleQueue[Job] = SimpleQueue()
-    asked = Asked(line)
-    threading.Thread(target=_listen, args=(line, jobs, asked), daemon=True).start()
+    threading.Thread(target=_send_heartbeats, args=(line, begin.heartbeat_s), daemon=True).start()
+    jobs: SimpleQueue[CallRequest] = SimpleQueue()
+    asked = AsyncCallRunner(line)
+    threading.Thread(target=_receive, args=(line, jobs, asked), daemon=True).start()
     serve(line, begin, jobs, asked)
 
 
-def serve(line: Channel, begin: Begin, jobs: SimpleQueue[Job], asked: Asked) -> None:
+def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
     """Meet the other ranks, make the worker, and make calls on it, for ever."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it stands, to its log, when the controller has waited too long
-    configure(begin.level, "rank", begin.rank, mask=mask_text)
-    logging.getLogger("etude").addHandler(_Forward(line))
+    configure_logging(setup.level, "rank", setup.rank, mask=mask_text)
+    logging.getLogger("etude").addHandler(_ForwardHandler(channel))
     try:
-        line.send(At("meeting the other ranks"))
-        _meet(begin)
-        line.send(At("building its worker"))
-        make, *args = line.unpack(begin.body)
-        worker = asked.worker = make(*args)
+        channel.send(StartupStatus("meeting the other ranks"))
+        _init_process_group(setup)
+        channel.send(StartupStatus("building its worker"))
+        make, *args = channel.deserialize(setup.body)
+        worker = async_calls.worker = make(*args)
     except BaseException as error:
-        line.send(_failed(0, error))
+        channel.send(_to_call_error(0, error))
         threading.Event().wait()  # until the crew, which knows why, ends this process
-    line.send(Done(0, line.pack(None)))
+    channel.send(CallResult(0, channel.serialize(None)))
     while True:
-        line.send(_done(line, jobs.get(), worker))
+        channel.send(_run_call(channel, jobs.get(), worker))
 
 
-def _done(line: Channel, job: Job, worker: object) -> Done | Failed:
+def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult | CallError:
     """Make a call."""
     try:
-        method, args, kwargs = line.unpack(job.body)
+        method, args, kwargs = channel.deserialize(job.body)
         answer = method(worker, *args, **kwargs)
-        return Done(job.number, line.pack(answer, keep=job.keep) if job.heard else line.pack(None))
+        return CallResult(
+            job.number, channel.serialize(answer, keep=job.keep) if job.wants_result else channel.serialize(None)
+        )
     except BaseException as error:
-        return _failed(job.number, error)
+        return _to_call_error(job.number, error)
 
 
-def _meet(begin: Begin) -> None:
+def _init_process_group(setup: RankSetup) -> None:
     """Join the group of all ranks."""
-    torch.set_num_threads(begin.threads)
-    if begin.device == "cuda":
+    torch.set_num_threads(setup.threads)
+    if setup.device == "cuda":
         there = torch.cuda.device_count()
-        if there <= begin.gpu:
+        if there <= setup.gpu:
             raise ConfigError(
-                f"{begin.ranks} ranks need {begin.ranks} GPUs, one each, and there are {there}. Lower `ranks`, or make "
+                f"{setup.ranks} ranks need {setup.ranks} GPUs, one each, and there are {there}. Lower `ranks`, or make "
                 f"more of them visible."
             )
-        torch.cuda.set_device(begin.gpu)
-    bound = timedelta(seconds=begin.timeout)
+        torch.cuda.set_device(setup.gpu)
+    bound = timedelta(seconds=setup.timeout)
     store = TCPStore(
-        begin.host,
-        begin.port,
-        begin.ranks,
-        is_master=begin.listener is not None,
+        setup.host,
+        setup.port,
+        setup.ranks,
+        is_master=setup.listener is not None,
         timeout=bound,
-        master_listen_fd=begin.listener,
+        master_listen_fd=setup.listener,
     )
-    backend = "cpu:gloo,cuda:nccl" if begin.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=begin.rank, world_size=begin.ranks, timeout=bound)
+    backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.ranks, timeout=bound)
 
 
-def _beat(line: Line, every: float) -> None:
+def _send_heartbeats(channel: PipeChannel, every: float) -> None:
     """Give signs of life, whatever the other threads do."""
     while True:
-        line.send(Beat())
+        channel.send(HeartbeatMessage())
         time.sleep(every)
 
 
-def _listen(line: Line, jobs: SimpleQueue[Job], asked: Asked) -> None:
+def _receive(channel: PipeChannel, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
     """Take what comes while there is somebody to send it."""
-    while (message := line.receive()) is not None:
-        if isinstance(message, Job):
+    while (message := channel.receive()) is not None:
+        if isinstance(message, CallRequest):
             jobs.put(message)
         else:
-            asked.take(message)
+            async_calls.handle(message)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-class Asked:
+class AsyncCallRunner:
     """Questions to coroutine methods of the worker's, on an event loop in a thread of its own."""
 
-    def __init__(self, line: Channel) -> None:
-        self._line = line
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self.worker: object | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def take(self, message: object) -> None:
+    def handle(self, message: object) -> None:
         """A question, or word that nobody waits for its answer."""
-        if isinstance(message, Ask):
+        if isinstance(message, AsyncCallRequest):
             self._loop.call_soon_threadsafe(self._begin, message)
-        elif isinstance(message, Drop):
+        elif isinstance(message, CancelAsyncCall):
             self._loop.call_soon_threadsafe(self._end, message.number)
 
-    def _begin(self, asked: Ask) -> None:
+    def _begin(self, asked: AsyncCallRequest) -> None:
         self._tasks[asked.number] = self._loop.create_task(self._answer(asked))
 
     def _end(self, number: int) -> None:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    async def _answer(self, asked: Ask) -> None:
+    async def _answer(self, asked: AsyncCallRequest) -> None:
         try:
-            method, *args = self._line.unpack(asked.body)
-            answer = await method(self.worker, *args, begun=lambda: self._line.send(Begun(asked.number)))
-            self._line.send(Done(asked.number, self._line.pack(answer)))
+            method, *args = self._channel.deserialize(asked.body)
+            answer = await method(self.worker, *args, on_start=lambda: self._channel.send(CallStarted(asked.number)))
+            self._channel.send(CallResult(asked.number, self._channel.serialize(answer)))
         except Exception as error:
-            self._line.send(_failed(asked.number, error))
+            self._channel.send(_to_call_error(asked.number, error))
         finally:
             del self._tasks[asked.number]
 
 
-class _Forward(logging.Handler):
+class _ForwardHandler(logging.Handler):
     """Has the controller say what is worth a warning. Tracebacks stay in the rank's own log."""
 
-    def __init__(self, line: Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         super().__init__(logging.WARNING)
-        self._line = line
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None:
             with suppress(OSError):  # nobody is left to hear it
-                self._line.send(Said(record.levelno, record.name, record.getMessage()))
+                self._channel.send(RankLogRecord(record.levelno, record.name, record.getMessage()))
 
 
-def _failed(number: int, error: BaseException) -> Failed:
+def _to_call_error(number: int, error: BaseException) -> CallError:
     """What went wrong, with the error itself where it is one of ours and can travel."""
-    get_log("dispatch").error("This call failed:", exc_info=error)
-    told = f"{type(error).__name__}: {error}{_where(error)}"
-    return Failed(number, error if isinstance(error, EtudeError) and _travels(error) else None, told)
+    get_logger("dispatch").error("This call failed:", exc_info=error)
+    told = f"{type(error).__name__}: {error}{_raised_at(error)}"
+    return CallError(number, error if isinstance(error, EtudeError) and _is_picklable(error) else None, told)
 
 
-def _travels(error: EtudeError) -> bool:
+def _is_picklable(error: EtudeError) -> bool:
     try:
         return str(pickle.loads(pickle.dumps(error))) == str(error)
     except Exception:
         return False
 
 
-def _where(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """Where it was raised: the last line of Etude's, and the very last one."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.filename != __file__]

@@ -28,45 +28,48 @@ from typing import Any, BinaryIO, ClassVar
 
 import ray
 
-from etude.config.env import a_token_for_ray, ray_address
-from etude.dispatch.member import ending
+from etude.config.env import generate_ray_token, ray_address
+from etude.dispatch.rank_handle import read_log_tail
 from etude.errors import CrewError
-from etude.observe import get_log
+from etude.observe import get_logger
 
-__all__ = ["Cluster"]
+__all__ = ["RayCluster"]
 
 STORE = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
-PATIENCE = 600.0
+START_TIMEOUT = 600.0
 """Seconds that a Ray of our own may take to start."""
-KNOCK = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds that a Ray to be joined may take to answer the door."""
-BEGUN = 4
+MAX_STARTS = 4
 """How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
-SLOW = {"agent_register_timeout_ms": int(1000 * PATIENCE), "worker_register_timeout_seconds": int(PATIENCE)}
+SLOW = {"agent_register_timeout_ms": int(1000 * START_TIMEOUT), "worker_register_timeout_seconds": int(START_TIMEOUT)}
 """How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
 
 FLAG = "--gcs-address="
 """Ray's own argument that tells a process where the others are."""
-PREFIX, WITHIN = "etude-ray-", "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+PREFIX, LONGEST_RELATIVE_PATH = (
+    "etude-ray-",
+    "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
+)
 """What our directories are named with, and the longest path behind that. Ray opens its own to everybody on the machine;
 ours, around it, lets nobody else in."""
-HELD = "held"
+LOCK_FILE = "held"
 """A file in each, locked for as long as whoever made it lives."""
-REACH = 103 if sys.platform == "darwin" else 107
+MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes that the path of a socket may have."""
 
 
-class Cluster:
+class RayCluster:
     """Ray, as this process is joined to it until this is closed."""
 
-    _ours: ClassVar[bool] = False
+    _is_own: ClassVar[bool] = False
     """Whether the Ray that this process is joined to is one of our own."""
 
     def __init__(self, cpus: int) -> None:
         """`cpus` is what a Ray of our own offers at least, whatever the machine has."""
-        self._place: TemporaryDirectory[str] | None = None
-        self._held: BinaryIO | None = None
+        self._directory: TemporaryDirectory[str] | None = None
+        self._lock: BinaryIO | None = None
         self._joined, self._guarded = not ray.is_initialized(), False
         self.logs = "the folder `logs` of its session"
         if self._joined and (address := ray_address()):
@@ -75,28 +78,28 @@ class Cluster:
             self._start(cpus)
 
     @property
-    def ours(self) -> bool:
+    def is_own(self) -> bool:
         """Whether it is one of our own: its actors inherit the environment, and no other node ever joins it."""
-        return Cluster._ours
+        return RayCluster._is_own
 
     def close(self) -> None:
         """Leave it; one of our own ends."""
         if self._joined:
             ray.shutdown()
         if self._guarded:
-            _read_tokens_anew()
-        if self._place is not None:
-            _end(self._place.name)
-            self._place.cleanup()
-            Cluster._ours = False
-        if self._held is not None:
-            self._held.close()
-        self._joined, self._guarded, self._place, self._held = False, False, None, None
+            _reload_tokens()
+        if self._directory is not None:
+            _kill_processes(self._directory.name)
+            self._directory.cleanup()
+            RayCluster._is_own = False
+        if self._lock is not None:
+            self._lock.close()
+        self._joined, self._guarded, self._directory, self._lock = False, False, None, None
 
     def _join(self, address: str) -> None:
-        get_log("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
+        get_logger("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
         try:
-            _knock(address)
+            _check_reachable(address)
             _init(address=address)
         except Exception as error:  # whatever Ray raises
             ray.shutdown()
@@ -107,17 +110,17 @@ class Cluster:
             ) from error
 
     def _start(self, cpus: int) -> None:
-        get_log("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
-        where = _short(tempfile.gettempdir())
-        _sweep(Path(where))
-        self._place = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
-        self._held = _hold(Path(self._place.name))
-        place = f"{self._place.name}/r"
+        get_logger("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
+        where = _short_directory(tempfile.gettempdir())
+        _remove_stale_directories(Path(where))
+        self._directory = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
+        self._lock = _lock_directory(Path(self._directory.name))
+        place = f"{self._directory.name}/r"
         self.logs = f"{place}/session_latest/logs"
         try:
-            with a_token_for_ray() as self._guarded:
+            with generate_ray_token() as self._guarded:
                 if self._guarded:
-                    _read_tokens_anew()
+                    _reload_tokens()
                 self._begin(place, cpus)
         except BaseException:
             self.close()
@@ -126,57 +129,57 @@ class Cluster:
     def _begin(self, place: str, cpus: int) -> None:
         own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
         own |= {"include_dashboard": False, "_temp_dir": place, "_system_config": SLOW}
-        options, begun, until = own, 1, time.monotonic() + PATIENCE
+        options, begun, until = own, 1, time.monotonic() + START_TIMEOUT
         while True:
             try:
                 _init(**options)
-                Cluster._ours = True
+                RayCluster._is_own = True
                 return
             except Exception as error:  # whatever Ray raises
                 ray.shutdown()
                 address = _address(place)
                 begun += address is None
-                if begun > BEGUN or time.monotonic() > until:
-                    told = _last_words(Path(self.logs))
+                if begun > MAX_STARTS or time.monotonic() > until:
+                    told = _log_tails(Path(self.logs))
                     raise CrewError(
                         f"Ray did not start on this machine ({error}).{told} `cluster=local` does without it."
                     ) from error
                 if address is None:
-                    _end(place)
-                get_log("dispatch").info("Ray is still starting.")
+                    _kill_processes(place)
+                get_logger("dispatch").info("Ray is still starting.")
                 options = {"address": address} if address else own
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """See that somebody listens there, if it is a host and a port: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
 
 
-def _short(directory: str) -> str:
+def _short_directory(directory: str) -> str:
     """Where to make our directory: here, unless the paths of Ray's sockets would be too long for the system."""
-    return directory if len(os.fsencode(f"{directory}/{PREFIX}{WITHIN}")) <= REACH else "/tmp"
+    return directory if len(os.fsencode(f"{directory}/{PREFIX}{LONGEST_RELATIVE_PATH}")) <= MAX_SOCKET_PATH else "/tmp"
 
 
-def _hold(place: Path) -> BinaryIO:
+def _lock_directory(place: Path) -> BinaryIO:
     """Say that somebody is there: until what is returned is closed, or we end, however that is."""
-    new = place / f"{HELD}.new"
+    new = place / f"{LOCK_FILE}.new"
     held = new.open("wb")
     fcntl.flock(held, fcntl.LOCK_EX)
-    new.rename(place / HELD)  # who finds it finds it locked
+    new.rename(place / LOCK_FILE)  # who finds it finds it locked
     return held
 
 
-def _sweep(where: Path) -> None:
+def _remove_stale_directories(where: Path) -> None:
     """Remove what controllers that were killed have left there."""
-    for held in where.glob(f"{PREFIX}*/{HELD}"):
+    for held in where.glob(f"{PREFIX}*/{LOCK_FILE}"):
         with suppress(OSError), held.open("rb") as file:  # somebody is there, it is somebody else's, or is gone by now
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(held.parent, ignore_errors=True)
 
 
-def _read_tokens_anew() -> None:
+def _reload_tokens() -> None:
     """Have Ray forget by what token it spoke: what it has read once it keeps as long as the process lives."""
     untyped: Any = ray
     untyped._raylet.Config.initialize("")
@@ -214,14 +217,14 @@ def _address(place: str) -> str | None:
     return next((each.partition("=")[2] for words in raylets for each in words if each.startswith(FLAG)), None)
 
 
-def _end(place: str) -> None:
+def _kill_processes(place: str) -> None:
     """End whatever Ray has started in this directory and left behind."""
     for pid in _processes(place):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _last_words(logs: Path) -> str:
+def _log_tails(logs: Path) -> str:
     """The last that Ray's own processes have said."""
-    told = [ending(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
+    told = [read_log_tail(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
     return "".join(f" {each}" for each in told)

@@ -26,26 +26,26 @@ from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from etude.batch import Batch, Outline
-from etude.config.env import for_ranks_elsewhere
+from etude.batch import Batch, BatchMeta
+from etude.config.env import build_remote_rank_env
 from etude.dispatch.config import CrewConfig
-from etude.dispatch.crew import AGAIN, TELL, TICK, Joint, Meeting
-from etude.dispatch.divide import Share, divide
-from etude.dispatch.held import Held, drafted, held, lend, resolved
-from etude.dispatch.machine import machine
-from etude.dispatch.member import ENDING, Member, Raised, ending
-from etude.dispatch.messages import Body, Make, Said, Sent, pack, unpack
-from etude.dispatch.pools import Pool, lacking, places
-from etude.dispatch.ray_cluster import Cluster
-from etude.dispatch.ray_rank import Here, Rank
+from etude.dispatch.machine import machine_id
+from etude.dispatch.messages import BatchFactory, Payload, PayloadRef, RankLogRecord, deserialize, serialize
+from etude.dispatch.multi_rank_crew import RESTART_HINT, TELL, TICK, MultiRankCrew, Rendezvous
+from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankFailure, RankHandle, read_log_tail
+from etude.dispatch.ray_cluster import RayCluster
+from etude.dispatch.ray_rank import RankActor, RankLocation
+from etude.dispatch.ray_reservation import PoolReservation
+from etude.dispatch.remote_batch import RemoteBatch, compose_remote_batch, gather_remote_batch, load_batch, to_batch_ref
+from etude.dispatch.resource_pool import ResourcePool
+from etude.dispatch.split_call import Partitioner, split_call
 from etude.errors import CrewError
-from etude.observe import LogLevel, format_seconds, get_log
-from etude.protocols import spread_of
+from etude.observe import LogLevel, format_seconds, get_logger
+from etude.protocols import get_dispatch_mode
 
-__all__ = ["Placed", "RayCrew"]
+__all__ = ["RayCrew"]
 
 R = TypeVar("R")
 
@@ -57,85 +57,28 @@ WAIT = 1.0
 """Seconds that a rank is waited for before it is looked at whether anybody still wants to hear it."""
 _ray: Any = ray
 """What has no types there, or others than are true."""
-_GROUPS = {"work": 1, "give": 1, "told": 1}
+_GROUPS = {"serve": 1, "deliver": 1, "take_messages": 1}
 
 
-class Depot:
+class RayObjectStore:
     """Ray's object store."""
 
-    def put(self, body: Body, *, anyhow: bool = False) -> Sent:
+    def put(self, body: Payload, *, always: bool = False) -> PayloadRef:
         """Leave it there, if it is large, or anyhow: on this node, as long as anybody holds what is returned."""
-        return ray.put(body) if anyhow or body.size >= LARGE else body
+        return ray.put(body) if always or body.size >= LARGE else body
 
-    def take(self, sent: Sent) -> Body:
+    def get(self, sent: PayloadRef) -> Payload:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
-        body: Body = sent if isinstance(sent, Body) else _ray.get(sent)
+        body: Payload = sent if isinstance(sent, Payload) else _ray.get(sent)
         return body
 
-    def take_all(self, sent: Sequence[Sent]) -> list[Body]:
+    def get_all(self, sent: Sequence[PayloadRef]) -> list[Payload]:
         """The same of several that were put there anyhow, which are fetched side by side."""
-        bodies: list[Body] = _ray.get(list(sent)) if sent else []
+        bodies: list[Payload] = _ray.get(list(sent)) if sent else []
         return bodies
 
 
-class Placed:
-    """The places of a pool, reserved until this is closed. Ranks are put near each other where that is possible."""
-
-    def __init__(self, pool: Pool, *, final: bool = False) -> None:
-        """`final` is a cluster that no other node joins."""
-        self.pool, self._final = pool, final
-        self._group = placement_group([dict(pool.place)] * pool.ranks, strategy="PACK")
-
-    def wait(self, timeout: float, closing: threading.Event) -> None:
-        """Wait until the places are free, and tell now and then what is lacking. Where they never will be, say so."""
-        log, began = get_log("dispatch"), time.monotonic()
-        if self._final and self._possible < self.pool.ranks:
-            raise CrewError(
-                f"The cluster has no room for {self._named()}, and no other node joins it. {self._lack()} Lower "
-                f"`ranks` or `threads`, or have `RAY_ADDRESS` name a larger cluster."
-            )
-        ready, told = self._group.ready(), began
-        while not ray.wait([ready], timeout=TICK)[0]:
-            passed = time.monotonic() - began
-            if passed > timeout or closing.is_set():
-                raise CrewError(
-                    f"The cluster has had no room for {self._named()} for {passed:.0f} s. {self._lack()} Wait until "
-                    f"others are done, add nodes, lower `ranks` or `threads`, or give it longer with `crew.timeout`."
-                )
-            if time.monotonic() - told > TELL:
-                told = time.monotonic()
-                log.info("After %s, there is no room for %s. %s", format_seconds(passed), self._named(), self._lack())
-
-    @property
-    def _possible(self) -> int:
-        """How many such places its nodes have in all."""
-        return places(self.pool, [node["Resources"] for node in _ray.nodes() if node["Alive"]])
-
-    def _lack(self) -> str:
-        told = lacking(self.pool, _ray.cluster_resources(), _ray.available_resources())
-        told = told or "There is enough of everything, but not on single nodes that have a whole place."
-        if (possible := self._possible) < self.pool.ranks:
-            told += f" Were nothing else there, its nodes would have room for {possible}."
-        return told
-
-    def options(self, role: str, rank: int) -> dict[str, Any]:
-        """How an actor comes to stand on one of them."""
-        share = self.pool.share(role)
-        return {
-            "num_cpus": share.get("CPU", 0.0),
-            "num_gpus": share.get("GPU", 0.0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
-        }
-
-    def close(self) -> None:
-        """Give them back."""
-        remove_placement_group(self._group)
-
-    def _named(self) -> str:
-        return f"{self.pool.ranks} ranks of {' and '.join(self.pool.roles)}"
-
-
-class RayCrew(Joint["Actor"]):
+class RayCrew(MultiRankCrew["RayRankHandle"]):
     """Workers in Ray actors, spoken to as one."""
 
     sees_every_gpu = False
@@ -145,14 +88,14 @@ class RayCrew(Joint["Actor"]):
         make: Callable[..., object],
         *args: object,
         ranks: int,
-        share: Share,
+        share: Partitioner,
         logs: Path,
         config: CrewConfig | None = None,
         threads: int = 1,
         device: Literal["cpu", "cuda"] = "cpu",
         level: LogLevel = "warning",
         role: str = "policy",
-        placed: Placed | None = None,
+        placed: PoolReservation | None = None,
         repeats: int = 1,
     ) -> None:
         """Start the ranks, each with `make(*args)` for a worker, and return once all of them are there.
@@ -160,17 +103,20 @@ class RayCrew(Joint["Actor"]):
         As `ProcessCrew`; `logs` is on each rank's own node. `role` names who works here, and `placed` the places that
         it shares with other roles; by default it has its own.
         """
-        members = [Actor(rank, role, logs / f"{_file(role)}rank-{rank}.log", self._said) for rank in range(ranks)]
+        members = [
+            RayRankHandle(rank, role, logs / f"{_log_prefix(role)}rank-{rank}.log", self._forward_log)
+            for rank in range(ranks)
+        ]
         super().__init__(
             members, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
         )
         self._role, self._placed, self._own = role, placed, placed is None
-        self._depot = Depot()
-        self._cluster = Cluster(ranks * threads)
+        self._object_store = RayObjectStore()
+        self._cluster = RayCluster(ranks * threads)
         try:
             if placed is None:
-                pool = Pool((role,), ranks, threads, float(device == "cuda"))
-                self._placed = Placed(pool, final=self._cluster.ours)
+                pool = ResourcePool((role,), ranks, threads, float(device == "cuda"))
+                self._placed = PoolReservation(pool, fixed_size=self._cluster.is_own)
             self._start(make, *args)
         except BaseException:
             self.close()
@@ -179,30 +125,34 @@ class RayCrew(Joint["Actor"]):
     @property
     def nodes(self) -> list[str]:
         """The nodes that they stand on."""
-        return [member.here.node for member in self._members]
+        return [member.location.node for member in self._members]
 
-    def hold(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """As `call`, and the batch stays with the ranks: what is returned is a `Held`."""
-        division = divide(spread_of(method), args, kwargs, self.ranks, self._share, self._repeats)
-        assert division.cut is not None, "a batch that is held was cut from one"
-        stays: Any = held(*division.cut, self._answers(method, division, keep=True)[:: self._repeats])
+    def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+        """As `call`, and the batch stays with the ranks: what is returned is a `RemoteBatch`."""
+        division = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
+        assert division.batch_split is not None, "a batch that is held was cut from one"
+        stays: Any = gather_remote_batch(
+            *division.batch_split, self._call_ranks(method, division, keep=True)[:: self._repeats]
+        )
         return stays  # type: ignore[no-any-return]
 
-    def keep(self, value: object) -> Sent:
+    def put(self, value: object) -> PayloadRef:
         """Lay a value into the object store, for as long as anybody has what is returned."""
-        return self._stored(value, anyhow=True)
+        return self._store(value, always=True)
 
-    def compose(self, outline: Outline, kept: Sequence[Sent], make: Make, told: Sequence[Any]) -> Batch:
+    def build_batch(
+        self, outline: BatchMeta, refs: Sequence[PayloadRef], make: BatchFactory, metadata: Sequence[Any]
+    ) -> Batch:
         """A batch of values that were kept, which each rank makes of those that it is given."""
-        stays: Any = drafted(outline, kept, make, told)
+        stays: Any = compose_remote_batch(outline, refs, make, metadata)
         return stays  # type: ignore[no-any-return]
 
     def fetch(self, batch: Batch) -> Batch:
         """A batch that stayed with the ranks, here."""
         stays: Any = batch
-        if not isinstance(stays, Held):
+        if not isinstance(stays, RemoteBatch):
             return batch
-        return resolved(stays.lent(), lambda sent: [self._unpack(each) for each in sent])
+        return load_batch(stays.to_ref(), lambda sent: [self._deserialize(each) for each in sent])
 
     def close(self) -> None:
         """End every rank, whatever it is at; and Ray, where it was started for this crew."""
@@ -213,67 +163,68 @@ class RayCrew(Joint["Actor"]):
             self._placed = None
         self._cluster.close()
 
-    def _pack(self, value: object) -> Sent:
-        return self._stored(value)
+    def _serialize(self, value: object) -> PayloadRef:
+        return self._store(value)
 
-    def _stored(self, value: object, *, anyhow: bool = False) -> Sent:
+    def _store(self, value: object, *, always: bool = False) -> PayloadRef:
         try:
-            return self._depot.put(pack(value, lend), anyhow=anyhow)
+            return self._object_store.put(serialize(value, to_batch_ref), always=always)
         except RayError as error:
             raise CrewError(
                 f"What the ranks of {self._role} are to be given could not be put into Ray's object store: "
-                f"{_why(error)}. Its own logs say more: {self._cluster.logs}"
+                f"{_describe_ray_error(error)}. Its own logs say more: {self._cluster.logs}"
             ) from error
 
-    def _unpack(self, sent: Sent) -> Any:
+    def _deserialize(self, sent: PayloadRef) -> Any:
         """The value that came from a rank. One that cannot be had any more since the rank is lost is what the keeper
         says of that."""
         until = time.monotonic() + self._config.timeout
         try:
-            while not isinstance(sent, Body) and not ray.wait([sent], timeout=WAIT)[0]:
-                if self._told.is_set() or time.monotonic() > until:
+            while not isinstance(sent, Payload) and not ray.wait([sent], timeout=WAIT)[0]:
+                if self._failure_announced.is_set() or time.monotonic() > until:
                     raise GetTimeoutError("nobody hands it over")
-            return unpack(self._depot.take(sent))
+            return deserialize(self._object_store.get(sent))
         except RayError as error:
-            self._told.wait(ENDING)
+            self._failure_announced.wait(EXIT_TIMEOUT)
             raise self._error or CrewError(
-                f"What a rank of {self._role} has answered cannot be read any more: {_why(error)}. {AGAIN}"
+                f"What a rank of {self._role} has answered cannot be read any more: {_describe_ray_error(error)}. "
+                f"{RESTART_HINT}"
             ) from error
 
-    def _look(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
+    def _handle_reply(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
         """What lies in the object store may have to be fetched, and the thread that heard of it goes on hearing."""
-        if came.exception() is not None or isinstance(came.result(), (Body, Raised)):
+        if came.exception() is not None or isinstance(came.result(), (Payload, RankFailure)):
             read(came)
         else:
             threading.Thread(target=read, args=(came,), name="etude-fetch", daemon=True).start()
 
-    def _spawn(self) -> Meeting:
+    def _spawn(self) -> Rendezvous:
         """Start every actor on its place, and wait until all of them say where they came to stand."""
         assert self._placed is not None
         until = time.monotonic() + self._config.timeout
         self._placed.wait(self._config.timeout, self._closing)
-        given = {} if self._cluster.ours else for_ranks_elsewhere()
+        given = {} if self._cluster.is_own else build_remote_rank_env()
         along = {"runtime_env": {"env_vars": given}} if given else {}
         for member in self._members:
-            member.start(self._placed.options(self._role, member.rank) | along, self._depot)
-        first: list[Here] = self._all([member.ask_where() for member in self._members], until)
+            member.start(self._placed.options(self._role, member.rank) | along, self._object_store)
+        first: list[RankLocation] = self._get_answers([member.request_location() for member in self._members], until)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
         alone = len({here.machine for here in first}) == 1 and bool(first[0].machine)
         for member, here in zip(self._members, first, strict=True):
-            member.here, member.address = here, addresses[here.node]
-            member.meets_at = LOOPBACK if alone else member.address
+            member.location, member.address = here, addresses[here.node]
+            member.bind_address = LOOPBACK if alone else member.address
         for node in dict.fromkeys(self.nodes):
-            stands = [str(member.rank) for member in self._members if member.here.node == node]
-            get_log("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(stands))
-        host = self._members[0].meets_at
-        (told,) = self._all([self._members[0].ask_meeting(host)], until)
+            stands = [str(member.rank) for member in self._members if member.location.node == node]
+            get_logger("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(stands))
+        host = self._members[0].bind_address
+        (told,) = self._get_answers([self._members[0].request_rendezvous(host)], until)
         for member in self._members:
-            member.listen(min(1.0, self._config.silence / 5))
-        return Meeting(host, *told)
+            member.begin_work(min(1.0, self._config.heartbeat_timeout / 5))
+        return Rendezvous(host, *told)
 
-    def _all(self, asked: list[Any], until: float) -> list[Any]:
+    def _get_answers(self, asked: list[Any], until: float) -> list[Any]:
         """What actors answer that are being started; each that cannot is named."""
-        log, began, told = get_log("dispatch"), time.monotonic(), time.monotonic()
+        log, began, told = get_logger("dispatch"), time.monotonic(), time.monotonic()
         found: dict[Any, Any] = {}
         while len(found) < len(asked):
             for ref in ray.wait(asked, num_returns=len(asked), timeout=TICK)[0]:
@@ -295,61 +246,61 @@ class RayCrew(Joint["Actor"]):
         try:
             return _ray.get(ref)
         except RayError as error:
-            raise CrewError(f"Ray could not start rank {rank} of {self._role}: {_why(error)}") from error
+            raise CrewError(f"Ray could not start rank {rank} of {self._role}: {_describe_ray_error(error)}") from error
 
 
-class Actor(Member):
+class RayRankHandle(RankHandle):
     """A rank that is a Ray actor."""
 
-    def __init__(self, rank: int, role: str, log: Path, said: Callable[[Member, Said], None]) -> None:
-        super().__init__(rank, log, said)
+    def __init__(self, rank: int, role: str, log: Path, on_log: Callable[[RankHandle, RankLogRecord], None]) -> None:
+        super().__init__(rank, log, on_log)
         self._role = role
         self._actor: Any = None
-        self.here = Here(0, "", "")
+        self.location = RankLocation(0, "", "")
         """Where it came to stand."""
         self.address = ""
         """Of its node."""
-        self.meets_at = ""
+        self.bind_address = ""
         """By which of its node's addresses it speaks to the other ranks."""
         self._killed = threading.Event()
-        self._working: Any = None
-        self._why = "it was ended"
+        self._work_ref: Any = None
+        self._exit_reason = "it was ended"
 
     def __str__(self) -> str:
-        where = f" (process {self.here.pid} on node {self.address})" if self.here.pid else ""
+        where = f" (process {self.location.pid} on node {self.address})" if self.location.pid else ""
         return f"Rank {self.rank} of {self._role}{where}"
 
     @property
     def pid(self) -> int:
         """Of its process, on its node."""
-        return self.here.pid
+        return self.location.pid
 
-    def start(self, options: dict[str, Any], depot: Depot) -> None:
+    def start(self, options: dict[str, Any], object_store: RayObjectStore) -> None:
         """Have Ray start it."""
-        kind = _ray.remote(concurrency_groups=_GROUPS)(_Rank)
-        self._actor = kind.options(max_restarts=0, **options).remote(self.log, sys.path, depot)
+        kind = _ray.remote(concurrency_groups=_GROUPS)(_RayRankActor)
+        self._actor = kind.options(max_restarts=0, **options).remote(self.log, sys.path, object_store)
 
-    def ask_where(self) -> Any:
+    def request_location(self) -> Any:
         """Where it stands, once that is known."""
-        return self._actor.here.remote()
+        return self._actor.location.remote()
 
-    def ask_meeting(self, host: str) -> Any:
+    def request_rendezvous(self, host: str) -> Any:
         """Where it will wait for the others."""
-        return self._actor.meeting.remote(host)
+        return self._actor.bind_rendezvous.remote(host)
 
-    def listen(self, every: float) -> None:
+    def begin_work(self, every: float) -> None:
         """Have it begin, and hear what it says from now on."""
-        self._working = self._actor.work.options(concurrency_group="work").remote(self.meets_at)
-        threading.Thread(target=self._hear, args=(every,), name=f"etude-rank-{self.rank}", daemon=True).start()
+        self._work_ref = self._actor.serve.options(concurrency_group="serve").remote(self.bind_address)
+        threading.Thread(target=self._receive, args=(every,), name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
         """Send a message, without waiting. An actor that has died gets nothing: that is noticed elsewhere."""
         with suppress(RayError):
-            self._actor.give.options(concurrency_group="give").remote(message)
+            self._actor.deliver.options(concurrency_group="deliver").remote(message)
 
-    def trace(self) -> None:
+    def dump_stacks(self) -> None:
         """Have it write to its log where each of its threads stands, whatever they are at."""
-        self._there(_signal, self.pid, signal.SIGUSR1)
+        self._run_on_node(_signal, self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it now, also one that is stopped and cannot notice."""
@@ -357,52 +308,52 @@ class Actor(Member):
             return
         with suppress(RayError):
             ray.kill(self._actor)
-        if self.pid and not self.over.is_set():
-            self._there(_signal, self.pid, signal.SIGKILL)
+        if self.pid and not self.closed.is_set():
+            self._run_on_node(_signal, self.pid, signal.SIGKILL)
         self._killed.set()
 
     def wait(self) -> None:
         """Until it is gone."""
-        if self._working is not None:
-            self.over.wait(ENDING)
+        if self._work_ref is not None:
+            self.closed.wait(EXIT_TIMEOUT)
 
     @property
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether the actor has died, or nothing comes from it any more."""
-        return self.over.is_set()
+        return self.closed.is_set()
 
-    def end(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, as Ray tells it."""
-        return self._why
+        return self._exit_reason
 
     def state(self) -> str:
         """What the system says of it, where it stands on this machine."""
         return super().state() if self._is_here else ""
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The last lines of its log, as a sentence; a log on another node is read there."""
         if self._is_here or self.log.exists():
-            return super().last_words()
-        told: str | None = self._there(ending, self.log)
+            return super().log_tail()
+        told: str | None = self._run_on_node(read_log_tail, self.log)
         return told or f"Its log, {self.log}, is on node {self.address}, which does not answer."
 
     @property
     def _is_here(self) -> bool:
-        return bool(self.here.machine) and self.here.machine == machine()
+        return bool(self.location.machine) and self.location.machine == machine_id()
 
-    def _there(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _run_on_node(self, function: Callable[..., Any], *args: Any) -> Any:
         """Do this on its node: here, if that is this machine; None where nobody does it in time."""
         if self._is_here:
             return function(*args)
-        strategy = NodeAffinitySchedulingStrategy(self.here.node, soft=False)
+        strategy = NodeAffinitySchedulingStrategy(self.location.node, soft=False)
         with suppress(RayError, GetTimeoutError):
             errand: Any = ray.remote(function)
-            return ray.get(errand.options(num_cpus=0, scheduling_strategy=strategy).remote(*args), timeout=ENDING)
+            return ray.get(errand.options(num_cpus=0, scheduling_strategy=strategy).remote(*args), timeout=EXIT_TIMEOUT)
         return None
 
-    def _hear(self, every: float) -> None:
+    def _receive(self, every: float) -> None:
         """Come for what it says, until it says nothing more; on a thread of its own."""
-        tell = self._actor.told.options(concurrency_group="told")
+        tell = self._actor.take_messages.options(concurrency_group="take_messages")
         try:
             asked = tell.remote(every)
             while True:
@@ -412,20 +363,20 @@ class Actor(Member):
                     continue
                 messages: Sequence[object] = ray.get(asked)
                 asked = tell.remote(every)
-                self.heard()
+                self.on_message()
                 for message in messages:
-                    self.heard(message)
+                    self.on_message(message)
         except Exception as error:  # whatever Ray raises, nothing more comes from there
-            self._why = _why(error)
-        self.over.set()
+            self._exit_reason = _describe_ray_error(error)
+        self.closed.set()
 
 
-class _Rank(Rank):
+class _RayRankActor(RankActor):
     """What stands in the actor, told by Ray where that is."""
 
-    def __init__(self, log: Path, path: Sequence[str], depot: Depot) -> None:
+    def __init__(self, log: Path, path: Sequence[str], object_store: RayObjectStore) -> None:
         context = ray.get_runtime_context()
-        super().__init__(log, path, depot, context.get_node_id())
+        super().__init__(log, path, object_store, context.get_node_id())
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -433,7 +384,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _why(error: Exception) -> str:
+def _describe_ray_error(error: Exception) -> str:
     """What Ray says of an end, without what it says each time."""
     told = str(error)
     _, found, detail = told.partition("Worker exit detail: ")
@@ -444,6 +395,6 @@ def _why(error: Exception) -> str:
     return f"its process is gone, as Ray tells: {said}" if found else said
 
 
-def _file(role: str) -> str:
+def _log_prefix(role: str) -> str:
     """What the log files of a role begin with, where it is not the only one."""
     return "" if role == "policy" else f"{role}-"

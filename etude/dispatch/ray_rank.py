@@ -19,122 +19,132 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from etude.batch import Batch, Outline
-from etude.config.env import meet_through
-from etude.dispatch.held import resolved
-from etude.dispatch.machine import machine
-from etude.dispatch.messages import Ask, Begin, Body, Drop, Job, Kept, Sent, pack, unpack
-from etude.dispatch.rank import Asked, serve
+from etude.batch import Batch, BatchMeta
+from etude.config.env import set_gloo_interface
+from etude.dispatch.machine import machine_id
+from etude.dispatch.messages import (
+    AsyncCallRequest,
+    CallRequest,
+    CancelAsyncCall,
+    Payload,
+    PayloadRef,
+    RankSetup,
+    StoredBatch,
+    deserialize,
+    serialize,
+)
+from etude.dispatch.rank import AsyncCallRunner, serve
+from etude.dispatch.remote_batch import load_batch
 
-__all__ = ["Depot", "Here", "Rank"]
+__all__ = ["ObjectStore", "RankActor", "RankLocation"]
 
 
-class Depot(Protocol):
+class ObjectStore(Protocol):
     """Where what is large lies until somebody takes it."""
 
-    def put(self, body: Body, *, anyhow: bool = False) -> Sent:
+    def put(self, body: Payload, *, always: bool = False) -> PayloadRef:
         """Leave it there, if it is large, or anyhow; what the other side needs to take it."""
         ...
 
-    def take(self, sent: Sent) -> Body:
+    def get(self, sent: PayloadRef) -> Payload:
         """Look at it, wherever it lies."""
         ...
 
-    def take_all(self, sent: Sequence[Sent]) -> list[Body]:
+    def get_all(self, sent: Sequence[PayloadRef]) -> list[Payload]:
         """Look at all of these, which are fetched side by side."""
         ...
 
 
-class Here(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank came to stand."""
 
     pid: int
     node: str
     """The node's own name in the cluster."""
     machine: str
-    """What `machine` says there."""
+    """What `machine_id` returns there."""
 
 
 class _Outbox:
     """What the rank says, until it is fetched."""
 
-    def __init__(self, depot: Depot) -> None:
-        self._depot = depot
-        self._said: SimpleQueue[object] = SimpleQueue()
+    def __init__(self, object_store: ObjectStore) -> None:
+        self._object_store = object_store
+        self._messages: SimpleQueue[object] = SimpleQueue()
 
     def send(self, message: object) -> None:
-        self._said.put(message)
+        self._messages.put(message)
 
-    def pack(self, value: object, *, keep: bool = False) -> Sent:
+    def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
         if not keep:
-            return self._depot.put(pack(value))
+            return self._object_store.put(serialize(value))
         assert isinstance(value, Batch), "only batches are held"
-        return Kept(self._depot.put(pack(value), anyhow=True), Outline.of(value))
+        return StoredBatch(self._object_store.put(serialize(value), always=True), BatchMeta.from_batch(value))
 
-    def unpack(self, sent: Sent) -> Any:
-        return unpack(self._depot.take(sent), lambda lent: resolved(lent, self._pieces))
+    def deserialize(self, sent: PayloadRef) -> Any:
+        return deserialize(self._object_store.get(sent), lambda lent: load_batch(lent, self._pieces))
 
-    def _pieces(self, sent: Sequence[Sent]) -> list[Any]:
-        return [unpack(body) for body in self._depot.take_all(sent)]
+    def _pieces(self, sent: Sequence[PayloadRef]) -> list[Any]:
+        return [deserialize(body) for body in self._object_store.get_all(sent)]
 
-    def fetched(self, seconds: float) -> list[object]:
+    def take_messages(self, seconds: float) -> list[object]:
         """All there is; where there is nothing, what comes within so many seconds."""
         told: list[object] = []
         try:
-            told.append(self._said.get(timeout=seconds))
+            told.append(self._messages.get(timeout=seconds))
             while True:
-                told.append(self._said.get_nowait())
+                told.append(self._messages.get_nowait())
         except Empty:
             return told
 
 
-class Rank:
+class RankActor:
     """One actor. Its methods run on threads of their own: one that works, one that listens, one that tells."""
 
-    def __init__(self, log: Path, path: Sequence[str], depot: Depot, node: str) -> None:
+    def __init__(self, log: Path, path: Sequence[str], object_store: ObjectStore, node: str) -> None:
         """`log` is where all goes that it says; `path` is where the controller finds modules."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: also a stopped rank ends with its node
-        _write_to(log)
+        _redirect_output(log)
         sys.path.extend(each for each in path if each not in sys.path)
         self._node = node
-        self._outbox = _Outbox(depot)
-        self._begin: SimpleQueue[Begin] = SimpleQueue()
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._asked = Asked(self._outbox)
+        self._outbox = _Outbox(object_store)
+        self._begin: SimpleQueue[RankSetup] = SimpleQueue()
+        self._jobs: SimpleQueue[CallRequest] = SimpleQueue()
+        self._async_calls = AsyncCallRunner(self._outbox)
 
-    def here(self) -> Here:
+    def location(self) -> RankLocation:
         """Where it stands."""
-        return Here(os.getpid(), self._node, machine())
+        return RankLocation(os.getpid(), self._node, machine_id())
 
-    def meeting(self, address: str) -> tuple[int, int]:
+    def bind_rendezvous(self, address: str) -> tuple[int, int]:
         """Where it will listen for the other ranks: a port that is free at this address, and the descriptor there."""
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         return port, listener.detach()
 
-    def work(self, address: str) -> None:
-        """Be the rank that `Begin` speaks of, for ever, and speak to the others through this address of its own."""
+    def serve(self, address: str) -> None:
+        """Be the rank that `RankSetup` speaks of, for ever, and speak to the others through this address of its own."""
         begin = self._begin.get()
-        meet_through(address)
-        serve(self._outbox, begin, self._jobs, self._asked)
+        set_gloo_interface(address)
+        serve(self._outbox, begin, self._jobs, self._async_calls)
 
-    def give(self, message: object) -> None:
+    def deliver(self, message: object) -> None:
         """Take a message."""
         match message:
-            case Begin():
+            case RankSetup():
                 self._begin.put(message)
-            case Job():
+            case CallRequest():
                 self._jobs.put(message)
-            case Ask() | Drop():
-                self._asked.take(message)
+            case AsyncCallRequest() | CancelAsyncCall():
+                self._async_calls.handle(message)
 
-    def told(self, seconds: float) -> list[object]:
+    def take_messages(self, seconds: float) -> list[object]:
         """What it has to say, now or within so many seconds."""
-        return self._outbox.fetched(seconds)
+        return self._outbox.take_messages(seconds)
 
 
-def _write_to(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     """Have everything that this process says go to a file of its own."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:

@@ -6,63 +6,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import MissingPackageError
-from etude.lazy import names_of
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from etude.models.attention import PackedAttention
-    from etude.models.body import Attend
-    from etude.models.config import Head, Lora
+    from etude.models.backbone import AttentionFn
+    from etude.models.config import Head, LoraAdapterConfig
     from etude.models.divided import Divided
-    from etude.models.files import context_of, create, load, outlined, save
-    from etude.models.head import logp_and_entropy, over_chunks, token_logp
-    from etude.models.layout import Layout
+    from etude.models.engine_model import EngineModel
+    from etude.models.loading import create, create_empty, load, read_context_length, save
+    from etude.models.logprob_head import logp_and_entropy, map_logit_chunks, token_logp
     from etude.models.model import Model
-    from etude.models.resident import Resident
-    from etude.models.sizes import tiny
+    from etude.models.prepack import PrepackedWeights
     from etude.models.strand import Side
+    from etude.models.tiny import tiny_config
 
 __all__ = [
-    "Attend",
+    "AttentionFn",
     "Divided",
+    "EngineModel",
     "Head",
-    "Layout",
-    "Lora",
+    "LoraAdapterConfig",
     "Model",
     "PackedAttention",
-    "Resident",
+    "PrepackedWeights",
     "Side",
     "adapt",
     "adapter_config",
-    "context_of",
     "create",
+    "create_empty",
     "load",
     "logp_and_entropy",
-    "outlined",
-    "over_chunks",
+    "map_logit_chunks",
+    "read_context_length",
     "save",
-    "tiny",
+    "tiny_config",
     "token_logp",
 ]
 
-__getattr__ = names_of(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "attention": ("PackedAttention",),
-        "body": ("Attend",),
-        "config": ("Head", "Lora"),
+        "backbone": ("AttentionFn",),
+        "config": ("Head", "LoraAdapterConfig"),
         "divided": ("Divided",),
-        "files": ("context_of", "create", "load", "outlined", "save"),
-        "head": ("logp_and_entropy", "over_chunks", "token_logp"),
-        "layout": ("Layout",),
+        "loading": ("read_context_length", "create", "load", "create_empty", "save"),
+        "logprob_head": ("logp_and_entropy", "map_logit_chunks", "token_logp"),
+        "prepack": ("PrepackedWeights",),
         "model": ("Model",),
-        "resident": ("Resident",),
-        "sizes": ("tiny",),
+        "engine_model": ("EngineModel",),
+        "tiny": ("tiny_config",),
         "strand": ("Side",),
     },
 )
 
 
-def adapt(model: Model, lora: Lora, *, seed: int) -> Model:
+def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
     """The model with adapters, which alone are trained from now on. The one given is used up."""
     try:
         from etude.models.lora import adapt

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from etude.batch import Pack
+from etude.models.attention_kernels import attention_backward, attention_forward
 from etude.models.blocks import Block, Meeting, Plan
-from etude.models.kernels import backward, forward
 
 __all__ = ["PackedAttention"]
 
 
 class PackedAttention:
-    """An `Attend` for one pack: causal within a segment, and everything of its ancestors.
+    """An `AttentionFn` for one pack: causal within a segment, and everything of its ancestors.
 
     Nothing is computed between segments that do not descend from each other, and a shared segment's keys and values
     are met by all of its descendants at once. What goes where is planned at construction, for all layers.
@@ -28,7 +28,7 @@ class PackedAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """See `Attend`."""
+        """See `AttentionFn`."""
         del layer  # every layer sees the same pack
         out: Tensor = _Attention.apply(q, k, v, self.plan.blocks(window), scale, softcap)  # type: ignore[no-untyped-call]
         return out
@@ -49,7 +49,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide)
         for block in blocks:
-            part, part_lse = forward(Meeting.of(block, q, k, v, scale, softcap))
+            part, part_lse = attention_forward(Meeting.of(block, q, k, v, scale, softcap))
             if block.level == 0:
                 block.query.put(part, out)
                 block.query.put(part_lse, lse)
@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
             if query.real is not None:
                 block_grad = query.padded(query.kept(block_grad))
             meeting = Meeting.of(block, q, k, v, ctx.scale, ctx.softcap)
-            of_q, of_k, of_v = backward(meeting, block_grad, query.take(out), query.take(lse))
+            of_q, of_k, of_v = attention_backward(meeting, block_grad, query.take(out), query.take(lse))
             write = (query.put, key.put) if block.level == 0 else (query.add, key.add)
             write[0](of_q, into_q)
             write[1](of_k, into_k)

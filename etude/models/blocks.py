@@ -18,7 +18,7 @@ from torch import Tensor
 
 from etude.batch import Pack
 
-__all__ = ["Block", "Gather", "Meeting", "Plan"]
+__all__ = ["Block", "Meeting", "PaddedRows", "Plan"]
 
 _WASTE = 0.2
 """How much shorter than the longest of its block a row may be: padding is work, and so is another call."""
@@ -27,7 +27,7 @@ _SLACK = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Gather:
+class PaddedRows:
     """Packed tokens as padded rows [B, L]. Padding repeats a token of the row, so that its numbers are finite."""
 
     index: Tensor  # [B, L] int64: packed tokens
@@ -37,7 +37,7 @@ class Gather:
     span: tuple[int, int] | None  # where the rows are a plain stretch of the pack
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor]) -> Gather:
+    def of(cls, rows: Sequence[Tensor]) -> PaddedRows:
         """Rows of token indices, padded to the longest."""
         longest = max(len(row) for row in rows)
         index = torch.stack([torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows])
@@ -89,8 +89,8 @@ class Block:
     """Rows of queries against rows of keys."""
 
     level: int
-    query: Gather
-    key: Gather
+    query: PaddedRows
+    key: PaddedRows
     causal: bool
     """Whether query i sees keys 0 to i, and no others matter; otherwise it sees all that `mask` leaves."""
     mask: Tensor | None
@@ -158,7 +158,7 @@ class Plan:
         return tuple(blocks)
 
     def _own(self, rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block:
-        gather = Gather.of([tokens for tokens, _ in rows])
+        gather = PaddedRows.of([tokens for tokens, _ in rows])
         longest = gather.index.shape[1]
         if window is None or longest <= window:
             return Block(0, gather, gather, True, None, False)
@@ -167,7 +167,7 @@ class Plan:
         return Block(0, gather, gather, False, ((distance >= 0) & (distance < window))[None], True)
 
     def _across(self, level: int, rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block | None:
-        query, key = Gather.of([q for q, _ in rows]), Gather.of([k for _, k in rows])
+        query, key = PaddedRows.of([q for q, _ in rows]), PaddedRows.of([k for _, k in rows])
         seen, windowed = None, False
         if key.real is not None:
             seen = torch.zeros(key.index.numel(), dtype=torch.bool, device=key.index.device)

@@ -1,6 +1,6 @@
 """The options of low-rank adapters, and what a model may have for a head.
 
-What computes adapters is in `lowrank`, what makes them in `lora`.
+What computes adapters is in `lora_layers`, what makes them in `lora`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["Head", "Lora"]
+__all__ = ["Head", "LoraAdapterConfig"]
 
 Head = Literal["language", "score", "value"]
 """What stands on the hidden states: logits; one number, as a reward model's files have it; or one number that begins at
 0 where the files have none, as a critic's does."""
 
-OF_THE_ADAPTER = ("rank", "alpha", "rslora", "targets")
+ADAPTER_OPTIONS = ("rank", "alpha", "rslora", "targets")
 """What an adapter's own files say of it."""
 
 
-class Lora(Config):
+class LoraAdapterConfig(Config):
     """Adapters that are trained in place of the weights: to a product W x is added a small one, (α / r) · B A x, in
     which A begins at random and B at zero, so that the policy begins as the model it adapts.
 
@@ -44,23 +44,23 @@ class Lora(Config):
     )
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether adapters are trained."""
         return self.rank > 0 or self.path is not None
 
     @model_validator(mode="after")
-    def _acts(self) -> Lora:
+    def _check_adapter_options(self) -> LoraAdapterConfig:
         changed = [
             name
-            for name in (*OF_THE_ADAPTER, "publish")
+            for name in (*ADAPTER_OPTIONS, "publish")
             if getattr(self, name) != type(self).model_fields[name].default
         ]
-        if self.path is not None and changed and changed[0] in OF_THE_ADAPTER:
+        if self.path is not None and changed and changed[0] in ADAPTER_OPTIONS:
             raise ConfigError(
                 f"`lora.{changed[0]}` was given beside `lora.path`, and the adapter there says its own. Leave it out, "
                 f"or begin a new adapter without `lora.path`."
             )
-        if not self.on and changed:
+        if not self.is_enabled and changed:
             raise ConfigError(
                 f"`lora.{changed[0]}` does nothing while no adapter is trained. Set `lora.rank` (16 is usual), or "
                 f"leave it out."

@@ -1,6 +1,6 @@
 """Adapters by peft: put around a model's linear layers, read from a directory, described as peft describes them.
 
-peft makes the layers and knows their files. What they compute is in `lowrank`, and in peft's own `forward` for the
+peft makes the layers and knows their files. What they compute is in `lora_layers`, and in peft's own `forward` for the
 families that are not written in `layers`.
 """
 
@@ -20,47 +20,47 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from etude.errors import ConfigError
-from etude.models.config import Lora
-from etude.models.lowrank import ADAPTER, published
+from etude.models.config import LoraAdapterConfig
+from etude.models.lora_layers import ADAPTER, external_name
 from etude.models.model import Model
-from etude.models.naming import names_part, refuse_unmatched
+from etude.models.part_patterns import matches_part, refuse_unmatched
 
 __all__ = ["adapt", "adapter_config"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before a weight's name in a file."""
-UNDERSTOOD = frozenset(
+SUPPORTED_KEYS = frozenset(
     ["r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"]
 ) | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
 """What of an adapter's config says which layers it adapts, and how much."""
-IRRELEVANT = frozenset(
+IGNORED_KEYS = frozenset(
     ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
 ) | {"inference_mode", "lora_dropout", "megatron_core", "runtime_config", "loftq_config"}
 """What says nothing of what it computes here. Dropout never acts: the policy trained is the policy sampled."""
-PLAIN = (True, False, "gaussian")
+SUPPORTED_INITS = (True, False, "gaussian")
 """Ways to begin an adapter that leave the model's own weights alone."""
 
 
-def adapt(model: Model, lora: Lora, *, seed: int) -> Model:
+def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
     """The model with adapters, new ones or those of `lora.path`; they alone are trained from now on, and the head of a
     model that scores."""
     linear = _linear_layers(model)
     if lora.path is not None:
-        return _with(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
+        return _inject(model, _read_config(lora.path), linear, _read_weights(lora.path), lora.path)
     refuse_unmatched("lora.targets", lora.targets, linear)
-    chosen = [name for name in linear if not lora.targets or any(names_part(part, name) for part in lora.targets)]
+    chosen = [name for name in linear if not lora.targets or any(matches_part(part, name) for part in lora.targets)]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
-        target_modules=_short(chosen, model.module),
+        target_modules=_shorten_names(chosen, model.module),
         fan_in_fan_out=all(isinstance(linear[name], Conv1D) for name in chosen),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _with(model, config, linear)
+        return _inject(model, config, linear)
 
 
 def adapter_config(model: Model, base: Path) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def _linear_layers(model: Model) -> dict[str, nn.Module]:
     return {name: part for name, part in linear if part.weight is not model.head_weight}
 
 
-def _short(chosen: list[str], module: nn.Module) -> list[str]:
+def _shorten_names(chosen: list[str], module: nn.Module) -> list[str]:
     """The layers by the last word of their names, as people write them, where that means these and no others."""
     last = {name.rpartition(".")[2] for name in chosen}
     meant = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if set(meant) == set(chosen) else chosen
 
 
-def _with(
+def _inject(
     model: Model,
     config: LoraConfig,
     linear: Mapping[str, nn.Module],
@@ -95,20 +95,20 @@ def _with(
         inject_adapter_in_model(config, model.module, ADAPTER)
     except ValueError as error:
         raise ConfigError(f"The adapter in {where} does not fit this model: {error}") from error
-    made = {published(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
+    made = {external_name(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
     odd = [name for name in made if name.rpartition(".lora_")[0] not in linear]
     if odd:
         raise ConfigError(
             f"The adapter in {where} adapts `{odd[0]}`. Etude runs adapters of the linear layers between embedding and "
             f"head; merge this one into its model, and give that."
         )
-    exact = {} if weights is None else _fill(made, weights, where)
-    if model.scores:
+    exact = {} if weights is None else _copy_weights(made, weights, where)
+    if model.has_score_head:
         model.head_weight.requires_grad_(True)
     return Model(model.module, exact)
 
 
-def _fill(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:
+def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:
     """Write the weights of a file; returns in float32 those that this rounds."""
     given = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
     odd = sorted(made.keys() ^ given.keys())
@@ -150,19 +150,19 @@ def _read_config(where: Path) -> LoraConfig:
     if kind != "LORA":
         raise ConfigError(f"{file} describes an adapter of the kind {kind}; Etude trains LORA. Give one of those.")
     plain = {field.name: _default(field) for field in fields(LoraConfig)}
-    strange = [name for name in told if name not in plain and name not in IRRELEVANT and told[name]]
+    strange = [name for name in told if name not in plain and name not in IGNORED_KEYS and told[name]]
     strange += [
         name
         for name, usual in plain.items()
-        if name in told and name not in UNDERSTOOD | IRRELEVANT | {"init_lora_weights"} and told[name] != usual
+        if name in told and name not in SUPPORTED_KEYS | IGNORED_KEYS | {"init_lora_weights"} and told[name] != usual
     ]
-    strange += [] if told.get("init_lora_weights", True) in PLAIN else ["init_lora_weights"]
+    strange += [] if told.get("init_lora_weights", True) in SUPPORTED_INITS else ["init_lora_weights"]
     if strange:
         raise ConfigError(
             f"{file} sets `{strange[0]}` to {json.dumps(told[strange[0]])}, which Etude does not run. Merge this "
             f"adapter into its model, give that as `model.path`, and begin a new adapter."
         )
-    return LoraConfig(**{name: told[name] for name in UNDERSTOOD if name in told}, task_type="CAUSAL_LM")
+    return LoraConfig(**{name: told[name] for name in SUPPORTED_KEYS if name in told}, task_type="CAUSAL_LM")
 
 
 def _read_weights(where: Path) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from etude.errors import ConfigError
-from etude.models.body import Attend, Body
-from etude.models.generic import Generic, decoder_layers, examine
-from etude.models.layers import Fused, fits
-from etude.models.layout import Multiplied, product
-from etude.models.lowrank import adapted_layers, is_adapted, merged, published, without_adapters
-from etude.models.naming import names_part, refuse_unmatched
-from etude.models.retain import retain_memory
+from etude.models.allocator import retain_memory
+from etude.models.backbone import AttentionFn, Backbone
+from etude.models.fused_layers import FusedBackbone, supports_fused
+from etude.models.lora_layers import adapted_layers, external_name, is_adapted, merge_adapter, without_adapters
+from etude.models.part_patterns import matches_part, refuse_unmatched
+from etude.models.prepack import LinearWeight, prepacked_linear
 from etude.models.strand import Side
+from etude.models.transformers_backbone import TransformersBackbone, decoder_layers, verify_model
 from etude.models.visit import Visits
 
 __all__ = ["Model"]
@@ -41,31 +41,31 @@ class Model:
     for each word: transformers' sequence classification with one label, read at any token.
     """
 
-    def __init__(self, module: PreTrainedModel, exact: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, module: PreTrainedModel, float32_weights: Mapping[str, Tensor] | None = None) -> None:
         """`exact` are the weights before they were rounded to the dtype of the module, of those that rounding changed;
-        see `take_exact`."""
+        see `take_float32_weights`."""
         if module.device.type == "cpu":
             retain_memory()
         self.module: Any = module
-        self._exact: Mapping[str, Tensor] = exact or {}
+        self._float32_weights: Mapping[str, Tensor] = float32_weights or {}
         self.module.eval()  # type: ignore[no-untyped-call]
         config = module.config.get_text_config()
-        self.layers: int = config.num_hidden_layers
+        self.num_layers: int = config.num_hidden_layers
         self.activation_checkpointing = False
         """Whether a layer's activations are computed again for its backward pass instead of kept."""
         self.visits: Visits | None = None
         """Who is told of each layer that is computed."""
-        self.scores: bool = isinstance(getattr(module, "score", None), nn.Linear)
+        self.has_score_head: bool = isinstance(getattr(module, "score", None), nn.Linear)
         """Whether its head gives a number and not logits."""
-        self._head: Any = self.module.score if self.scores else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.logit_scale, self.logit_cap = (1.0, None) if self.scores else _finish(config)
-        self._body: Body = Fused(module) if fits(module) else Generic(module)
-        if isinstance(self._body, Generic):
-            examine(self)
+        self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.logit_scale, self.logit_cap = (1.0, None) if self.has_score_head else _logit_scale_and_cap(config)
+        self._backbone: Backbone = FusedBackbone(module) if supports_fused(module) else TransformersBackbone(module)
+        if isinstance(self._backbone, TransformersBackbone):
+            verify_model(self)
         self.query_heads: int = config.num_attention_heads
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.query_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.query_heads
-        self.context: int = config.max_position_embeddings
+        self.context_length: int = config.max_position_embeddings
         """The longest sequence its positions were made for."""
 
     @property
@@ -81,9 +81,9 @@ class Model:
         return bias
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """How many tokens it knows: as many as the tokenizer has, or a little more."""
-        return int((self.module.get_input_embeddings().weight if self.scores else self.head_weight).shape[0])
+        return int((self.module.get_input_embeddings().weight if self.has_score_head else self.head_weight).shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,21 +95,21 @@ class Model:
         """Where it computes."""
         return self.head_weight.device
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, attend: AttentionFn) -> Tensor:
         """[P] int, [P] int64 → [P, H]: final normed hidden states of a flat list of tokens; differentiable."""
         checkpoint = self.activation_checkpointing and torch.is_grad_enabled()
-        return self._body(ids, positions, attend, checkpoint=checkpoint, visits=self.visits)
+        return self._backbone(ids, positions, attend, checkpoint=checkpoint, visits=self.visits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, H] → [N, V] in float32 or wider, scaled and capped as the architecture has it."""
-        return self.finished_logits(self.raw_logits(hidden))
+        return self.scale_and_cap_logits(self.raw_logits(hidden))
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N, V] in float32 or wider: the product with the head, nothing more; see `_Product`."""
-        raw: Tensor = _Product.apply(hidden, self.head_weight, self.head_bias)  # type: ignore[no-untyped-call]
+        """[N, H] → [N, V] in float32 or wider: the product with the head, nothing more; see `_HeadLinear`."""
+        raw: Tensor = _HeadLinear.apply(hidden, self.head_weight, self.head_bias)  # type: ignore[no-untyped-call]
         return raw
 
-    def finished_logits(self, raw: Tensor) -> Tensor:
+    def scale_and_cap_logits(self, raw: Tensor) -> Tensor:
         """[N, V] → [N, V]: scaled and capped."""
         logits = raw if self.logit_scale == 1 else raw * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
@@ -120,22 +120,22 @@ class Model:
             grad = grad.mul_(1 - (logits / self.logit_cap).square())
         return grad if self.logit_scale == 1 else grad.mul_(self.logit_scale)
 
-    def products(self) -> list[Multiplied]:
-        """The weights that a `Layout` may hold once more."""
-        return [*self._body.products(), Multiplied(self.head_weight, self.head_weight.requires_grad)]
+    def linear_weights(self) -> list[LinearWeight]:
+        """The weights that a `PrepackedWeights` may hold once more."""
+        return [*self._backbone.linear_weights(), LinearWeight(self.head_weight, self.head_weight.requires_grad)]
 
     def compile(self) -> None:
         """Have the trainer's small steps compiled. Whoever shares the model in inference runs those written by hand."""
-        self._body.compile()
+        self._backbone.compile()
 
     @property
-    def body(self) -> type[Body]:
+    def body(self) -> type[Backbone]:
         """The class that computes its layers: ours for this family, or the generic one."""
-        return type(self._body)
+        return type(self._backbone)
 
-    def parted(self, tensor: Side) -> Body:
+    def parted(self, tensor: Side) -> Backbone:
         """What lies between ids and hidden states, as far as it is this rank's; see `Divided`."""
-        return self._body if tensor.count == 1 else self._body.parted(tensor)
+        return self._backbone if tensor.count == 1 else self._backbone.parted(tensor)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once."""
@@ -143,7 +143,7 @@ class Model:
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every weight once, by its published name; what is tied goes by its first name. Adapters are weights too."""
-        return ((published(name), weight) for name, weight in self.module.named_parameters())
+        return ((external_name(name), weight) for name, weight in self.module.named_parameters())
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of them that are trained: all, unless some are frozen or have adapters in their place."""
@@ -152,22 +152,24 @@ class Model:
     def layer_weights(self) -> list[set[str]]:
         """The names of the weights that each layer has."""
         names = {id(weight): name for name, weight in self.named_weights()}
-        return [{names[id(each)] for each in layer.parameters()} for layer in decoder_layers(self.module, self.layers)]
+        return [
+            {names[id(each)] for each in layer.parameters()} for layer in decoder_layers(self.module, self.num_layers)
+        ]
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """The adapters' weights, by the names that peft gives them without its prefix."""
         return {name: weight for name, weight in self.named_weights() if ".lora_" in name}
 
-    def bare_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the model that its adapters adapt."""
         return ((name, weight.detach()) for name, weight in self.named_weights() if ".lora_" not in name)
 
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the model without adapters that computes the same, one at a time; see `lowrank.merged`."""
+        """Yield the weights of the equal model without adapters, one at a time; see `lora_layers.merge_adapter`."""
         adapted = {f"{name}.weight": layer for name, layer in adapted_layers(self.module)}
         for name, weight in self.named_weights():
             if ".lora_" not in name:
-                yield name, merged(adapted[name]) if name in adapted else weight.detach()
+                yield name, merge_adapter(adapted[name]) if name in adapted else weight.detach()
 
     def untied_weights(self, weights: Iterable[tuple[str, Tensor]] | None = None) -> Iterator[tuple[str, Tensor]]:
         """The same for a model whose head is a weight of its own: where it is the embedding, that comes twice. weights:
@@ -179,13 +181,13 @@ class Model:
             if tied and name in names:
                 yield "lm_head.weight", weight.clone()
 
-    def described(self) -> dict[str, Any]:
+    def config_dict(self) -> dict[str, Any]:
         """What `config.json` says of it."""
         told: dict[str, Any] = self.module.config.to_dict()
         return told | {"architectures": [type(self.module).__name__]}
 
     @property
-    def adapted(self) -> bool:
+    def has_adapters(self) -> bool:
         """Whether it has adapters."""
         return any(map(is_adapted, self.module.modules()))
 
@@ -198,18 +200,20 @@ class Model:
         weights = dict(self.named_weights())
         refuse_unmatched("model.freeze", parts, weights)
         for name, weight in weights.items():
-            if any(names_part(part, name) for part in parts):
+            if any(matches_part(part, name) for part in parts):
                 weight.requires_grad_(False)
         if not any(weight.requires_grad for weight in weights.values()):
             raise ConfigError(
                 f"`model.freeze=[{','.join(parts)}]` leaves nothing of the model to train. Freeze less of it."
             )
-        self._exact = {name: exact for name, exact in self._exact.items() if weights[name].requires_grad}
+        self._float32_weights = {
+            name: exact for name, exact in self._float32_weights.items() if weights[name].requires_grad
+        }
 
-    def take_exact(self) -> Mapping[str, Tensor]:
+    def take_float32_weights(self) -> Mapping[str, Tensor]:
         """The weights in float32, of those that it has rounded, if it was loaded to be trained. They are handed over:
         whoever asks next gets none."""
-        taken, self._exact = self._exact, {}
+        taken, self._float32_weights = self._float32_weights, {}
         return taken
 
     def copy(self, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Model:
@@ -221,13 +225,13 @@ class Model:
         return made
 
 
-def _finish(config: Any) -> tuple[float, float | None]:
+def _logit_scale_and_cap(config: Any) -> tuple[float, float | None]:
     """What an architecture does with its logits in the end: what it multiplies them with, and where it caps them."""
     scale = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-class _Product(torch.autograd.Function):
+class _HeadLinear(torch.autograd.Function):
     """x · Wᵀ + b in float32 or wider.
 
     Of half precision a GPU gives the sums as it has added them up, in float32. No kernel of a CPU does: there the sums
@@ -242,7 +246,7 @@ class _Product(torch.autograd.Function):
         if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
             out = torch.mm(x, weight.T, out_dtype=torch.float32)
             return out if bias is None else out.add_(bias)
-        return product(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+        return prepacked_linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

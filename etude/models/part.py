@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from etude.errors import ConfigError
-from etude.models.layout import Multiplied
-from etude.models.lowrank import ADAPTER, adapters_are_off, base_of, is_adapted
+from etude.models.lora_layers import ADAPTER, adapters_disabled, get_base_layer, is_adapted
+from etude.models.prepack import LinearWeight
 from etude.models.strand import Side, added, gathered
 
 __all__ = ["Columns", "Rows", "key_heads", "refuse_uneven"]
@@ -39,8 +39,8 @@ class Columns:
         x = gathered(x, self._side)
         return torch.cat([_outputs(part, x, rows) for part, rows in self._parts], 1)
 
-    def products(self) -> list[Multiplied]:
-        """See `Body`: none, because an engine multiplies with whole weights."""
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`: none, because an engine multiplies with whole weights."""
         return []
 
 
@@ -53,23 +53,23 @@ class Rows:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[count · n, own inputs] → [n, H]."""
-        base = base_of(self._part)
+        base = get_base_layer(self._part)
         out = linear(x, base.weight[:, self._columns])
-        if is_adapted(self._part) and not adapters_are_off():
+        if is_adapted(self._part) and not adapters_disabled():
             down, up, scale = _factors(self._part)
             out = out + scale * linear(linear(x, down[:, self._columns]), up)
         out = added(out, self._side)
         return out if base.bias is None else out + base.bias
 
-    def products(self) -> list[Multiplied]:
-        """See `Body`: none, because an engine multiplies with whole weights."""
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`: none, because an engine multiplies with whole weights."""
         return []
 
 
 def _outputs(part: nn.Module, x: Tensor, rows: slice) -> Tensor:
-    base = base_of(part)
+    base = get_base_layer(part)
     out = linear(x, base.weight[rows], None if base.bias is None else base.bias[rows])
-    if is_adapted(part) and not adapters_are_off():
+    if is_adapted(part) and not adapters_disabled():
         down, up, scale = _factors(part)
         out = out + scale * linear(linear(x, down), up[rows])
     return out

@@ -94,7 +94,8 @@ def told(x: Tensor, rows: int, side: Side) -> Tensor:
 
 
 class StrandAttention:
-    """An `Attend` for a strand of a pack: it trades tokens for heads, attends over the whole pack, and trades back.
+    """An `AttentionFn` for a strand of a pack: it trades tokens for heads, attends over the whole pack, and trades
+    back.
 
     A key head that several ranks' queries read goes to each of them.
     """
@@ -107,7 +108,7 @@ class StrandAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """See `Attend`."""
+        """See `AttentionFn`."""
         if self._side.count > 1:
             q, k, v = self._dealt(q, k, v)
         real = slice(0, self._tokens)

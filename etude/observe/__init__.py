@@ -12,27 +12,31 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from etude.errors import MissingPackageError
-from etude.lazy import names_of
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from etude.observe.config import ConsoleStyle, MlflowConfig, Observe, WandbConfig
-    from etude.observe.console import Bar, ConsoleSink, format_number, format_seconds, make_console, progress
-    from etude.observe.jsonl import JsonlSink, last_step, read_steps
-    from etude.observe.log import LogLevel, configure, get_log
-    from etude.observe.logger import Display, RunLog, Step, unwatched
+    from etude.observe.config import ConsoleStyle, MlflowConfig, ObserveConfig, WandbConfig
+    from etude.observe.console import (
+        ConsoleSink,
+        ProgressReporter,
+        format_number,
+        format_seconds,
+        make_console,
+        progress,
+    )
+    from etude.observe.jsonl import JsonlSink, read_last_step, read_steps
+    from etude.observe.log import LogLevel, configure_logging, get_logger
     from etude.observe.metrics import Last, Max, Mean, Metric, Metrics, Min, Sum, WireMetrics
-    from etude.observe.sinks import Background, Guarded, RunInfo, Sink
+    from etude.observe.run_log import ProgressDisplay, RunLog, StepRecorder, null_progress
+    from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink, Sink
     from etude.observe.timer import Timer
 
 __all__ = [
-    "Background",
-    "Bar",
+    "BackgroundSink",
     "ConsoleSink",
     "ConsoleStyle",
-    "Display",
-    "Guarded",
     "JsonlSink",
     "Last",
     "LogLevel",
@@ -42,63 +46,66 @@ __all__ = [
     "Metrics",
     "Min",
     "MlflowConfig",
-    "Observe",
+    "ObserveConfig",
+    "ProgressDisplay",
+    "ProgressReporter",
     "RunInfo",
     "RunLog",
+    "SafeSink",
     "Sink",
-    "Step",
+    "StepRecorder",
     "Sum",
     "Timer",
     "WandbConfig",
     "WireMetrics",
     "choose_sinks",
-    "configure",
+    "configure_logging",
     "format_number",
     "format_seconds",
-    "get_log",
-    "last_step",
+    "get_logger",
     "make_console",
+    "null_progress",
     "open_run_log",
     "progress",
+    "read_last_step",
     "read_steps",
-    "unwatched",
 ]
 
-__getattr__ = names_of(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "config": ("ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"),
-        "console": ("Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
-        "jsonl": ("JsonlSink", "last_step", "read_steps"),
-        "log": ("LogLevel", "configure", "get_log"),
-        "logger": ("Display", "RunLog", "Step", "unwatched"),
+        "config": ("ConsoleStyle", "MlflowConfig", "ObserveConfig", "WandbConfig"),
+        "console": ("ProgressReporter", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"),
+        "jsonl": ("JsonlSink", "read_last_step", "read_steps"),
+        "log": ("LogLevel", "configure_logging", "get_logger"),
+        "run_log": ("ProgressDisplay", "RunLog", "StepRecorder", "null_progress"),
         "metrics": ("Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"),
-        "sinks": ("Background", "Guarded", "RunInfo", "Sink"),
+        "sinks": ("BackgroundSink", "SafeSink", "RunInfo", "Sink"),
         "timer": ("Timer",),
     },
 )
 
 
 def open_run_log(
-    config: Observe,
+    config: ObserveConfig,
     run: RunInfo,
     headline: Sequence[str] = (),
     console: Console | None = None,
-    written: int = -1,
+    last_written_step: int = -1,
     failures: Mapping[str, str] | None = None,
 ) -> RunLog:
     """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there.
     failures: which metric counts the failures that one of the headline leaves out."""
     from etude.observe.console import ConsoleSink
-    from etude.observe.logger import RunLog
+    from etude.observe.run_log import RunLog
 
     sinks = choose_sinks(config, headline, console, failures)
     display = next((sink for sink in sinks if isinstance(sink, ConsoleSink)), None)
-    return RunLog(sinks, run, config.every, written=written, display=display)
+    return RunLog(sinks, run, config.every, last_written_step=last_written_step, display=display)
 
 
 def choose_sinks(
-    config: Observe,
+    config: ObserveConfig,
     headline: Sequence[str] = (),
     console: Console | None = None,
     failures: Mapping[str, str] | None = None,
@@ -106,7 +113,7 @@ def choose_sinks(
     """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
     from etude.observe.console import ConsoleSink, make_console
     from etude.observe.jsonl import JsonlSink
-    from etude.observe.sinks import Background
+    from etude.observe.sinks import BackgroundSink
 
     sinks: list[Sink] = [JsonlSink()]
     if config.console != "off":
@@ -122,13 +129,13 @@ def choose_sinks(
             from etude.observe.wandb import WandbSink
         except ImportError as error:
             raise _missing(f"observe.wandb.mode={config.wandb.mode}", "wandb", error) from error
-        sinks.append(Background(WandbSink(config.wandb)))
+        sinks.append(BackgroundSink(WandbSink(config.wandb)))
     if config.mlflow.enabled:
         try:
             from etude.observe.mlflow import MlflowSink
         except ImportError as error:
             raise _missing("observe.mlflow.enabled=true", "mlflow", error) from error
-        sinks.append(Background(MlflowSink(config.mlflow)))
+        sinks.append(BackgroundSink(MlflowSink(config.mlflow)))
     return sinks
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.observe.log import LogLevel
 
-__all__ = ["ConsoleStyle", "MlflowConfig", "Observe", "WandbConfig"]
+__all__ = ["ConsoleStyle", "MlflowConfig", "ObserveConfig", "WandbConfig"]
 
 ConsoleStyle = Literal["auto", "rich", "plain", "off"]
 
@@ -42,7 +42,7 @@ class MlflowConfig(BaseModel):
     experiment: str = Field(default="etude", min_length=1, description="the MLflow experiment the run belongs to")
 
 
-class Observe(BaseModel):
+class ObserveConfig(BaseModel):
     """How a run is watched. Besides what is chosen here, `metrics.jsonl` is always written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -33,20 +33,20 @@ from rich.text import Text
 from etude.observe.config import ConsoleStyle
 from etude.observe.sinks import RunInfo
 
-__all__ = ["Bar", "ConsoleSink", "format_number", "format_seconds", "make_console", "progress"]
+__all__ = ["ConsoleSink", "ProgressReporter", "format_number", "format_seconds", "make_console", "progress"]
 
 _DAY = 24 * 3600.0
 NARROW, WIDE = 10, 40
 """Cells of a bar, at least and at most: it gives way to the words before it."""
-BESIDE = 20
+BAR_SUFFIX_WIDTH = 20
 """Cells for what stands behind a bar: `100% 0:00:12 left`, and the spaces."""
-OFTEN, SELDOM = 5.0, 30.0
+LINE_INTERVAL_S, STEP_LINE_INTERVAL_S = 5.0, 30.0
 """Seconds between two lines that say how far something is, alone and inside a step, which ends with a line anyway."""
 
 
 def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Console:
     """The console for a style, on standard output unless another file is given."""
-    return _Display(
+    return _PipeSafeConsole(
         file=file,
         quiet=style == "off",
         force_terminal=True if style == "rich" else None,
@@ -99,30 +99,30 @@ class ConsoleSink:
     def open(self, run: RunInfo) -> None:
         """Say where the run is kept; on a terminal, show the bar if the end is known."""
         self._steps = run.steps
-        _say(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
+        _print_line(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
         if self._console.is_interactive and run.steps is not None:
             self._bar = _LiveBar(self._console, run.name, run.steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Print the line of one step."""
         width = self._console.width if self._console.is_interactive else None
-        _say(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
+        _print_line(self._console, _step_line(step, self._steps, values, self._headline, self._failures, width))
         if self._bar is not None:
-            self._bar.reach(step)
+            self._bar.move_to(step)
 
-    def phase(self, step: int, name: str) -> None:
+    def show_phase(self, step: int, name: str) -> None:
         """What a step is at now, beside the bar."""
         if self._bar is not None:
             self._bar.describe(f"step {step}: {name}")
 
     @contextmanager
-    def progress(self, description: str, total: float | None) -> Iterator[Bar]:
+    def progress(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
         """How far something inside a step has come: a bar below the run's, or now and then a line."""
         if self._bar is not None:
-            with self._bar.part(description, total) as part:
+            with self._bar.add_nested(description, total) as part:
                 yield part
         else:
-            yield _LineBar(self._console, description, total, time.monotonic, SELDOM)
+            yield _TextProgress(self._console, description, total, time.monotonic, STEP_LINE_INTERVAL_S)
 
     def close(self) -> None:
         """Take the bar away; the lines stay."""
@@ -130,7 +130,7 @@ class ConsoleSink:
             self._bar.stop()
 
 
-class Bar(Protocol):
+class ProgressReporter(Protocol):
     """What `progress` hands out."""
 
     def advance(self, amount: float = 1.0) -> None:
@@ -144,7 +144,7 @@ def progress(
     total: float | None = None,
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Bar]:
+) -> Iterator[ProgressReporter]:
     """Show that something long is under way: a live bar on a terminal, elsewhere a line every few seconds.
 
     Without a `total` the bar only says that work goes on. Of a bar nothing is left when it ends. Elsewhere than on a
@@ -152,8 +152,8 @@ def progress(
     """
     console = make_console() if console is None else console
     if console.is_interactive:
-        if (above := _LiveBar.on(console)) is not None:
-            with above.part(description, total) as part:
+        if (above := _LiveBar.find(console)) is not None:
+            with above.add_nested(description, total) as part:
                 yield part
             return
         live = _LiveBar(console, description, total)
@@ -162,7 +162,7 @@ def progress(
         finally:
             live.stop()
     else:
-        lines = _LineBar(console, description, total, clock)
+        lines = _TextProgress(console, description, total, clock)
         yield lines
         lines.finish()
 
@@ -170,90 +170,90 @@ def progress(
 class _LiveBar:
     """A bar that redraws itself on a terminal, with the time that is left, and goes away when it ends."""
 
-    _all: ClassVar[list[_LiveBar]] = []
+    _active: ClassVar[list[_LiveBar]] = []
     """Those that are shown: of two on one terminal, each would draw over the other."""
 
     def __init__(self, console: Console, description: str, total: float | None) -> None:
         self._progress = Progress(
-            _Words(console),
-            _Bar(console, self._widest),
+            _DescriptionColumn(console),
+            _FlexibleBarColumn(console, self._description_width),
             TaskProgressColumn(),
-            _Left(table_column=Column(no_wrap=True)),
+            _TimeLeftColumn(table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
             refresh_per_second=4,
             # Steps may take minutes: with rich's half a minute of memory there would never be an estimate.
             speed_estimate_period=_DAY,
         )
-        self._task = self._progress.add_task(_shown(console, description), total=total)
-        self._begun = False
+        self._task = self._progress.add_task(_single_line(console, description), total=total)
+        self._has_moved = False
         self._progress.start()
-        self._all.append(self)
+        self._active.append(self)
 
     @classmethod
-    def on(cls, console: Console) -> _LiveBar | None:
+    def find(cls, console: Console) -> _LiveBar | None:
         """The bar that is shown where this console writes, by this console or another."""
-        return next((each for each in cls._all if each._progress.console.file is console.file), None)
+        return next((each for each in cls._active if each._progress.console.file is console.file), None)
 
     def advance(self, amount: float = 1.0) -> None:
         self._progress.advance(self._task, amount)
 
-    def reach(self, completed: float) -> None:
+    def move_to(self, completed: float) -> None:
         """Move to a place. The first one may lie far ahead, in a resumed run, and says nothing about the speed."""
-        if self._begun:
+        if self._has_moved:
             self._progress.update(self._task, completed=completed)
         else:
             self._progress.reset(self._task, completed=int(completed))
-            self._begun = True
+            self._has_moved = True
 
     def describe(self, description: str) -> None:
         """Call the bar something else."""
-        self._progress.update(self._task, description=_shown(self._progress.console, description))
+        self._progress.update(self._task, description=_single_line(self._progress.console, description))
 
     @contextmanager
-    def part(self, description: str, total: float | None) -> Iterator[Bar]:
+    def add_nested(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
         """A bar of its own below this one, while it lasts."""
         shown = self._progress
-        task = shown.add_task(_shown(shown.console, description), total=total)
+        task = shown.add_task(_single_line(shown.console, description), total=total)
         try:
-            yield _Part(shown, task)
+            yield _NestedBar(shown, task)
         finally:
             shown.remove_task(task)
 
     def stop(self) -> None:
-        if self in self._all:
-            self._all.remove(self)
+        if self in self._active:
+            self._active.remove(self)
         self._progress.stop()
 
-    def _widest(self) -> int:
+    def _description_width(self) -> int:
         """Cells of the longest description."""
         return max((cell_len(task.description) for task in self._progress.tasks), default=0)
 
 
-class _Words(ProgressColumn):
+class _DescriptionColumn(ProgressColumn):
     """What a bar shows the progress of: in one line, and cut where the width ends."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._cut: OverflowMethod = "ellipsis" if _encodable(console, "…") == "…" else "crop"
+        self._cut: OverflowMethod = "ellipsis" if _replace_unencodable(console, "…") == "…" else "crop"
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow=self._cut)
 
 
-class _Bar(BarColumn):
+class _FlexibleBarColumn(BarColumn):
     """A bar that is as wide as the words before it leave."""
 
-    def __init__(self, console: Console, words: Callable[[], int]) -> None:
+    def __init__(self, console: Console, description_width: Callable[[], int]) -> None:
         super().__init__(table_column=Column(no_wrap=True))
-        self._console, self._words = console, words
+        self._console, self._description_width = console, description_width
 
     def render(self, task: Task) -> ProgressBar:
-        self.bar_width = max(NARROW, min(WIDE, self._console.width - BESIDE - self._words()))
+        self.bar_width = max(NARROW, min(WIDE, self._console.width - BAR_SUFFIX_WIDTH - self._description_width()))
         return super().render(task)
 
 
-class _Left(TimeRemainingColumn):
+class _TimeLeftColumn(TimeRemainingColumn):
     """`0:00:12 left`, where an end is known."""
 
     def render(self, task: Task) -> Text:
@@ -261,7 +261,7 @@ class _Left(TimeRemainingColumn):
         return time.append(" left") if time else time
 
 
-class _Part:
+class _NestedBar:
     """A bar below another."""
 
     def __init__(self, shown: Progress, task: TaskID) -> None:
@@ -271,7 +271,7 @@ class _Part:
         self._shown.advance(self._task, amount)
 
 
-class _LineBar:
+class _TextProgress:
     """Says how far things are, in a line of its own, now and then."""
 
     def __init__(
@@ -280,31 +280,31 @@ class _LineBar:
         description: str,
         total: float | None,
         clock: Callable[[], float],
-        every: float = OFTEN,
+        every: float = LINE_INTERVAL_S,
     ) -> None:
         self._console = console
         self._description = description
         self._total = total
         self._clock = clock
         self._every = every
-        self._began = self._spoke = clock()
+        self._began = self._last_printed = clock()
         self._done = 0.0
 
     def advance(self, amount: float = 1.0) -> None:
         self._done += amount
         now = self._clock()
-        if now - self._spoke >= self._every:
-            self._spoke = now
+        if now - self._last_printed >= self._every:
+            self._last_printed = now
             far = f"{self._done:,.0f}" if self._total is None else f"{min(self._done / self._total, 1.0):.0%}"
-            _say(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))
+            _print_line(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))
 
     def finish(self) -> None:
         took = self._clock() - self._began
         if took >= 2.0:
-            _say(self._console, Text(f"{self._description}: done in {format_seconds(took)}"))
+            _print_line(self._console, Text(f"{self._description}: done in {format_seconds(took)}"))
 
 
-class _Display(Console):
+class _PipeSafeConsole(Console):
     """rich's console, except that a reader that left (`etude train | head`) ends the display and not the program."""
 
     def on_broken_pipe(self) -> None:
@@ -337,17 +337,17 @@ def _step_line(
     return line.append(took, "dim")
 
 
-def _say(console: Console, line: Text) -> None:
+def _print_line(console: Console, line: Text) -> None:
     """Print one line as it is: on a terminal it may go on in the next, between words; elsewhere it is never cut."""
-    line.plain = _encodable(console, line.plain)
+    line.plain = _replace_unencodable(console, line.plain)
     console.print(line, soft_wrap=not console.is_interactive)
 
 
-def _shown(console: Console, description: str) -> str:
+def _single_line(console: Console, description: str) -> str:
     """A description in one line, as the console can carry it."""
-    return _encodable(console, " ".join(description.split()))
+    return _replace_unencodable(console, " ".join(description.split()))
 
 
-def _encodable(console: Console, text: str) -> str:
+def _replace_unencodable(console: Console, text: str) -> str:
     """The text with what the console's file cannot carry replaced by question marks."""
     return text.encode(console.encoding, "replace").decode(console.encoding)

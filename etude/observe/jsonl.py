@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DataError
-from etude.integrity import naming
-from etude.observe.log import get_log
+from etude.integrity import add_path_to_errors
+from etude.observe.log import get_logger
 from etude.observe.sinks import RunInfo
 
-__all__ = ["NUMBERS", "JsonlSink", "last_step", "read_steps", "step_line"]
+__all__ = ["METRICS_FILE", "JsonlSink", "parse_step_line", "read_last_step", "read_steps"]
 
-NUMBERS = "metrics.jsonl"
-NOT_METRICS = frozenset({"step", "time", "nonfinite"})
+METRICS_FILE = "metrics.jsonl"
+NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite"})
 """Other fields of a line."""
 MOST_STEPS = 2**53
 _BLOCK = 1 << 16
@@ -43,7 +43,7 @@ class JsonlSink:
     def open(self, run: RunInfo) -> None:
         """Open for appending, after cutting off a line that was torn."""
         run.directory.mkdir(parents=True, exist_ok=True)
-        path = run.directory / NUMBERS
+        path = run.directory / METRICS_FILE
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
@@ -54,7 +54,7 @@ class JsonlSink:
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         if nonfinite:
             line["nonfinite"] = nonfinite
-        with naming(Path(self._file.name)):
+        with add_path_to_errors(Path(self._file.name)):
             self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -63,17 +63,17 @@ class JsonlSink:
         self._file.close()
 
 
-def last_step(directory: Path) -> int:
+def read_last_step(directory: Path) -> int:
     """The last step that has its line in this run directory; -1 where none has. A line that is none is told of and
     counts for nothing: nothing that is trained follows from it."""
-    path = directory / NUMBERS
+    path = directory / METRICS_FILE
     _cut_torn_line(path)
     last = -1
     for number, text in _lines(path):
-        line = step_line(text)
+        line = parse_step_line(text)
         if line is None:
             told = "%s, line %d, is not a step with its metrics, was damaged or changed by hand, and is passed over."
-            get_log("observe").warning(told, path, number)
+            get_logger("observe").warning(told, path, number)
         else:
             last = max(last, line["step"])
     return last
@@ -82,7 +82,7 @@ def last_step(directory: Path) -> int:
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file of metrics; one that is none is a `DataError` that names it."""
     for number, text in _lines(path):
-        line = step_line(text)
+        line = parse_step_line(text)
         if line is None:
             raise DataError(
                 f"{path}, line {number}, is not a step with its metrics: it was damaged, or changed by hand. Mend or "
@@ -91,7 +91,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def step_line(text: str) -> dict[str, Any] | None:
+def parse_step_line(text: str) -> dict[str, Any] | None:
     """A line as a step with its metrics, if it is one."""
     try:
         line = json.loads(text)
@@ -100,7 +100,7 @@ def step_line(text: str) -> dict[str, Any] | None:
     step = line.get("step") if isinstance(line, dict) else None
     if not isinstance(step, int) or isinstance(step, bool) or not -1 < step < MOST_STEPS:
         return None
-    return line if all(_is_value(value) for name, value in line.items() if name not in NOT_METRICS) else None
+    return line if all(_is_value(value) for name, value in line.items() if name not in NON_METRIC_FIELDS) else None
 
 
 def _is_value(value: Any) -> bool:

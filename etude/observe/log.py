@@ -1,7 +1,7 @@
 """The log: what is said in words rather than in numbers.
 
-Every room asks for its logger with `get_log("store")` and all of them hang below the one logger named `etude`. A
-command calls `configure` once; a program that uses Etude as a library need not, and then Python's own defaults
+Every room asks for its logger with `get_logger("store")` and all of them hang below the one logger named `etude`. A
+command calls `configure_logging` once; a program that uses Etude as a library need not, and then Python's own defaults
 apply. Nothing here touches the root logger or another library's handlers.
 
     21:04:11 trainer[3] INFO  the reference model is on the CPU
@@ -18,28 +18,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["LogLevel", "configure", "escaped", "get_log"]
+__all__ = ["LogLevel", "configure_logging", "escape_unprintable", "get_logger"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _ROOT = logging.getLogger("etude")
 
 
-def get_log(room: str) -> logging.Logger:
-    """The logger of one room: `get_log("store")` is the standard library's `etude.store`."""
-    log = _ROOT.getChild(room)
+def get_logger(package: str) -> logging.Logger:
+    """The logger of one room: `get_logger("store")` is the standard library's `etude.store`."""
+    log = _ROOT.getChild(package)
     log.addFilter(_ONE_LINE)  # of all that is said there, wherever it goes; a filter that is there is not added again
     return log
 
 
-def escaped(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """A text in one line: without control characters, separators other than a space, and halves of characters."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def configure(
+def configure_logging(
     level: LogLevel,
     role: str = "main",
     rank: int = 0,
@@ -51,7 +51,7 @@ def configure(
     `role` and `rank` say who speaks. `mask` is applied to every finished line, tracebacks included, and takes out
     what must not be seen.
     """
-    handlers: list[logging.Handler] = [_StandardError()]
+    handlers: list[logging.Handler] = [_StderrHandler()]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
@@ -65,7 +65,7 @@ def configure(
     _ROOT.propagate = False
 
 
-class _OneLine(logging.Filter):
+class _SingleLineFilter(logging.Filter):
     """Escapes what a record says, in its place, before any handler sees it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -74,14 +74,14 @@ class _OneLine(logging.Filter):
         except (TypeError, ValueError, KeyError):  # a mistake of ours, of which logging itself tells
             return True
         if not message.isprintable():
-            record.msg, record.args = escaped(message), ()
+            record.msg, record.args = escape_unprintable(message), ()
         if record.exc_info and not record.exc_text:
             lines = logging.Formatter().formatException(record.exc_info).splitlines()
-            record.exc_text = "\n".join(f"  {escaped(line)}" for line in lines)
+            record.exc_text = "\n".join(f"  {escape_unprintable(line)}" for line in lines)
         return True
 
 
-_ONE_LINE = _OneLine()
+_ONE_LINE = _SingleLineFilter()
 
 
 class _Formatter(logging.Formatter):
@@ -92,11 +92,11 @@ class _Formatter(logging.Formatter):
         self._mask = mask
 
     def format(self, record: logging.LogRecord) -> str:
-        _ONE_LINE.filter(record)  # of a logger that was not had by `get_log`
+        _ONE_LINE.filter(record)  # of a logger that was not had by `get_logger`
         return self._mask(super().format(record))
 
 
-class _StandardError(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes to whatever standard error is at that moment, so that lines appear above a live progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -91,10 +91,10 @@ class Mean(Metric):
 
     def to_wire(self) -> tuple[float, ...]:
         weighed = [(amount, times, weight) for amount, times, share in self.shares if (weight := float(share)) != 0.0]
-        weight = _total(weight for _, _, weight in weighed)
+        weight = _exact_sum(weight for _, _, weight in weighed)
         if weight == 0.0:
             return ()
-        return _total(float(amount) * float(times) for amount, times, _ in weighed), weight
+        return _exact_sum(float(amount) * float(times) for amount, times, _ in weighed), weight
 
     @classmethod
     def from_wire(cls, numbers: Sequence[float]) -> Self:
@@ -102,7 +102,7 @@ class Mean(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool(Metric):
+class _PooledMetric(Metric):
     """Values kept side by side until one number is made of them."""
 
     values: tuple[SupportsFloat, ...] = ()
@@ -124,17 +124,17 @@ class _Pool(Metric):
         return cls(tuple(numbers))
 
 
-class Sum(_Pool):
+class Sum(_PooledMetric):
     """A total: tokens seen, seconds spent. A sum of nothing is 0."""
 
     __slots__ = ()
     kind = "sum"
 
     def value(self) -> float:
-        return _total(float(value) for value in self.values)
+        return _exact_sum(float(value) for value in self.values)
 
 
-class Max(_Pool):
+class Max(_PooledMetric):
     """The largest value seen; NaN if any was NaN; None if there was none."""
 
     __slots__ = ()
@@ -144,7 +144,7 @@ class Max(_Pool):
         return max(map(float, self.values), key=_nan_last, default=None)
 
 
-class Min(_Pool):
+class Min(_PooledMetric):
     """The smallest value seen; NaN if any was NaN; None if there was none."""
 
     __slots__ = ()
@@ -234,8 +234,8 @@ class Metrics(Mapping[str, Metric]):
         for name, metric in other.items():
             self.add(name, metric)
 
-    def prefixed(self, prefix: str) -> Metrics:
-        """The same metrics under longer names: `metrics.prefixed("actor/")`."""
+    def with_prefix(self, prefix: str) -> Metrics:
+        """The same metrics under longer names: `metrics.with_prefix("actor/")`."""
         return Metrics({prefix + name: metric for name, metric in self.items()})
 
     def reduce(self) -> dict[str, float]:
@@ -268,7 +268,7 @@ def _read(name: str, numbers: Callable[[], Read]) -> Read:
         ) from error
 
 
-def _total(values: Iterable[float]) -> float:
+def _exact_sum(values: Iterable[float]) -> float:
     """The sum, correctly rounded and so independent of order; overflow and NaN show as they would in a plain sum."""
     numbers = list(values)
     try:

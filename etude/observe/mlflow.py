@@ -24,7 +24,7 @@ __all__ = ["MlflowSink"]
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
 _PARAM_LENGTH = 6000
-_ALLOWING = threading.Lock()
+_FILE_STORE_LOCK = threading.Lock()
 
 
 class MlflowSink:
@@ -39,19 +39,19 @@ class MlflowSink:
     def open(self, run: RunInfo) -> None:
         """Create the MLflow run, and its experiment where that is new."""
         uri = self._config.uri or (run.directory / "mlruns").absolute().as_uri()
-        with _folders_allowed() if uri.startswith("file:") else nullcontext():
+        with _allow_file_store() if uri.startswith("file:") else nullcontext():
             self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(self._config.experiment)
         identity = experiment.experiment_id if experiment else self._client.create_experiment(self._config.experiment)
         self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
-        params = [Param(_allowed(key), str(value)[:_PARAM_LENGTH]) for key, value in _leaves(run.config)]
+        params = [Param(_sanitize_name(key), str(value)[:_PARAM_LENGTH]) for key, value in _iter_leaves(run.config)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the step's metrics in as few calls as MLflow allows."""
         stamp = int(self._now() * 1000)
-        metrics = [Metric(_allowed(name), value, stamp, step) for name, value in values.items()]
+        metrics = [Metric(_sanitize_name(name), value, stamp, step) for name, value in values.items()]
         for start in range(0, len(metrics), _METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 
@@ -61,9 +61,9 @@ class MlflowSink:
 
 
 @contextmanager
-def _folders_allowed() -> Iterator[None]:
+def _allow_file_store() -> Iterator[None]:
     """MLflow only asks its environment variable, which others in this process may have set or left alone."""
-    with _ALLOWING:
+    with _FILE_STORE_LOCK:
         before = MLFLOW_ALLOW_FILE_STORE.get_raw()
         MLFLOW_ALLOW_FILE_STORE.set(True)
         try:
@@ -75,15 +75,15 @@ def _folders_allowed() -> Iterator[None]:
                 MLFLOW_ALLOW_FILE_STORE.set(before)
 
 
-def _allowed(name: str) -> str:
+def _sanitize_name(name: str) -> str:
     """The name with what MLflow does not allow in one replaced."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _leaves(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+def _iter_leaves(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Every leaf of a nested configuration with its dotted path."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{key}.")
+            yield from _iter_leaves(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value

@@ -1,7 +1,7 @@
 """Where reduced metrics go, and what happens when a destination misbehaves.
 
 A sink is opened once, receives one mapping of numbers per step and is closed once. A run never depends on one: each
-sink is `Guarded`, and a sink that speaks to a service works in the `Background`, where a service that does not
+sink is `SafeSink`, and a sink that speaks to a service works in the `BackgroundSink`, where a service that does not
 answer costs the run nothing but a bounded wait at the end.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from etude.observe.log import get_log
+from etude.observe.log import get_logger
 
-__all__ = ["Background", "Guarded", "RunInfo", "Sink"]
+__all__ = ["BackgroundSink", "RunInfo", "SafeSink", "Sink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sink(Protocol):
         ...
 
 
-class Guarded:
+class SafeSink:
     """A sink that cannot fail: at the first exception it is closed as far as that goes, warned about, and left out."""
 
     def __init__(self, sink: Sink) -> None:
@@ -69,17 +69,17 @@ class Guarded:
 
     def open(self, run: RunInfo) -> None:
         """Open the sink."""
-        self._try("opening", lambda: self._sink.open(run))
+        self._run_safely("opening", lambda: self._sink.open(run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hand on one step."""
-        self._try(f"logging step {step}", lambda: self._sink.log(step, values))
+        self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values))
 
     def close(self) -> None:
         """Close the sink."""
-        self._try("closing", self._sink.close)
+        self._run_safely("closing", self._sink.close)
 
-    def _try(self, doing: str, act: Callable[[], None]) -> None:
+    def _run_safely(self, doing: str, act: Callable[[], None]) -> None:
         if not self.alive:
             return
         try:
@@ -88,7 +88,7 @@ class Guarded:
             self.alive = False
             with suppress(Exception):
                 self._sink.close()
-            get_log("observe").warning(
+            get_logger("observe").warning(
                 "The %s sink failed while %s and is switched off; the run goes on without it. %s: %s",
                 self.name,
                 doing,
@@ -97,7 +97,7 @@ class Guarded:
             )
 
 
-class Background:
+class BackgroundSink:
     """A sink whose work is done by a thread of its own.
 
     Consumes: calls of the training thread, which only queue. Produces: the same calls, in order, on the thread.
@@ -106,9 +106,9 @@ class Background:
     it has, or once patience is at an end, the same is raised here.
     """
 
-    def __init__(self, sink: Sink, patience: float = 60.0, capacity: int = 1000) -> None:
+    def __init__(self, sink: Sink, close_timeout: float = 60.0, capacity: int = 1000) -> None:
         self._sink = sink
-        self._patience = patience
+        self._close_timeout = close_timeout
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._thread = threading.Thread(target=self._work, name=f"etude-{sink.name}", daemon=True)
         self._error: Exception | None = None
@@ -132,10 +132,10 @@ class Background:
         """Queue the closing and wait for it, within bounds."""
         self._submit(self._sink.close)
         self._submit(None)
-        self._thread.join(self._patience)
+        self._thread.join(self._close_timeout)
         if self._thread.is_alive():
             raise self._error or TimeoutError(
-                f"It did not finish within {self._patience:g} s; what it had not yet sent is lost."
+                f"It did not finish within {self._close_timeout:g} s; what it had not yet sent is lost."
             )
         self._raise()
 

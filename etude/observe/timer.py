@@ -20,10 +20,10 @@ class Timer:
     """A stopwatch for nested phases, for one thread and one step."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None
+        self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] = lambda _: None
     ) -> None:
         """entered: is told the name of each phase as it begins."""
-        self._clock, self._entered = clock, entered
+        self._clock, self._on_enter = clock, on_enter
         self._started = clock()
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -34,7 +34,7 @@ class Timer:
         self._open.append(phase)
         name = "/".join(self._open)
         self._seconds.setdefault(name, 0.0)
-        self._entered(name)
+        self._on_enter(name)
         began = self._clock()
         try:
             yield

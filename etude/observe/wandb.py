@@ -12,7 +12,7 @@ import wandb
 
 from etude.errors import ConfigError
 from etude.observe.config import WandbConfig
-from etude.observe.log import get_log
+from etude.observe.log import get_logger
 from etude.observe.sinks import RunInfo
 
 __all__ = ["WandbSink"]
@@ -45,7 +45,7 @@ class WandbSink:
             settings=wandb.Settings(silent=True, console="off"),
         )
         offline = f"kept for later; send it with: wandb sync {Path(self._run.dir).parent}"
-        get_log("observe").info("The W&B run is %s", offline if self._run.offline else f"at {self._run.url}")
+        get_logger("observe").info("The W&B run is %s", offline if self._run.offline else f"at {self._run.url}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the step to the run's history."""

@@ -23,31 +23,31 @@ from pydantic import Field
 from etude.config import Config
 from etude.data import Dataset
 from etude.observe import Mean, Metrics, Sum
-from etude.recipes.play import Plays
-from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
+from etude.recipes.collect.player import AttemptPlayer
+from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
 from etude.records import Outcome, Task
 from etude.rewards import Judge
 
-__all__ = ["Answer", "Evaluation", "Evaluator", "best_of", "scores"]
+__all__ = ["EvaluatedAnswer", "EvaluationConfig", "Evaluator", "best_of", "compute_scores"]
 
 
-class Evaluation(Config):
+class EvaluationConfig(Config):
     """When and how the policy is scored on `data.val`."""
 
     every: int = Field(0, ge=0, description="score every n steps, and after the last; 0 scores after the last only")
     first: bool = Field(True, description="score before the first step too")
     samples: int = Field(1, ge=1, description="answers to each task")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
-    sampling: ScoringSampling = Field(ScoringSampling(), description="how answers are drawn for scoring")
+    sampling: EvaluationSampling = Field(EvaluationSampling(), description="how answers are drawn for scoring")
 
-    def yardstick(self, training: Sampling) -> Mapping[str, Any]:
+    def score_settings(self, training: SamplingConfig) -> Mapping[str, Any]:
         """What decides a score besides the model and the tasks."""
-        sampling = self.sampling.beside(training).model_dump(mode="json")
+        sampling = self.sampling.fill_from(training).model_dump(mode="json")
         return {"samples": self.samples, "limit": self.limit, "sampling": sampling}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EvaluatedAnswer:
     """One answer, scored."""
 
     task: int
@@ -77,12 +77,12 @@ class Evaluator:
 
     def __init__(
         self,
-        config: Evaluation,
+        config: EvaluationConfig,
         *,
-        sampling: Sampling,
+        sampling: SamplingConfig,
         seed: int,
         dataset: Dataset,
-        player: Plays,
+        player: AttemptPlayer,
         judge: Judge,
         runner: asyncio.Runner,
     ) -> None:
@@ -101,7 +101,7 @@ class Evaluator:
         """How often it asks each."""
         return self._config.samples
 
-    def due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, last: int) -> bool:
         """Whether to score after this step."""
         every = self._config.every
         return self.tasks > 0 and (
@@ -114,23 +114,25 @@ class Evaluator:
         other._sampling = self._sampling.model_copy(update=changes)
         return other
 
-    def answers(self, told: Callable[[], None] = lambda: None, *, step: int = 0) -> list[Answer]:
+    def answer_all(self, on_answer: Callable[[], None] = lambda: None, *, step: int = 0) -> list[EvaluatedAnswer]:
         """Every answer to every task, in order. The same weights draw the same answers at any step.
 
         told: is called after each. step: the one that is scored.
         """
-        self._player.scores(step)
-        return self._runner.run(self._all(told))
+        self._player.start_scoring(step)
+        return self._runner.run(self._answer_tasks(on_answer))
 
-    def spent(self) -> Metrics:
+    def pop_metrics(self) -> Metrics:
         """What judging them has cost, where that is counted."""
-        return self._judge.spent()
+        return self._judge.pop_metrics()
 
-    async def _all(self, told: Callable[[], None]) -> list[Answer]:
+    async def _answer_tasks(self, on_answer: Callable[[], None]) -> list[EvaluatedAnswer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
-        asked = [asyncio.ensure_future(self._one(task, n)) for task in tasks for n in range(self._config.samples)]
+        asked = [
+            asyncio.ensure_future(self._answer_once(task, n)) for task in tasks for n in range(self._config.samples)
+        ]
         for each in asked:
-            each.add_done_callback(lambda ended: None if ended.cancelled() else told())
+            each.add_done_callback(lambda ended: None if ended.cancelled() else on_answer())
         try:
             return list(await asyncio.gather(*asked))
         finally:
@@ -138,17 +140,17 @@ class Evaluator:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _one(self, task: Task, n: int) -> Answer:
+    async def _answer_once(self, task: Task, n: int) -> EvaluatedAnswer:
         def seed(turn: int) -> int:
             return derived_seed(self._seed, "evaluate", task.ordinal, n, *([turn] if turn else []))
 
         played = await self._player.play(task, self._sampling, seed)
         verdict, last = played.verdict, played.turns[-1].completion if played.turns else None
         failed = verdict.outcome is not Outcome.SUCCEEDED
-        return Answer(
+        return EvaluatedAnswer(
             task.ordinal,
             task.source,
-            self._player.asked(task),
+            self._player.prompt_of(task),
             "" if last is None else last.text,
             0.0 if failed else played.total,
             verdict.parts,
@@ -156,22 +158,22 @@ class Evaluator:
             played.finish or "abort",
             verdict.error,
             failed,
-            verdict.extracted,
-            self._player.retold(played.turns),
+            verdict.extracted_answer,
+            self._player.decode_conversation(played.turns),
             played.truncated,
         )
 
 
-def scores(answers: Sequence[Answer]) -> Metrics:
+def compute_scores(answers: Sequence[EvaluatedAnswer]) -> Metrics:
     """The evaluation in numbers: over all tasks and, where there are several, for each data source."""
     metrics = Metrics()
-    by_source: dict[str, list[Answer]] = defaultdict(list)
+    by_source: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
         by_source[answer.source].append(answer)
     for prefix, chosen in [("eval", answers), *((f"eval/{name}", part) for name, part in by_source.items())]:
         if prefix != "eval" and len(by_source) == 1:
             continue
-        groups: dict[int, list[Answer]] = defaultdict(list)
+        groups: dict[int, list[EvaluatedAnswer]] = defaultdict(list)
         for answer in chosen:
             groups[answer.task].append(answer)
         n = max((len(group) for group in groups.values()), default=0)
@@ -201,7 +203,7 @@ def _powers(n: int) -> list[int]:
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i <= n} | ({n} if n > 1 else set()))
 
 
-def _majority(group: Sequence[Answer]) -> float:
+def _majority(group: Sequence[EvaluatedAnswer]) -> float:
     """The mean reward of what was said most often; where several were, of what was said first. Who says nothing that
     the reward reads as an answer has no vote, and a group without votes earns nothing."""
     counts = Counter(answer.extracted for answer in group if answer.extracted is not None)
@@ -212,10 +214,10 @@ def _majority(group: Sequence[Answer]) -> float:
     return sum(same) / len(same)
 
 
-def write_answers(answers: Sequence[Answer], path: Path) -> None:
+def write_answers(answers: Sequence[EvaluatedAnswer], path: Path) -> None:
     """One JSON object a line: what was asked, what was answered, what it earned."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for a in answers:
-            line = {name: getattr(a, name) for name in Answer.__slots__}
+            line = {name: getattr(a, name) for name in EvaluatedAnswer.__slots__}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

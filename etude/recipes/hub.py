@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from etude.config.env import may_download
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, RunError
-from etude.lazy import Lazy
-from etude.observe import configure, get_log
-from etude.recipes.folder import check_model, replaced
-from etude.recipes.hub_data import Wanted, lacking_shards, parse, patterns_of
-from etude.recipes.inputs import place_of
+from etude.lazy import LazyModule
+from etude.observe import configure_logging, get_logger
+from etude.recipes.hub_datasets import DatasetName, lacking_shards, parse_dataset_name, patterns_of
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import Run
-from etude.rewards import Combined, RewardFunction, ScoredByModel
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import check_model, replace_option
+from etude.recipes.run.inputs import path_option
+from etude.rewards import CombinedReward, RewardFunction, RewardModelScore
 
 if TYPE_CHECKING:
     import httpx2
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import huggingface_hub.constants as hf_constants
     import huggingface_hub.errors as hf_errors
 
-    from etude.data.table import Source
+    from etude.data.table import DatasetLike
 else:
-    hf, hf_errors, httpx2 = map(Lazy, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
-    hf_constants = Lazy("huggingface_hub.constants")
+    hf, hf_errors, httpx2 = map(LazyModule, ("huggingface_hub", "huggingface_hub.errors", "httpx2"))
+    hf_constants = LazyModule("huggingface_hub.constants")
 
-__all__ = ["check_push", "data_at", "data_files", "located", "model_at", "push"]
+__all__ = ["check_push", "data_files", "locate_data", "locate_model", "push", "resolve_hub_names"]
 
 R = TypeVar("R", bound=Recipe)
 Kind = Literal["model", "dataset"]
@@ -55,29 +55,29 @@ OTHER_LAYOUTS = ("*/*", "consolidated*")
 """The same weights once more, for other libraries."""
 
 
-def located(run: R, *, weights: bool = True) -> R:
+def resolve_hub_names(run: R, *, weights: bool = True) -> R:
     """The same run with directories and files in place of the names of models and data sets on the hub.
 
     weights: whether the models' weights are needed too. Refuses a `model.path` that is no model's directory, before
     the libraries load that would read it.
     """
     if may_download():  # which is said as it begins
-        configure(run.observe.level, mask=mask_text)
-    for role, option in run.places.items():
-        path = place_of(run, option)
+        configure_logging(run.observe.level, mask=mask_text)
+    for role, option in run.path_options.items():
+        path = path_option(run, option)
         if path is not None and role != "template":
-            run = replaced(run, option, model_at(path, option, weights=weights and role != "tokenizer"))
+            run = replace_option(run, option, locate_model(path, option, weights=weights and role != "tokenizer"))
     if isinstance(run, Run):
-        run = replaced(run, "reward", _reward(run.reward, weights=weights))
+        run = replace_option(run, "reward", _reward(run.reward, weights=weights))
     for option in ("data.train", "data.val") if weights else ():
         names = getattr(run.data, option.partition(".")[2])
-        run = replaced(run, option, tuple(file for name in names for file in data_files(name, option)))
+        run = replace_option(run, option, tuple(file for name in names for file in data_files(name, option)))
     if run.model.path is not None:
         check_model(run.model.path)
     return run
 
 
-def model_at(path: Path, option: str, *, weights: bool = True) -> Path:
+def locate_model(path: Path, option: str, *, weights: bool = True) -> Path:
     """The directory of a model: the path itself, or the snapshot of the model of that name on the hub."""
     name = str(path)
     if path.exists() or not (NAME.fullmatch(name) or _is_one_word(name)):
@@ -100,9 +100,9 @@ def _is_one_word(name: str) -> bool:
 
 def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
     """The reward with the directories of the models that it asks."""
-    if isinstance(reward, ScoredByModel):
-        return reward.model_copy(update={"path": model_at(reward.path, "reward.path", weights=weights)})
-    if isinstance(reward, Combined):
+    if isinstance(reward, RewardModelScore):
+        return reward.model_copy(update={"path": locate_model(reward.path, "reward.path", weights=weights)})
+    if isinstance(reward, CombinedReward):
         parts = {name: _reward(part, weights=weights) for name, part in reward.parts.items()}
         return reward.model_copy(update={"parts": parts})
     return reward
@@ -120,7 +120,7 @@ def _lacking_weights(snapshot: Path) -> str:
     return "" if any(snapshot.glob(WEIGHTS)) else "model.safetensors"
 
 
-def data_at(data: Source, option: str) -> Source:
+def locate_data(data: DatasetLike, option: str) -> DatasetLike:
     """Data with files in place of the names of data sets on the hub; rows as they are."""
     given = [data] if isinstance(data, str | Path) else data
     if isinstance(given, Sequence) and all(isinstance(each, str | Path) for each in given):
@@ -133,7 +133,7 @@ def data_files(name: str, option: str = "") -> tuple[str, ...]:
 
     option: the option that the name was given for, if it was; `data.train` takes the split of that name.
     """
-    wanted = parse(name)
+    wanted = parse_dataset_name(name)
     if wanted is None:
         return (name,)
     card = _snapshot(wanted.name, "dataset", option, CARD, lambda _: "")
@@ -143,7 +143,7 @@ def data_files(name: str, option: str = "") -> tuple[str, ...]:
     return tuple(str(file) for file in found)
 
 
-def _split_files(wanted: Wanted, card: Path, option: str) -> Sequence[Path]:
+def _split_files(wanted: DatasetName, card: Path, option: str) -> Sequence[Path]:
     """The files of the split that is wanted, all of them here."""
     patterns = patterns_of(wanted, card / "README.md", option)
 
@@ -159,7 +159,7 @@ def _snapshot(
     kind: Kind,
     option: str,
     wanted: Sequence[str],
-    lacks: Callable[[Path], str],
+    find_missing: Callable[[Path], str],
     *,
     ignored: Sequence[str] = (),
 ) -> Path | None:
@@ -178,7 +178,7 @@ def _snapshot(
     missing = ""
     try:
         cached = snapshot(here=True)
-        missing = lacks(cached)
+        missing = find_missing(cached)
         if not missing:
             return cached
     except hf_errors.IncompleteSnapshotError:
@@ -191,9 +191,9 @@ def _snapshot(
         if not missing and Path(name).parent.exists():
             return None
         raise ConfigError(_not_here(name, kind, option, missing))
-    get_log("recipes").info("Downloading the %s %s from the Hugging Face hub into its cache.", _WORD[kind], name)
+    get_logger("recipes").info("Downloading the %s %s from the Hugging Face hub into its cache.", _WORD[kind], name)
     fetched = _downloaded(snapshot, name, kind, option)
-    missing = lacks(fetched)
+    missing = find_missing(fetched)
     if missing:
         raise ConfigError(
             f"{_asked_as(option, name)} names a {_WORD[kind]} of the Hugging Face hub that has no {missing}"

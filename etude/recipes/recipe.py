@@ -14,14 +14,14 @@ from pydantic import Field, field_validator, model_validator
 from etude.chat import ChatConfig
 from etude.checkpoint import CheckpointConfig
 from etude.config import Config
-from etude.data import Files
-from etude.dispatch import Carrier, CrewConfig
+from etude.data import DataFiles
+from etude.dispatch import ClusterBackend, CrewConfig
 from etude.errors import ConfigError
-from etude.models import Head, Lora
-from etude.observe import Observe
-from etude.train import MeshConfig, Train
+from etude.models import Head, LoraAdapterConfig
+from etude.observe import ObserveConfig
+from etude.train import MeshConfig, TrainConfig
 
-__all__ = ["ModelSource", "Recipe", "Reference", "Teacher"]
+__all__ = ["ModelSource", "Recipe", "ReferenceConfig", "TeacherConfig"]
 
 
 class ModelSource(Config):
@@ -36,7 +36,7 @@ class ModelSource(Config):
     )
 
 
-class Reference(Config):
+class ReferenceConfig(Config):
     """What the policy is held to, where it is compared with another."""
 
     path: Path | None = Field(
@@ -44,7 +44,7 @@ class Reference(Config):
     )
 
 
-class Teacher(Config):
+class TeacherConfig(Config):
     """Whom the policy imitates."""
 
     path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
@@ -53,11 +53,11 @@ class Teacher(Config):
 class Recipe(Config):
     """The options that every run has."""
 
-    free: ClassVar[tuple[str, ...]]
+    changeable: ClassVar[tuple[str, ...]]
     """Options that a resumed run may change."""
-    length: ClassVar[tuple[str, ...]] = ("steps",)
+    length_options: ClassVar[tuple[str, ...]] = ("steps",)
     """Those of the free ones that say how long it is: they may change only while no schedule depends on them."""
-    places: ClassVar[dict[str, str]] = {
+    path_options: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
         "adapter": "lora.path",
@@ -68,12 +68,14 @@ class Recipe(Config):
     """What its model has on its hidden states."""
 
     model: ModelSource = Field(ModelSource(), description="the model to train")
-    lora: Lora = Field(Lora(), description="low-rank adapters, trained in place of the model's weights")
+    lora: LoraAdapterConfig = Field(
+        LoraAdapterConfig(), description="low-rank adapters, trained in place of the model's weights"
+    )
     chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
-    data: Files = Field(Files(), description="what it learns from")
-    train: Train = Field(Train(), description="the optimizer and its precision")
+    data: DataFiles = Field(DataFiles(), description="what it learns from")
+    train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept on disk")
-    observe: Observe = Field(Observe(), description="what is shown, and where numbers go")
+    observe: ObserveConfig = Field(ObserveConfig(), description="what is shown, and where numbers go")
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what computes; auto is a GPU for each rank, where torch reaches any, else the processor"
@@ -81,7 +83,7 @@ class Recipe(Config):
     seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
     mesh: MeshConfig = Field(MeshConfig(), description="how many ranks work on the same rollouts, and divide that how")
-    cluster: Carrier = Field(
+    cluster: ClusterBackend = Field(
         "local",
         description="where ranks are: local is processes of this machine; ray is actors, one each, of the Ray that "
         "RAY_ADDRESS names, or of one that is started here and ends with the run",
@@ -99,7 +101,7 @@ class Recipe(Config):
         """The schedule of each model that learns, by its option."""
         return {"train.schedule": self.train.schedule}
 
-    def twice(self, steps: int) -> str:
+    def double_length_option(self, steps: int) -> str:
         """The option, with its value, that asks for as much again as a run of so many steps has done."""
         return f"steps={2 * steps}"
 
@@ -114,12 +116,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _ranks_are_meshes(self) -> Self:
-        self.mesh.refuse(self.ranks)
+        self.mesh.check_ranks(self.ranks)
         return self
 
     @model_validator(mode="after")
     def _trains_one_way(self) -> Self:
-        if self.lora.on and self.model.freeze:
+        if self.lora.is_enabled and self.model.freeze:
             raise ConfigError(
                 "`model.freeze` chooses among the weights of a model that is trained itself, and with `lora` adapters "
                 "are trained in their place. Leave it out; `lora.targets` chooses what gets an adapter."

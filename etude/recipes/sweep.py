@@ -10,14 +10,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from etude.config.compose import Job, multirun
+from etude.config.compose import SweepJob, multirun
 from etude.config.secrets import mask_text
 from etude.errors import ConfigError, EtudeError, RunError
-from etude.observe import get_log
-from etude.recipes.folder import new_directory
-from etude.recipes.interrupt import Interrupt
+from etude.observe import get_logger
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import new_directory
+from etude.recipes.run.interrupt import Interrupt
 
 __all__ = ["sweep"]
 
@@ -55,22 +55,22 @@ def sweep(
         )
     parent = jobs[0].run.directory or new_directory(Path("runs"), "sweep")
     failed: list[str] = []
-    with Interrupt(get_log("recipes").warning) as interrupt:
+    with Interrupt(get_logger("recipes").warning) as interrupt:
         for job, name in zip(jobs, _names(jobs), strict=True):
             try:
                 train(job.run.model_copy(update={"directory": parent / name}), interrupt)
             except Exception as error:  # whatever ended one run is told, and is none of the others' business
                 ours = isinstance(error, EtudeError)
                 failed.append(f"{name}: {error}" if ours else f"{name}: {type(error).__name__}: {error}")
-                get_log("recipes").error("%s", failed[-1], exc_info=not ours)
-            if interrupt.asked:
+                get_logger("recipes").error("%s", failed[-1], exc_info=not ours)
+            if interrupt.stop_requested:
                 raise KeyboardInterrupt
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs in {parent} failed. {' '.join(failed)}")
     return parent
 
 
-def _names(jobs: Sequence[Job[R, R]]) -> list[str]:
+def _names(jobs: Sequence[SweepJob[R, R]]) -> list[str]:
     """A name for each, of what sets it apart, that a directory can have."""
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in job.overrides if text not in shared) for job in jobs)

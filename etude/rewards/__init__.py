@@ -6,54 +6,54 @@ verdict = await judge.judge(task, "… #### 42")
 
 from __future__ import annotations
 
-from etude.rewards.base import RewardFunction, Score, score_of
-from etude.rewards.choice import MultipleChoice
-from etude.rewards.combined import PARTS, Combined
+from etude.rewards.base import RewardFunction, Score, parse_score
+from etude.rewards.combined import COMBINABLE_REWARDS, CombinedReward
 from etude.rewards.countdown import Countdown
-from etude.rewards.environment import FromEnvironment
-from etude.rewards.function import Function
+from etude.rewards.environment import EnvironmentReward
+from etude.rewards.function import FunctionReward
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.instructions import Instructions
-from etude.rewards.judge import Judge, Judging
+from etude.rewards.judge import Judge, JudgingConfig
 from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
-from etude.rewards.nothing import Nothing
+from etude.rewards.multiple_choice import MultipleChoice
+from etude.rewards.no_reward import NoReward
 from etude.rewards.program import Program
-from etude.rewards.scored import ScoredByModel
+from etude.rewards.reward_model import RewardModelScore
 from etude.rewards.text import F1, Exact, Format, Regex
 from etude.rewards.verdict import Verdict
 
 __all__ = [
+    "COMBINABLE_REWARDS",
     "F1",
-    "PARTS",
     "REWARDS",
-    "Combined",
+    "CombinedReward",
     "Countdown",
+    "EnvironmentReward",
     "Exact",
     "Format",
-    "FromEnvironment",
-    "Function",
+    "FunctionReward",
     "Gsm8k",
     "Instructions",
     "Judge",
-    "Judging",
+    "JudgingConfig",
     "Math",
     "ModelJudge",
     "MultipleChoice",
-    "Nothing",
+    "NoReward",
     "Program",
     "Regex",
     "RewardFunction",
+    "RewardModelScore",
     "Score",
-    "ScoredByModel",
     "Verdict",
-    "score_of",
+    "parse_score",
 ]
 
 REWARDS: dict[str, type[RewardFunction]] = {
-    **PARTS,
-    "combined": Combined,
-    "nothing": Nothing,
-    "environment": FromEnvironment,
+    **COMBINABLE_REWARDS,
+    "combined": CombinedReward,
+    "nothing": NoReward,
+    "environment": EnvironmentReward,
 }
 """Every reward that a run may be given by name; those of `PARTS` may be parts of `combined`."""

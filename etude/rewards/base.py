@@ -1,7 +1,7 @@
 """What every reward is: a frozen object that holds its own options and is called with a task and the text of an answer.
 
-A reward reads text and nothing else: no logits, no token ids. It returns a number, or named parts (`score_of` says what
-becomes of those). A new one is a subclass with its fields and `__call__`, chosen by its name in `REWARDS`, or from
+A reward reads text and nothing else: no logits, no token ids. It returns a number, or named parts (`parse_score` says
+what becomes of those). A new one is a subclass with its fields and `__call__`, chosen by its name in `REWARDS`, or from
 outside as `module:Name`; a function that has no options is chosen by `function` instead.
 """
 
@@ -21,7 +21,7 @@ from etude.errors import DataError, RewardError
 from etude.observe import Metrics
 from etude.records import Task
 
-__all__ = ["RewardFunction", "Score", "named", "score_of", "truths"]
+__all__ = ["RewardFunction", "Score", "describe_task", "parse_score", "read_ground_truths"]
 
 SHOWN = 100
 """Characters that are shown of a value which is no reward."""
@@ -33,9 +33,9 @@ class RewardFunction(Config, ABC):
 
     quick: ClassVar[bool] = False
     """Whether it surely ends at once, whatever it reads: it is then called where it is, without a limit."""
-    processes: ClassVar[int] = 0
+    default_workers: ClassVar[int] = 0
     """In how many processes of its own it is computed, unless the run says otherwise."""
-    judges: ClassVar[bool] = True
+    scores_answers: ClassVar[bool] = True
     """Whether it says anything of an answer, and does not leave all to the environment."""
 
     in_place: ClassVar[bool] = False
@@ -47,30 +47,30 @@ class RewardFunction(Config, ABC):
         return type(self).__name__.lower()
 
     @property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         """Whether calling it makes a coroutine: it waits for others more than it computes."""
         return inspect.iscoroutinefunction(type(self).__call__)
 
     @property
-    def bound(self) -> float:
+    def max_seconds(self) -> float:
         """Seconds within which it surely ends, with a reward also for an answer that takes too long; 0 where it makes
         no such promise, and `judging.timeout` alone ends it."""
         return 0.0
 
     @property
-    def together(self) -> int:
+    def max_batch_size(self) -> int:
         """How many answers it computes as one, at most: none is there before all are, so each has the time of all."""
         return 1
 
-    def line(self) -> AbstractAsyncContextManager[Any]:
+    def throttle(self) -> AbstractAsyncContextManager[Any]:
         """Where a call in place waits for its turn, for as long as that takes: it is not judging yet."""
         return nullcontext()
 
-    def spent(self) -> Metrics:
+    def pop_metrics(self) -> Metrics:
         """What its calls have cost since this was last asked, as metrics."""
         return Metrics()
 
-    def rooted(self, absolute: Callable[[Path], Path]) -> Self:  # noqa: ARG002
+    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:  # noqa: ARG002
         """The same reward, with the paths of its files as they are seen from anywhere."""
         return self
 
@@ -94,7 +94,7 @@ class RewardFunction(Config, ABC):
         return None
 
 
-def score_of(result: Any) -> tuple[float, dict[str, float]]:
+def parse_score(result: Any) -> tuple[float, dict[str, float]]:
     """The reward and its named parts, from what a reward function returned.
 
     A number (int, float, bool, a numpy scalar) is the reward. A mapping holds named parts: where one of them is called
@@ -102,27 +102,29 @@ def score_of(result: Any) -> tuple[float, dict[str, float]]:
     extracted, is left out); where none is, each must be a number, and their sum is the reward.
     """
     if not isinstance(result, Mapping):
-        return _number(result, "it returned"), {}
+        return _parse_number(result, "it returned"), {}
     for name in result:
         if not isinstance(name, str):
             raise RewardError(f"it returned a part named {name!r}; the names of parts are text")
     if "score" in result:
-        parts = {name: value for name, value in result.items() if name != "score" and _is_number(_plain(value))}
-        return _number(result["score"], "its `score` is"), {name: _part(name, parts[name]) for name in parts}
+        parts = {name: value for name, value in result.items() if name != "score" and _is_number(_unwrap_scalar(value))}
+        return _parse_number(result["score"], "its `score` is"), {
+            name: _parse_part(name, parts[name]) for name in parts
+        }
     if not result:
         raise RewardError("it returned an empty mapping; return a number, or at least one named part")
-    found = {name: _part(name, value) for name, value in result.items()}
-    return _number(sum(found.values()), "its parts sum to"), found
+    found = {name: _parse_part(name, value) for name, value in result.items()}
+    return _parse_number(sum(found.values()), "its parts sum to"), found
 
 
-def truths(task: Task) -> list[str]:
+def read_ground_truths(task: Task) -> list[str]:
     """The answers that count as right: the task's `ground_truth`, which may be a list of them."""
     value = task.fields.get("ground_truth")
     accepted = value if isinstance(value, list) else [value]
     if not accepted or any(not isinstance(one, str | int | float) for one in accepted):
         found = "has none" if value is None else f"has {value!r}"
         others = [name for name, held in task.fields.items() if held not in (None, {}) and name != "row"]
-        told = named(task)
+        told = describe_task(task)
         raise DataError(
             f"{told[0].upper()}{told[1:]} needs a right answer (text, a number or a list of them), and {found}; it has "
             f"{', '.join(others)}. If another column holds it, name that: `data.columns.answer=…`."
@@ -130,19 +132,19 @@ def truths(task: Task) -> list[str]:
     return [str(one) for one in accepted]
 
 
-def named(task: Task) -> str:
+def describe_task(task: Task) -> str:
     """How sentences name a task."""
     return f"task {task.ordinal}" + (f" of {task.source}" if task.source else "")
 
 
-def _part(name: str, value: Any) -> float:
-    return _number(value, f"its part `{name}` is")
+def _parse_part(name: str, value: Any) -> float:
+    return _parse_number(value, f"its part `{name}` is")
 
 
-def _number(value: Any, what: str) -> float:
-    plain = _plain(value)
+def _parse_number(value: Any, what: str) -> float:
+    plain = _unwrap_scalar(value)
     if not _is_number(plain):
-        raise RewardError(f"{what} {_shown(plain)} of type {type(value).__name__}; a number is needed")
+        raise RewardError(f"{what} {_format_value(plain)} of type {type(value).__name__}; a number is needed")
     try:
         number = float(plain)
     except OverflowError:
@@ -152,7 +154,7 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as it is shown in a sentence: not all of what may be a whole answer."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
@@ -162,6 +164,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_scalar(value: Any) -> Any:
     """What a scalar of numpy, or of another library of arrays, holds; anything else as it is."""
     return value.item() if getattr(value, "shape", None) == () else value

@@ -20,21 +20,21 @@ from pydantic import Field, model_validator
 from etude.config import Choice
 from etude.errors import ConfigError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, score_of
-from etude.rewards.choice import MultipleChoice
+from etude.rewards.base import RewardFunction, parse_score
 from etude.rewards.countdown import Countdown
-from etude.rewards.function import Function
+from etude.rewards.function import FunctionReward
 from etude.rewards.gsm8k import Gsm8k
 from etude.rewards.instructions import Instructions
 from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
+from etude.rewards.multiple_choice import MultipleChoice
 from etude.rewards.program import Program
-from etude.rewards.scored import ScoredByModel
+from etude.rewards.reward_model import RewardModelScore
 from etude.rewards.text import F1, Exact, Format, Regex
 
-__all__ = ["PARTS", "Combined"]
+__all__ = ["COMBINABLE_REWARDS", "CombinedReward"]
 
-PARTS: dict[str, type[RewardFunction]] = {
+COMBINABLE_REWARDS: dict[str, type[RewardFunction]] = {
     "exact": Exact,
     "regex": Regex,
     "f1": F1,
@@ -46,15 +46,15 @@ PARTS: dict[str, type[RewardFunction]] = {
     "instructions": Instructions,
     "program": Program,
     "judge": ModelJudge,
-    "model": ScoredByModel,
-    "function": Function,
+    "model": RewardModelScore,
+    "function": FunctionReward,
 }
 
 
-class Combined(RewardFunction):
+class CombinedReward(RewardFunction):
     """The weighted sum of several rewards, whose weighted scores are its named parts."""
 
-    parts: Mapping[str, Annotated[RewardFunction, Choice(PARTS)]] = Field(
+    parts: Mapping[str, Annotated[RewardFunction, Choice(COMBINABLE_REWARDS)]] = Field(
         description="rewards, each under a name of yours: `reward.parts.right=math`"
     )
     weights: Mapping[str, float] = Field(
@@ -88,12 +88,14 @@ class Combined(RewardFunction):
     def title(self) -> str:
         return f"combined ({', '.join(self.parts)})"
 
-    def weighed(self, name: str, score: float) -> float:
+    def apply_weight(self, name: str, score: float) -> float:
         """What the score of a part counts."""
         return self.weights.get(name, 1.0) * score
 
-    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
-        return self.model_copy(update={"parts": {name: part.rooted(absolute) for name, part in self.parts.items()}})
+    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
+        return self.model_copy(
+            update={"parts": {name: part.with_absolute_paths(absolute) for name, part in self.parts.items()}}
+        )
 
     def files(self) -> list[Path]:
         return [file for part in self.parts.values() for file in part.files()]
@@ -111,7 +113,9 @@ class Combined(RewardFunction):
         found = {}
         for name, part in self.parts.items():
             result = part(task, answer)
-            found[name] = self.weighed(name, score_of(await result if inspect.isawaitable(result) else result)[0])
+            found[name] = self.apply_weight(
+                name, parse_score(await result if inspect.isawaitable(result) else result)[0]
+            )
         return found
 
     def extract(self, answer: str) -> str | None:

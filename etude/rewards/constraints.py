@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CONSTRAINTS", "LISTS", "UNVERIFIABLE", "arguments_of", "loosened", "satisfied"]
+__all__ = ["CONSTRAINTS", "LIST_ARGUMENTS", "UNVERIFIABLE", "is_satisfied", "list_arguments", "make_loose_variants"]
 
-LISTS = ("keywords", "forbidden_words")
+LIST_ARGUMENTS = ("keywords", "forbidden_words")
 """Arguments that are lists of text."""
 
 UNVERIFIABLE = {"response_language": "to know a language takes a model, and there is none in this reward"}
@@ -38,7 +38,7 @@ _DECIDED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _NAME_ENDS = re.compile(r"[.,?!'\"]")
 
 
-def loosened(text: str) -> list[str]:
+def make_loose_variants(text: str) -> list[str]:
     """The text, and what it is without its first line, its last, or both, each also without asterisks: an introduction,
     a closing word and emphasis are forgiven."""
     lines = text.split("\n")
@@ -46,23 +46,23 @@ def loosened(text: str) -> list[str]:
     return [text, *cut, *(each.replace("*", "") for each in (text, *cut))]
 
 
-def arguments_of(constraint: Callable[..., bool]) -> dict[str, bool]:
+def list_arguments(constraint: Callable[..., bool]) -> dict[str, bool]:
     """What a constraint wants to know beside the text, each with whether it must be told."""
     parameters = list(inspect.signature(constraint).parameters.values())[1:]
     return {each.name: each.default is inspect.Parameter.empty for each in parameters}
 
 
-def _compared(count: int, bound: int, relation: str) -> bool:
+def _compare(count: int, bound: int, relation: str) -> bool:
     if relation not in _RELATIONS:
         raise ValueError(f"'{relation}' is no relation; there are {', '.join(_RELATIONS)}")
     return _RELATIONS[relation](count, int(bound))
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def _sentences(text: str) -> int:
+def _count_sentences(text: str) -> int:
     """How many sentences there are; what comes after the last mark is one too."""
     count, end = 0, 0
     for found in _SENTENCE_END.finditer(text):
@@ -83,7 +83,7 @@ def existence(text: str, keywords: Sequence[str]) -> bool:
 
 def frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
     """A keyword occurs so often."""
-    return _compared(text.lower().count(keyword.lower()), frequency, relation)
+    return _compare(text.lower().count(keyword.lower()), frequency, relation)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
@@ -93,7 +93,7 @@ def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
     """A letter occurs so often, in whatever case."""
-    return _compared(text.lower().count(letter.lower()), let_frequency, let_relation)
+    return _compare(text.lower().count(letter.lower()), let_frequency, let_relation)
 
 
 # -- length -----------------------------------------------------------------------------------------------------------
@@ -101,22 +101,22 @@ def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: s
 
 def number_words(text: str, num_words: int, relation: str = "at least") -> bool:
     """It has so many words."""
-    return _compared(len(_words(text)), num_words, relation)
+    return _compare(len(_split_words(text)), num_words, relation)
 
 
 def number_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
     """It has so many sentences."""
-    return _compared(_sentences(text), num_sentences, relation)
+    return _compare(_count_sentences(text), num_sentences, relation)
 
 
 def number_characters(text: str, num_characters: int, relation: str = "at most") -> bool:
     """It has so many characters, spaces around it aside. (Not of IFEval.)"""
-    return _compared(len(text.strip()), num_characters, relation)
+    return _compare(len(text.strip()), num_characters, relation)
 
 
 def number_lines(text: str, num_lines: int, relation: str = "exactly") -> bool:
     """It has so many lines that are not empty. (Not of IFEval.)"""
-    return _compared(sum(bool(line.strip()) for line in text.split("\n")), num_lines, relation)
+    return _compare(sum(bool(line.strip()) for line in text.split("\n")), num_lines, relation)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -221,7 +221,7 @@ def quotation(text: str) -> bool:
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
     """So many of its words are in capitals."""
-    return _compared(sum(word.isupper() for word in _words(text)), capital_frequency, capital_relation)
+    return _compare(sum(word.isupper() for word in _split_words(text)), capital_frequency, capital_relation)
 
 
 def english_capital(text: str) -> bool:
@@ -270,6 +270,6 @@ CONSTRAINTS: Mapping[str, Callable[..., bool]] = {
 }
 
 
-def satisfied(name: str, arguments: Mapping[str, Any], text: str) -> bool:
+def is_satisfied(name: str, arguments: Mapping[str, Any], text: str) -> bool:
     """Whether a text does what a constraint asks; an empty one does nothing that is asked."""
     return bool(text.strip()) and CONSTRAINTS[name](text, **arguments)

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from etude.errors import DataError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, named
+from etude.rewards.base import RewardFunction, describe_task
 
-__all__ = ["Countdown", "evaluated"]
+__all__ = ["Countdown", "evaluate_expression"]
 
-LONGEST = 200
+MAX_EXPRESSION_CHARS = 200
 """Characters of an expression: all that eight numbers need, and short enough that reading it cannot take long."""
 _SECTION = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
@@ -42,11 +42,11 @@ class Countdown(RewardFunction):
     quick: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
-        _problem(task)
+        _read_problem(task)
 
     def __call__(self, task: Task, answer: str) -> float:
-        target, numbers = _problem(task)
-        found = evaluated(_said(answer))
+        target, numbers = _read_problem(task)
+        found = evaluate_expression(_extract_expression(answer))
         if found is None:
             return 0.0
         value, used = found
@@ -54,47 +54,47 @@ class Countdown(RewardFunction):
 
     def extract(self, answer: str) -> str | None:
         """The expression without its spaces."""
-        said = _said(answer)
-        return None if evaluated(said) is None else "".join(said.split())
+        said = _extract_expression(answer)
+        return None if evaluate_expression(said) is None else "".join(said.split())
 
 
-def evaluated(expression: str) -> tuple[Fraction, Counter[int]] | None:
+def evaluate_expression(expression: str) -> tuple[Fraction, Counter[int]] | None:
     """The value of an expression of whole numbers, and how often it uses each; None where it is none."""
-    if len(expression) > LONGEST or not _EXPRESSION.fullmatch(expression):
+    if len(expression) > MAX_EXPRESSION_CHARS or not _EXPRESSION.fullmatch(expression):
         return None
     used: Counter[int] = Counter()
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body, used), used
+        return _evaluate_node(ast.parse(expression.strip(), mode="eval").body, used), used
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None
 
 
-def _value(node: ast.expr, used: Counter[int]) -> Fraction:
+def _evaluate_node(node: ast.expr, used: Counter[int]) -> Fraction:
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             used[number] += 1
             return Fraction(number)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_value(inner, used)
+            return -_evaluate_node(inner, used)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
-            return _OPERATIONS[type(operation)](_value(left, used), _value(right, used))
+            return _OPERATIONS[type(operation)](_evaluate_node(left, used), _evaluate_node(right, used))
     raise ValueError(f"{type(node).__name__} has no place in an expression of numbers")
 
 
-def _said(answer: str) -> str:
+def _extract_expression(answer: str) -> str:
     """The expression that an answer ends in, as Python writes it."""
     sections = _SECTION.findall(answer)
     text = sections[-1] if sections else answer.rstrip().rpartition("\n")[2]
     return str(text).translate(_SIGNS).partition("=")[0].strip()
 
 
-def _problem(task: Task) -> tuple[Any, list[Any]]:
+def _read_problem(task: Task) -> tuple[Any, list[Any]]:
     """The target and the numbers of a task."""
     truth: Any = task.fields.get("ground_truth")
     known = isinstance(truth, dict) and isinstance(truth.get("numbers"), list) and isinstance(truth.get("target"), int)
     if not known:
         raise DataError(
-            f"The `ground_truth` of {named(task)} is {truth!r}, and countdown needs a `target` and the `numbers` to "
-            f"reach it with. `etude data prepare countdown` makes such tasks."
+            f"The `ground_truth` of {describe_task(task)} is {truth!r}, and countdown needs a `target` and the "
+            f"`numbers` to reach it with. `etude data prepare countdown` makes such tasks."
         )
     return truth["target"], truth["numbers"]

@@ -7,14 +7,14 @@ from typing import ClassVar
 from etude.records import Task
 from etude.rewards.base import RewardFunction
 
-__all__ = ["FromEnvironment"]
+__all__ = ["EnvironmentReward"]
 
 
-class FromEnvironment(RewardFunction):
+class EnvironmentReward(RewardFunction):
     """Nothing beside what the environment pays, turn by turn."""
 
     quick: ClassVar[bool] = True
-    judges: ClassVar[bool] = False
+    scores_answers: ClassVar[bool] = False
 
     @property
     def title(self) -> str:

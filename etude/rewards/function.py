@@ -4,7 +4,7 @@
     def compute_score(data_source, solution_str, ground_truth, extra_info): ... # verl's
 
 Which of the two it is, the names of its parameters say. Either may be a coroutine function, and may return a number or
-named parts (`score_of` says what becomes of those).
+named parts (`parse_score` says what becomes of those).
 """
 
 from __future__ import annotations
@@ -17,50 +17,54 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from etude.config import load_named
-from etude.errors import PlugInError
+from etude.config import load_object
+from etude.errors import PluginError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, truths
+from etude.rewards.base import RewardFunction, read_ground_truths
 
-__all__ = ["Adapted", "Function"]
+__all__ = ["FunctionAdapter", "FunctionReward"]
 
-ETUDE = ("task", "answer")
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-VERL_NEEDS = frozenset({"solution_str", "ground_truth"})
+ETUDE_PARAMETERS = ("task", "answer")
+VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+VERL_REQUIRED = frozenset({"solution_str", "ground_truth"})
 """By these verl's signature is recognised; a function may do without the other two."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
-class Adapted:
+class FunctionAdapter:
     """A user's function, called as its parameters ask for."""
 
     quick: ClassVar[bool] = False
-    processes: ClassVar[int] = 0
-    judges: ClassVar[bool] = True
+    default_workers: ClassVar[int] = 0
+    scores_answers: ClassVar[bool] = True
 
     def __init__(self, function: Callable[..., Any], title: str = "") -> None:
         self.function = function
         kind = type(function)
         self.title = title or str(getattr(function, "__qualname__", kind.__qualname__))
-        self.waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
-        self._names = _names(function, self.title)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
+        self._argument_names = _match_signature(function, self.title)
 
     def prepare(self) -> None:
         """It is here already."""
 
     def check(self, task: Task) -> None:
         """Refuse a task without a right answer where verl's signature asks for one."""
-        if "ground_truth" in self._names:
-            _truth(task)
+        if "ground_truth" in self._argument_names:
+            _read_ground_truth(task)
 
     def __call__(self, task: Task, answer: str) -> Any:
         """What the function returns, which may be an awaitable."""
-        given = _values_of_verl(task, answer) if "solution_str" in self._names else {"task": task, "answer": answer}
-        return self.function(**{name: given[name] for name in self._names})
+        given = (
+            _make_verl_arguments(task, answer)
+            if "solution_str" in self._argument_names
+            else {"task": task, "answer": answer}
+        )
+        return self.function(**{name: given[name] for name in self._argument_names})
 
 
-class Function(RewardFunction):
+class FunctionReward(RewardFunction):
     """A reward function of your own; `etude.rewards.function` says what it may look like.
 
     A coroutine function is awaited where the run is, many at a time. Any other is called on a thread beside the run,
@@ -75,10 +79,10 @@ class Function(RewardFunction):
         return self.path
 
     @property
-    def waits(self) -> bool:
-        return _loaded(self.path).waits
+    def is_async(self) -> bool:
+        return _load_function(self.path).is_async
 
-    def rooted(self, absolute: Callable[[Path], Path]) -> Self:
+    def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
         file, _, name = self.path.rpartition(":")
         return self.model_copy(update={"path": f"{absolute(Path(file))}:{name}"}) if file.endswith(".py") else self
 
@@ -86,64 +90,65 @@ class Function(RewardFunction):
         return [Path(file)] if (file := self.path.rpartition(":")[0]).endswith(".py") else []
 
     def prepare(self) -> None:
-        _loaded(self.path)
+        _load_function(self.path)
 
     def check(self, task: Task) -> None:
-        _loaded(self.path).check(task)
+        _load_function(self.path).check(task)
 
     def __call__(self, task: Task, answer: str) -> Any:
-        return _loaded(self.path)(task, answer)
+        return _load_function(self.path)(task, answer)
 
 
 @cache
-def _loaded(path: str) -> Adapted:
+def _load_function(path: str) -> FunctionAdapter:
     """The function that a path names, loaded once in each process."""
-    function = load_named(path, "reward function", "reward.path=my_reward.py:score")
+    function = load_object(path, "reward function", "reward.path=my_reward.py:score")
     if not callable(function):
-        raise PlugInError(f"The reward function '{path}' is of type {type(function).__name__}, which cannot be called.")
-    return Adapted(function, path)
+        raise PluginError(f"The reward function '{path}' is of type {type(function).__name__}, which cannot be called.")
+    return FunctionAdapter(function, path)
 
 
-def _names(function: Callable[..., Any], title: str) -> tuple[str, ...]:
+def _match_signature(function: Callable[..., Any], title: str) -> tuple[str, ...]:
     """The names of the arguments that a function takes, out of one signature or the other."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise PlugInError(f"The reward function {title} does not say what its parameters are: {error}.") from error
+        raise PluginError(f"The reward function {title} does not say what its parameters are: {error}.") from error
     given: tuple[str, ...]
     named = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
-    if named.issuperset(ETUDE):
-        given = ETUDE
-    elif named >= VERL_NEEDS:
+    if named.issuperset(ETUDE_PARAMETERS):
+        given = ETUDE_PARAMETERS
+    elif named >= VERL_REQUIRED:
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        given = tuple(name for name in VERL if name in named or takes_any)
+        given = tuple(name for name in VERL_PARAMETERS if name in named or takes_any)
     else:
         taken = ", ".join(_STARS.get(each.kind, "") + each.name for each in parameters)
         trl = " TRL's functions judge a list of completions; here one answer is judged at a time."
-        raise PlugInError(
+        raise PluginError(
             f"The reward function {title} takes ({taken}), which is neither (task, answer) "
-            f"nor verl's ({', '.join(VERL)}).{trl * ('completions' in named)} Name its parameters as in one of the two."
+            f"nor verl's ({', '.join(VERL_PARAMETERS)}).{trl * ('completions' in named)} Name its parameters as in one "
+            "of the two."
         )
     required = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind not in _STARS]
     owed = [each.name for each in required if each.name not in given]
     if owed:
-        raise PlugInError(
+        raise PluginError(
             f"The reward function {title} also takes {', '.join(owed)}, which nobody gives. Give it a default, or "
             f"leave it out."
         )
     return given
 
 
-def _truth(task: Task) -> Any:
+def _read_ground_truth(task: Task) -> Any:
     """The right answer, which a function may want in whatever form it has; a task that has none is refused."""
     value = task.fields.get("ground_truth")
-    return truths(task) if value is None else value
+    return read_ground_truths(task) if value is None else value
 
 
-def _values_of_verl(task: Task, answer: str) -> Mapping[str, Any]:
+def _make_verl_arguments(task: Task, answer: str) -> Mapping[str, Any]:
     return {
         "data_source": task.source,
         "solution_str": answer,
-        "ground_truth": _truth(task),
+        "ground_truth": _read_ground_truth(task),
         "extra_info": task.fields.get("extra_info"),
     }

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from etude.errors import DataError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, named, truths
+from etude.rewards.base import RewardFunction, describe_task, read_ground_truths
 
-__all__ = ["Gsm8k", "final_number", "number"]
+__all__ = ["Gsm8k", "extract_final_number", "parse_number"]
 
 # No answer has more digits. The bound also keeps the search linear in the text, and conversions small.
 _DIGITS = "[0-9]{1,30}"
@@ -47,48 +47,52 @@ class Gsm8k(RewardFunction):
     quick: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
-        for truth in truths(task):
-            self._truth(task, truth)
+        for truth in read_ground_truths(task):
+            self._parse_ground_truth(task, truth)
 
     def __call__(self, task: Task, answer: str) -> float:
-        said = final_number(answer, strict=self.method == "strict")
-        return float(said is not None and said in [self._truth(task, truth) for truth in truths(task)])
+        said = extract_final_number(answer, strict=self.method == "strict")
+        return float(
+            said is not None and said in [self._parse_ground_truth(task, truth) for truth in read_ground_truths(task)]
+        )
 
     def extract(self, answer: str) -> str | None:
         """The number that it ends in, however it is written."""
-        said = final_number(answer, strict=self.method == "strict")
+        said = extract_final_number(answer, strict=self.method == "strict")
         return None if said is None else str(said)
 
-    def _truth(self, task: Task, truth: str) -> Fraction:
-        value = number(truth.rpartition("####")[2])
+    def _parse_ground_truth(self, task: Task, truth: str) -> Fraction:
+        value = parse_number(truth.rpartition("####")[2])
         if value is None:
-            raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', and gsm8k needs one that is a number.")
+            raise DataError(
+                f"The `ground_truth` of {describe_task(task)} is '{truth}', and gsm8k needs one that is a number."
+            )
         return value
 
 
-def final_number(text: str, *, strict: bool) -> Fraction | None:
+def extract_final_number(text: str, *, strict: bool) -> Fraction | None:
     """The number that an answer ends in; None where it has none."""
-    plain = _plain(text)
+    plain = _normalize_latex(text)
     found: re.Match[str] | None
     if strict:
         marks = list(_STRICT.finditer(plain))
         found = _NUMBER.match(plain, marks[-1].end()) if marks else None
     else:
         found = next(reversed(list(_NUMBER.finditer(plain))), None)
-    return _value(found) if found else None
+    return _to_fraction(found) if found else None
 
 
-def number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number, with its sign, currency, unit sign and separators; else None."""
-    found = _NUMBER.fullmatch(_plain(text).strip().rstrip("%. "))
-    return _value(found) if found else None
+    found = _NUMBER.fullmatch(_normalize_latex(text).strip().rstrip("%. "))
+    return _to_fraction(found) if found else None
 
 
-def _plain(text: str) -> str:
+def _normalize_latex(text: str) -> str:
     return _FRACTION.sub(r"\1/\2", text).replace("\\$", "$").replace("\\%", "%").replace("\\!", "").replace("{,}", ",")
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _to_fraction(found: re.Match[str]) -> Fraction | None:
     amount = found["amount"].replace(",", "")
     whole, _, part = amount.rpartition(" ")
     above, _, below = part.partition("/")

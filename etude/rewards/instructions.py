@@ -20,10 +20,17 @@ from pydantic import Field
 
 from etude.errors import DataError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, named
-from etude.rewards.constraints import CONSTRAINTS, LISTS, UNVERIFIABLE, arguments_of, loosened, satisfied
+from etude.rewards.base import RewardFunction, describe_task
+from etude.rewards.constraints import (
+    CONSTRAINTS,
+    LIST_ARGUMENTS,
+    UNVERIFIABLE,
+    is_satisfied,
+    list_arguments,
+    make_loose_variants,
+)
 
-__all__ = ["Instructions", "instructions_of"]
+__all__ = ["Instructions", "read_instructions"]
 
 Instruction = tuple[str, Mapping[str, Any]]
 _LISTS = ("instruction_id_list", "instruction_id")
@@ -43,30 +50,32 @@ class Instructions(RewardFunction):
     quick: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
-        for name, arguments in instructions_of(task):
+        for name, arguments in read_instructions(task):
             try:
-                satisfied(name, arguments, "A text.")
+                is_satisfied(name, arguments, "A text.")
             except (TypeError, ValueError, AttributeError) as error:
-                raise DataError(f"The instruction `{name}` of {named(task)} cannot be verified: {error}.") from error
+                raise DataError(
+                    f"The instruction `{name}` of {describe_task(task)} cannot be verified: {error}."
+                ) from error
 
     def __call__(self, task: Task, answer: str) -> float:
         text = answer.rpartition(self.after)[2] if self.after else answer
-        texts = loosened(text) if self.loose else [text]
-        wanted = instructions_of(task)
-        followed = sum(any(satisfied(name, arguments, each) for each in texts) for name, arguments in wanted)
+        texts = make_loose_variants(text) if self.loose else [text]
+        wanted = read_instructions(task)
+        followed = sum(any(is_satisfied(name, arguments, each) for each in texts) for name, arguments in wanted)
         return followed / len(wanted) if self.score == "share" else float(followed == len(wanted))
 
 
-def instructions_of(task: Task) -> tuple[Instruction, ...]:
+def read_instructions(task: Task) -> tuple[Instruction, ...]:
     """What a task asks for, each by its name with its arguments; `DataError` where that cannot be told."""
     held: Any = task.fields.get("ground_truth")
     if held is None:
         held = {name: task.fields.get(name) for name in (*_LISTS, "kwargs") if task.fields.get(name)}
     try:
-        return _read(held if isinstance(held, str) else json.dumps(held))
+        return _parse_instructions(held if isinstance(held, str) else json.dumps(held))
     except _UnreadableError as error:
         raise DataError(
-            f"The instructions of {named(task)} cannot be used: {error}. They stand in the columns "
+            f"The instructions of {describe_task(task)} cannot be used: {error}. They stand in the columns "
             f"`instruction_id_list` and `kwargs`, or in the right answer; `data.columns.answer=…` names the column."
         ) from None
 
@@ -76,37 +85,37 @@ class _UnreadableError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[Instruction, ...]:
+def _parse_instructions(text: str) -> tuple[Instruction, ...]:
     """The same instructions are read for every answer to a task."""
     try:
         held = json.loads(text)
     except ValueError:
         _refuse("the right answer is text, and no JSON")
-    found = tuple(each for part in (held if isinstance(held, list) else [held]) for each in _from(part))
+    found = tuple(each for part in (held if isinstance(held, list) else [held]) for each in _collect_instructions(part))
     if not found:
         _refuse("there are none")
     return found
 
 
-def _from(held: Any) -> list[Instruction]:
+def _collect_instructions(held: Any) -> list[Instruction]:
     if isinstance(held, str):
-        return [_instruction(held, {})]
+        return [_make_instruction(held, {})]
     if not isinstance(held, Mapping):
         _refuse(f"what was found is of type {type(held).__name__}")
     listed = next((held[name] for name in _LISTS if held.get(name)), None)
     if listed is None:
         if not isinstance(name := held.get("name"), str):
             _refuse("one has no name")
-        return [_instruction(name, {key: value for key, value in held.items() if key != "name"})]
+        return [_make_instruction(name, {key: value for key, value in held.items() if key != "name"})]
     names = listed if isinstance(listed, list) else [listed]
     given = held.get("kwargs") or [None] * len(names)
     given = json.loads(given) if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) != len(names):
         _refuse(f"there are {len(names)} names, and `kwargs` is no list of as many")
-    return [_instruction(name, arguments or {}) for name, arguments in zip(names, given, strict=True)]
+    return [_make_instruction(name, arguments or {}) for name, arguments in zip(names, given, strict=True)]
 
 
-def _instruction(name: str, given: Mapping[str, Any]) -> Instruction:
+def _make_instruction(name: str, given: Mapping[str, Any]) -> Instruction:
     """One instruction, by the last word of IFEval's name for it. What is null was not given."""
     short = str(name).rpartition(":")[2]
     if short in UNVERIFIABLE:
@@ -118,12 +127,12 @@ def _instruction(name: str, given: Mapping[str, Any]) -> Instruction:
             + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(CONSTRAINTS)}")
         )
     arguments = {key: value for key, value in given.items() if value is not None}
-    known = arguments_of(CONSTRAINTS[short])
+    known = list_arguments(CONSTRAINTS[short])
     if unknown := sorted(arguments.keys() - known.keys()):
         _refuse(f"`{name}` is given {', '.join(unknown)}, and takes {', '.join(known) or 'nothing'}")
     if owed := [key for key, needed in known.items() if needed and key not in arguments]:
         _refuse(f"`{name}` lacks {', '.join(owed)}")
-    if single := [key for key in LISTS if key in arguments and not isinstance(arguments[key], list)]:
+    if single := [key for key in LIST_ARGUMENTS if key in arguments and not isinstance(arguments[key], list)]:
         _refuse(f"`{single[0]}` of `{name}` must be a list")
     return short, arguments
 

@@ -15,16 +15,16 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from etude.errors import DataError
-from etude.lazy import Lazy
+from etude.lazy import LazyModule
 from etude.records import Task
-from etude.rewards.base import RewardFunction, named, truths
+from etude.rewards.base import RewardFunction, describe_task, read_ground_truths
 
 if TYPE_CHECKING:
     import math_verify
 else:
-    math_verify = Lazy("math_verify")
+    math_verify = LazyModule("math_verify")
 
-__all__ = ["Math", "boxed", "equal", "final_expression"]
+__all__ = ["Math", "extract_boxed", "extract_final_expression", "is_equal"]
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is wanted
 
@@ -36,51 +36,51 @@ _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 class Math(RewardFunction):
     """1 where the final expression equals the ground truth: as numbers, symbols, sets, intervals or matrices."""
 
-    processes: ClassVar[int] = 2
+    default_workers: ClassVar[int] = 2
 
     def check(self, task: Task) -> None:
-        truths(task)
+        read_ground_truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
-        for truth in truths(task):
-            if not _truth(truth):
-                raise DataError(f"The `ground_truth` of {named(task)} is '{truth}', which math cannot read.")
-        return float(any(equal(truth, answer) for truth in truths(task)))
+        for truth in read_ground_truths(task):
+            if not _parse_ground_truth(truth):
+                raise DataError(f"The `ground_truth` of {describe_task(task)} is '{truth}', which math cannot read.")
+        return float(any(is_equal(truth, answer) for truth in read_ground_truths(task)))
 
     def extract(self, answer: str) -> str | None:
         """The final expression as it is written, its spaces aside."""
-        inside = boxed(answer)
-        said = _last_said(answer) if inside is None else inside
+        inside = extract_boxed(answer)
+        said = _last_fragment(answer) if inside is None else inside
         return "".join(said.strip().strip("$").split()) or None
 
 
-def equal(truth: str, answer: str) -> bool:
+def is_equal(truth: str, answer: str) -> bool:
     """Whether the final expression of an answer equals a ground truth."""
-    return bool(math_verify.verify(_truth(truth), final_expression(answer), timeout_seconds=None))
+    return bool(math_verify.verify(_parse_ground_truth(truth), extract_final_expression(answer), timeout_seconds=None))
 
 
-def final_expression(answer: str) -> list[Any]:
+def extract_final_expression(answer: str) -> list[Any]:
     """What an answer says in the end, as math-verify reads it; empty where it says nothing."""
-    inside = boxed(answer)
+    inside = extract_boxed(answer)
     if inside is not None:
-        return _expression(inside)
+        return _parse_expression(inside)
     if not _DELIMITED.search(answer):
-        spoken = _last_said(answer)
+        spoken = _last_fragment(answer)
         if re.search(r"\w", spoken):
-            return _expression(spoken)
-    return _parsed(answer) or _expression(_last_line(answer))
+            return _parse_expression(spoken)
+    return _parse(answer) or _parse_expression(_last_line(answer))
 
 
 def _last_line(answer: str) -> str:
     return answer.rstrip().rpartition("\n")[2]
 
 
-def _last_said(answer: str) -> str:
+def _last_fragment(answer: str) -> str:
     """What the last line says after its last word."""
     return _WORD.split(_last_line(answer))[-1].strip(" .:*`")
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     """What the last `\\boxed{…}` holds, its braces balanced; None where there is none that ends."""
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -95,26 +95,26 @@ def boxed(text: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _truth(truth: str) -> list[Any]:
-    inside = boxed(truth)
-    return _expression(truth.strip().strip("$") if inside is None else inside)
+def _parse_ground_truth(truth: str) -> list[Any]:
+    inside = extract_boxed(truth)
+    return _parse_expression(truth.strip().strip("$") if inside is None else inside)
 
 
-def _expression(text: str) -> list[Any]:
+def _parse_expression(text: str) -> list[Any]:
     """A text that is one expression and nothing else."""
     text = text.strip().strip("$")
     percent = _PERCENT.search(text)
     if percent:
-        return _parsed(f"${text[: percent.start()]}$%")
-    return _parsed(f"\\boxed{{{text}}}")
+        return _parse(f"${text[: percent.start()]}$%")
+    return _parse(f"\\boxed{{{text}}}")
 
 
-def _parsed(text: str) -> list[Any]:
-    found: list[Any] = math_verify.parse(text, extraction_config=_forms(), parsing_timeout=None)
+def _parse(text: str) -> list[Any]:
+    found: list[Any] = math_verify.parse(text, extraction_config=_extraction_configs(), parsing_timeout=None)
     return found
 
 
 @cache
-def _forms() -> tuple[Any, ...]:
+def _extraction_configs() -> tuple[Any, ...]:
     """The forms of an expression that math-verify looks for."""
     return math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()

@@ -11,15 +11,15 @@ from pydantic import Field, model_validator
 
 from etude.errors import ConfigError
 from etude.records import Task
-from etude.rewards.base import RewardFunction, truths
+from etude.rewards.base import RewardFunction, read_ground_truths
 
-__all__ = ["F1", "Exact", "Format", "Regex", "words"]
+__all__ = ["F1", "Exact", "Format", "Regex", "split_words"]
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text as SQuAD's scorer compares them: lower case, without punctuation and articles."""
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
@@ -32,16 +32,16 @@ class Exact(RewardFunction):
     quick: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
-        truths(task)
+        read_ground_truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
         if self.loose:
-            return float(any(words(answer) == words(truth) for truth in truths(task)))
-        return float(answer.strip() in [truth.strip() for truth in truths(task)])
+            return float(any(split_words(answer) == split_words(truth) for truth in read_ground_truths(task)))
+        return float(answer.strip() in [truth.strip() for truth in read_ground_truths(task)])
 
     def extract(self, answer: str) -> str:
         """All of it, as it is compared."""
-        return " ".join(words(answer)) if self.loose else answer.strip()
+        return " ".join(split_words(answer)) if self.loose else answer.strip()
 
 
 class Regex(RewardFunction):
@@ -55,7 +55,7 @@ class Regex(RewardFunction):
 
     pattern: str = Field(description="what to look for; its group, if any, is compared with the ground truth")
 
-    processes: ClassVar[int] = 2
+    default_workers: ClassVar[int] = 2
 
     @model_validator(mode="after")
     def _pattern_is_one(self) -> Regex:
@@ -71,14 +71,14 @@ class Regex(RewardFunction):
 
     def check(self, task: Task) -> None:
         if re.compile(self.pattern).groups:
-            truths(task)
+            read_ground_truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
         matches = list(re.finditer(self.pattern, answer))
         if not matches or not matches[-1].re.groups:
             return float(bool(matches))
         extracted = matches[-1][1] or ""
-        return float(extracted.strip() in [truth.strip() for truth in truths(task)])
+        return float(extracted.strip() in [truth.strip() for truth in read_ground_truths(task)])
 
     def extract(self, answer: str) -> str | None:
         """What the group of the last match holds; a pattern without a group reads nothing."""
@@ -95,11 +95,11 @@ class F1(RewardFunction):
     quick: ClassVar[bool] = True
 
     def check(self, task: Task) -> None:
-        truths(task)
+        read_ground_truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
-        said = words(answer)
-        return max(_shared(said, words(truth)) for truth in truths(task))
+        said = split_words(answer)
+        return max(_f1_score(said, split_words(truth)) for truth in read_ground_truths(task))
 
 
 class Format(RewardFunction):
@@ -125,7 +125,7 @@ class Format(RewardFunction):
         return float(not rest)
 
 
-def _shared(said: list[str], truth: list[str]) -> float:
+def _f1_score(said: list[str], truth: list[str]) -> float:
     """F1 of two bags of words."""
     if not said or not truth:
         return float(said == truth)

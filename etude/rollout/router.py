@@ -14,84 +14,84 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.protocols import Generate, Ids
+from etude.protocols import Ids, TokenGenerator
 from etude.records import Completion, SamplingParams
 
 __all__ = ["Router"]
 
-REMEMBERED = 64
+MAX_IDLE_PREFIXES = 64
 """Prompts of which nothing is under way, and whose engine is remembered: a conversation may go on."""
 
 
 @dataclass
-class _Home:
+class _Affinity:
     """Where the requests that begin with a prompt go."""
 
     engine: int
-    under_way: int = 0
+    active: int = 0
 
 
 class Router:
-    """A `Generate` over others. All requests come from one event loop."""
+    """A `TokenGenerator` over others. All requests come from one event loop."""
 
-    def __init__(self, engines: Sequence[Generate]) -> None:
+    def __init__(self, engines: Sequence[TokenGenerator]) -> None:
         self._engines = engines
         self._load = [0] * len(engines)
-        self._homes: OrderedDict[bytes, _Home] = OrderedDict()  # by their prompts, the latest used last
-        self._lengths: Counter[int] = Counter()  # of those prompts
+        self._affinities: OrderedDict[bytes, _Affinity] = OrderedDict()  # by their prompts, the latest used last
+        self._prefix_lengths: Counter[int] = Counter()  # of those prompts
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation, by one of the engines."""
-        with self._chosen(prompt) as chosen:
-            return await self._engines[chosen].generate(prompt, sampling, begun=begun)
+        with self._choose_engine(prompt) as chosen:
+            return await self._engines[chosen].generate(prompt, sampling, on_start=on_start)
 
-    def _takes(self, engine: int) -> bool:  # noqa: ARG002
+    def _has_capacity(self, engine: int) -> bool:  # noqa: ARG002
         """Whether this engine takes one request more."""
         return True
 
     @contextmanager
-    def _chosen(self, prompt: Ids) -> Iterator[int]:
+    def _choose_engine(self, prompt: Ids) -> Iterator[int]:
         """The engine that a prompt goes to, which has it to do within."""
-        home = self._home(np.ascontiguousarray(prompt, np.int32).tobytes())
+        home = self._find_affinity(np.ascontiguousarray(prompt, np.int32).tobytes())
         chosen = home.engine
-        home.under_way += 1
+        home.active += 1
         self._load[chosen] += 1
         try:
             yield chosen
         finally:
-            home.under_way -= 1
+            home.active -= 1
             self._load[chosen] -= 1
-            self._forget()
+            self._drop_idle_prefixes()
 
-    def _home(self, prompt: bytes) -> _Home:
+    def _find_affinity(self, prompt: bytes) -> _Affinity:
         """The home of a prompt that this one begins with, or a new one. Where nothing of it is under way, it moves away
         from an engine that has half as much again to do as another; and away from one that takes none."""
-        taking = [engine for engine in range(len(self._engines)) if self._takes(engine)]
+        taking = [engine for engine in range(len(self._engines)) if self._has_capacity(engine)]
         least = min(taking, key=self._load.__getitem__)
-        opening = self._opening(prompt)
+        opening = self._longest_known_prefix(prompt)
         if opening is None:
-            self._lengths[len(prompt)] += 1
-            home = self._homes[prompt] = _Home(least)
+            self._prefix_lengths[len(prompt)] += 1
+            home = self._affinities[prompt] = _Affinity(least)
             return home
-        self._homes.move_to_end(opening)
-        home = self._homes[opening]
-        crowded = not home.under_way and self._load[home.engine] > 1.5 * self._load[least] + 1
-        if crowded or not self._takes(home.engine):
+        self._affinities.move_to_end(opening)
+        home = self._affinities[opening]
+        crowded = not home.active and self._load[home.engine] > 1.5 * self._load[least] + 1
+        if crowded or not self._has_capacity(home.engine):
             home.engine = least
         return home
 
-    def _opening(self, prompt: bytes) -> bytes | None:
+    def _longest_known_prefix(self, prompt: bytes) -> bytes | None:
         """The longest known prompt that this one begins with."""
-        fitting = sorted((length for length in self._lengths if length <= len(prompt)), reverse=True)
-        return next((prompt[:length] for length in fitting if prompt[:length] in self._homes), None)
+        fitting = sorted((length for length in self._prefix_lengths if length <= len(prompt)), reverse=True)
+        return next((prompt[:length] for length in fitting if prompt[:length] in self._affinities), None)
 
-    def _forget(self) -> None:
+    def _drop_idle_prefixes(self) -> None:
         """Let go of the prompts that nobody has come back to for long."""
-        idle = [prompt for prompt, home in self._homes.items() if not home.under_way]
-        for prompt in idle[:-REMEMBERED]:
-            del self._homes[prompt]
-            self._lengths[len(prompt)] -= 1
-            if not self._lengths[len(prompt)]:
-                del self._lengths[len(prompt)]
+        idle = [prompt for prompt, home in self._affinities.items() if not home.active]
+        for prompt in idle[:-MAX_IDLE_PREFIXES]:
+            del self._affinities[prompt]
+            self._prefix_lengths[len(prompt)] -= 1
+            if not self._prefix_lengths[len(prompt)]:
+                del self._prefix_lengths[len(prompt)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from etude.records import SamplingParams
 
-__all__ = ["Drawing", "Drawn", "draw", "uniforms"]
+__all__ = ["SampledTokens", "SamplingState", "sample_tokens", "uniform_numbers"]
 
 CHUNK = 128
 """The inverse is looked up among sums of so many weights, then among the weights of one sum."""
@@ -33,60 +33,62 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FULL = (1 << 64) - 1
 
 
-def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64_finish(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finisher: a bijection of 64 bits that spreads every bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
-def uniforms(seeds: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
+def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, place), a function of those two alone."""
-    keys = _mixed(np.array(seeds, dtype=np.uint64) + np.uint64(_GOLDEN))
-    counters = (np.array(places, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    return (_mixed(_mixed(keys + counters)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    keys = _splitmix64_finish(np.array(seeds, dtype=np.uint64) + np.uint64(_GOLDEN))
+    counters = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return (_splitmix64_finish(_splitmix64_finish(keys + counters)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Drawing:
+class SamplingState:
     """How one request's tokens are drawn: its parameters, its seed, and what it has seen if repetition is penalised."""
 
-    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocabulary: int, ends: frozenset[int]):
+    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocabulary: int, stop_ids: frozenset[int]):
         self.sampling = sampling
         self.seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _FULL
-        self.ends = torch.tensor(sorted(end for end in ends if end < vocabulary), dtype=torch.int64)
+        self.stop_ids = torch.tensor(sorted(end for end in stop_ids if end < vocabulary), dtype=torch.int64)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocabulary, dtype=torch.bool)
             self.seen[torch.from_numpy(prompt.astype(np.int64))] = True
-        self.biased = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
+        self.biased_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self.cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        self.changes = self.seen is not None or len(self.biased) > 0
-        self.plain = not (self.cut or self.changes or sampling.top_logprobs) and sampling.temperature == 1.0
+        self.needs_adjustment = self.seen is not None or len(self.biased_ids) > 0
+        self.never_modified = (
+            not (self.cut or self.needs_adjustment or sampling.top_logprobs) and sampling.temperature == 1.0
+        )
 
-    def is_plain(self, generated: int) -> bool:
+    def is_unmodified(self, generated: int) -> bool:
         """Whether its next token is drawn from the model's own distribution, with nothing else to report."""
-        return self.plain and generated >= self.sampling.min_tokens
+        return self.never_modified and generated >= self.sampling.min_tokens
 
-    def change(self, logits: Tensor, generated: int) -> None:
+    def adjust_logits(self, logits: Tensor, generated: int) -> None:
         """Penalty, bias and banned ends, in place on its own row [V]."""
         if self.seen is not None:
             seen = self.seen.to(logits.device)
             penalty = self.sampling.repetition_penalty
             logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
-        if len(self.biased):
-            logits[self.biased.to(logits.device)] += self.bias.to(logits.device)
-        if generated < self.sampling.min_tokens and len(self.ends):
-            logits[self.ends.to(logits.device)] = -math.inf
+        if len(self.biased_ids):
+            logits[self.biased_ids.to(logits.device)] += self.bias.to(logits.device)
+        if generated < self.sampling.min_tokens and len(self.stop_ids):
+            logits[self.stop_ids.to(logits.device)] = -math.inf
 
-    def note(self, token: int) -> None:
+    def record_token(self, token: int) -> None:
         """This token was drawn."""
         if self.seen is not None:
             self.seen[token] = True
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """What was drawn for each row. Lists, because each entry now goes to a request of its own."""
 
     ids: list[int]
@@ -98,86 +100,94 @@ class Drawn:
     """For the rows that asked: the likeliest tokens and their log-probs at the temperature, before any cut."""
 
 
-def draw(logits: Tensor, drawings: Sequence[Drawing], generated: Sequence[int], places: Sequence[int]) -> Drawn:
+def sample_tokens(
+    logits: Tensor, states: Sequence[SamplingState], generated: Sequence[int], positions: Sequence[int]
+) -> SampledTokens:
     """One token for each row of logits [N, V]. `generated` counts each request's tokens so far; `places` are theirs."""
-    uniform = torch.from_numpy(uniforms([drawing.seed for drawing in drawings], places)).to(logits.device)
-    plain = [row for row, drawing in enumerate(drawings) if drawing.is_plain(generated[row])]
-    if len(plain) == len(drawings):
-        ids, chances = _draw_plain(logits, uniform)
-        return Drawn(ids.tolist(), said := _logs(chances), said, {})
-    other = sorted(set(range(len(drawings))) - set(plain))
-    ids = torch.empty(len(drawings), dtype=torch.int64, device=logits.device)
-    logp, raw = torch.empty(2, len(drawings), device=logits.device)
+    uniform = torch.from_numpy(uniform_numbers([drawing.seed for drawing in states], positions)).to(logits.device)
+    plain = [row for row, drawing in enumerate(states) if drawing.is_unmodified(generated[row])]
+    if len(plain) == len(states):
+        ids, chances = _sample_unmodified(logits, uniform)
+        return SampledTokens(ids.tolist(), said := _log_probabilities(chances), said, {})
+    other = sorted(set(range(len(states))) - set(plain))
+    ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
+    logp, raw = torch.empty(2, len(states), device=logits.device)
     if plain:
         at = torch.tensor(plain, device=logits.device)
-        ids[at], chances = _draw_plain(logits[at], uniform[at])
-        logp[at] = raw[at] = torch.tensor(_logs(chances), device=logits.device)
+        ids[at], chances = _sample_unmodified(logits[at], uniform[at])
+        logp[at] = raw[at] = torch.tensor(_log_probabilities(chances), device=logits.device)
     at = torch.tensor(other, device=logits.device)
-    changed = _Changed(logits[at].float(), [drawings[row] for row in other], [generated[row] for row in other])
-    ids[at], logp[at], raw[at] = changed.draw(uniform[at])
+    changed = _AdjustedRows(logits[at].float(), [states[row] for row in other], [generated[row] for row in other])
+    ids[at], logp[at], raw[at] = changed.sample(uniform[at])
     top = {other[row]: likeliest for row, likeliest in changed.top.items()}
-    return Drawn(ids.tolist(), logp.tolist(), raw.tolist(), top)
+    return SampledTokens(ids.tolist(), logp.tolist(), raw.tolist(), top)
 
 
-def _draw_plain(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = torch.softmax(logits.float(), -1)
-    ids = _inverse(probabilities, uniform)
+    ids = _inverse_cdf(probabilities, uniform)
     return ids, probabilities.gather(1, ids[:, None])[:, 0]
 
 
-def _logs(chances: Tensor) -> list[float]:
+def _log_probabilities(chances: Tensor) -> list[float]:
     """Their logarithms, rounded to float32; nan where a chance is none."""
     exact = [math.log(chance) if chance > 0 else math.nan for chance in chances.tolist()]
     rounded: list[float] = np.array(exact, dtype=np.float32).tolist()
     return rounded
 
 
-class _Changed:
+class _AdjustedRows:
     """Rows drawn from something other than the model's own distribution."""
 
-    def __init__(self, raw: Tensor, drawings: list[Drawing], generated: list[int]) -> None:
-        self.raw, self.drawings = raw, drawings
+    def __init__(self, raw: Tensor, states: list[SamplingState], generated: list[int]) -> None:
+        self.raw, self.states = raw, states
         logits = raw
-        if any(d.changes or count < d.sampling.min_tokens for d, count in zip(drawings, generated, strict=True)):
+        if any(d.needs_adjustment or count < d.sampling.min_tokens for d, count in zip(states, generated, strict=True)):
             logits = raw.clone()
-            for row, drawing in enumerate(drawings):
-                drawing.change(logits[row], generated[row])
+            for row, drawing in enumerate(states):
+                drawing.adjust_logits(logits[row], generated[row])
         self.logits = logits
         self.top: dict[int, tuple[list[int], list[float]]] = {}
 
-    def draw(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, log-probs under what was drawn from, and log-probs under the model."""
-        asked = [drawing.sampling for drawing in self.drawings]
+        asked = [drawing.sampling for drawing in self.states]
         temperature = self._column([params.temperature for params in asked])
         logits = self.logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         for row, params in enumerate(asked):
             if params.top_logprobs:
                 best = torch.log_softmax(logits[row], -1).topk(min(params.top_logprobs, logits.shape[1]))
                 self.top[row] = best.indices.tolist(), best.values.tolist()
-        cut = [row for row, drawing in enumerate(self.drawings) if drawing.cut]
+        cut = [row for row, drawing in enumerate(self.states) if drawing.cut]
         if cut:
             at = torch.tensor(cut, device=logits.device)
-            logits[at] = _cut(logits[at], *(self._column(values) for values in _limits([asked[row] for row in cut])))
+            logits[at] = _filter_logits(
+                logits[at], *(self._column(values) for values in _filter_columns([asked[row] for row in cut]))
+            )
         probabilities = torch.softmax(logits, -1)
-        ids = _inverse(probabilities, uniform)
+        ids = _inverse_cdf(probabilities, uniform)
         greedy = temperature == 0
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
         certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too where the greatest is no number
         chances = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
-        return ids, self._column(_logs(chances)), torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0]
+        return (
+            ids,
+            self._column(_log_probabilities(chances)),
+            torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0],
+        )
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.raw.device)
 
 
-def _limits(asked: Sequence[SamplingParams]) -> tuple[list[float], list[float], list[float]]:
+def _filter_columns(samplings: Sequence[SamplingParams]) -> tuple[list[float], list[float], list[float]]:
     """Of each row: top-k, top-p, and the logarithm of min-p."""
-    floors = [math.log(params.min_p) if params.min_p > 0 else -math.inf for params in asked]
-    return [params.top_k for params in asked], [params.top_p for params in asked], floors
+    floors = [math.log(params.min_p) if params.min_p > 0 else -math.inf for params in samplings]
+    return [params.top_k for params in samplings], [params.top_p for params in samplings], floors
 
 
-def _cut(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
+def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
     """[n, V] logits with what top-k, top-p and min-p drop at -inf."""
     widest = int(top_k.max())
     if widest:
@@ -186,14 +196,14 @@ def _cut(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Ten
         logits = logits.masked_fill((top_k[:, None] > 0) & (logits < values), -math.inf)
     if bool((top_p < 1).any()):
         probabilities = torch.softmax(logits, -1)
-        floor = torch.where(top_p < 1, _nucleus(probabilities, top_p), 0.0)
+        floor = torch.where(top_p < 1, _nucleus_floor(probabilities, top_p), 0.0)
         logits = logits.masked_fill(probabilities < floor[:, None], -math.inf)
     if bool((log_min_p > -math.inf).any()):
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + log_min_p[:, None], -math.inf)
     return logits
 
 
-def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """[n, V] → [n]: the probability of the least likely token that the smallest set of mass `top_p` needs."""
     floor = torch.empty_like(top_p)
     todo = torch.arange(len(top_p), device=top_p.device)
@@ -210,7 +220,7 @@ def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     return floor
 
 
-def _inverse(weights: Tensor, uniform: Tensor) -> Tensor:
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """[N, V] weights, [N] in [0, 1) → [N]: the first token at which the running sum passes that share of the whole.
 
     Each row goes through the same sums whatever the other rows are. A token of weight zero is never returned.
@@ -221,14 +231,14 @@ def _inverse(weights: Tensor, uniform: Tensor) -> Tensor:
     if whole < vocabulary:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
     running = sums.double().cumsum(-1)
-    chunk, share = _passed(running, uniform)
+    chunk, share = _first_passing(running, uniform)
     places = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=weights.device)
     inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
-    within, _ = _passed(inside.double().cumsum(-1), share)
+    within, _ = _first_passing(inside.double().cumsum(-1), share)
     return chunk * CHUNK + within
 
 
-def _passed(running: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+def _first_passing(running: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Where a running sum [N, m] first passes a share [N] of its end, and the share of that entry then left over."""
     end = running[:, -1]
     target = torch.minimum(share * end, torch.nextafter(end, torch.zeros_like(end)))

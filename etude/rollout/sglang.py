@@ -10,27 +10,27 @@ from typing import Any, ClassVar
 
 from etude.errors import ConfigError, EngineError
 from etude.records import SamplingParams
-from etude.rollout.connection import Connection
-from etude.rollout.dialect import Dialect, Launch, Piece, refuse_bias
-from etude.rollout.figures import Figures
+from etude.rollout.http_client import HttpClient
+from etude.rollout.server_backend import LaunchSpec, ServerBackend, StreamChunk, check_logit_bias
+from etude.rollout.server_load import ServerLoad
 
-__all__ = ["KEPT_BACK", "Sglang"]
+__all__ = ["RESERVED_TOKENS", "SglangBackend"]
 
-FLUSH = 30.0
+FLUSH_TIMEOUT = 30.0
 """Seconds that it may take to let go of its prefix cache."""
-KEPT_BACK = 6
+RESERVED_TOKENS = 6
 """Places of its context that no prompt may take."""
 
 
-class Sglang(Dialect):
+class SglangBackend(ServerBackend):
     """SGLang's server."""
 
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
-    supported: ClassVar[tuple[int, ...]] = (0, 5, 23)
-    health: ClassVar[str] = "/model_info"  # its /health draws a token, which one that is paused does not
+    supported_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
+    health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which one that is paused does not
 
-    def command(self, launch: Launch, node: int = 0) -> list[str]:
+    def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """`sglang.launch_server`."""
         words = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
@@ -39,39 +39,41 @@ class Sglang(Dialect):
         if launch.tensor_parallel > 1:
             words += ["--tp-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:
-            words += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.meet]
+            words += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.rendezvous]
         if launch.memory is not None:
             words += ["--mem-fraction-static", f"{launch.memory:g}"]
         if launch.kv_tokens is not None:
             words += ["--max-total-tokens", str(launch.kv_tokens)]
-        if launch.sleeps:
+        if launch.enable_sleep:
             words.append("--enable-memory-saver")
-        if launch.keyed is not None and not node:
-            words += ["--config", str(launch.keyed)]
+        if launch.key_file is not None and not node:
+            words += ["--config", str(launch.key_file)]
         if launch.device == "cpu":
             words += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             words.append("--disable-cuda-graph")
         return [*words, *launch.arguments]
 
-    def environment(self, launch: Launch) -> dict[str, str]:
+    def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """It does not find out by itself that it is to compute on a CPU."""
-        return super().environment(launch) | ({"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {})
+        return super().environment_variables(launch) | (
+            {"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {}
+        )
 
-    def keyed(self, launch: Launch) -> str:
+    def key_file_text(self, launch: LaunchSpec) -> str:
         """A file of options, of which it takes one."""
         return f'api-key: "{launch.key}"\n' if launch.key else ""
 
-    def context(self, models: Mapping[str, Any]) -> int:
+    def context_length(self, models: Mapping[str, Any]) -> int:
         """A few of the places that it has are none that a prompt may take."""
-        return super().context(models) - KEPT_BACK
+        return super().context_length(models) - RESERVED_TOKENS
 
-    async def version(self, to: Connection) -> str:
+    async def get_server_version(self, client: HttpClient) -> str:
         """As /server_info tells."""
-        return str(json.loads(await to.get("/server_info"))["version"])
+        return str(json.loads(await client.get("/server_info"))["version"])
 
-    def refuse(self, sampling: SamplingParams) -> None:
+    def check_sampling(self, sampling: SamplingParams) -> None:
         """Its log-probs are those before tokens are cut off, and its penalty is another."""
-        refuse_bias(sampling, "SGLang")
+        check_logit_bias(sampling, "SGLang")
         if sampling.repetition_penalty != 1:
             raise ConfigError(
                 "`repetition_penalty` was asked for, and SGLang penalises what the answer has said but not what the "
@@ -84,9 +86,9 @@ class Sglang(Dialect):
                 f"distribution that they were drawn from would not be known. Leave it out, or choose `rollout=vllm`."
             )
 
-    async def ask(
-        self, to: Connection, prompt: list[int], sampling: SamplingParams, ends: list[int]
-    ) -> AsyncGenerator[Piece, None]:
+    async def stream(
+        self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
+    ) -> AsyncGenerator[StreamChunk, None]:
         """By /generate. It keeps no word on seeds: none is sent."""
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -94,7 +96,7 @@ class Sglang(Dialect):
             "temperature": sampling.temperature,
             "top_p": 1.0,
             "top_k": -1,
-            "stop_token_ids": ends,
+            "stop_token_ids": stop_ids,
             "stop": list(sampling.stop),
             "no_stop_trim": True,
         }
@@ -108,82 +110,82 @@ class Sglang(Dialect):
             "top_logprobs_num": sampling.top_logprobs,
             "stream": True,
         }
-        async with aclosing(to.events("/generate", body)) as events:
+        async with aclosing(client.stream_events("/generate", body)) as events:
             async for told in events:
-                yield _piece(told, sampling.top_logprobs)
+                yield _parse_chunk(told, sampling.top_logprobs)
 
-    async def pause(self, to: Connection) -> None:
+    async def pause(self, client: HttpClient) -> None:
         """What is under way stays where it is."""
-        await to.post("/pause_generation", {"mode": "in_place"})
+        await client.post("/pause_generation", {"mode": "in_place"})
 
-    async def resume(self, to: Connection) -> None:
+    async def resume(self, client: HttpClient) -> None:
         """Go on."""
-        await to.post("/continue_generation")
+        await client.post("/continue_generation")
 
-    async def abort(self, to: Connection) -> None:
+    async def abort(self, client: HttpClient) -> None:
         """Every request ends with what it has."""
-        await to.post("/abort_request", {"rid": "", "abort_all": True})
+        await client.post("/abort_request", {"rid": "", "abort_all": True})
 
-    async def sleep(self, to: Connection) -> None:
+    async def sleep(self, client: HttpClient) -> None:
         """Weights, keys and values."""
-        await to.post("/release_memory_occupation")
+        await client.post("/release_memory_occupation")
 
-    async def wake(self, to: Connection) -> None:
+    async def wake(self, client: HttpClient) -> None:
         """Everything is taken again."""
-        await to.post("/resume_memory_occupation")
+        await client.post("/resume_memory_occupation")
 
-    async def forget(self, to: Connection) -> None:
+    async def reset_prefix_cache(self, client: HttpClient) -> None:
         """Nothing may be under way."""
-        await to.get(f"/flush_cache?timeout={FLUSH:g}")
+        await client.get(f"/flush_cache?timeout={FLUSH_TIMEOUT:g}")
 
-    async def label(self, to: Connection, version: int) -> None:
+    async def set_version_label(self, client: HttpClient, version: int) -> None:
         """A label is text there."""
-        await to.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def labelled(self, to: Connection) -> str:
+    async def get_version_label(self, client: HttpClient) -> str:
         """As /model_info tells."""
-        return str(json.loads(await to.get("/model_info"))["weight_version"])
+        return str(json.loads(await client.get("/model_info"))["weight_version"])
 
-    async def load(self, to: Connection, directory: Path, version: int) -> None:
+    async def load(self, client: HttpClient, directory: Path, version: int) -> None:
         """What is under way is taken out of the cache meanwhile, and goes on with the new weights."""
-        await to.post("/pause_generation", {"mode": "retract"})
+        await client.post("/pause_generation", {"mode": "retract"})
         asked = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
-        told = await to.post("/update_weights_from_disk", asked)
+        told = await client.post("/update_weights_from_disk", asked)
         if not (told or {}).get("success"):
-            raise EngineError(f"The SGLang server at {to.url} did not load {directory}: {told}")
-        await self.resume(to)
+            raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {told}")
+        await self.resume(client)
 
-    async def rests(self, to: Connection) -> bool:
+    async def is_suspended(self, client: HttpClient) -> bool:
         """Its /server_info asks the scheduler, which does not tell this."""
-        await to.get("/server_info")
+        await client.get("/server_info")
         return False
 
-    async def figures(self, to: Connection) -> Figures:
+    async def get_load(self, client: HttpClient) -> ServerLoad:
         """As /v1/loads tells."""
-        told = json.loads(await to.get("/v1/loads?include=core", within=5.0))["loads"]
-        return Figures(
+        told = json.loads(await client.get("/v1/loads?include=core", timeout=5.0))["loads"]
+        return ServerLoad(
             running=sum(int(each.get("num_running_reqs", 0)) for each in told),
             waiting=sum(int(each.get("num_waiting_reqs", 0)) for each in told),
-            cache=max((float(each.get("token_usage", 0.0)) for each in told), default=0.0),
-            preempted=0,
+            kv_cache_usage=max((float(each.get("token_usage", 0.0)) for each in told), default=0.0),
+            preemptions=0,
         )
 
 
-def _piece(told: dict[str, Any], top: int) -> Piece:
-    ids, meta = told.get("output_ids") or [], told["meta_info"]
+def _parse_chunk(event: dict[str, Any], top: int) -> StreamChunk:
+    ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
         raise EngineError(f"SGLang told {len(ids)} tokens with {len(scores)} log-probs.")
     finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
     likeliest = meta.get("output_top_logprobs") or [] if top else []
-    return Piece(
+    return StreamChunk(
         ids=ids,
         logp=[float(each[0]) for each in scores],
-        top=[[(int(id), float(logp)) for logp, id, *_ in place[:top]] for place in likeliest],
-        finish=None if finish is None else finish["type"],
-        spans=None if not spans or finish is None else [_span(each) for each in spans],
+        top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in place[:top]] for place in likeliest],
+        finish_reason=None if finish is None else finish["type"],
+        version_spans=None if not spans or finish is None else [_parse_span(each) for each in spans],
     )
 
 
-def _span(told: Any) -> tuple[str, int, int]:
-    return (told["version"], told["start"], told["end"]) if isinstance(told, dict) else tuple(told)
+def _parse_span(span: Any) -> tuple[str, int, int]:
+    return (span["version"], span["start"], span["end"]) if isinstance(span, dict) else tuple(span)

@@ -7,8 +7,8 @@ has one shape. The engine uses the first form in which no row's bits depend on i
 process, per model shape and number of threads. If no form holds, the first is used and exactness is not claimed.
 
 The trial runs the model's layers at up to 400 rows. For a large model it runs the whole model at up to 48 rows, and one
-matrix of each shape at 400. That last part covers the families in `etude.models.layers` only. Attention is tried over
-up to a thousand keys. The tests hold the claim for one and two threads. With more threads torch may split an
+matrix of each shape at 400. That last part covers the families in `etude.models.fused_layers` only. Attention is tried
+over up to a thousand keys. The tests hold the claim for one and two threads. With more threads torch may split an
 elementwise kernel within a row. The trial sees such a split in the layers, but not between attention's products.
 """
 
@@ -26,29 +26,29 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from etude.models.layout import product
-from etude.observe import get_log
-from etude.rollout.grouping import KEYS, PIECE
+from etude.models.prepack import prepacked_linear
+from etude.observe import get_logger
+from etude.rollout.attention_groups import CHUNK_TOKENS, KEYS
 
 if TYPE_CHECKING:
     from etude.models import Model
 
-__all__ = ["LOGITS", "LOOSE", "STEADY", "Form", "KeyForm", "RowForm", "plain_forms", "slack", "steady_form"]
+__all__ = ["LOOSE", "MAX_LOGITS", "STEADY", "Form", "KeyForm", "RowForm", "plain_forms", "slack", "steady_form"]
 
-LOGITS = 2**23
+MAX_LOGITS = 2**23
 """The most logits that exist at a time."""
-SHORTEST = 32
+MIN_KEYS = 32
 """Attention is over at least so many keys."""
 BUDGET = 2**30
 """Multiplications that one batch of a trial may take, unless it is among the smallest."""
-TRIAL_KEYS = (SHORTEST, 100, KEYS + 1, 300)
+TRIAL_KEYS = (MIN_KEYS, 100, KEYS + 1, 300)
 """The numbers of keys that the queries of a trial see."""
 LONGER = 700
 """The most keys that a batch has beyond these."""
 TRIAL_BATCHES = (
-    (1, PIECE, 7),
+    (1, CHUNK_TOKENS, 7),
     *((1, tokens, 16 * (tokens % 3)) for tokens in range(1, 18)),
-    *((1, 1, LONGER), (1, PIECE - 1, 340), (2, 1, 0), (2, 7, 16), (3, PIECE // 2, 340), (24, 4, 40)),
+    *((1, 1, LONGER), (1, CHUNK_TOKENS - 1, 340), (2, 1, 0), (2, 7, 16), (3, CHUNK_TOKENS // 2, 340), (24, 4, 40)),
 )
 """The batches of a trial of attention: entries (at least as many as the engine computes), tokens, and further keys.
 The first batch has all queries."""
@@ -70,7 +70,7 @@ class RowForm:
 
     def logits(self, vocabulary: int) -> int:
         """Return how many rows of logits are computed at a time; fewer for a large vocabulary."""
-        return self.multiple if self.fixed else max(1, LOGITS // (vocabulary * self.multiple)) * self.multiple
+        return self.multiple if self.fixed else max(1, MAX_LOGITS // (vocabulary * self.multiple)) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class KeyForm:
 
     def piece(self, group: int) -> int:
         """Return how many tokens of a prompt attend at once, if `group` heads share their keys."""
-        return self.tokens(1, group) if self.fixed else PIECE
+        return self.tokens(1, group) if self.fixed else CHUNK_TOKENS
 
     def tokens(self, count: int, group: int) -> int:
         """Return `count`, rounded up to the number of tokens that is computed; the rest is padding."""
@@ -105,7 +105,7 @@ class KeyForm:
     def blocks(self, keys: int, size: int) -> int:
         """Return how many blocks hold `keys` keys and their padding."""
         step = self.keys // math.gcd(self.keys, size)
-        return -(-max(keys, SHORTEST) // (size * step)) * step
+        return -(-max(keys, MIN_KEYS) // (size * step)) * step
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[N, M, D], [N, L, D] → [N, M, L]"""
@@ -149,7 +149,7 @@ _found: dict[object, RowForm | None] = {}
 
 def slack(size: int) -> int:
     """Return how many tokens padding may add to the longest context, for blocks of `size` tokens."""
-    return SHORTEST + math.lcm(KEYS, size)
+    return MIN_KEYS + math.lcm(KEYS, size)
 
 
 def steady_form(model: Model) -> Form:
@@ -167,7 +167,7 @@ def steady_form(model: Model) -> Form:
     rows = _found[known]
     if rows is None or keys is None:
         what = " and ".join(name for name, form in (("linear layers", rows), ("attention", keys)) if form is None)
-        get_log("rollout").warning(
+        get_logger("rollout").warning(
             "With this model on this processor the last bits of an answer depend on what shares its batch: no form of "
             "the products of %s was found in which they do not. A run goes on exactly after a kill, and not bit for "
             "bit. `threads=1` may help; `etude doctor` says whether that is the processor's, and what else may.",
@@ -210,15 +210,15 @@ class _Trial:
         """True while all results are finite and differ between rows."""
         chance = torch.Generator().manual_seed(0)
         count = _rows_of(ROW_FORMS)
-        self.ids = torch.randint(model.vocabulary, (count,), generator=chance).to(model.device)
-        self.positions = torch.randint(model.context, (count,), generator=chance).to(model.device)
+        self.ids = torch.randint(model.vocab_size, (count,), generator=chance).to(model.device)
+        self.positions = torch.randint(model.context_length, (count,), generator=chance).to(model.device)
         self.weights = sum(weight.numel() for _, weight in model.named_weights())
         idle = [weight for weight in model.adapter_weights().values() if not weight.any()]
         self.adapters: AbstractContextManager[object] = _Filled(idle) if idle else nullcontext()
 
     def holds(self, form: RowForm) -> bool:
         """Return True if a token's hidden state and logits have the same bits in every batch of this form."""
-        rows, batches = form.logits(self.model.vocabulary), _row_batches(form, self.weights)
+        rows, batches = form.logits(self.model.vocab_size), _row_batches(form, self.weights)
         with self.adapters:
             alike = self.tells and _alike(lambda batch: self._compute(batch, rows), batches)
         most, *_, least = _row_batches(form, 0)
@@ -232,10 +232,10 @@ class _Trial:
 
     def _multiply(self, batch: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Multiply by one matrix of each shape. The head is left out: it has few rows at a time."""
-        shapes = {multiplied.weight.shape: multiplied.weight for multiplied in self.model.products()[:-1]}
+        shapes = {multiplied.weight.shape: multiplied.weight for multiplied in self.model.linear_weights()[:-1]}
         for number, (shape, weight) in enumerate(shapes.items()):
             x = _random(_rows_of(ROW_FORMS), shape[1], seed=number).to(weight)
-            yield number, batch, product(x[batch], weight)
+            yield number, batch, prepacked_linear(x[batch], weight)
 
     def _telling(self, found: Tensor) -> Tensor:
         self.tells = self.tells and bool(found.isfinite().all()) and bool((found != found[0]).any() or len(found) == 1)
@@ -270,7 +270,7 @@ class _Filled(TorchFunctionMode):
 def _alone(
     layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """An `Attend` in which each token sees only itself, so that it returns its own value."""
+    """An `AttentionFn` in which each token sees only itself, so that it returns its own value."""
     del layer, k, scale, window, softcap
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
@@ -317,7 +317,7 @@ def _keys(width: int, group: int, least: int, place: torch.device, threads: int)
     with torch.inference_mode():
         entries, longest = max(least, *(each[0] for each in TRIAL_BATCHES)), max(TRIAL_KEYS) + LONGER + KEYS
         keys, values = (_random(1, longest, width, seed=seed).to(place).repeat(entries, 1, 1) for seed in (1, 2))
-        queries = _random(1, KeyForm(16, 16).tokens(PIECE, group) * group, width, seed=3).to(place)
+        queries = _random(1, KeyForm(16, 16).tokens(CHUNK_TOKENS, group) * group, width, seed=3).to(place)
         queries = queries.repeat(entries, 1, 1)
         return next((form for form in KEY_FORMS if _attends_alike(form, group, least, queries, keys, values)), None)
 

@@ -31,18 +31,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import ConfigError, DataError, EngineError
-from etude.models import Model, Resident
-from etude.observe import Last, Mean, Metrics, Min, Sum, get_log
+from etude.models import EngineModel, Model
+from etude.observe import Last, Mean, Metrics, Min, Sum, get_logger
 from etude.records import Completion, SamplingParams
-from etude.rollout.blocks import Blocks
-from etude.rollout.config import EngineConfig
-from etude.rollout.inbox import Inbox
-from etude.rollout.kv import Cache, Pass, blocks_of
-from etude.rollout.request import Delta, Request, check
-from etude.rollout.sampling import draw
-from etude.rollout.schedule import Counts, Scheduler
+from etude.rollout.block_pool import BlockPool
+from etude.rollout.command_queue import CommandQueue
+from etude.rollout.config import TorchEngineConfig
+from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
+from etude.rollout.omp_workers import release_omp_workers
+from etude.rollout.request import Delta, Request, check_request
+from etude.rollout.sampling import sample_tokens
+from etude.rollout.scheduler import Scheduler, SchedulerStats
 from etude.rollout.steady import LOOSE, Form, slack, steady_form
-from etude.rollout.team import dismiss_team
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -62,18 +62,18 @@ class TorchEngine:
         self,
         model: Model,
         tokenizer: Tokenizer | None,
-        config: EngineConfig,
+        config: TorchEngineConfig,
         *,
         version: int = 0,
         merge: bool = False,
     ) -> None:
         """merge: of a model with adapters, compute with weights of one's own in which they are added up."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self._blocks = blocks_of(model, config)
-        self._cache: Cache | None = self._allocate()
-        self._resident = Resident(model, merge=merge, prepack=config.prepack)
-        self._scheduler = self._fresh_scheduler(version)
-        self._inbox = Inbox()
+        self._blocks = count_blocks(model, config)
+        self._cache: KVCache | None = self._allocate()
+        self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
+        self._scheduler = self._new_scheduler(version)
+        self._commands = CommandQueue()
         self._paused = False
         self._broken: EngineError | None = None
         self._form: Form | None = None
@@ -94,15 +94,15 @@ class TorchEngine:
         return self._form is not None and self._form.exact
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the engine's thread."""
-        request = self._request(prompt, sampling, begun=begun)
+        request = self._request(prompt, sampling, on_start=on_start)
         self._submit(request)
         try:
             return await asyncio.wrap_future(request.future)
         except asyncio.CancelledError:
-            self._leave(request)
+            self._cancel(request)
             raise
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
@@ -122,7 +122,7 @@ class TorchEngine:
                 yield delta
             request.future.result()
         finally:
-            self._leave(request)
+            self._cancel(request)
 
     def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
         """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
@@ -132,52 +132,52 @@ class TorchEngine:
         try:
             return [request.future.result() for request in requests]
         finally:
-            self._leave(*requests)
+            self._cancel(*requests)
 
     async def abort(self) -> None:
         """End all that is under way: every waiting call returns what it has, finished by `abort`."""
-        await self._inbox.between(self._abort)
+        await self._commands.call_async(self._abort)
 
     async def pause(self) -> None:
         """Stop between two tokens. Requests under way stay, new ones queue, and all go on after `resume`."""
-        await self._inbox.between(lambda: self._set_paused(True))
+        await self._commands.call_async(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
         """Go on with what is under way."""
-        await self._inbox.between(lambda: self._set_paused(False))
+        await self._commands.call_async(lambda: self._set_paused(False))
 
     async def sleep(self) -> None:
         """Give the memory of keys and values back, and that of weights kept besides. Nothing may be under way."""
-        await self._inbox.between(self._sleep)
+        await self._commands.call_async(self._sleep)
 
     async def wake(self) -> None:
         """Take the memory again."""
-        await self._inbox.between(self._wake)
+        await self._commands.call_async(self._wake)
 
-    async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Compute with these weights from the next token on. None are given where the model's own memory was written,
         which is to be done while the engine is paused.
 
         Requests under way go on with the keys and values they have; new ones use nothing that older weights computed.
         """
-        await self._inbox.between(lambda: self._swap(weights, version))
+        await self._commands.call_async(lambda: self._update_weights(weights, version))
 
     def stats(self) -> Metrics:
         """What was done since it was last asked, and what is under way."""
-        return self._inbox.ask(self._stats)
+        return self._commands.call(self._stats)
 
     def close(self) -> None:
         """End the thread after the step under way; whoever still waits is told.
 
         A step that takes too long is an error, or a warning where another error is what closes the engine.
         """
-        self._inbox.close()
+        self._commands.close()
         self._thread.join(CLOSING)
         if self._thread.is_alive():
             told = f"The engine is still computing a step {CLOSING:g} s after it was asked to close."
             if sys.exception() is None:
                 raise EngineError(told)
-            get_log("rollout").warning(told)
+            get_logger("rollout").warning(told)
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -192,35 +192,35 @@ class TorchEngine:
         prompt: Ids,
         sampling: SamplingParams,
         listener: Callable[[Delta], None] | None = None,
-        begun: Callable[[], None] | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Request:
         """A request that can be computed, or the sentence that says why not."""
         ids = np.asarray(prompt, dtype=np.int32)
         model, held = self.model, self._blocks * self.config.block_size
-        check(ids, sampling, vocabulary=model.vocabulary, context=model.context, held=held)
+        check_request(ids, sampling, vocabulary=model.vocab_size, context=model.context_length, cache_tokens=held)
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
         return Request(
             ids,
             sampling,
-            limit=self.model.context,
-            vocabulary=self.model.vocabulary,
+            limit=self.model.context_length,
+            vocabulary=self.model.vocab_size,
             tokenizer=self.tokenizer,
             listener=listener,
-            begun=begun,
+            on_start=on_start,
         )
 
     def _submit(self, *requests: Request) -> None:
         """Queue these. Who asks has stopped computing, as a trainer has that now waits for its engine."""
-        dismiss_team()
-        self._inbox.post(lambda: self._admit(*requests), *(request.future for request in requests))
+        release_omp_workers()
+        self._commands.submit(lambda: self._enqueue(*requests), *(request.future for request in requests))
 
-    def _leave(self, *requests: Request) -> None:
+    def _cancel(self, *requests: Request) -> None:
         """Nobody waits for these any more."""
         left = [request for request in requests if not request.future.done()]
         if left:
             with suppress(EngineError):  # one that has ended has let go of them
-                self._inbox.post(lambda: [self._scheduler.remove(request) for request in left])
+                self._commands.submit(lambda: [self._scheduler.remove(request) for request in left])
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
@@ -228,24 +228,24 @@ class TorchEngine:
         """Whatever ends it, nobody is left waiting, and nobody else is let in."""
         told = EngineError("The engine was closed while this request was under way.")
         try:
-            with torch.inference_mode(), self._resident.used():
-                while self._turn():
+            with torch.inference_mode(), self._resident.activate():
+                while self._run_once():
                     pass
         except BaseException as error:  # even starting afresh went wrong, as it does on a device that is lost
             told = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
             told.__cause__ = error
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             request.fail(told)
-        self._inbox.end(told)
+        self._commands.fail_pending(told)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Do what was posted, then a step if there is one to do; False once the engine is to close."""
-        goes_on = self._inbox.work(self._ready, dismiss_team)
-        if self._ready() and goes_on:
+        goes_on = self._commands.run_pending(self._has_work, release_omp_workers)
+        if self._has_work() and goes_on:
             self._guarded_step()
         return goes_on
 
-    def _ready(self) -> bool:
+    def _has_work(self) -> bool:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _guarded_step(self) -> None:
@@ -254,7 +254,7 @@ class TorchEngine:
         try:
             self._step()
         except Exception as error:
-            self._give_up(_told(error, self.config))
+            self._fail_all(_to_engine_error(error, self.config))
             self._cache = self._allocate()  # what is not finite must not linger behind the end of later keys
         self._busy += time.perf_counter() - began
 
@@ -264,15 +264,15 @@ class TorchEngine:
         assert cache is not None, "an engine that sleeps has nothing under way"
         form = self._form = self._form or self._formed()
         works = scheduler.schedule(form.rows.most)
-        run = Pass(cache, works, scheduler.table, form)
+        run = ForwardBatch(cache, works, scheduler.table, form)
         hidden = self._resident.model.hidden(run.ids, run.positions, run)
         scheduler.advance(works)
-        requests = [work.request for work in run.drawing]
-        rows = form.rows.logits(self.model.vocabulary)
+        requests = [work.request for work in run.sampled]
+        rows = form.rows.logits(self.model.vocab_size)
         for start in range(0, len(requests), rows):
             some = requests[start : start + rows]
-            self._finish(some, self.model.logits(hidden[run.last[start : start + rows]])[: len(some)])
-        self._used = max(self._used, scheduler.blocks.held / scheduler.blocks.count)
+            self._finish(some, self.model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)])
+        self._used = max(self._used, scheduler.blocks.in_use / scheduler.blocks.count)
 
     def _formed(self) -> Form:
         """Return the form of this engine. Called before the first step, as divided weights may be absent earlier."""
@@ -282,23 +282,23 @@ class TorchEngine:
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
         """Draw each request's next token, and hand over those that are through."""
         scheduler = self._scheduler
-        drawn = draw(
+        drawn = sample_tokens(
             logits,
-            [request.drawing for request in requests],
+            [request.sampling_state for request in requests],
             [request.generated for request in requests],
             [request.length for request in requests],
         )
         if math.isnan(sum(drawn.raw_logp)):
             raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
-        scheduler.counts.new_tokens += len(requests)
+        scheduler.stats.new_tokens += len(requests)
         for row, request in enumerate(requests):
-            with self._alone(request):
+            with self._isolate_errors(request):
                 if math.isnan(drawn.logp[row]):
                     raise DataError(
                         "There is no token to draw: logit_bias and the banned end tokens leave none, or they or a tiny "
                         "temperature take the logits beyond float32. Greedy is temperature 0."
                     )
-                finish = request.gain(
+                finish = request.append_token(
                     drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
                 )
                 if finish is not None:
@@ -306,7 +306,7 @@ class TorchEngine:
                     request.finish(finish)
 
     @contextmanager
-    def _alone(self, request: Request) -> Iterator[None]:
+    def _isolate_errors(self, request: Request) -> Iterator[None]:
         """What goes wrong in here, as a listener or a tokenizer may, ends this request and no other."""
         try:
             yield
@@ -314,7 +314,7 @@ class TorchEngine:
             request.fail(error)
             self._scheduler.remove(request)
 
-    def _admit(self, *requests: Request) -> None:
+    def _enqueue(self, *requests: Request) -> None:
         for request in requests:
             if self._broken is not None:
                 request.fail(self._broken)
@@ -325,11 +325,11 @@ class TorchEngine:
 
     def _abort(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            with self._alone(request):
+            with self._isolate_errors(request):
                 self._scheduler.remove(request)
                 request.finish("abort")
 
-    def _give_up(self, error: EngineError) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             request.fail(error)
         self._scheduler.clear()
@@ -347,10 +347,10 @@ class TorchEngine:
     def _wake(self) -> None:
         if self._cache is None:
             self._cache = self._allocate()
-            self._scheduler = self._fresh_scheduler(self._scheduler.version, self._scheduler.counts)
+            self._scheduler = self._new_scheduler(self._scheduler.version, self._scheduler.stats)
             self._resident.refresh()
 
-    def _swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy in place. Stopped half-way, the engine is out of service until a swap that succeeds."""
         missing = dict(self.model.named_weights())
         count = len(missing)
@@ -368,18 +368,18 @@ class TorchEngine:
         except Exception:
             if len(missing) < count:
                 self._broken = EngineError("The last change of weights stopped half-way: publish again before use.")
-                self._give_up(self._broken)
+                self._fail_all(self._broken)
             raise
         if not missing:
             self._broken = None
         if self._form is not None and not self._form.tried:
             self._form = None
-        self._scheduler.reweigh(version)
+        self._scheduler.set_version(version)
         if self._cache is not None:
             self._resident.refresh(frozen=not missing)
 
     def _stats(self) -> Metrics:
-        scheduler, counts = self._scheduler, self._scheduler.counts
+        scheduler, counts = self._scheduler, self._scheduler.stats
         metrics = Metrics(
             {
                 "engine/steps": Sum.of(counts.steps),
@@ -397,30 +397,31 @@ class TorchEngine:
         )
         if self._form is not None:
             metrics.add("engine/exact", Min.of(int(self.exact)))
-        metrics.merge(self._resident.spent())
-        scheduler.counts = Counts()
+        metrics.merge(self._resident.pop_merge_metrics())
+        scheduler.stats = SchedulerStats()
         self._busy = self._used = 0.0
         return metrics
 
-    def _allocate(self) -> Cache:
+    def _allocate(self) -> KVCache:
         try:
-            return Cache(self.model, blocks=self._blocks, size=self.config.block_size)
+            return KVCache(self.model, blocks=self._blocks, size=self.config.block_size)
         except RuntimeError as error:
-            raise _told(error, self.config) from error
+            raise _to_engine_error(error, self.config) from error
 
-    def _fresh_scheduler(self, version: int, counts: Counts | None = None) -> Scheduler:
+    def _new_scheduler(self, version: int, counts: SchedulerStats | None = None) -> Scheduler:
         scheduler = Scheduler(
-            Blocks(self._blocks, self.config.block_size),
+            BlockPool(self._blocks, self.config.block_size),
             max_running=self.config.max_running,
             prefill_tokens=self.config.prefill_tokens,
-            longest=min(self.model.context, self._blocks * self.config.block_size) + slack(self.config.block_size),
+            max_total_tokens=min(self.model.context_length, self._blocks * self.config.block_size)
+            + slack(self.config.block_size),
         )
         scheduler.version = version
-        scheduler.counts = counts or scheduler.counts
+        scheduler.stats = counts or scheduler.stats
         return scheduler
 
 
-def _told(error: Exception, config: EngineConfig) -> EngineError:
+def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
     """What happened, in a sentence, with the knob to turn where memory ran out."""
     if isinstance(error, EngineError):
         return error

@@ -2,8 +2,9 @@
 
 with closing(open_store(directory / "journal.db")) as store:
     store.append([TaskIssued(0, 17, "gsm8k", {"prompt": "2+2?"}), RolloutQueued(0, task=0, sample=0)])
-    store.append([AttemptStarted(0, 0), TurnRecorded(0, 0, turn), Rewarded(0, 0, 1.0), AttemptEnded(0, 0, "succeeded")])
-    store.append([Admitted(step=1, rollouts=(0,))])
+    store.append([AttemptStarted(0, 0), TurnRecorded(0, 0, turn)])
+    store.append([AttemptRewarded(0, 0, 1.0), AttemptEnded(0, 0, "succeeded")])
+    store.append([RolloutsAdmitted(step=1, rollouts=(0,))])
 """
 
 from __future__ import annotations
@@ -12,72 +13,72 @@ from pathlib import Path
 
 from etude.errors import MissingPackageError
 from etude.store.blobs import Blobs
+from etude.store.event_records import JournalMark
 from etude.store.events import (
-    Admitted,
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
-    Evaluated,
     Event,
-    LateEnd,
-    Noted,
-    Published,
+    LateResultRecorded,
+    NoteRecorded,
+    PolicyEvaluated,
+    PolicyPublished,
     ResourcePut,
-    Rewarded,
-    RolloutAsked,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutResumed,
+    RolloutsAdmitted,
     RolloutSealed,
     TaskDropped,
     TaskIssued,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
 )
 from etude.store.journal import Journal
 from etude.store.memory import MemoryJournal
-from etude.store.record import Mark
 from etude.store.states import AttemptState, Phase, ResourceState, RolloutState, Status, TaskState
 
 __all__ = [
-    "Admitted",
     "AttemptEnded",
     "AttemptReady",
+    "AttemptRewarded",
     "AttemptStarted",
     "AttemptState",
     "Blobs",
-    "Evaluated",
     "Event",
     "Journal",
-    "LateEnd",
-    "Mark",
+    "JournalMark",
+    "LateResultRecorded",
     "MemoryJournal",
-    "Noted",
+    "NoteRecorded",
     "Phase",
-    "Published",
+    "PolicyEvaluated",
+    "PolicyPublished",
     "ResourcePut",
     "ResourceState",
-    "Rewarded",
-    "RolloutAsked",
     "RolloutCancelled",
     "RolloutEvent",
     "RolloutExpired",
     "RolloutQueued",
+    "RolloutResumed",
     "RolloutSealed",
     "RolloutState",
+    "RolloutsAdmitted",
     "Status",
     "TaskDropped",
     "TaskIssued",
     "TaskState",
-    "TurnPaid",
     "TurnRecorded",
+    "TurnRewarded",
+    "check_serving_installed",
     "open_store",
-    "serving_installed",
 ]
 
 
-def serving_installed() -> None:
+def check_serving_installed() -> None:
     """`MissingPackageError` where what serves a store, and the model to agents, is not installed."""
     try:
         import etude.store.server  # noqa: F401
@@ -104,9 +105,9 @@ def open_store(where: Path | str | None = None, *, read_only: bool = False) -> J
             "Install it with: pip install 'sqlalchemy>=2'"
         ) from error
     if isinstance(where, str) and "://" in where:
-        from etude.store.postgres import InServer
+        from etude.store.postgres import PostgresDatabase
 
-        return SqlJournal(InServer(where), read_only=read_only)
-    from etude.store.sqlite import InFile
+        return SqlJournal(PostgresDatabase(where), read_only=read_only)
+    from etude.store.sqlite import SqliteDatabase
 
-    return SqlJournal(InFile(Path(where), read_only=read_only), read_only=read_only)
+    return SqlJournal(SqliteDatabase(Path(where), read_only=read_only), read_only=read_only)

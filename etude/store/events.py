@@ -19,31 +19,31 @@ from typing import Any, ClassVar, Self
 from etude.errors import DataError
 from etude.records import Completion, Outcome, Turn
 from etude.store.blobs import pack_turn, unpack_turn
-from etude.store.limits import RETRIED, Limits, Use
-from etude.store.plain import finite, plain
+from etude.store.json_values import check_finite, to_json_value
+from etude.store.rollout_limits import RETRIED, RolloutLimits, RolloutPurpose
 
 __all__ = [
-    "Admitted",
     "AttemptEnded",
     "AttemptReady",
+    "AttemptRewarded",
     "AttemptStarted",
-    "Evaluated",
     "Event",
-    "LateEnd",
-    "Noted",
-    "Published",
+    "LateResultRecorded",
+    "NoteRecorded",
+    "PolicyEvaluated",
+    "PolicyPublished",
     "ResourcePut",
-    "Rewarded",
-    "RolloutAsked",
     "RolloutCancelled",
     "RolloutEvent",
     "RolloutExpired",
     "RolloutQueued",
+    "RolloutResumed",
     "RolloutSealed",
+    "RolloutsAdmitted",
     "TaskDropped",
     "TaskIssued",
-    "TurnPaid",
     "TurnRecorded",
+    "TurnRewarded",
 ]
 
 
@@ -53,7 +53,7 @@ class Event:
     __slots__ = ()
     kind: ClassVar[str]
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         kind: Any = type(self)
         return {name: getattr(self, name) for name in _names(kind)}
@@ -63,7 +63,7 @@ class Event:
         return b""
 
     @classmethod
-    def restored(cls, document: dict[str, Any], payload: bytes) -> Self:  # noqa: ARG003
+    def from_dict(cls, document: dict[str, Any], payload: bytes) -> Self:  # noqa: ARG003
         """The event that was written so."""
         return cls(**document)
 
@@ -91,7 +91,7 @@ class TaskIssued(Event):
     fields: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", plain(self.fields, f"Task {self.task}: fields"))
+        object.__setattr__(self, "fields", to_json_value(self.fields, f"Task {self.task}: fields"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +126,29 @@ class RolloutQueued(RolloutEvent):
     task: int
     sample: int
     """Which try of its group it is, from 0."""
-    use: Use = "train"
-    limits: Limits | None = None
+    use: RolloutPurpose = "train"
+    limits: RolloutLimits | None = None
     """What a desk holds it to; None where whoever queued it watches over it."""
     life: int = 0
     """In which life of the desk's keeper it was asked for; 0 where nobody keeps the desk."""
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         told = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
-        return told | {"limits": self.limits and self.limits.document()}
+        return told | {"limits": self.limits and self.limits.to_dict()}
 
     @classmethod
-    def restored(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
+    def from_dict(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
         """The event that was written so."""
         limits = document.get("limits")
-        return cls(**document | {"limits": limits and Limits.restored(limits)})
+        return cls(**document | {"limits": limits and RolloutLimits.from_dict(limits)})
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutAsked(RolloutEvent):
+class RolloutResumed(RolloutEvent):
     """It is asked for again, in a later life of the desk's keeper; until then it waits, and is played by nobody."""
 
-    kind = "rollout_asked"
+    kind = "rollout_resumed"
 
     life: int
 
@@ -212,7 +212,7 @@ class TurnRecorded(RolloutEvent):
     turn: Turn
     at: float = field(default=0.0, compare=False)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, with the arrays of the turn left to the payload."""
         turn, said = self.turn, self.turn.completion
         names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
@@ -221,7 +221,7 @@ class TurnRecorded(RolloutEvent):
             "rollout": self.rollout,
             "attempt": self.attempt,
             "turn": told,
-            "completion": {"finish": said.finish, "text": said.text},
+            "completion": {"finish_reason": said.finish_reason, "text": said.text},
             "at": self.at,
         }
 
@@ -230,7 +230,7 @@ class TurnRecorded(RolloutEvent):
         return pack_turn(self.turn)
 
     @classmethod
-    def restored(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
+    def from_dict(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
         """The event that was written so."""
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
@@ -240,7 +240,7 @@ class TurnRecorded(RolloutEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Rewarded(RolloutEvent):
+class AttemptRewarded(RolloutEvent):
     """The reward of an attempt: final, given once, while it runs or after it ended but before its task is settled."""
 
     kind = "rewarded"
@@ -257,17 +257,17 @@ class Rewarded(RolloutEvent):
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
-        object.__setattr__(self, "reward", finite(self.reward, where))
-        object.__setattr__(self, "paid", finite(self.paid, f"{where} of its turns"))
-        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "reward", check_finite(self.reward, where))
+        object.__setattr__(self, "paid", check_finite(self.paid, f"{where} of its turns"))
+        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnPaid(RolloutEvent):
+class TurnRewarded(RolloutEvent):
     """One turn of an attempt earned something, beside the reward of the whole. Several of a turn add up."""
 
-    kind = "turn_paid"
+    kind = "turn_rewarded"
 
     attempt: int
     turn: int
@@ -277,13 +277,13 @@ class TurnPaid(RolloutEvent):
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: reward of turn {self.turn}"
-        object.__setattr__(self, "reward", finite(self.reward, where))
-        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "reward", check_finite(self.reward, where))
+        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Noted(RolloutEvent):
+class NoteRecorded(RolloutEvent):
     """Something about an attempt that somebody will want to look at; nothing follows from it."""
 
     kind = "noted"
@@ -295,7 +295,7 @@ class Noted(RolloutEvent):
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: the note '{self.name}'"
-        object.__setattr__(self, "data", plain(self.data, where))
+        object.__setattr__(self, "data", to_json_value(self.data, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +323,10 @@ class AttemptEnded(RolloutEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class LateEnd(RolloutEvent):
+class LateResultRecorded(RolloutEvent):
     """An attempt was handed in after it was over by another's word: this is kept, and changes nothing."""
 
-    kind = "late_end"
+    kind = "late_result_recorded"
 
     attempt: int
     outcome: Outcome
@@ -337,8 +337,8 @@ class LateEnd(RolloutEvent):
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: late reward"
         object.__setattr__(self, "outcome", Outcome(self.outcome))
-        object.__setattr__(self, "reward", None if self.reward is None else finite(self.reward, where))
-        parts = {name: finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
+        object.__setattr__(self, "reward", None if self.reward is None else check_finite(self.reward, where))
+        parts = {name: check_finite(value, f"{where} part '{name}'") for name, value in self.parts.items()}
         object.__setattr__(self, "parts", parts)
 
 
@@ -346,7 +346,7 @@ class LateEnd(RolloutEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted(Event):
+class RolloutsAdmitted(Event):
     """A step trains on exactly these rollouts. Their tasks are settled: what else was tried at them is set aside."""
 
     kind = "admitted"
@@ -359,8 +359,8 @@ class Admitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated(Event):
-    """The policy was evaluated. Example: `Evaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
+class PolicyEvaluated(Event):
+    """The policy was evaluated: `PolicyEvaluated(20, "val", {"mean@4": 0.61}, [{"answer": "4", "reward": 1}])`."""
 
     kind = "evaluated"
 
@@ -373,9 +373,9 @@ class Evaluated(Event):
     def __post_init__(self) -> None:
         where = f"The evaluation '{self.name}' of step {self.step}"
         object.__setattr__(self, "scores", {name: float(score) for name, score in self.scores.items()})
-        object.__setattr__(self, "samples", tuple(plain(list(self.samples), f"{where}: samples")))
+        object.__setattr__(self, "samples", tuple(to_json_value(list(self.samples), f"{where}: samples")))
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields without the samples."""
         return {"step": self.step, "name": self.name, "scores": self.scores}
 
@@ -384,13 +384,13 @@ class Evaluated(Event):
         return zlib.compress(json.dumps(self.samples).encode()) if self.samples else b""
 
     @classmethod
-    def restored(cls, document: dict[str, Any], payload: bytes) -> Evaluated:
+    def from_dict(cls, document: dict[str, Any], payload: bytes) -> PolicyEvaluated:
         """The event that was written so."""
         return cls(**document, samples=json.loads(zlib.decompress(payload)) if payload else ())
 
 
 @dataclass(frozen=True, slots=True)
-class Published(Event):
+class PolicyPublished(Event):
     """Every engine computes with this version of the policy."""
 
     kind = "published"
@@ -412,4 +412,6 @@ class ResourcePut(Event):
     """As JSON has it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", plain(self.value, f"Version {self.version} of the resource '{self.name}'"))
+        object.__setattr__(
+            self, "value", to_json_value(self.value, f"Version {self.version} of the resource '{self.name}'")
+        )

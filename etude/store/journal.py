@@ -20,23 +20,32 @@ from operator import itemgetter
 from threading import RLock
 from typing import NamedTuple
 
-from etude.errors import StoreError, UnknownError
+from etude.errors import NotFoundError, StoreError
 from etude.records import Turn
 from etude.store.blobs import Blobs
-from etude.store.events import Admitted, Event, Rewarded, TurnPaid, TurnRecorded
-from etude.store.plain import to_json
-from etude.store.record import EVENTS, Entry, Mark, Record, checksum, decode, encode, entries
-from etude.store.shield import undisturbed
+from etude.store.deferred_signals import defer_signals
+from etude.store.event_records import (
+    EVENTS,
+    ChainedRecord,
+    EventRecord,
+    JournalMark,
+    chain_records,
+    checksum,
+    decode,
+    encode,
+)
+from etude.store.events import AttemptRewarded, Event, RolloutsAdmitted, TurnRecorded, TurnRewarded
+from etude.store.json_values import to_json
 from etude.store.states import STATES, AttemptState, Phase, ResourceState, RolloutState, S, State, TaskState
-from etude.store.transitions import Fold
+from etude.store.transitions import EventFold
 
-__all__ = ["Journal", "Writing", "Written", "state_digest", "written"]
+__all__ = ["Journal", "StateRow", "Transaction", "encode_state", "state_digest"]
 
 PAGE = 64
 """How many events a reader holds at once: few, as each may have a payload of megabytes."""
 
 
-class Written(NamedTuple):
+class StateRow(NamedTuple):
     """A state as it is written."""
 
     kind: str
@@ -48,16 +57,17 @@ class Written(NamedTuple):
     """A checksum of all that."""
 
 
-class Writing:
+class Transaction:
     """What is about to be written: batches that were taken, and where everything stands because of them."""
 
-    def __init__(self, start: int, fold: Fold) -> None:
+    def __init__(self, start: int, fold: EventFold) -> None:
         self.start, self.fold = start, fold
-        self.records: list[Record] = []
+        self.records: list[EventRecord] = []
 
-    def take(self, events: Sequence[Event]) -> int:
+    def append(self, events: Sequence[Event]) -> int:
         """Take these, all or none, and return the position that the last one will have. An event that may not follow
-        what is recorded, and was taken, is an `IllegalMoveError`, and then it is as if these had not been given."""
+        what is recorded, and was taken, is an `IllegalTransitionError`, and then it is as if these had not been
+        given."""
         records = [encode(event) for event in events]
         self.fold.extend(events)
         self.records += records
@@ -79,7 +89,7 @@ class Journal(ABC):
         self._lock = RLock()
         self._open: dict[tuple[str, int], State] = {}
         """The states that are soon asked for again: open rollouts, and their tasks."""
-        self._greatest: dict[str, int] = {}
+        self._largest_ids: dict[str, int] = {}
         """By kind, the greatest id there is."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -88,36 +98,36 @@ class Journal(ABC):
         """Write these events, all or none, and return the position of the last one.
 
         When it returns, they survive the death of the process. An event that may not follow what is recorded is an
-        `IllegalMoveError`, and then nothing of the batch is written.
+        `IllegalTransitionError`, and then nothing of the batch is written.
         """
-        with self.writing() as writing:
-            return writing.take(events)
+        with self.transaction() as writing:
+            return writing.append(events)
 
     @contextmanager
-    def writing(self) -> Iterator[Writing]:
+    def transaction(self) -> Iterator[Transaction]:
         """Several batches in one transaction: each is taken whole or refused, and what was taken is written at the end,
         all or none. Nobody else writes meanwhile."""
-        with undisturbed(), self._lock:
-            writing = Writing(self.position, Fold(self._known))
+        with defer_signals(), self._lock:
+            writing = Transaction(self.position, EventFold(self._load_cached))
             yield writing
             if writing.records:
                 self._commit(writing)
 
-    def _commit(self, writing: Writing) -> None:
+    def _commit(self, writing: Transaction) -> None:
         changed = writing.fold.changed.values()
-        numbered = dict(entries(self.end, writing.records))
+        numbered = dict(chain_records(self.end_mark, writing.records))
         try:
-            with self._transaction():
+            with self._storage_transaction():
                 self.blobs.put({at: entry.record.payload for at, entry in numbered.items() if entry.record.payload})
-                self._write(numbered, [written(state) for state in changed])
-            self._remember(changed)
+                self._write(numbered, [encode_state(state) for state in changed])
+            self._update_cache(changed)
         except BaseException:  # whatever was interrupted: what is not remembered is read
             self._open.clear()
-            self._greatest.clear()
+            self._largest_ids.clear()
             raise
 
     @abstractmethod
-    def flush(self) -> Mark:
+    def flush(self) -> JournalMark:
         """Make all that is written survive the loss of power too, and say how far that is: a checkpoint keeps it."""
 
     @abstractmethod
@@ -128,15 +138,15 @@ class Journal(ABC):
 
     @property
     @abstractmethod
-    def end(self) -> Mark:
+    def end_mark(self) -> JournalMark:
         """How far it has come."""
 
     @property
     def position(self) -> int:
         """The position of the newest event; 0 where there is none."""
-        return self.end.position
+        return self.end_mark.position
 
-    def check(self, mark: Mark, since: int | None = None) -> None:
+    def verify_mark(self, mark: JournalMark, since: int | None = None) -> None:
         """Refuse a journal that this mark was not taken of, or of which an event after it is missing or changed; or
         after `since`, where that is an earlier position."""
         newest = self.position
@@ -170,7 +180,9 @@ class Journal(ABC):
         wanted = {kind.kind for kind in kinds} or EVENTS.keys()
         return ((at, decode(record)) for at, record in found if record.kind in wanted)
 
-    def _pages(self, after: int, until: int, kind: str | None, rollout: int | None) -> Iterator[tuple[int, Record]]:
+    def _pages(
+        self, after: int, until: int, kind: str | None, rollout: int | None
+    ) -> Iterator[tuple[int, EventRecord]]:
         while after < until:
             with self._lock:
                 page = self._records(after, until, kind, rollout, PAGE)
@@ -179,19 +191,19 @@ class Journal(ABC):
 
     def rollout(self, id: int) -> RolloutState:
         """How far one rollout has come."""
-        return self._one(RolloutState, id)
+        return self._load_one(RolloutState, id)
 
     def rollouts(self, *phases: Phase) -> list[RolloutState]:
         """The rollouts in these phases, or all, by id: `QUEUED` and `RUNNING` is open work; `FINISHED` is not used."""
-        return self._in(RolloutState, phases)
+        return self._load_in_phases(RolloutState, phases)
 
     def task(self, ordinal: int) -> TaskState:
         """What was asked, and which rollouts were tries at it."""
-        return self._one(TaskState, ordinal)
+        return self._load_one(TaskState, ordinal)
 
     def tasks(self, *phases: Phase) -> list[TaskState]:
         """The tasks in these phases, or all, by ordinal: `OPEN` ones are neither admitted nor dropped."""
-        return self._in(TaskState, phases)
+        return self._load_in_phases(TaskState, phases)
 
     def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt in order, each with what it was paid; by default of the last one, which counts."""
@@ -200,13 +212,13 @@ class Journal(ABC):
         turns: list[Turn] = []
         paid: dict[int, float] = {}
         total = 0.0
-        for _, event in self.read(kinds=(TurnRecorded, TurnPaid, Rewarded), rollout=rollout):
+        for _, event in self.read(kinds=(TurnRecorded, TurnRewarded, AttemptRewarded), rollout=rollout):
             if isinstance(event, TurnRecorded) and event.attempt == wanted:
                 turns.append(event.turn)
-            elif isinstance(event, TurnPaid) and event.attempt == wanted:
+            elif isinstance(event, TurnRewarded) and event.attempt == wanted:
                 paid[event.turn] = paid.get(event.turn, 0.0) + event.reward
                 total += event.reward
-            elif isinstance(event, Rewarded) and event.attempt == wanted:
+            elif isinstance(event, AttemptRewarded) and event.attempt == wanted:
                 total += event.paid
         if 0 <= wanted < len(attempts):
             self._refuse_other(attempts[wanted], len(turns), total, f"attempt {wanted} of rollout {rollout}")
@@ -225,20 +237,20 @@ class Journal(ABC):
 
     def resource(self, name: str) -> ResourceState | None:
         """The newest version of what rollouts share, if there is one."""
-        return self.some(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
+        return self.load_states(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
 
-    def some(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
+    def load_states(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
         """The states of a kind with these ids, those that are there."""
         with self._lock:
             return dict(self._load(kind, ids))
 
-    def listed(self, kind: type[S], after: int | None = None, *, backwards: bool = False) -> Iterator[S]:
+    def iter_states(self, kind: type[S], after: int | None = None, *, backwards: bool = False) -> Iterator[S]:
         """The states of a kind in the order of their ids, or against it, behind this one; read a page at a time."""
         while True:
             with self._lock:
-                bodies = self._listed(kind.kind, after, PAGE, backwards)
+                bodies = self._state_page(kind.kind, after, PAGE, backwards)
             for body in bodies:
-                state = _restored(kind, body)
+                state = _decode_state(kind, body)
                 after = state.id
                 yield state
             if len(bodies) < PAGE:
@@ -246,23 +258,23 @@ class Journal(ABC):
 
     def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
         """Which rollouts each step trained on, for the steps that were admitted after a position."""
-        admissions = (event for _, event in self.read(position, kinds=(Admitted,)))
-        return {event.step: event.rollouts for event in admissions if isinstance(event, Admitted)}
+        admissions = (event for _, event in self.read(position, kinds=(RolloutsAdmitted,)))
+        return {event.step: event.rollouts for event in admissions if isinstance(event, RolloutsAdmitted)}
 
     # -- the states ---------------------------------------------------------------------------------------------------
 
     def replay(self) -> dict[tuple[str, int], State]:
         """All states, derived anew from the events: what is kept is equal to it."""
-        fold = Fold(_nothing)
+        fold = EventFold(_load_nothing)
         for _, event in self.read():
             fold.extend([event])
         return fold.changed
 
-    def _known(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
+    def _load_cached(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
         """As `_load`, without reading what was remembered. It is never handed out: nobody may change it."""
         found: dict[int, S] = {}
         missing = []
-        greatest = self._greatest_of(kind)
+        greatest = self._largest_id(kind)
         for id in ids:
             state = self._open.get((kind.kind, id))
             if isinstance(state, kind):
@@ -271,20 +283,20 @@ class Journal(ABC):
                 missing.append(id)
         return {**found, **self._load(kind, missing)} if missing else found
 
-    def _greatest_of(self, kind: type[S]) -> int:
+    def _largest_id(self, kind: type[S]) -> int:
         """The greatest id of a kind, beyond which nothing need be looked for; -1 if there is none."""
-        if kind.kind not in self._greatest:
-            self._greatest[kind.kind] = max(
-                (_restored(kind, body).id for body in self._listed(kind.kind, None, 1, True)), default=-1
+        if kind.kind not in self._largest_ids:
+            self._largest_ids[kind.kind] = max(
+                (_decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True)), default=-1
             )
-        return self._greatest[kind.kind]
+        return self._largest_ids[kind.kind]
 
-    def _remember(self, changed: Iterable[State]) -> None:
+    def _update_cache(self, changed: Iterable[State]) -> None:
         """Keep at hand what is open, and let go of what is not."""
         tasks = set()
         for state in changed:
-            if state.id > self._greatest.get(state.kind, state.id):
-                self._greatest[state.kind] = state.id
+            if state.id > self._largest_ids.get(state.kind, state.id):
+                self._largest_ids[state.kind] = state.id
             if isinstance(state, RolloutState):
                 tasks.add(state.task)
                 if state.phase in (Phase.QUEUED, Phase.RUNNING):
@@ -301,28 +313,28 @@ class Journal(ABC):
 
     def _load(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
         bodies = self._states(kind.kind, list(ids))
-        return {id: _restored(kind, body) for id, body in bodies.items()}
+        return {id: _decode_state(kind, body) for id, body in bodies.items()}
 
-    def _one(self, kind: type[S], id: int) -> S:
+    def _load_one(self, kind: type[S], id: int) -> S:
         with self._lock:
             found = self._load(kind, [id])
         if id not in found:
-            raise UnknownError(f"The journal has no {kind.kind} {id}.")
+            raise NotFoundError(f"The journal has no {kind.kind} {id}.")
         return found[id]
 
-    def _in(self, kind: type[S], phases: Sequence[Phase]) -> list[S]:
+    def _load_in_phases(self, kind: type[S], phases: Sequence[Phase]) -> list[S]:
         with self._lock:
-            bodies = self._found(kind.kind, [str(phase) for phase in phases or Phase])
-        return [_restored(kind, body) for body in bodies]
+            bodies = self._states_in_phases(kind.kind, [str(phase) for phase in phases or Phase])
+        return [_decode_state(kind, body) for body in bodies]
 
     # -- what a keeper provides: called by one thread at a time -------------------------------------------------------
 
     @abstractmethod
-    def _transaction(self) -> AbstractContextManager[None]:
+    def _storage_transaction(self) -> AbstractContextManager[None]:
         """What is written inside is written together, or not at all where an exception leaves it."""
 
     @abstractmethod
-    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
+    def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         """Keep these events at these positions, without their payloads, and these states in place of older ones."""
 
     @abstractmethod
@@ -332,7 +344,7 @@ class Journal(ABC):
     @abstractmethod
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
-    ) -> list[tuple[int, Record]]:
+    ) -> list[tuple[int, EventRecord]]:
         """The first events between two positions, of a kind or of a rollout or all, with their payloads. What is not
         what was written is refused; where all were asked for, so is a gap."""
 
@@ -341,22 +353,22 @@ class Journal(ABC):
         """The states with these ids, those that are there."""
 
     @abstractmethod
-    def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
+    def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
         """The states in these phases, by id."""
 
     @abstractmethod
-    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
         """The first states behind this id, by id, or against that order."""
 
 
-def _nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001
+def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001
     return {}
 
 
-def written(state: State) -> Written:
+def encode_state(state: State) -> StateRow:
     """The written form of a state."""
-    phase, body = str(state.phase), to_json(state.document())
-    return Written(state.kind, state.id, phase, body, state_digest(state.kind, state.id, phase, body))
+    phase, body = str(state.phase), to_json(state.to_dict())
+    return StateRow(state.kind, state.id, phase, body, state_digest(state.kind, state.id, phase, body))
 
 
 def state_digest(kind: str, id: int, phase: str, body: str) -> int:
@@ -364,7 +376,7 @@ def state_digest(kind: str, id: int, phase: str, body: str) -> int:
     return checksum(f"{kind} {id} {phase} {body}".encode())
 
 
-def _restored(kind: type[S], body: str) -> S:
-    state = STATES[kind.kind].restored(json.loads(body))
+def _decode_state(kind: type[S], body: str) -> S:
+    state = STATES[kind.kind].from_dict(json.loads(body))
     assert isinstance(state, kind)
     return state

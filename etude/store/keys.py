@@ -23,10 +23,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from etude.errors import ConfigError, KeyRefusedError
-from etude.store.desk import Key
+from etude.errors import ConfigError, InvalidKeyError
+from etude.store.rollout_queue import AttemptId
 
-__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope", "keys_in"]
+__all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope", "keys_from_headers"]
 
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
@@ -42,13 +42,13 @@ class Grant(NamedTuple):
     """What a key allows."""
 
     scope: Scope
-    key: Key | None
+    attempt_id: AttemptId | None
     """The attempt it speaks for; None for those that speak for none."""
 
     @property
     def owner(self) -> Hashable:
         """Under which its requests are counted: both keys of an attempt are one owner."""
-        return self if self.key is None else self.key
+        return self if self.attempt_id is None else self.attempt_id
 
 
 class Keyring:
@@ -69,10 +69,10 @@ class Keyring:
                 f"The secret of the keys has {len(secret)} bytes, and one below {LEAST_SECRET} can be guessed. Make "
                 "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-        self._admin = f"{ADMIN}.{_seal(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
+        self._admin = f"{ADMIN}.{_sign(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
 
     @classmethod
-    def kept(cls, directory: Path, admin: str = "") -> Keyring:
+    def load_or_create(cls, directory: Path, admin: str = "") -> Keyring:
         """The keys that a directory keeps, made if it has none. admin: the key that it is to have from now on."""
         directory.mkdir(parents=True, exist_ok=True)
         place = directory / ADMIN_KEY
@@ -94,24 +94,24 @@ class Keyring:
     @property
     def runner(self) -> str:
         """The key that runners on other machines come with."""
-        return self._sealed("etude.runner")
+        return self._signed("etude.runner")
 
-    def model_key(self, key: Key, expires_s: float) -> str:
+    def model_key(self, key: AttemptId, expires_s: float) -> str:
         """Lets an agent call the model as this attempt, for so many seconds."""
         return self._of_attempt("model", key, expires_s)
 
-    def reward_key(self, key: Key, expires_s: float) -> str:
+    def reward_key(self, key: AttemptId, expires_s: float) -> str:
         """Lets it write rewards and events of this attempt, for so many seconds."""
         return self._of_attempt("reward", key, expires_s)
 
     def read(self, text: str) -> Grant:
-        """What a key allows. One that was not made with this secret, or that is too old, is a `KeyRefusedError`."""
+        """What a key allows. One that was not made with this secret, or that is too old, is a `InvalidKeyError`."""
         if hmac.compare_digest(text.encode(errors="replace"), self._admin.encode()):
             return Grant("admin", None)
         told, _, seal = text.rpartition(".")
-        made = hmac.compare_digest(_seal(self._admin.encode(), told).encode(), seal.encode(errors="replace"))
+        made = hmac.compare_digest(_sign(self._admin.encode(), told).encode(), seal.encode(errors="replace"))
         if not made or told == ADMIN:
-            raise KeyRefusedError(
+            raise InvalidKeyError(
                 "The key was not made here. Give the one that was shown when the server started, or that the attempt "
                 "was given; keys of a server that was started anew with another secret are no longer good."
             )
@@ -121,45 +121,45 @@ class Keyring:
             return Grant(scope, None)
         rollout, attempt, expires = map(int, rest)
         if (late := time.time() - expires) > 0:
-            raise KeyRefusedError(
+            raise InvalidKeyError(
                 f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago: it lasts as long "
                 "as an attempt may take. Allow the attempt more time with its limit timeout_s."
             )
-        return Grant(scope, Key(rollout, attempt))
+        return Grant(scope, AttemptId(rollout, attempt))
 
-    def first(self, texts: Sequence[str]) -> Grant:
-        """Return what the first good key of these allows; raise the `KeyRefusedError` of the first where none is."""
+    def read_first(self, texts: Sequence[str]) -> Grant:
+        """Return what the first good key of these allows; raise the `InvalidKeyError` of the first where none is."""
         refused = None
         for text in texts:
             try:
                 return self.read(text)
-            except KeyRefusedError as error:
+            except InvalidKeyError as error:
                 refused = refused or error
-        raise refused or KeyRefusedError("This needs a key, as the header 'Authorization: Bearer KEY'.")
+        raise refused or InvalidKeyError("This needs a key, as the header 'Authorization: Bearer KEY'.")
 
-    def brought(self, headers: Mapping[bytes, bytes]) -> Grant | None:
+    def read_headers(self, headers: Mapping[bytes, bytes]) -> Grant | None:
         """What the key allows that the headers of a request bring, whatever it opens; None without a good one."""
         values = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
         try:
-            return self.first(keys_in(*values))
-        except KeyRefusedError:
+            return self.read_first(keys_from_headers(*values))
+        except InvalidKeyError:
             return None
 
-    def _of_attempt(self, scope: str, key: Key, expires_s: float) -> str:
-        return self._sealed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
+    def _of_attempt(self, scope: str, key: AttemptId, expires_s: float) -> str:
+        return self._signed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
 
-    def _sealed(self, told: str) -> str:
-        return f"{told}.{_seal(self._admin.encode(), told)}"
+    def _signed(self, told: str) -> str:
+        return f"{told}.{_sign(self._admin.encode(), told)}"
 
 
-def keys_in(authorization: str | None, api_key: str | None) -> list[str]:
+def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:
     """The keys that a request brings, in the order in which they are tried: `Authorization: Bearer …`, `x-api-key`."""
     scheme, _, text = (authorization or "").partition(" ")
     texts = (text if scheme.lower() == "bearer" else "", api_key or "")
     return [text.strip() for text in texts if text.strip()]
 
 
-def _seal(secret: bytes, told: str) -> str:
+def _sign(secret: bytes, told: str) -> str:
     seal = hmac.digest(secret, told.encode(errors="replace"), "sha256")
     return urlsafe_b64encode(seal).rstrip(b"=").decode()
 

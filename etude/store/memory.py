@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from etude.store.blobs import MemoryBlobs
-from etude.store.journal import Journal, Written
-from etude.store.record import Entry, Mark, Record
+from etude.store.event_records import ChainedRecord, EventRecord, JournalMark
+from etude.store.journal import Journal, StateRow
 
 __all__ = ["MemoryJournal"]
 
@@ -20,32 +20,32 @@ class MemoryJournal(Journal):
     def __init__(self) -> None:
         super().__init__()
         self.blobs = MemoryBlobs()
-        self._events: list[Record] = []
+        self._events: list[EventRecord] = []
         self._chains = [0]
         self._of_kind: defaultdict[str, list[int]] = defaultdict(list)
         self._of_rollout: defaultdict[int, list[int]] = defaultdict(list)
-        self._kept: dict[tuple[str, int], Written] = {}
+        self._state_rows: dict[tuple[str, int], StateRow] = {}
         self._ids: defaultdict[str, list[int]] = defaultdict(list)
         self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
-    def flush(self) -> Mark:
+    def flush(self) -> JournalMark:
         """Say how far it has come; nothing here survives the loss of power."""
-        return self.end
+        return self.end_mark
 
     def close(self) -> None:
         """Nothing to let go of."""
 
     @property
-    def end(self) -> Mark:
+    def end_mark(self) -> JournalMark:
         """How far it has come."""
-        return Mark(len(self._events), self._chains[-1])
+        return JournalMark(len(self._events), self._chains[-1])
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _storage_transaction(self) -> Iterator[None]:
         """Nothing to undo: what may be refused is refused before the first change."""
         yield
 
-    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
+    def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         for position, (record, _, chain) in events.items():
             self._chains.append(chain)
             self._events.append(record._replace(payload=b""))
@@ -54,19 +54,19 @@ class MemoryJournal(Journal):
                 self._of_rollout[record.rollout].append(position)
         for state in states:
             key = (state.kind, state.id)
-            if key in self._kept:
-                self._in_phase[state.kind, self._kept[key].phase].discard(state.id)
+            if key in self._state_rows:
+                self._in_phase[state.kind, self._state_rows[key].phase].discard(state.id)
             else:
                 insort(self._ids[state.kind], state.id)
             self._in_phase[state.kind, state.phase].add(state.id)
-            self._kept[key] = state
+            self._state_rows[key] = state
 
     def _chain(self, position: int) -> int:
         return self._chains[position]
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
-    ) -> list[tuple[int, Record]]:
+    ) -> list[tuple[int, EventRecord]]:
         positions: Sequence[int] = range(1, until + 1)
         if rollout is not None:
             positions = self._of_rollout.get(rollout, [])
@@ -78,13 +78,13 @@ class MemoryJournal(Journal):
         return [(at, self._events[at - 1]._replace(payload=payloads.get(at, b""))) for at in page]
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
-        return {id: self._kept[kind, id].body for id in ids if (kind, id) in self._kept}
+        return {id: self._state_rows[kind, id].body for id in ids if (kind, id) in self._state_rows}
 
-    def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
+    def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
         ids = sorted(set().union(*(self._in_phase[kind, phase] for phase in phases)))
-        return [self._kept[kind, id].body for id in ids]
+        return [self._state_rows[kind, id].body for id in ids]
 
-    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
         ids = self._ids[kind]
         if backwards:
             last = len(ids) if after is None else bisect_left(ids, after)
@@ -92,4 +92,4 @@ class MemoryJournal(Journal):
         else:
             first = 0 if after is None else bisect_right(ids, after)
             page = ids[first : first + limit]
-        return [self._kept[kind, id].body for id in page]
+        return [self._state_rows[kind, id].body for id in page]

@@ -23,10 +23,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from etude.errors import DataError
-from etude.store.bounds import RefusedError, size_of, weigh
-from etude.store.desk import Key
+from etude.store.request_limits import RequestRefusedError, check_json_size, json_size
+from etude.store.rollout_queue import AttemptId
 
-__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "Spanned", "answer", "spans"]
+__all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "ParsedSpan", "encode_reply", "parse_spans"]
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
@@ -44,10 +44,10 @@ MOST_FIELDS = 2**18
 """Fields of all these messages, those that are not known included."""
 
 
-class Spanned(NamedTuple):
+class ParsedSpan(NamedTuple):
     """A span, and whose it says it is."""
 
-    key: Key | None
+    attempt_id: AttemptId | None
     data: dict[str, Any]
     size: int
     """About how many bytes of JSON it is."""
@@ -55,16 +55,16 @@ class Spanned(NamedTuple):
     """Why it is not kept; empty where it is."""
 
 
-def spans(body: bytes, form: str) -> list[Spanned]:
-    """The spans of one export; `DataError` where the body is none, `RefusedError` where it is too large."""
+def parse_spans(body: bytes, form: str) -> list[ParsedSpan]:
+    """The spans of one export; `DataError` where the body is none, `RequestRefusedError` where it is too large."""
     if len(body) > MOST_BYTES:
-        raise RefusedError(413, f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
+        raise RequestRefusedError(413, f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
     try:
         if form == PROTOBUF:
             _count(body)
             request = ExportTraceServiceRequest.FromString(body)
         else:
-            weigh(body, MOST_PARTS, _DEEPEST)
+            check_json_size(body, MOST_PARTS, _DEEPEST)
             document = json.loads(body.decode())
             if not isinstance(document, dict):
                 raise ValueError("it is no object")
@@ -88,7 +88,7 @@ def _count(body: bytes) -> None:
                 spans += message is Span.DESCRIPTOR
                 left.append((start, stop, message))
             if fields > MOST_FIELDS or parts > MOST_PARTS or spans > MOST_SPANS:
-                raise RefusedError(
+                raise RequestRefusedError(
                     413,
                     f"This export has more than {MOST_SPANS} spans, {MOST_PARTS} parts or {MOST_FIELDS} fields; send "
                     "less at once.",
@@ -143,9 +143,9 @@ def _bound(request: ExportTraceServiceRequest) -> None:
             size += len(scope.spans) * (own + scope.scope.ByteSize())
             values += len(scope.spans) * parts
     if count > MOST_SPANS:
-        raise RefusedError(413, f"This export has {count} spans; send at most {MOST_SPANS} at once.")
+        raise RequestRefusedError(413, f"This export has {count} spans; send at most {MOST_SPANS} at once.")
     if size > MOST_REPEATED or values > MOST_PARTS:
-        raise RefusedError(
+        raise RequestRefusedError(
             413,
             f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes and "
             f"{values} values; at most {MOST_REPEATED} and {MOST_PARTS} are kept. Say less there, or send fewer at "
@@ -164,7 +164,7 @@ def _values(pairs: Iterable[KeyValue]) -> int:
     return count
 
 
-def answer(form: str, refused: int, why: str) -> bytes:
+def encode_reply(form: str, refused: int, why: str) -> bytes:
     """What a client is told: how many spans were not kept, and why."""
     told = ExportTraceServiceResponse()
     if refused:
@@ -188,7 +188,7 @@ def _with_ids(document: Any, depth: int = 0) -> Any:
     }
 
 
-def _spans(request: ExportTraceServiceRequest) -> Iterator[Spanned]:
+def _spans(request: ExportTraceServiceRequest) -> Iterator[ParsedSpan]:
     for of_resource in request.resource_spans:
         resource = _attributes(of_resource.resource.attributes)
         key = _key(resource)
@@ -196,15 +196,15 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[Spanned]:
             for span in of_scope.spans:
                 data = _data(span) | {"scope": of_scope.scope.name, "resource": resource}
                 try:
-                    yield Spanned(key, data, size_of(data, "A span"), "")
+                    yield ParsedSpan(key, data, json_size(data, "A span"), "")
                 except DataError as error:
-                    yield Spanned(key, {}, 0, str(error))
+                    yield ParsedSpan(key, {}, 0, str(error))
 
 
-def _key(resource: Mapping[str, Any]) -> Key | None:
+def _key(resource: Mapping[str, Any]) -> AttemptId | None:
     """The attempt that a resource names; some exporters can send text only."""
     try:
-        key = Key(int(resource[ROLLOUT]), int(resource[ATTEMPT]))
+        key = AttemptId(int(resource[ROLLOUT]), int(resource[ATTEMPT]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return key if all(0 <= part < 2**63 for part in key) else None

@@ -24,7 +24,7 @@ except ImportError as error:
         "pip install 'psycopg[binary]'"
     ) from error
 
-__all__ = ["InServer"]
+__all__ = ["PostgresDatabase"]
 
 WAIT_S = 30.0
 """How long a statement may take, or the way to the server."""
@@ -43,15 +43,15 @@ FAILURES: dict[str, str] = {
 """What PostgreSQL's errors mean and what to do, by their code or its class."""
 
 
-class InServer:
+class PostgresDatabase:
     """A journal in a PostgreSQL server."""
 
     driver = "postgresql+psycopg"
     paramstyle: Literal["named", "pyformat"] = "pyformat"
     begin = "BEGIN"
-    to_write: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET synchronous_commit = on")
-    to_read: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET default_transaction_read_only = on")
-    to_flush = ("SET synchronous_commit = on", "SET synchronous_commit = on")  # as every commit was
+    writer_setup: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET synchronous_commit = on")
+    reader_setup: Sequence[str] = (f"SET statement_timeout = '{WAIT_S:g}s'", "SET default_transaction_read_only = on")
+    flush_setup = ("SET synchronous_commit = on", "SET synchronous_commit = on")  # as every commit was
 
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
@@ -78,7 +78,7 @@ class InServer:
         """How it is connected to: no way is waited for without end."""
         return {"connect_timeout": int(WAIT_S), "tcp_user_timeout": int(1000 * WAIT_S), "keepalives_idle": int(WAIT_S)}
 
-    def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:
+    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write this journal, for as long as this connection lasts."""
         if ask("SELECT current_schema()").scalar() is None:
             raise StoreError(
@@ -92,15 +92,15 @@ class InServer:
             )
         return lambda: None
 
-    def damage(self, ask: Callable[[str], Any]) -> str:  # noqa: ARG002
+    def find_damage(self, ask: Callable[[str], Any]) -> str:  # noqa: ARG002
         """The server looks after its pages itself."""
         return ""
 
-    def under_way(self, raw: Any) -> bool:
+    def in_transaction(self, raw: Any) -> bool:
         """Whether a transaction is still to be undone: a connection that was lost took it along."""
         return not raw.closed and raw.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
-    def failure(self, error: Any) -> str:
+    def describe_failure(self, error: Any) -> str:
         """What went wrong and what to do."""
         said = str(error).strip().partition("\n")[0].rstrip(".")
         code = getattr(error, "sqlstate", None)

@@ -1,15 +1,15 @@
 """A desk behind HTTP: any desk, for whoever has a key, and beside it whatever else is served from the same port.
 
     with serve(desk, keyring, port=8700) as serving:
-        desk_elsewhere = RemoteDesk(serving.url, keyring.admin)
+        desk_elsewhere = RemoteRolloutQueue(serving.url, keyring.admin)
 
-Every verb of a desk is `POST /v1/store/NAME` with a JSON body (`verbs`); `/openapi.json` describes them all. The admin
-key opens everything. A runner's key claims, says that it is alive and writes what became of its attempts. An attempt's
-reward key writes rewards and notes of that attempt. A model key opens nothing here. Spans are taken at `/v1/traces` as
-OTLP/HTTP has them. `/healthz`, the description and its page need no key: they tell nothing of a run.
+Every verb of a desk is `POST /v1/store/NAME` with a JSON body (`requests`); `/openapi.json` describes them all. The
+admin key opens everything. A runner's key claims, says that it is alive and writes what became of its attempts. An
+attempt's reward key writes rewards and notes of that attempt. A model key opens nothing here. Spans are taken at
+`/v1/traces` as OTLP/HTTP has them. `/healthz`, the description and its page need no key: they tell nothing of a run.
 
-What must not be done twice carries an `idempotency-key`, and its answer is kept (`once`), so that who lost it can ask
-again. A claim whose runner has gone before the answer was there is handed back to the queue.
+What must not be done twice carries an `idempotency-key`, and its answer is kept (`reply_cache`), so that who lost it
+can ask again. A claim whose runner has gone before the answer was there is handed back to the queue.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,29 +35,38 @@ from etude.errors import (
     ConfigError,
     DataError,
     EtudeError,
-    IllegalMoveError,
-    UnknownError,
+    IllegalTransitionError,
+    NotFoundError,
 )
-from etude.observe import get_log
+from etude.observe import get_logger
 from etude.records import Outcome
-from etude.store import bounds, otlp, wire
-from etude.store.answers import OtherKeyError, RestartedError, UnreadableError, answered, status_of, trouble
-from etude.store.aside import Aside
-from etude.store.bounds import RefusedError, small
-from etude.store.budget import Budget
-from etude.store.described import description
-from etude.store.desk import Desk, Ended, Key
-from etude.store.forms import Form, Verb
-from etude.store.gate import Gate, turn
-from etude.store.keys import Grant, Keyring, Scope, keys_in
-from etude.store.once import FEW, MANY, Answer, Once, Share
-from etude.store.serving import Serving, listen
-from etude.store.verbs import VERBS, Batch, ClaimForm, Note, RewardForm, Writing
+from etude.store import messages as wire
+from etude.store import otlp
+from etude.store import request_limits as bounds
+from etude.store.background_thread import BackgroundThread
+from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
+from etude.store.openapi import docs_page, openapi_route, openapi_schema
+from etude.store.reply_cache import ATTEMPT_QUOTA, SHARED_QUOTA, CacheQuota, HttpReply, ReplyCache
+from etude.store.request_limits import RequestRefusedError, check_size
+from etude.store.request_middleware import RequestMiddleware, work_slot
+from etude.store.request_models import StoreRequest, StrictModel
+from etude.store.requests import (
+    REQUESTS,
+    BatchRequest,
+    ClaimRequest,
+    RecordNoteRequest,
+    RecordRewardRequest,
+    WriteRequest,
+)
+from etude.store.responses import ServerRestartedError, UnreadableError, WrongScopeError, error_body, respond, status_of
+from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutQueue
+from etude.store.server_thread import ServerThread, start_server
+from etude.store.write_quota import WriteQuota
 
-__all__ = ["app", "serve"]
+__all__ = ["create_app", "serve"]
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Form)
+F = TypeVar("F", bound=StrictModel)
 AT_ONCE = 64
 """Spans of one export that are noted beside each other."""
 RESTARTED = (
@@ -69,26 +76,26 @@ RESTARTED = (
 SPANS_GROW = 16
 """How many times as long as its bytes say an export of spans takes."""
 _TOKEN = re.compile(r"[!-~]{1,200}")
-_LOG = get_log("store")
+_LOG = get_logger("store")
 
 
-def app(
-    desk: Desk,
+def create_app(
+    queue: RolloutQueue,
     keyring: Keyring,
     *,
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
-    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
+    lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
     most_bytes: int = bounds.BODY_BYTES,
 ) -> FastAPI:
     """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
     entered on the server's loop for as long as it runs."""
-    door = _Door(desk, keyring)
+    door = _StoreApi(queue, keyring)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            for each in beside:
+            for each in lifespans:
                 await stack.enter_async_context(each)
             yield
 
@@ -102,33 +109,33 @@ def app(
     made.state.closing = door.closing
     for router in routers:  # before the rest, as an agent's calls are the most frequent
         made.include_router(router)
-    for verb in VERBS:
-        made.router.routes.append(Route(f"/v1/store/{verb.name}", door.to(verb), methods=["POST"]))
+    for verb in REQUESTS:
+        made.router.routes.append(Route(f"/v1/store/{verb.name}", door.handler_for(verb), methods=["POST"]))
     made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
     made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
     made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
-    made.router.routes.append(Route("/openapi.json", _description_of(made), methods=["GET"]))
-    made.router.routes.append(Route("/docs", _shown, methods=["GET"]))
+    made.router.routes.append(Route("/openapi.json", openapi_route(made), methods=["GET"]))
+    made.router.routes.append(Route("/docs", docs_page, methods=["GET"]))
     for path, other in (mounts or {}).items():
         made.mount(path, other)
-    made.add_middleware(Gate, life=door.life, most_bytes=most_bytes, whose=keyring.brought)
-    made.openapi = lambda: _described(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
+    made.add_middleware(RequestMiddleware, life=door.instance, most_bytes=most_bytes, whose=keyring.read_headers)
+    made.openapi = lambda: openapi_schema(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
     return made
 
 
 def serve(
-    desk: Desk,
+    queue: RolloutQueue,
     keyring: Keyring | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
-    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
+    lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
     most_bytes: int = bounds.BODY_BYTES,
     start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
-) -> Serving:
+) -> ServerThread:
     """Serve a desk from a thread of this process, until the result is stopped; it listens when this returns.
 
     Port 0 is any that is free. Without a keyring one is made, and `show` is told its admin key, once; that is refused
@@ -143,110 +150,124 @@ def serve(
         keyring = Keyring(secrets.token_bytes(32))
         if show is not None:
             show(f"The admin key of this store, made for it and shown this once: {keyring.admin}")
-    served = app(desk, keyring, routers=routers, mounts=mounts, beside=beside, most_bytes=most_bytes)
-    return listen(served, host, port, keyring.admin, served.state.closing, start_s)
+    served = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, most_bytes=most_bytes)
+    return start_server(served, host, port, keyring.admin, served.state.closing, start_s)
 
 
-class _Door:
+class _StoreApi:
     """Who comes in, what they may do, and what they are told."""
 
-    def __init__(self, desk: Desk, keyring: Keyring) -> None:
-        self._desk, self._keyring, self._once = desk, keyring, Once()
-        self._notes = Budget("notes and spans", bounds.NOTES, bounds.NOTES_BYTES)
-        self._rewards = Budget("rewards of turns", bounds.REWARDS, bounds.REWARDS_WRITTEN_BYTES)
-        self.life = secrets.token_hex(8)
+    def __init__(self, queue: RolloutQueue, keyring: Keyring) -> None:
+        self._queue, self._keyring, self._reply_cache = queue, keyring, ReplyCache()
+        self._notes = WriteQuota("notes and spans", bounds.NOTES, bounds.NOTES_BYTES)
+        self._rewards = WriteQuota("rewards of turns", bounds.REWARDS, bounds.REWARDS_WRITTEN_BYTES)
+        self.instance = secrets.token_hex(8)
         self.closing = asyncio.Event()
         """Set when the server stops: who waits for something to happen is told that nothing has."""
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
-    def to(self, verb: type[Verb]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def handler_for(self, verb: type[StoreRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers requests for a verb."""
 
         async def answer(request: Request) -> Response:
-            return await answered(request, self._verb(verb, request))
+            return await respond(request, self._verb(verb, request))
 
         return answer
 
     async def batch(self, request: Request) -> Response:
         """Answer many writings."""
-        return await answered(request, self._batch(request))
+        return await respond(request, self._batch(request))
 
-    async def _verb(self, verb: type[Verb], request: Request) -> Answer:
-        grant = self._grant(request, verb.opens)
+    async def _verb(self, verb: type[StoreRequest], request: Request) -> HttpReply:
+        grant = self._grant(request, verb.scopes)
         body = await request.body()
-        if len(body) > verb.most:
-            raise RefusedError(413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.most} are read.")
-        async with turn(_aside(request), grant, len(body)):
-            form, name = await _aside(request).run(len(body), _understood, verb, verb.name, request, body, grant)
-            _own(grant, form)
-            if verb is ClaimForm:
+        if len(body) > verb.max_bytes:
+            raise RequestRefusedError(
+                413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.max_bytes} are read."
+            )
+        async with work_slot(_background_thread(request), grant, len(body)):
+            form, name = await _background_thread(request).run(
+                len(body), _parse_request, verb, verb.name, request, body, grant
+            )
+            _check_attempt(grant, form)
+            if verb is ClaimRequest:
                 return await self._claim(request, grant, name or object(), form)
-            desk = self._desk_of(request)
-            if form.kept and name is not None:
-                stale = self._stale(request, name)
-                work = partial(self._done, form, desk, grant, len(body), stale)
-                return await self._once.answer(name, work, *_share(grant))
-            work = partial(self._done, form, desk, grant, len(body))
-            if verb.waits:
-                return await self._while_there(request, work()) or _nothing(form)
+            desk = self._queue_for(request)
+            if form.is_reply_cached and name is not None:
+                stale = self._may_be_done(request, name)
+                work = partial(self._reply, form, desk, grant, len(body), stale)
+                return await self._reply_cache.get_or_run(name, work, *_share(grant))
+            work = partial(self._reply, form, desk, grant, len(body))
+            if verb.may_wait:
+                return await self._while_connected(request, work()) or _empty_reply(form)
             return await work()
 
-    async def _done(self, form: Verb, desk: Desk, grant: Grant, size: int, stale: bool = False) -> Answer:
+    async def _reply(
+        self, form: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
+    ) -> HttpReply:
         """Do it; the answer."""
-        said = await self._said(form, desk, grant, size, stale)
-        return 200, await asyncio.to_thread(wire.to_json, said) if form.long else wire.to_json(said)
+        said = await self._execute(form, queue, grant, size, stale)
+        return 200, await asyncio.to_thread(wire.to_json, said) if form.has_long_reply else wire.to_json(said)
 
-    async def _said(self, form: Verb, desk: Desk, grant: Grant, size: int, stale: bool) -> dict[str, Any]:
+    async def _execute(
+        self, form: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
+    ) -> dict[str, Any]:
         """Do it; what is answered. size: bytes that it came in. stale: whether an earlier life of the server may have
         done it."""
-        if grant.scope == "reward" and isinstance(form, Note):
-            self._notes.take(form.key, size)
-        elif grant.scope == "reward" and isinstance(form, RewardForm) and form.turn is not None:
-            self._rewards.take(form.key, len(wire.to_json({"reward": form.reward})))
-        if not (stale and form.adds):
-            return await form.at(desk)
-        answer = await form.again(desk)
+        if grant.scope == "reward" and isinstance(form, RecordNoteRequest):
+            self._notes.take(form.attempt_id, size)
+        elif grant.scope == "reward" and isinstance(form, RecordRewardRequest) and form.turn is not None:
+            self._rewards.take(form.attempt_id, len(wire.to_json({"reward": form.reward})))
+        if not (stale and form.must_run_once):
+            return await form.execute(queue)
+        answer = await form.execute_after_restart(queue)
         if answer is None:
-            raise RestartedError(RESTARTED)
+            raise ServerRestartedError(RESTARTED)
         return answer
 
-    def _desk_of(self, request: Request) -> Desk:
+    def _queue_for(self, request: Request) -> RolloutQueue:
         """The desk as whoever asks has it: where a life of its keeper is named, in that."""
-        life = request.headers.get(wire.KEEPERS_LIFE)
+        life = request.headers.get(wire.OWNER_EPOCH)
         if life is None:
-            return self._desk
+            return self._queue
         if not (life.isascii() and life.isdecimal() and len(life) < 20):
-            raise DataError(f"The header {wire.KEEPERS_LIFE} is the number of a life, and {life!r} is none.")
-        return self._desk.in_life(int(life))
+            raise DataError(f"The header {wire.OWNER_EPOCH} is the number of a life, and {life!r} is none.")
+        return self._queue.with_epoch(int(life))
 
-    async def _batch(self, request: Request) -> Answer:
+    async def _batch(self, request: Request) -> HttpReply:
         grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
-        desk = self._desk_of(request)
+        desk = self._queue_for(request)
         body = await request.body()
-        async with turn(_aside(request), grant, len(body)):
-            form, name = await _aside(request).run(len(body), _understood, Batch, "batch", request, body, grant)
-            writings: list[Writing] = list(form.writings)
-            size = len(body) // max(1, sum(isinstance(each, Note) for each in writings))  # all of it is that of notes
+        async with work_slot(_background_thread(request), grant, len(body)):
+            form, name = await _background_thread(request).run(
+                len(body), _parse_request, BatchRequest, "batch", request, body, grant
+            )
+            writings: list[WriteRequest] = list(form.writings)
+            size = len(body) // max(
+                1, sum(isinstance(each, RecordNoteRequest) for each in writings)
+            )  # all of it is that of notes
             work = partial(self._write, desk, grant, writings, size)
             if name is None:
                 return await work(False)
-            stale = self._stale(request, name)
-            return await self._once.answer(name, lambda: work(stale), *_share(grant))
+            stale = self._may_be_done(request, name)
+            return await self._reply_cache.get_or_run(name, lambda: work(stale), *_share(grant))
 
-    async def _write(self, desk: Desk, grant: Grant, writings: Sequence[Writing], size: int, stale: bool) -> Answer:
+    async def _write(
+        self, queue: RolloutQueue, grant: Grant, writings: Sequence[WriteRequest], size: int, stale: bool
+    ) -> HttpReply:
         """Those of an attempt in order, attempts beside each other. size: bytes that a note came in."""
-        places: dict[Key, list[int]] = {}
+        places: dict[AttemptId, list[int]] = {}
         for place, writing in enumerate(writings):
-            places.setdefault(writing.key, []).append(place)
+            places.setdefault(writing.attempt_id, []).append(place)
         replies: list[dict[str, Any]] = [{}] * len(writings)
 
         async def of_attempt(its: list[int]) -> None:
             for place in its:
                 try:
-                    _opens(grant, writings[place].opens)
-                    _own(grant, writings[place])
-                    replies[place] = {"done": await self._said(writings[place], desk, grant, size, stale)}
+                    _check_scope(grant, writings[place].scopes)
+                    _check_attempt(grant, writings[place])
+                    replies[place] = {"done": await self._execute(writings[place], queue, grant, size, stale)}
                 except EtudeError as error:
                     status, kind = status_of(error)
                     replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
@@ -256,30 +277,30 @@ class _Door:
 
     # -- those who wait -----------------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request, grant: Grant, name: Hashable, form: Verb) -> Answer:
+    async def _claim(self, request: Request, grant: Grant, name: Hashable, form: StoreRequest) -> HttpReply:
         """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
         try:
-            desk = self._desk_of(request)
-            answer = await self._while_there(
-                request, self._once.answer(name, partial(self._done, form, desk, grant, 0), *_share(grant))
+            desk = self._queue_for(request)
+            answer = await self._while_connected(
+                request, self._reply_cache.get_or_run(name, partial(self._reply, form, desk, grant, 0), *_share(grant))
             )
         except asyncio.CancelledError:
-            await self._once.abandon(name, self._hand_back)
+            await self._reply_cache.abandon(name, self._hand_back)
             raise
         if answer is None:
-            await self._once.abandon(name, self._hand_back)
-        return answer or _nothing(form)
+            await self._reply_cache.abandon(name, self._hand_back)
+        return answer or _empty_reply(form)
 
-    async def _hand_back(self, answer: Answer) -> None:
+    async def _hand_back(self, answer: HttpReply) -> None:
         why = "the runner that claimed it went away before it was told so"
-        for claim in ClaimForm.ClaimReply.model_validate_json(answer[1]).claims:
+        for claim in ClaimRequest.ClaimReply.model_validate_json(answer[1]).claims:
             _LOG.warning("Rollout %d goes back into the queue: %s.", claim.rollout, why)
-            await self._desk.finish(Key(claim.rollout, claim.attempt), Ended(Outcome.INFRA_ERROR, why))
+            await self._queue.finish(AttemptId(claim.rollout, claim.attempt), AttemptReport(Outcome.INFRA_ERROR, why))
 
-    async def _while_there(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    async def _while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
         """What comes of it; None where who asked goes away, or the server stops, before it does."""
         task = asyncio.create_task(work)
-        others = [asyncio.create_task(_gone(request)), asyncio.create_task(self.closing.wait())]
+        others = [asyncio.create_task(_wait_for_disconnect(request)), asyncio.create_task(self.closing.wait())]
         try:
             await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() and not others[0].done() else None
@@ -293,37 +314,37 @@ class _Door:
     async def traces(self, request: Request) -> Response:
         """Take spans."""
         form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return await answered(request, self._traces(request, form), form)
+        return await respond(request, self._traces(request, form), form)
 
-    async def _traces(self, request: Request, form: str) -> Answer:
+    async def _traces(self, request: Request, form: str) -> HttpReply:
         grant = self._grant(request, frozenset({"admin", "reward"}))
         if form not in (otlp.JSON, otlp.PROTOBUF):
             why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
-            return 415, trouble(request, "Refused", why)
+            return 415, error_body(request, "Refused", why)
         body = await request.body()
-        async with turn(_aside(request), grant, SPANS_GROW * len(body)):
+        async with work_slot(_background_thread(request), grant, SPANS_GROW * len(body)):
             try:
-                spans = await _aside(request).run(SPANS_GROW * len(body), otlp.spans, body, form)
+                spans = await _background_thread(request).run(SPANS_GROW * len(body), otlp.parse_spans, body, form)
             except DataError as error:
                 raise UnreadableError(str(error)) from error
-            refused = await self._noted(grant, spans)
-        return 200, otlp.answer(form, len(refused), refused[0] if refused else "")
+            refused = await self._record_spans(grant, spans)
+        return 200, otlp.encode_reply(form, len(refused), refused[0] if refused else "")
 
-    async def _noted(self, grant: Grant, spans: Sequence[otlp.Spanned]) -> list[str]:
+    async def _record_spans(self, grant: Grant, spans: Sequence[otlp.ParsedSpan]) -> list[str]:
         """Note spans; why those were refused that were."""
         refused: list[str] = []
 
-        async def note(span: otlp.Spanned) -> None:
-            key = grant.key if grant.scope == "reward" else span.key
+        async def note(span: otlp.ParsedSpan) -> None:
+            key = grant.attempt_id if grant.scope == "reward" else span.attempt_id
             try:
                 if key is None:
-                    raise UnknownError(f"A span's resource must have {otlp.ROLLOUT} and {otlp.ATTEMPT}, as integers.")
+                    raise NotFoundError(f"A span's resource must have {otlp.ROLLOUT} and {otlp.ATTEMPT}, as integers.")
                 if span.why:
                     raise DataError(span.why)
                 if grant.scope == "reward":
                     self._notes.take(key, span.size)
-                await self._desk.note(key, "span", span.data)
-            except (UnknownError, IllegalMoveError, DataError) as error:
+                await self._queue.record_note(key, "span", span.data)
+            except (NotFoundError, IllegalTransitionError, DataError) as error:
                 refused.append(str(error))
 
         for start in range(0, len(spans), AT_ONCE):
@@ -334,27 +355,29 @@ class _Door:
 
     def _grant(self, request: Request, opens: frozenset[Scope]) -> Grant:
         """What the key of a request opens, if that is enough."""
-        grant = self._keyring.first(keys_in(*map(request.headers.get, ("authorization", "x-api-key"))))
-        _opens(grant, opens)
+        grant = self._keyring.read_first(keys_from_headers(*map(request.headers.get, ("authorization", "x-api-key"))))
+        _check_scope(grant, opens)
         return grant
 
-    def _stale(self, request: Request, name: Hashable) -> bool:
+    def _may_be_done(self, request: Request, name: Hashable) -> bool:
         """Whether this was sent to another life of the server before, which may have done it."""
-        return request.headers.get(wire.AGAIN, self.life) != self.life and not self._once.knows(name)
+        return request.headers.get(wire.SENT_TO, self.instance) != self.instance and not self._reply_cache.contains(
+            name
+        )
 
 
-def _opens(grant: Grant, opens: frozenset[Scope]) -> None:
+def _check_scope(grant: Grant, opens: frozenset[Scope]) -> None:
     if grant.scope not in opens:
-        raise OtherKeyError(
+        raise WrongScopeError(
             f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(opens))}. Ask whoever "
             "runs the store for one."
         )
 
 
-def _own(grant: Grant, form: Form) -> None:
+def _check_attempt(grant: Grant, form: StrictModel) -> None:
     """A reward key is good for its own attempt."""
-    if grant.scope == "reward" and (not isinstance(form, Writing) or form.key != grant.key):
-        raise OtherKeyError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
+    if grant.scope == "reward" and (not isinstance(form, WriteRequest) or form.attempt_id != grant.attempt_id):
+        raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
 def _read(form: type[F], body: bytes) -> F:
@@ -370,16 +393,18 @@ def _read(form: type[F], body: bytes) -> F:
         raise DataError(f"The body does not say what it must: {told}{more}.") from None
 
 
-def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
+def _parse_request(form: type[F], verb: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
     """What a body says; and what names a request that must not be done twice: nobody with another key can name it."""
-    token = request.headers.get(wire.ONCE)
+    token = request.headers.get(wire.IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
-        raise DataError(f"The header {wire.ONCE} is 1 to 200 visible characters without a space, and this one is not.")
+        raise DataError(
+            f"The header {wire.IDEMPOTENCY_KEY} is 1 to 200 visible characters without a space, and this one is not."
+        )
     read = _read(form, body)
     if grant.scope != "admin":
-        for one in read.writings if isinstance(read, Batch) else [read]:
-            if isinstance(one, Note):
-                small(one.data, f"The note '{one.event}'")
+        for one in read.writings if isinstance(read, BatchRequest) else [read]:
+            if isinstance(one, RecordNoteRequest):
+                check_size(one.data, f"The note '{one.event}'")
     if not token:
         return read, None
     name = blake2b("\n".join((repr(grant), verb, token, "")).encode(), digest_size=16)
@@ -387,22 +412,22 @@ def _understood(form: type[F], verb: str, request: Request, body: bytes, grant: 
     return read, name.digest()
 
 
-def _share(grant: Grant) -> tuple[Grant, Share]:
+def _share(grant: Grant) -> tuple[Grant, CacheQuota]:
     """The owners whose answers are kept, and how many."""
-    return grant, MANY if grant.key is None else FEW
+    return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 
-def _aside(request: Request) -> Aside:
-    found: Aside = request.scope["state"]["aside"]
+def _background_thread(request: Request) -> BackgroundThread:
+    found: BackgroundThread = request.scope["state"]["aside"]
     return found
 
 
-def _nothing(form: Verb) -> Answer:
+def _empty_reply(form: StoreRequest) -> HttpReply:
     """What is said to those who waited for what did not happen."""
-    return 200, wire.to_json(form.nothing())
+    return 200, wire.to_json(form.empty_reply())
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Until whoever asked has hung up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -415,29 +440,4 @@ async def _health(_: Request) -> Response:
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
-    return Response(trouble(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)
-
-
-async def _shown(_: Request) -> Response:
-    return get_swagger_ui_html(openapi_url="/openapi.json", title="Etude's store")
-
-
-def _description_of(served: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    body = cache(lambda: wire.to_json(served.openapi()))  # made where it is first asked for, after all routes are there
-
-    async def described(_: Request) -> Response:
-        return Response(body(), media_type=otlp.JSON)
-
-    return described
-
-
-def _described(served: FastAPI) -> dict[str, Any]:
-    """The description, made once."""
-    if served.openapi_schema is None:
-        told = get_openapi(title=served.title, version=served.version, routes=served.routes)
-        paths, components = description()
-        told["paths"] |= paths
-        for name, parts in components.items():
-            told.setdefault("components", {}).setdefault(name, {}).update(parts)
-        served.openapi_schema = told
-    return served.openapi_schema
+    return Response(error_body(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)

@@ -25,9 +25,9 @@ from sqlalchemy import URL, ClauseElement, Connection, NullPool, Row, create_eng
 from sqlalchemy.exc import DBAPIError, PendingRollbackError, ResourceClosedError
 
 from etude.errors import StoreError
-from etude.store.journal import Journal, Written, state_digest, written
-from etude.store.record import Entry, Mark, Record, chained, digest_of
-from etude.store.shield import undisturbed
+from etude.store.deferred_signals import defer_signals
+from etude.store.event_records import ChainedRecord, EventRecord, JournalMark, chain_checksum, digest_of
+from etude.store.journal import Journal, StateRow, encode_state, state_digest
 from etude.store.tables import (
     COUNT_EVENTS,
     DERIVATION,
@@ -42,21 +42,21 @@ from etude.store.tables import (
     FIND_PAYLOADS,
     FIND_PHASES,
     FIND_STATES,
-    KEEP_EVENT,
-    KEEP_FACT,
-    KEEP_PAYLOAD,
-    KEEP_STATE,
+    INSERT_EVENT,
+    INSERT_PAYLOAD,
     LAST_ID,
-    MANY,
+    MAX_BOUND_VALUES,
     SCHEMA,
     STATES,
     TABLES,
+    UPSERT_FACT,
+    UPSERT_STATE,
 )
 
 __all__ = ["SqlJournal"]
 
 
-class Place(Protocol):
+class Database(Protocol):
     """What differs between the databases."""
 
     driver: str
@@ -66,11 +66,11 @@ class Place(Protocol):
     """As it is called in sentences."""
     begin: str
     """Begins a transaction that writes."""
-    to_write: Sequence[str]
+    writer_setup: Sequence[str]
     """What is said to a connection first, if it will write."""
-    to_read: Sequence[str]
+    reader_setup: Sequence[str]
     """What is said to it if it may only read."""
-    to_flush: tuple[str, str]
+    flush_setup: tuple[str, str]
     """What is said before and after a commit that makes everything safe."""
 
     @property
@@ -83,19 +83,19 @@ class Place(Protocol):
         """How it is connected to."""
         ...
 
-    def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:
+    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write, or say who has it; what gives it back."""
         ...
 
-    def damage(self, ask: Callable[[str], Any]) -> str:
+    def find_damage(self, ask: Callable[[str], Any]) -> str:
         """The faults that the database finds in its pages and indexes; usually none."""
         ...
 
-    def under_way(self, raw: Any) -> bool:
+    def in_transaction(self, raw: Any) -> bool:
         """Whether a transaction that failed is still to be undone."""
         ...
 
-    def failure(self, error: Any) -> str:
+    def describe_failure(self, error: Any) -> str:
         """What went wrong and what to do."""
         ...
 
@@ -105,7 +105,7 @@ class SqlBlobs:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._keep = _spoken(KEEP_PAYLOAD, connection)
+        self._keep = _compile_sql(INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
         """Keep these."""
@@ -125,37 +125,39 @@ class SqlBlobs:
 class SqlJournal(Journal):
     """A journal in a database. With `read_only` another process may be writing it, and nothing can be appended here."""
 
-    def __init__(self, place: Place, *, read_only: bool = False) -> None:
+    def __init__(self, database: Database, *, read_only: bool = False) -> None:
         super().__init__()
-        self._place, self._read_only, self.name = place, read_only, place.name
-        self._end: Mark | None = None
+        self._database, self._read_only, self.name = database, read_only, database.name
+        self._end: JournalMark | None = None
         """How far it has come, as this process knows it that alone may write."""
         engine = create_engine(
-            URL.create(place.driver, **place.url),
+            URL.create(database.driver, **database.url),
             isolation_level="AUTOCOMMIT",
             poolclass=NullPool,
-            paramstyle=place.paramstyle,
-            connect_args=place.options,
+            paramstyle=database.paramstyle,
+            connect_args=database.options,
         )
-        with ExitStack() as opened, self._speaking("opened"):
+        with ExitStack() as opened, self._explain_errors("opened"):
             held = opened.enter_context(ExitStack())  # the last to be let go of
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
-                held.callback(place.hold(self._connection.exec_driver_sql))
+                held.callback(database.lock(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection)
-            self._keep_event, self._keep_state = (_spoken(each, self._connection) for each in (KEEP_EVENT, KEEP_STATE))
-            with self._reading("opened"):
+            self._keep_event, self._keep_state = (
+                _compile_sql(each, self._connection) for each in (INSERT_EVENT, UPSERT_STATE)
+            )
+            with self._explain_damage("opened"):
                 self._prepare()
             self._opened = opened.pop_all()
 
-    def flush(self) -> Mark:
+    def flush(self) -> JournalMark:
         """Make all that is written survive the loss of power too, and say how far that is."""
-        with self._lock, self._speaking("flushed"):
-            before, after = self._place.to_flush
+        with self._lock, self._explain_errors("flushed"):
+            before, after = self._database.flush_setup
             self._connection.exec_driver_sql(before)
             try:
-                with self._transaction():
-                    end = self.end
+                with self._storage_transaction():
+                    end = self.end_mark
                     self._note(flushed=str(end.position))
             finally:
                 self._connection.exec_driver_sql(after)
@@ -163,19 +165,19 @@ class SqlJournal(Journal):
 
     def close(self) -> None:
         """Let go of the database, and of the right to write it."""
-        with self._lock, self._speaking("closed"):
+        with self._lock, self._explain_errors("closed"):
             self._end = None
             self._opened.close()
 
     @property
-    def end(self) -> Mark:
+    def end_mark(self) -> JournalMark:
         """How far it has come."""
         with self._lock:
             if self._end is not None:
                 return self._end
-            with self._reading():
+            with self._explain_damage():
                 newest: Sequence[Any] | None = self._connection.execute(FIND_END).one_or_none()
-                end = Mark(0, 0) if newest is None else Mark(*newest)
+                end = JournalMark(0, 0) if newest is None else JournalMark(*newest)
             self._end = None if self._read_only else end
             return end
 
@@ -188,30 +190,30 @@ class SqlJournal(Journal):
         if (tables or self._read_only) and facts.get("schema") != SCHEMA:
             found = f"schema {facts['schema']}" if "schema" in facts else f"the tables {', '.join(tables) or '(none)'}"
             raise StoreError(
-                f"What is at {self._place.name} is not a journal that this version of Etude reads: it wants schema "
+                f"What is at {self._database.name} is not a journal that this version of Etude reads: it wants schema "
                 f"{SCHEMA} and found {found}. Nothing was changed: open it with the version that wrote it, or give "
                 "another path."
             )
-        for said in self._place.to_read if self._read_only else self._place.to_write:
+        for said in self._database.reader_setup if self._read_only else self._database.writer_setup:
             self._connection.exec_driver_sql(said)
         if self._read_only:
             return
         if tables:
             self._refuse_damage(facts)
-        with self._transaction():
+        with self._storage_transaction():
             if not tables:
                 TABLES.create_all(self._connection)
             elif facts.get("derivation") != DERIVATION:
                 self._connection.execute(delete(STATES))
-                self._write({}, [written(state) for state in self.replay().values()])
+                self._write({}, [encode_state(state) for state in self.replay().values()])
             me = f"process {os.getpid()} on {socket.gethostname()}"
             self._note(schema=SCHEMA, derivation=DERIVATION, writer=me)
 
     def _refuse_damage(self, facts: Mapping[str, str]) -> None:
         """Refuse a database that is not whole, and one of whose events any is gone."""
-        if found := self._place.damage(self._connection.exec_driver_sql):
+        if found := self._database.find_damage(self._connection.exec_driver_sql):
             raise self._damaged(f"its database is not whole ({found})")
-        if facts.get("end", _told(Mark(0, 0))) != _told(self.end):
+        if facts.get("end", _format_mark(JournalMark(0, 0))) != _format_mark(self.end_mark):
             raise self._damaged(f"it ends at event {self.position}, which is not the last that was written")
         count, first = self._connection.execute(COUNT_EVENTS).one()
         if count != self.position or (count and first != 1):
@@ -229,29 +231,29 @@ class SqlJournal(Journal):
         return {fact.name: fact.value for fact in self._connection.execute(select(FACTS))}
 
     def _note(self, **facts: str) -> None:
-        self._connection.execute(KEEP_FACT, [{"name": name, "value": value} for name, value in facts.items()])
+        self._connection.execute(UPSERT_FACT, [{"name": name, "value": value} for name, value in facts.items()])
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _storage_transaction(self) -> Iterator[None]:
         """What is written inside is written together, or not at all where an exception leaves it."""
         if self._read_only:
             raise StoreError(
-                f"The journal {self._place.name} was opened to be read, and cannot be written through that."
+                f"The journal {self._database.name} was opened to be read, and cannot be written through that."
             )
-        with undisturbed(), self._speaking("written"):
-            self._connection.exec_driver_sql(self._place.begin)
+        with defer_signals(), self._explain_errors("written"):
+            self._connection.exec_driver_sql(self._database.begin)
             try:
                 yield
                 self._connection.exec_driver_sql("COMMIT")
             except BaseException:
                 self._end = None
-                if self._place.under_way(self._connection.connection.driver_connection):
+                if self._database.in_transaction(self._connection.connection.driver_connection):
                     self._connection.exec_driver_sql("ROLLBACK")
                 raise
 
-    def _write(self, events: Mapping[int, Entry], states: Sequence[Written]) -> None:
+    def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
         if events:
             rows = [
                 {
@@ -267,15 +269,15 @@ class SqlJournal(Journal):
             ]
             self._connection.exec_driver_sql(self._keep_event, rows)
             newest = max(events)
-            self._end = Mark(newest, events[newest].chain)
-            self._note(end=_told(self._end))
+            self._end = JournalMark(newest, events[newest].chain)
+            self._note(end=_format_mark(self._end))
         if states:
             self._connection.exec_driver_sql(self._keep_state, [state._asdict() for state in states])
 
     def _chain(self, position: int) -> int:
         if position == 0:
             return 0
-        with self._reading():
+        with self._explain_damage():
             found = self._connection.execute(FIND_CHAIN, {"position": position}).scalar()
             if found is None:
                 raise self._damaged(f"its event at position {position} is missing")
@@ -283,10 +285,10 @@ class SqlJournal(Journal):
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
-    ) -> list[tuple[int, Record]]:
+    ) -> list[tuple[int, EventRecord]]:
         asked = FIND_OF_ROLLOUT if rollout is not None else FIND_OF_KIND if kind is not None else FIND_EVENTS
         given = {"after": after, "until": until, "limit": limit, "kind": kind, "rollout": rollout}
-        with self._reading():
+        with self._explain_damage():
             page = self._connection.execute(asked, given).all()
             if asked is FIND_EVENTS:
                 self._refuse_gaps(page, after, min(until, after + limit))
@@ -301,33 +303,33 @@ class SqlJournal(Journal):
         for position, row in zip_longest(range(after + 1, last + 1), page):
             if row is None or row.position != position:
                 raise self._damaged(f"its event at position {position} is missing")
-            chain = chained(chain, row.digest)
+            chain = chain_checksum(chain, row.digest)
             if row.chain != chain:
                 raise self._damaged(f"its event at position {position} does not follow the one before")
 
-    def _checked(self, row: Row[Any], payload: bytes) -> Record:
-        record = Record(row.kind, row.rollout, row.body, payload)
+    def _checked(self, row: Row[Any], payload: bytes) -> EventRecord:
+        record = EventRecord(row.kind, row.rollout, row.body, payload)
         if digest_of(row.position, record) != row.digest:
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         found = {}
-        with self._reading():
+        with self._explain_damage():
             for some in _parts(ids):
                 rows = self._connection.execute(FIND_STATES, {"kind": kind, "ids": some})
                 found.update({row.id: self._body(row) for row in rows})
         return found
 
-    def _found(self, kind: str, phases: Sequence[str]) -> list[str]:
-        with self._reading():
+    def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
+        with self._explain_damage():
             rows = self._connection.execute(FIND_PHASES, {"kind": kind, "phases": phases}).all()
             return [self._body(row) for row in sorted(rows, key=lambda row: row.id)]
 
-    def _listed(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
+    def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
         end = LAST_ID if backwards else -LAST_ID
         given = {"kind": kind, "after": end if after is None else after, "limit": limit}
-        with self._reading():
+        with self._explain_damage():
             rows = self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, given)
             return [self._body(row) for row in rows]
 
@@ -337,41 +339,42 @@ class SqlJournal(Journal):
         return str(row.body)
 
     @contextmanager
-    def _reading(self, done: str = "read") -> Iterator[None]:
+    def _explain_damage(self, done: str = "read") -> Iterator[None]:
         """Say in a sentence what is wrong with what was read: a value of another type than was written, too."""
         try:
-            with self._speaking(done):
+            with self._explain_errors(done):
                 yield
         except (TypeError, ValueError, AttributeError) as error:
             raise self._damaged(f"a value in it is not what was written ({error})") from error
 
     @contextmanager
-    def _speaking(self, done: str) -> Iterator[None]:
+    def _explain_errors(self, done: str) -> Iterator[None]:
         """Say in a sentence why the database could not do what it was asked."""
         try:
             yield
         except ResourceClosedError as error:
-            raise StoreError(f"The journal {self._place.name} could not be {done}: it is closed.") from error
+            raise StoreError(f"The journal {self._database.name} could not be {done}: it is closed.") from error
         except PendingRollbackError as error:  # it is never made anew, as the right to write went with it
             raise StoreError(
-                f"The journal {self._place.name} could not be {done}: its connection was lost. Open the journal again."
+                f"The journal {self._database.name} could not be {done}: its connection was lost. Open the journal "
+                "again."
             ) from error
         except (DBAPIError, sqlite3.Error) as error:
             cause: Any = error.orig if isinstance(error, DBAPIError) else error
-            why = self._place.failure(cause)
-            raise StoreError(f"The journal {self._place.name} could not be {done}: {why}.") from error
+            why = self._database.describe_failure(cause)
+            raise StoreError(f"The journal {self._database.name} could not be {done}: {why}.") from error
 
 
-def _spoken(statement: ClauseElement, connection: Connection) -> str:
+def _compile_sql(statement: ClauseElement, connection: Connection) -> str:
     """A statement in the words of a database, for rows by the names of their columns: to have SQLAlchemy look at every
     value of every row costs as much as to write it."""
     return str(statement.compile(dialect=connection.dialect))
 
 
-def _told(end: Mark) -> str:
+def _format_mark(end: JournalMark) -> str:
     """The end of a journal as it is noted."""
     return f"{end.position} {end.chain}"
 
 
 def _parts(values: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (values[first : first + MANY] for first in range(0, len(values), MANY))
+    return (values[first : first + MAX_BOUND_VALUES] for first in range(0, len(values), MAX_BOUND_VALUES))

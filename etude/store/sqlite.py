@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from etude.errors import StoreError
 
-__all__ = ["InFile"]
+__all__ = ["SqliteDatabase"]
 
 WAIT_S = 30.0
 """How long a statement waits for another process that holds the database."""
@@ -38,15 +38,18 @@ FAILURES: dict[int, str] = {
 """What SQLite's errors mean and what to do, by their primary code."""
 
 
-class InFile:
+class SqliteDatabase:
     """A journal in a file."""
 
     driver = "sqlite"
     paramstyle: Literal["named", "pyformat"] = "named"
     begin = "BEGIN IMMEDIATE"
-    to_write: Sequence[str] = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
-    to_read: Sequence[str] = ("PRAGMA query_only=ON",)
-    to_flush = ("PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL")  # a commit between them syncs every one before
+    writer_setup: Sequence[str] = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
+    reader_setup: Sequence[str] = ("PRAGMA query_only=ON",)
+    flush_setup = (
+        "PRAGMA synchronous=FULL",
+        "PRAGMA synchronous=NORMAL",
+    )  # a commit between them syncs every one before
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
@@ -65,7 +68,7 @@ class InFile:
         """How it is connected to."""
         return {"check_same_thread": False, "timeout": WAIT_S}
 
-    def hold(self, ask: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
+    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
         """Have the right to write this journal, a lock of the operating system, which no process keeps beyond its end;
         what gives it back."""
         path = self._path
@@ -83,7 +86,7 @@ class InFile:
             ) from error
         return lock.close
 
-    def damage(self, ask: Callable[[str], Any]) -> str:
+    def find_damage(self, ask: Callable[[str], Any]) -> str:
         """What SQLite finds wrong with its pages and indexes. Payloads, most of the file, are left to their checksums,
         unless there are free pages, which might be in use as well: a few seconds per million events."""
         tables = [""] if ask("PRAGMA freelist_count").scalar() else ["('facts')", "('events')", "('states')"]
@@ -92,11 +95,11 @@ class InFile:
                 return " ".join(found.split())
         return ""
 
-    def under_way(self, raw: Any) -> bool:
+    def in_transaction(self, raw: Any) -> bool:
         """Whether a transaction is still to be undone: after some failures SQLite has undone it itself."""
         return bool(raw.in_transaction)
 
-    def failure(self, error: Any) -> str:
+    def describe_failure(self, error: Any) -> str:
         """What went wrong and what to do."""
         code = getattr(error, "sqlite_errorcode", None)
         if code in (None, sqlite3.SQLITE_ERROR):  # a text that is none, a table or a column that is not there

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from etude.records import Task
-from etude.store.limits import Limits, Use
+from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
 
 __all__ = [
     "LIVE",
@@ -89,7 +89,7 @@ class AttemptState:
         """All that it earned, once it is judged."""
         return None if self.reward is None else self.reward + self.paid
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
@@ -109,8 +109,8 @@ class RolloutState:
     """Why it was cancelled, or expired."""
     settled: Phase | None = None
     """`ADMITTED` or `DROPPED`, once its task is settled."""
-    use: Use = "train"
-    limits: Limits | None = None
+    use: RolloutPurpose = "train"
+    limits: RolloutLimits | None = None
     """What a desk holds it to."""
     life: int = 0
     """In which life of the desk's keeper it was asked for last."""
@@ -129,20 +129,20 @@ class RolloutState:
         """The attempt that counts: the newest one."""
         return self.attempts[-1] if self.attempts else None
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         told = {name: getattr(self, name) for name in self.__slots__}
-        attempts = [attempt.document() for attempt in self.attempts]
-        return told | {"attempts": attempts, "limits": self.limits and self.limits.document()}
+        attempts = [attempt.to_dict() for attempt in self.attempts]
+        return told | {"attempts": attempts, "limits": self.limits and self.limits.to_dict()}
 
     @classmethod
-    def restored(cls, document: dict[str, Any]) -> RolloutState:
+    def from_dict(cls, document: dict[str, Any]) -> RolloutState:
         """The state that was written so."""
         attempts = (AttemptState(**told | {"status": Status(told["status"])}) for told in document["attempts"])
         settled = document["settled"] and Phase(document["settled"])
         told = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
         limits = document.get("limits")
-        return cls(**document | told | {"limits": limits and Limits.restored(limits)})
+        return cls(**document | told | {"limits": limits and RolloutLimits.from_dict(limits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,12 @@ class TaskState:
         """What is asked, as the rest of the system has it."""
         return Task(self.id, self.fields, self.source)
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
-    def restored(cls, document: dict[str, Any]) -> TaskState:
+    def from_dict(cls, document: dict[str, Any]) -> TaskState:
         """The state that was written so."""
         return cls(**document | {"phase": Phase(document["phase"]), "rollouts": tuple(document["rollouts"])})
 
@@ -188,12 +188,12 @@ class StepState:
 
     id: int
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         return {"id": self.id}
 
     @classmethod
-    def restored(cls, document: dict[str, Any]) -> StepState:
+    def from_dict(cls, document: dict[str, Any]) -> StepState:
         """The state that was written so."""
         return cls(**document)
 
@@ -216,12 +216,12 @@ class ResourceState:
         """The number of a name."""
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big")
 
-    def document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
-    def restored(cls, document: dict[str, Any]) -> ResourceState:
+    def from_dict(cls, document: dict[str, Any]) -> ResourceState:
         """The state that was written so."""
         return cls(**document)
 

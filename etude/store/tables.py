@@ -35,24 +35,24 @@ __all__ = [
     "FIND_PAYLOADS",
     "FIND_PHASES",
     "FIND_STATES",
-    "KEEP_EVENT",
-    "KEEP_FACT",
-    "KEEP_PAYLOAD",
-    "KEEP_STATE",
+    "INSERT_EVENT",
+    "INSERT_PAYLOAD",
     "LAST_ID",
-    "MANY",
+    "MAX_BOUND_VALUES",
     "SCHEMA",
     "STATES",
     "TABLES",
+    "UPSERT_FACT",
+    "UPSERT_STATE",
 ]
 
-SCHEMA = "2"
+SCHEMA = "3"
 """The layout of the tables below. A journal of another layout is refused."""
-DERIVATION = "3"
+DERIVATION = "4"
 """What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
 LAST_ID = 2**63 - 1
 """No id is beyond it."""
-MANY = 10_000
+MAX_BOUND_VALUES = 10_000
 """Values in one statement, of which SQLite takes 32,766 and PostgreSQL 65,535."""
 
 _NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers its rows by a column of exactly this type
@@ -91,11 +91,11 @@ STATES = Table(
     Index("states_in_phase", "kind", "phase", "id"),
 )
 
-KEEP_STATE = text(
+UPSERT_STATE = text(
     "INSERT INTO states (kind, id, phase, body, digest) VALUES (:kind, :id, :phase, :body, :digest) "
     "ON CONFLICT (kind, id) DO UPDATE SET phase = excluded.phase, body = excluded.body, digest = excluded.digest"
 )
-KEEP_FACT = text(
+UPSERT_FACT = text(
     "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 )
 
@@ -130,4 +130,4 @@ FIND_LISTED_BACKWARDS = (
 COUNT_EVENTS = select(func.count(), func.min(EVENTS.c.position)).select_from(EVENTS)
 FIND_END = select(EVENTS.c.position, EVENTS.c.chain).order_by(EVENTS.c.position.desc()).limit(1)
 FIND_CHAIN = select(EVENTS.c.chain).where(EVENTS.c.position == bindparam("position"))
-KEEP_EVENT, KEEP_PAYLOAD = insert(EVENTS), insert(BLOBS)
+INSERT_EVENT, INSERT_PAYLOAD = insert(EVENTS), insert(BLOBS)

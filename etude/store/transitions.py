@@ -5,8 +5,8 @@ again. A terminal status is final. What became of the work is kept apart from ho
 task is *settled*, by a step that admits the group or by being dropped, and from then on nothing may be added to it but
 what nothing follows from: a note, and the result of an attempt that was over.
 
-`Fold` takes a batch of events in, one after the other, and holds the states that they change. It refuses an event that
-may not follow, and is then as if the batch had not been asked for.
+`EventFold` takes a batch of events in, one after the other, and holds the states that they change. It refuses an event
+that may not follow, and is then as if the batch had not been asked for.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from etude.errors import IllegalMoveError
+from etude.errors import IllegalTransitionError
 from etude.store.events import (
-    Admitted,
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
     Event,
-    LateEnd,
-    Noted,
+    LateResultRecorded,
+    NoteRecorded,
     ResourcePut,
-    Rewarded,
-    RolloutAsked,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutResumed,
+    RolloutsAdmitted,
     RolloutSealed,
     TaskDropped,
     TaskIssued,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
 )
 from etude.store.states import (
     LIVE,
@@ -51,18 +51,18 @@ from etude.store.states import (
     TaskState,
 )
 
-__all__ = ["ENDS", "MOVES", "Fold", "Load", "Move", "move_of"]
+__all__ = ["TERMINAL_TRANSITIONS", "TRANSITIONS", "EventFold", "LoadStates", "Transition", "transition_of"]
 
 
-class Move(StrEnum):
+class Transition(StrEnum):
     """What an event does to a rollout."""
 
     QUEUE = "be queued"
-    ASK = "be asked for again"
+    RESUME = "be asked for again"
     START = "be started"
     READY = "be ready"
     TURN = "record a turn"
-    PAY = "be paid for a turn"
+    REWARD_TURN = "be paid for a turn"
     REWARD = "be rewarded"
     NOTE = "be noted about"
     LATE = "be handed in late"
@@ -79,80 +79,80 @@ class Move(StrEnum):
     DROP = "be dropped"
 
 
-ENDS: dict[Status, Move] = {
-    Status.SUCCEEDED: Move.SUCCEED,
-    Status.FAILED: Move.FAIL,
-    Status.TIMED_OUT: Move.TIME_OUT,
-    Status.UNRESPONSIVE: Move.FALL_SILENT,
-    Status.CANCELLED: Move.CANCEL,
-    Status.INFRA_ERROR: Move.BREAK,
+TERMINAL_TRANSITIONS: dict[Status, Transition] = {
+    Status.SUCCEEDED: Transition.SUCCEED,
+    Status.FAILED: Transition.FAIL,
+    Status.TIMED_OUT: Transition.TIME_OUT,
+    Status.UNRESPONSIVE: Transition.FALL_SILENT,
+    Status.CANCELLED: Transition.CANCEL,
+    Status.INFRA_ERROR: Transition.BREAK,
 }
 """What each terminal status is reached by."""
 
-MOVES: dict[tuple[Status | None, Move], Status] = {
-    (None, Move.QUEUE): Status.QUEUED,
-    (Status.QUEUED, Move.ASK): Status.QUEUED,
-    (Status.QUEUED, Move.START): Status.RUNNING,
-    (Status.QUEUED, Move.CANCEL): Status.CANCELLED,
-    (Status.QUEUED, Move.EXPIRE): Status.FAILED,
-    (Status.QUEUED, Move.NOTE): Status.QUEUED,
-    (Status.QUEUED, Move.LATE): Status.QUEUED,
-    (Status.RUNNING, Move.READY): Status.RUNNING,
-    (Status.RUNNING, Move.TURN): Status.RUNNING,
-    (Status.RUNNING, Move.PAY): Status.RUNNING,
-    (Status.RUNNING, Move.REWARD): Status.RUNNING,
-    (Status.RUNNING, Move.NOTE): Status.RUNNING,
-    (Status.RUNNING, Move.LATE): Status.RUNNING,
-    (Status.RUNNING, Move.RETRY): Status.QUEUED,
-    (Status.RUNNING, Move.SUCCEED): Status.SUCCEEDED,
-    (Status.RUNNING, Move.FAIL): Status.FAILED,
-    (Status.RUNNING, Move.TIME_OUT): Status.TIMED_OUT,
-    (Status.RUNNING, Move.FALL_SILENT): Status.UNRESPONSIVE,
-    (Status.RUNNING, Move.BREAK): Status.INFRA_ERROR,
-    (Status.RUNNING, Move.CANCEL): Status.CANCELLED,
-    (Status.SUCCEEDED, Move.PAY): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.REWARD): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.NOTE): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.SEAL): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.LATE): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.ADMIT): Status.SUCCEEDED,
-    (Status.SUCCEEDED, Move.DROP): Status.SUCCEEDED,
-    (Status.FAILED, Move.PAY): Status.FAILED,
-    (Status.FAILED, Move.REWARD): Status.FAILED,
-    (Status.FAILED, Move.NOTE): Status.FAILED,
-    (Status.FAILED, Move.SEAL): Status.FAILED,
-    (Status.FAILED, Move.LATE): Status.FAILED,
-    (Status.FAILED, Move.ADMIT): Status.FAILED,
-    (Status.FAILED, Move.DROP): Status.FAILED,
-    (Status.TIMED_OUT, Move.PAY): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.REWARD): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.NOTE): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.SEAL): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.LATE): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.ADMIT): Status.TIMED_OUT,
-    (Status.TIMED_OUT, Move.DROP): Status.TIMED_OUT,
-    (Status.UNRESPONSIVE, Move.PAY): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.REWARD): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.NOTE): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.SEAL): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.LATE): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.ADMIT): Status.UNRESPONSIVE,
-    (Status.UNRESPONSIVE, Move.DROP): Status.UNRESPONSIVE,
-    (Status.CANCELLED, Move.NOTE): Status.CANCELLED,
-    (Status.CANCELLED, Move.SEAL): Status.CANCELLED,
-    (Status.CANCELLED, Move.LATE): Status.CANCELLED,
-    (Status.CANCELLED, Move.DROP): Status.CANCELLED,
-    (Status.INFRA_ERROR, Move.NOTE): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Move.SEAL): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Move.LATE): Status.INFRA_ERROR,
-    (Status.INFRA_ERROR, Move.DROP): Status.INFRA_ERROR,
+TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
+    (None, Transition.QUEUE): Status.QUEUED,
+    (Status.QUEUED, Transition.RESUME): Status.QUEUED,
+    (Status.QUEUED, Transition.START): Status.RUNNING,
+    (Status.QUEUED, Transition.CANCEL): Status.CANCELLED,
+    (Status.QUEUED, Transition.EXPIRE): Status.FAILED,
+    (Status.QUEUED, Transition.NOTE): Status.QUEUED,
+    (Status.QUEUED, Transition.LATE): Status.QUEUED,
+    (Status.RUNNING, Transition.READY): Status.RUNNING,
+    (Status.RUNNING, Transition.TURN): Status.RUNNING,
+    (Status.RUNNING, Transition.REWARD_TURN): Status.RUNNING,
+    (Status.RUNNING, Transition.REWARD): Status.RUNNING,
+    (Status.RUNNING, Transition.NOTE): Status.RUNNING,
+    (Status.RUNNING, Transition.LATE): Status.RUNNING,
+    (Status.RUNNING, Transition.RETRY): Status.QUEUED,
+    (Status.RUNNING, Transition.SUCCEED): Status.SUCCEEDED,
+    (Status.RUNNING, Transition.FAIL): Status.FAILED,
+    (Status.RUNNING, Transition.TIME_OUT): Status.TIMED_OUT,
+    (Status.RUNNING, Transition.FALL_SILENT): Status.UNRESPONSIVE,
+    (Status.RUNNING, Transition.BREAK): Status.INFRA_ERROR,
+    (Status.RUNNING, Transition.CANCEL): Status.CANCELLED,
+    (Status.SUCCEEDED, Transition.REWARD_TURN): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.REWARD): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.NOTE): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.SEAL): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.LATE): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.ADMIT): Status.SUCCEEDED,
+    (Status.SUCCEEDED, Transition.DROP): Status.SUCCEEDED,
+    (Status.FAILED, Transition.REWARD_TURN): Status.FAILED,
+    (Status.FAILED, Transition.REWARD): Status.FAILED,
+    (Status.FAILED, Transition.NOTE): Status.FAILED,
+    (Status.FAILED, Transition.SEAL): Status.FAILED,
+    (Status.FAILED, Transition.LATE): Status.FAILED,
+    (Status.FAILED, Transition.ADMIT): Status.FAILED,
+    (Status.FAILED, Transition.DROP): Status.FAILED,
+    (Status.TIMED_OUT, Transition.REWARD_TURN): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.REWARD): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.NOTE): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.SEAL): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.LATE): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.ADMIT): Status.TIMED_OUT,
+    (Status.TIMED_OUT, Transition.DROP): Status.TIMED_OUT,
+    (Status.UNRESPONSIVE, Transition.REWARD_TURN): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.REWARD): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.NOTE): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.SEAL): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.LATE): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.ADMIT): Status.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Transition.DROP): Status.UNRESPONSIVE,
+    (Status.CANCELLED, Transition.NOTE): Status.CANCELLED,
+    (Status.CANCELLED, Transition.SEAL): Status.CANCELLED,
+    (Status.CANCELLED, Transition.LATE): Status.CANCELLED,
+    (Status.CANCELLED, Transition.DROP): Status.CANCELLED,
+    (Status.INFRA_ERROR, Transition.NOTE): Status.INFRA_ERROR,
+    (Status.INFRA_ERROR, Transition.SEAL): Status.INFRA_ERROR,
+    (Status.INFRA_ERROR, Transition.LATE): Status.INFRA_ERROR,
+    (Status.INFRA_ERROR, Transition.DROP): Status.INFRA_ERROR,
 }
 """Every legal move and where it leads. What is not here is refused."""
-NEVER_CLOSED = frozenset({Move.NOTE, Move.LATE})
+NEVER_CLOSED = frozenset({Transition.NOTE, Transition.LATE})
 """What may be written of a rollout whose task is settled: nothing follows from it."""
 
 
-class Load(Protocol):
+class LoadStates(Protocol):
     """Where a fold finds what is known already."""
 
     def __call__(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
@@ -163,33 +163,33 @@ class Load(Protocol):
 # -- taking events in -------------------------------------------------------------------------------------------------
 
 
-def move_of(event: RolloutEvent) -> Move:
+def transition_of(event: RolloutEvent) -> Transition:
     """What an event does to its rollout."""
     if isinstance(event, AttemptEnded):
-        return Move.RETRY if event.retry else ENDS[Status(event.outcome)]
-    return _MOVE_OF[type(event)]
+        return Transition.RETRY if event.retry else TERMINAL_TRANSITIONS[Status(event.outcome)]
+    return _TRANSITION_OF[type(event)]
 
 
-_MOVE_OF: dict[type[RolloutEvent], Move] = {
-    RolloutQueued: Move.QUEUE,
-    RolloutAsked: Move.ASK,
-    RolloutSealed: Move.SEAL,
-    RolloutCancelled: Move.CANCEL,
-    RolloutExpired: Move.EXPIRE,
-    AttemptStarted: Move.START,
-    AttemptReady: Move.READY,
-    TurnRecorded: Move.TURN,
-    TurnPaid: Move.PAY,
-    Rewarded: Move.REWARD,
-    Noted: Move.NOTE,
-    LateEnd: Move.LATE,
+_TRANSITION_OF: dict[type[RolloutEvent], Transition] = {
+    RolloutQueued: Transition.QUEUE,
+    RolloutResumed: Transition.RESUME,
+    RolloutSealed: Transition.SEAL,
+    RolloutCancelled: Transition.CANCEL,
+    RolloutExpired: Transition.EXPIRE,
+    AttemptStarted: Transition.START,
+    AttemptReady: Transition.READY,
+    TurnRecorded: Transition.TURN,
+    TurnRewarded: Transition.REWARD_TURN,
+    AttemptRewarded: Transition.REWARD,
+    NoteRecorded: Transition.NOTE,
+    LateResultRecorded: Transition.LATE,
 }
 
 
-class Fold:
+class EventFold:
     """The states that a batch of events leads to, from those that `load` knows."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: LoadStates) -> None:
         self._load = load
         self._known: dict[tuple[str, int], State | None] = {}
         self.changed: dict[tuple[str, int], State] = {}
@@ -229,14 +229,14 @@ class Fold:
                 self._issue(event)
             elif isinstance(event, TaskDropped):
                 self._settle({event.task}, frozenset(), event.step, event.cause)
-            elif isinstance(event, Admitted):
+            elif isinstance(event, RolloutsAdmitted):
                 self._admit(event)
             elif isinstance(event, ResourcePut):
                 self._put(event)
 
     def _rollout(self, event: RolloutEvent) -> None:
         state = self.get(RolloutState, event.rollout)
-        status = _legal(event.rollout, state, move_of(event))
+        status = _legal(event.rollout, state, transition_of(event))
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
@@ -244,26 +244,30 @@ class Fold:
             self._set(RolloutState(event.rollout, event.task, event.sample, status, **asked))
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
-            moved = _moved(state, status, event)
+            moved = _apply_event(state, status, event)
             if moved is not state:
                 self._set(moved)
 
     def _issue(self, event: TaskIssued) -> None:
         if self.get(TaskState, event.task) is not None:
-            raise IllegalMoveError(
+            raise IllegalTransitionError(
                 f"Task {event.task} cannot be issued: it was issued before, and an ordinal is used once."
             )
         self._set(TaskState(event.task, event.row, event.source, event.fields))
 
-    def _admit(self, event: Admitted) -> None:
+    def _admit(self, event: RolloutsAdmitted) -> None:
         if self.get(StepState, event.step) is not None:
-            raise IllegalMoveError(f"Step {event.step} cannot admit rollouts: it has admitted its own before.")
+            raise IllegalTransitionError(f"Step {event.step} cannot admit rollouts: it has admitted its own before.")
         if len(set(event.rollouts)) < len(event.rollouts):
-            raise IllegalMoveError(f"Step {event.step} cannot admit a rollout twice, and its list names one twice.")
+            raise IllegalTransitionError(
+                f"Step {event.step} cannot admit a rollout twice, and its list names one twice."
+            )
         self._fetch(RolloutState, event.rollouts)
         states = {rollout: self.get(RolloutState, rollout) for rollout in event.rollouts}
         if missing := [rollout for rollout, state in states.items() if state is None]:
-            raise IllegalMoveError(f"Step {event.step} cannot admit rollout {missing[0]}, which was never queued.")
+            raise IllegalTransitionError(
+                f"Step {event.step} cannot admit rollout {missing[0]}, which was never queued."
+            )
         tasks = {state.task for state in states.values() if state is not None}
         self._settle(tasks, frozenset(event.rollouts), event.step, "")
         self._set(StepState(event.step))
@@ -280,7 +284,7 @@ class Fold:
             for id in state.rollouts:
                 rollout = self.get(RolloutState, id)
                 assert rollout is not None, f"task {state.id} names rollout {id}, which has no state"
-                move = Move.ADMIT if id in admitted else Move.DROP
+                move = Transition.ADMIT if id in admitted else Transition.DROP
                 _legal(id, rollout, move)
                 self._set(replace(rollout, settled=Phase.ADMITTED if id in admitted else Phase.DROPPED))
 
@@ -289,7 +293,7 @@ class Fold:
         state = self.get(ResourceState, id)
         newest = 0 if state is None else state.version
         if event.version != newest + 1:
-            raise IllegalMoveError(
+            raise IllegalTransitionError(
                 f"The resource '{event.name}' is at version {newest}, so version {event.version} cannot follow, only "
                 f"{newest + 1}."
             )
@@ -299,9 +303,9 @@ class Fold:
         """An open task."""
         state = self.get(TaskState, ordinal)
         if state is None:
-            raise IllegalMoveError(f"Task {ordinal} was never issued, so {what}.")
+            raise IllegalTransitionError(f"Task {ordinal} was never issued, so {what}.")
         if state.phase is not Phase.OPEN:
-            raise IllegalMoveError(f"Task {ordinal} is settled ({state.phase} at step {state.step}), so {what}.")
+            raise IllegalTransitionError(f"Task {ordinal} is settled ({state.phase} at step {state.step}), so {what}.")
         return state
 
     def _fetch(self, kind: type[S], ids: Iterable[int]) -> None:
@@ -318,25 +322,27 @@ class Fold:
         self._known[key] = self.changed[key] = state
 
 
-def _legal(id: int, state: RolloutState | None, move: Move) -> Status:
+def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
     """Where a move leads, if the rollout may make it."""
     if state is not None and state.settled is not None and move not in NEVER_CLOSED:
-        raise IllegalMoveError(f"Rollout {id} cannot {move}: its task {state.task} is settled; it was {state.settled}.")
+        raise IllegalTransitionError(
+            f"Rollout {id} cannot {move}: its task {state.task} is settled; it was {state.settled}."
+        )
     status = None if state is None else state.status
-    if (status, move) not in MOVES:
-        may = ", ".join(other for known, other in MOVES if known is status)
-        raise IllegalMoveError(f"Rollout {id} is {status or 'not known'} and cannot {move}; it may only {may}.")
-    return MOVES[status, move]
+    if (status, move) not in TRANSITIONS:
+        may = ", ".join(other for known, other in TRANSITIONS if known is status)
+        raise IllegalTransitionError(f"Rollout {id} is {status or 'not known'} and cannot {move}; it may only {may}.")
+    return TRANSITIONS[status, move]
 
 
-def _moved(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutState:
+def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutState:
     """A rollout after something happened to it that leads to this status."""
     if isinstance(event, AttemptStarted):
         if event.attempt != len(state.attempts):
             raise _misnumbered(state, event.attempt, len(state.attempts))
         attempt = AttemptState(Status.PREPARING if event.runner else Status.RUNNING, runner=event.runner)
         return replace(state, status=status, attempts=(*state.attempts, attempt))
-    if isinstance(event, RolloutAsked):
+    if isinstance(event, RolloutResumed):
         return replace(state, life=event.life)
     if isinstance(event, RolloutSealed):
         return replace(state, sealed=True)
@@ -346,45 +352,51 @@ def _moved(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutS
             over = replace(attempts[-1], status=Status.CANCELLED, error=event.why, watched=True)
             attempts = (*attempts[:-1], over)
         return replace(state, status=status, attempts=attempts, why=event.why)
-    assert isinstance(event, OfAttempt), f"nothing says what {event.kind} changes"
+    assert isinstance(event, AttemptEvent), f"nothing says what {event.kind} changes"
     newest = len(state.attempts) - 1
-    if event.attempt != newest and not (isinstance(event, Noted | LateEnd) and 0 <= event.attempt < newest):
+    if event.attempt != newest and not (
+        isinstance(event, NoteRecorded | LateResultRecorded) and 0 <= event.attempt < newest
+    ):
         raise _misnumbered(state, event.attempt, newest)
     before = state.attempts[event.attempt]
-    after = _after(f"Attempt {event.attempt} of rollout {state.id}", before, event)
+    after = _apply_to_attempt(f"Attempt {event.attempt} of rollout {state.id}", before, event)
     if after is before and status is state.status:
         return state
     attempts = (*state.attempts[: event.attempt], after, *state.attempts[event.attempt + 1 :])
     return replace(state, status=status, attempts=attempts)
 
 
-OfAttempt = AttemptReady | TurnRecorded | TurnPaid | Rewarded | Noted | AttemptEnded | LateEnd
+AttemptEvent = (
+    AttemptReady | TurnRecorded | TurnRewarded | AttemptRewarded | NoteRecorded | AttemptEnded | LateResultRecorded
+)
 
 
-def _after(where: str, attempt: AttemptState, event: OfAttempt) -> AttemptState:
+def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) -> AttemptState:
     """An attempt after something happened to it."""
-    if isinstance(event, LateEnd):
-        return _handed_in_late(where, attempt, event)
+    if isinstance(event, LateResultRecorded):
+        return _apply_late_result(where, attempt, event)
     if isinstance(event, AttemptEnded):
         return replace(attempt, status=Status(event.outcome), error=event.error, watched=event.watched)
     if isinstance(event, AttemptReady) and attempt.status is not Status.PREPARING:
-        raise IllegalMoveError(f"{where} is {attempt.status} and cannot be ready; only one that is preparing may be.")
+        raise IllegalTransitionError(
+            f"{where} is {attempt.status} and cannot be ready; only one that is preparing may be."
+        )
     if attempt.status is Status.PREPARING:
         attempt = replace(attempt, status=Status.RUNNING)
     if isinstance(event, TurnRecorded):
         if event.turn.index != attempt.turns:
-            raise IllegalMoveError(
+            raise IllegalTransitionError(
                 f"{where} cannot record turn {event.turn.index}: the next one is turn {attempt.turns}, and each is "
                 "written once, in order."
             )
         return replace(attempt, turns=attempt.turns + 1)
-    if isinstance(event, TurnPaid):
+    if isinstance(event, TurnRewarded):
         if not 0 <= event.turn < attempt.turns:
-            raise IllegalMoveError(f"{where} cannot be paid for turn {event.turn}: it has {attempt.turns} turns.")
+            raise IllegalTransitionError(f"{where} cannot be paid for turn {event.turn}: it has {attempt.turns} turns.")
         return replace(attempt, paid=attempt.paid + event.reward)
-    if isinstance(event, Rewarded):
+    if isinstance(event, AttemptRewarded):
         if attempt.reward is not None:
-            raise IllegalMoveError(
+            raise IllegalTransitionError(
                 f"{where} cannot be rewarded {event.reward}: it has {attempt.reward}, which is final."
             )
         told = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role")}
@@ -392,21 +404,21 @@ def _after(where: str, attempt: AttemptState, event: OfAttempt) -> AttemptState:
     return attempt
 
 
-def _handed_in_late(where: str, attempt: AttemptState, event: LateEnd) -> AttemptState:
+def _apply_late_result(where: str, attempt: AttemptState, event: LateResultRecorded) -> AttemptState:
     """An attempt that was over before, with what came late."""
     if not attempt.watched:
         may = "be handed in" if attempt.status in LIVE else "stay as it was handed in"
-        raise IllegalMoveError(f"{where} is {attempt.status} and cannot be handed in late; it may only {may}.")
+        raise IllegalTransitionError(f"{where} is {attempt.status} and cannot be handed in late; it may only {may}.")
     if attempt.late is not None:
-        raise IllegalMoveError(
+        raise IllegalTransitionError(
             f"{where} is {attempt.status} and was handed in late before, as {attempt.late['outcome']}; it cannot be "
             f"handed in once more, as {event.outcome}."
         )
     return replace(attempt, late={name: getattr(event, name) for name in ("outcome", "error", "reward", "parts")})
 
 
-def _misnumbered(state: RolloutState, given: int, wanted: int) -> IllegalMoveError:
-    return IllegalMoveError(
+def _misnumbered(state: RolloutState, given: int, wanted: int) -> IllegalTransitionError:
+    return IllegalTransitionError(
         f"Rollout {state.id} is {state.status} and has {len(state.attempts)} attempts; an event of attempt {given} "
         f"cannot follow, only one of attempt {wanted}."
     )

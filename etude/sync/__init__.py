@@ -8,36 +8,52 @@ from pathlib import Path
 import torch
 
 from etude.sync.config import SyncConfig
-from etude.sync.fleet import Fleet
-from etude.sync.local import LocalCarrier
-from etude.sync.plan import Plan, shares
-from etude.sync.server import Carrier, Server
+from etude.sync.local import LocalWeightSync
+from etude.sync.replicas import ReplicaWeightSync
+from etude.sync.transport import WeightReceiver, WeightTransport
+from etude.sync.weights import WeightManifest, assign_replicas
 
-__all__ = ["Carrier", "Fleet", "LocalCarrier", "Plan", "Server", "SyncConfig", "carrier", "fleet", "shares"]
+__all__ = [
+    "LocalWeightSync",
+    "ReplicaWeightSync",
+    "SyncConfig",
+    "WeightManifest",
+    "WeightReceiver",
+    "WeightTransport",
+    "assign_replicas",
+    "build_transport",
+    "build_weight_sync",
+]
 
 
-def carrier(config: SyncConfig, directory: Path, device: torch.device | None = None) -> Carrier:
+def build_transport(config: SyncConfig, directory: Path, device: torch.device | None = None) -> WeightTransport:
     """The carrier that was asked for. directory: the run's own. device: the GPU that weights lie on, for a carrier from
     there; by default the caller's."""
     nbytes = config.bucket_mib * 2**20
     dtype: torch.dtype | None = None if config.dtype == "as_trained" else getattr(torch, config.dtype)
-    if config.carrier == "shm":
-        from etude.sync.shm import ShmCarrier
+    if config.weight_transport == "shm":
+        from etude.sync.shm import ShmTransport
 
-        return ShmCarrier(nbytes, dtype)
-    if config.carrier == "ipc":
-        from etude.sync.ipc import IpcCarrier
+        return ShmTransport(nbytes, dtype)
+    if config.weight_transport == "ipc":
+        from etude.sync.ipc import IpcTransport
 
-        return IpcCarrier(nbytes, dtype, device=device)
-    if config.carrier == "disk":
-        from etude.sync.disk import DiskCarrier
+        return IpcTransport(nbytes, dtype, device=device)
+    if config.weight_transport == "disk":
+        from etude.sync.disk import DiskTransport
 
-        return DiskCarrier(directory / config.directory, nbytes, dtype, delta=config.delta)
-    from etude.sync.group import GroupCarrier
+        return DiskTransport(directory / config.directory, nbytes, dtype, delta=config.delta)
+    from etude.sync.broadcast import BroadcastTransport
 
-    return GroupCarrier(config.carrier, nbytes, dtype, address=config.address, timeout=config.timeout, device=device)
+    return BroadcastTransport(
+        config.weight_transport, nbytes, dtype, address=config.address, timeout=config.timeout, device=device
+    )
 
 
-def fleet(servers: Sequence[Server], config: SyncConfig, directory: Path, device: torch.device | None = None) -> Fleet:
-    """A `WeightCarrier` to these servers; the rest is as in `carrier`."""
-    return Fleet(servers, carrier(config, directory, device), running=config.running, timeout=config.timeout)
+def build_weight_sync(
+    servers: Sequence[WeightReceiver], config: SyncConfig, directory: Path, device: torch.device | None = None
+) -> ReplicaWeightSync:
+    """A `WeightSync` to these servers; the rest is as in `carrier`."""
+    return ReplicaWeightSync(
+        servers, build_transport(config, directory, device), running=config.running, timeout=config.timeout
+    )

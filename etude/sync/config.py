@@ -8,17 +8,17 @@ from typing import Literal
 from pydantic import Field
 
 from etude.config import Config
-from etude.sync.fleet import Running
+from etude.sync.replicas import InFlightPolicy
 
-__all__ = ["CarrierName", "SyncConfig"]
+__all__ = ["SyncConfig", "TransportName"]
 
-CarrierName = Literal["shm", "disk", "gloo", "nccl", "ipc"]
+TransportName = Literal["shm", "disk", "gloo", "nccl", "ipc"]
 
 
 class SyncConfig(Config):
     """Publishing to servers. An engine in this process needs none of it."""
 
-    carrier: CarrierName = Field(
+    weight_transport: TransportName = Field(
         "shm",
         description="shm: shared memory of this machine; ipc: of its GPU; nccl, gloo: a broadcast across machines, "
         "between GPUs or processors; disk: a directory that all see",
@@ -29,7 +29,7 @@ class SyncConfig(Config):
     dtype: Literal["as_trained", "float32", "bfloat16", "float16"] = Field(
         "as_trained", description="what weights are rounded to on their way; engines cast to their own in any case"
     )
-    running: Running = Field(
+    running: InFlightPolicy = Field(
         "continue",
         description="what becomes of requests under way: finish: publishing waits for them; continue: they go on with "
         "the new weights, and each token carries the version that drew it",

@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from etude.errors import CheckpointError
-from etude.sync.plan import Piece, Stream, dtype_name, gathered
-from etude.sync.server import Parcel, Server
+from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.weights import TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["DiskCarrier", "part_of"]
+__all__ = ["DiskTransport", "module_of"]
 
 
-class DiskCarrier:
-    """A `Carrier` to servers that see a directory."""
+class DiskTransport:
+    """A `WeightTransport` to servers that see a directory."""
 
     def __init__(
         self, directory: Path, bucket_bytes: int, dtype: torch.dtype | None = None, *, delta: bool = False
@@ -42,24 +42,24 @@ class DiskCarrier:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._delta = delta
-        self._known: dict[str, bytes] = {}  # what the weights of a part hash to, by the first's name
+        self._digests: dict[str, bytes] = {}  # what the weights of a part hash to, by the first's name
         self._count = 0
 
-    def parcels(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _Written:
+    def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _DiskBuckets:
         """The weights, in one directory."""
-        return _Written(self, Stream(weights, self._dtype), {} if whole else dict(self._known))
+        return _DiskBuckets(self, WeightStream(weights, self._dtype), {} if whole else dict(self._digests))
 
-    async def join(self, server: Server) -> None:
+    async def connect(self, server: WeightReceiver) -> None:
         """A directory needs no introduction."""
 
-    def leave(self, server: Server) -> None:
+    def disconnect(self, server: WeightReceiver) -> None:
         """Nor a farewell."""
 
     def close(self) -> None:
         """Remove what lies there."""
         shutil.rmtree(self._directory / self._name(), ignore_errors=True)
 
-    def write(self, stream: Stream, known: dict[str, bytes]) -> tuple[Path, list[Piece]]:
+    def write(self, stream: WeightStream, digests: dict[str, bytes]) -> tuple[Path, list[TensorMeta]]:
         """Write what differs from what is known, in files, under its name when it is whole."""
         old, self._count = self._directory / self._name(), self._count + 1
         made = self._directory / self._name()
@@ -68,7 +68,7 @@ class DiskCarrier:
             shutil.rmtree(writing, ignore_errors=True)
             shutil.rmtree(made, ignore_errors=True)
             writing.mkdir(parents=True)
-            pieces = list(self._files(writing, stream, known))
+            pieces = list(self._files(writing, stream, digests))
             writing.rename(made)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
@@ -78,24 +78,24 @@ class DiskCarrier:
             ) from error
         return made, pieces
 
-    def _files(self, directory: Path, stream: Stream, known: dict[str, bytes]) -> Iterator[Piece]:
+    def _files(self, directory: Path, stream: WeightStream, digests: dict[str, bytes]) -> Iterator[TensorMeta]:
         """Write parts as they come; one that turns out not to have changed is taken back."""
-        files = _Files(directory, self._bucket_bytes)
-        for _, tensors in groupby(_each(stream, files.make_room), key=lambda named: part_of(named[0])):
-            pieces, told = list[Piece](), hashlib.blake2b(digest_size=16)
+        files = _ShardWriter(directory, self._bucket_bytes)
+        for _, tensors in groupby(_copy_tensors(stream, files.make_room), key=lambda named: module_of(named[0])):
+            pieces, told = list[TensorMeta](), hashlib.blake2b(digest_size=16)
             for name, tensor in tensors:
-                files.held[name] = tensor
-                pieces.append(Piece(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0))
+                files.pending[name] = tensor
+                pieces.append(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0))
                 if self._delta:
                     told.update(name.encode())
                     told.update(tensor.view(-1).view(torch.uint8).numpy().data)
             first = pieces[0].name
             if self._delta:
-                self._known[first] = told.digest()
-            if self._delta and known.get(first) == self._known[first]:
-                files.take_back()
+                self._digests[first] = told.digest()
+            if self._delta and digests.get(first) == self._digests[first]:
+                files.discard()
                 continue
-            files.keep()
+            files.commit()
             yield from pieces
         files.write()
 
@@ -103,75 +103,75 @@ class DiskCarrier:
         return f"publish-{os.getpid()}-{self._count}"
 
 
-class _Written:
+class _DiskBuckets:
     """One parcel: a directory."""
 
-    def __init__(self, carrier: DiskCarrier, stream: Stream, known: dict[str, bytes]) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: DiskTransport, stream: WeightStream, digests: dict[str, bytes]) -> None:
+        self._transport = transport
         self._stream = stream
-        self._known = known
+        self._digests = digests
         self._done = False
 
-    async def next(self) -> Parcel | None:
+    async def next(self) -> Bucket | None:
         """The directory, once."""
         if self._done:
             return None
         self._done = True
-        made, pieces = await asyncio.to_thread(self._carrier.write, self._stream, self._known)
-        return Parcel("disk", tuple(pieces), {"directory": str(made)})
+        made, pieces = await asyncio.to_thread(self._transport.write, self._stream, self._digests)
+        return Bucket("disk", tuple(pieces), {"directory": str(made)})
 
 
-def part_of(name: str) -> str:
+def module_of(name: str) -> str:
     """The part of a model that a weight belongs to, and that servers may compute as one map: the attention of a layer
     for `model.layers.0.self_attn.q_proj.weight`."""
     return ".".join(name.split(".")[:-2]) or name
 
 
-def _each(stream: Stream, make_room: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
+def _copy_tensors(stream: WeightStream, make_room: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of their own, in memory of the processor, in the dtype that they travel in; each once there is room."""
     while (found := stream.peek()) is not None:
         name, tensor, dtype = found
-        make_room(stream.nbytes())
-        stream.take()
-        yield name, torch.empty(tensor.shape, dtype=dtype).copy_(gathered(tensor))
+        make_room(stream.next_nbytes())
+        stream.advance()
+        yield name, torch.empty(tensor.shape, dtype=dtype).copy_(gather_full_tensor(tensor))
 
 
-class _Files:
+class _ShardWriter:
     """Files of at most a bucket each: what is to stay, and after it the part that is coming in."""
 
     def __init__(self, directory: Path, most: int) -> None:
-        self._directory, self._most, self._count = directory, most, 0
-        self._kept: dict[str, Tensor] = {}
-        self.held: dict[str, Tensor] = {}
+        self._directory, self._max_bytes, self._count = directory, most, 0
+        self._committed: dict[str, Tensor] = {}
+        self.pending: dict[str, Tensor] = {}
         """The part that is coming in, as far as no file has it."""
-        self._drafts: list[Path] = []
+        self._pending_files: list[Path] = []
 
     def make_room(self, nbytes: int) -> None:
         """Write what is held, if so much more does not fit in beside it."""
-        if self._kept and self._size() + nbytes > self._most:
-            self._save(self._kept)
-        if self.held and self._size() + nbytes > self._most:
-            self._drafts.append(self._save(self.held))
+        if self._committed and self._size() + nbytes > self._max_bytes:
+            self._save(self._committed)
+        if self.pending and self._size() + nbytes > self._max_bytes:
+            self._pending_files.append(self._save(self.pending))
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The part is to stay."""
-        self._kept |= self.held
-        self.held.clear()
-        self._drafts.clear()
+        self._committed |= self.pending
+        self.pending.clear()
+        self._pending_files.clear()
 
-    def take_back(self) -> None:
+    def discard(self) -> None:
         """The part is not to stay."""
-        self.held.clear()
-        while self._drafts:
-            self._drafts.pop().unlink()
+        self.pending.clear()
+        while self._pending_files:
+            self._pending_files.pop().unlink()
 
     def write(self) -> None:
         """Write what is left of all that is to stay."""
-        if self._kept:
-            self._save(self._kept)
+        if self._committed:
+            self._save(self._committed)
 
     def _size(self) -> int:
-        return sum(tensor.nbytes for each in (self._kept, self.held) for tensor in each.values())
+        return sum(tensor.nbytes for each in (self._committed, self.pending) for tensor in each.values())
 
     def _save(self, tensors: dict[str, Tensor]) -> Path:
         """Write these, and let go of them."""

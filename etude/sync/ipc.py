@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from etude.errors import ConfigError
-from etude.sync.plan import ALIGNMENT, Piece, Stream, dtype_name, gathered
-from etude.sync.server import Parcel, Server
+from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.weights import ALIGNMENT, TensorMeta, WeightStream, dtype_name, gather_full_tensor
 
-__all__ = ["IpcCarrier"]
+__all__ = ["IpcTransport"]
 
 
-class IpcCarrier:
-    """A `Carrier` to servers on the trainer's GPU."""
+class IpcTransport:
+    """A `WeightTransport` to servers on the trainer's GPU."""
 
     def __init__(
         self, bucket_bytes: int, dtype: torch.dtype | None = None, *, device: torch.device | None = None
@@ -36,8 +36,8 @@ class IpcCarrier:
         """device: the GPU of the weights; by default the caller's, as another thread may have another."""
         if not torch.cuda.is_available():
             raise ConfigError(
-                "`carrier=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine without a GPU "
-                "take `carrier=shm`."
+                "`weight_transport=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine "
+                "without a GPU take `weight_transport=shm`."
             )
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
@@ -45,14 +45,14 @@ class IpcCarrier:
         self._buckets: list[Tensor | None] = [None, None]
         self._turn = 0
 
-    def parcels(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _Filled:
+    def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _IpcBuckets:
         """The weights, a bucket at a time."""
-        return _Filled(self, Stream(weights, self._dtype))
+        return _IpcBuckets(self, WeightStream(weights, self._dtype))
 
-    async def join(self, server: Server) -> None:
+    async def connect(self, server: WeightReceiver) -> None:
         """A handle needs no introduction."""
 
-    def leave(self, server: Server) -> None:
+    def disconnect(self, server: WeightReceiver) -> None:
         """Nor a farewell."""
 
     def close(self) -> None:
@@ -71,40 +71,45 @@ class IpcCarrier:
         return held
 
 
-class _Filled:
+class _IpcBuckets:
     """Buckets, filled one after the other."""
 
-    def __init__(self, carrier: IpcCarrier, stream: Stream) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: IpcTransport, stream: WeightStream) -> None:
+        self._transport = transport
         self._stream = stream
 
-    async def next(self) -> Parcel | None:
+    async def next(self) -> Bucket | None:
         """The next bucket that is full."""
         found = await asyncio.to_thread(self._fill)
         if found is None:
             return None
         bucket, pieces = found
-        handle = [_plain(part) for part in _handle(bucket)]
-        return Parcel("ipc", tuple(pieces), {"handle": handle}, handed=lambda server: _handles(bucket, pieces, server))
+        handle = [_to_json(part) for part in _handle(bucket)]
+        return Bucket(
+            "ipc",
+            tuple(pieces),
+            {"handle": handle},
+            tensor_handles=lambda server: _pickle_handles(bucket, pieces, server),
+        )
 
-    def _fill(self) -> tuple[Tensor, list[Piece]] | None:
-        if not self._stream.nbytes():
+    def _fill(self) -> tuple[Tensor, list[TensorMeta]] | None:
+        if not self._stream.next_nbytes():
             return None
-        bucket = self._carrier.bucket(self._stream.nbytes())
-        pieces: list[Piece] = []
+        bucket = self._transport.bucket(self._stream.next_nbytes())
+        pieces: list[TensorMeta] = []
         end = 0
-        while (found := self._stream.peek()) is not None and end + self._stream.nbytes() <= bucket.nbytes:
+        while (found := self._stream.peek()) is not None and end + self._stream.next_nbytes() <= bucket.nbytes:
             name, tensor, dtype = found
-            piece = Piece(name, dtype_name(dtype), tuple(tensor.shape), end)
-            _view(bucket, piece).copy_(gathered(tensor))
-            self._stream.take()
+            piece = TensorMeta(name, dtype_name(dtype), tuple(tensor.shape), end)
+            _view(bucket, piece).copy_(gather_full_tensor(tensor))
+            self._stream.advance()
             pieces.append(piece)
             end = -(-(end + piece.nbytes) // ALIGNMENT) * ALIGNMENT
         torch.cuda.synchronize(bucket.device)
         return bucket, pieces
 
 
-def _view(bucket: Tensor, piece: Piece) -> Tensor:
+def _view(bucket: Tensor, piece: TensorMeta) -> Tensor:
     dtype: torch.dtype = getattr(torch, piece.dtype)
     return bucket[piece.offset : piece.offset + piece.nbytes].view(dtype).view(piece.shape)
 
@@ -116,20 +121,20 @@ def _handle(bucket: Tensor) -> Sequence[Any]:
     return device, size, shared, offset, counter, counter_offset, event, synced
 
 
-def _plain(part: Any) -> Any:
+def _to_json(part: Any) -> Any:
     """The same as JSON holds it."""
     return {"bytes": b64encode(part).decode()} if isinstance(part, bytes) else part
 
 
-def _handles(bucket: Tensor, pieces: Sequence[Piece], server: Server) -> str:
+def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: WeightReceiver) -> str:
     """The pieces as torch hands tensors on a GPU to another process, in base 64."""
     del server
     told = io.BytesIO()
-    _ByGpu(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
+    _GpuTensorPickler(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
     return b64encode(told.getvalue()).decode()
 
 
-class _ByGpu(ForkingPickler):
+class _GpuTensorPickler(ForkingPickler):
     """Names the GPU of a tensor by what it is called everywhere, as SGLang does: a server that sees that one alone has
     another number for it."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.observe import Metrics, Sum
 
-__all__ = ["LocalCarrier", "LocalEngine"]
+__all__ = ["LocalEngine", "LocalWeightSync"]
 
 
 class Weights(Protocol):
@@ -36,7 +36,7 @@ class LocalEngine(Protocol):
         """What it computes with."""
         ...
 
-    async def swap(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Between two tokens, write these over its own and take their version; nothing cached under others is used
         again. None at all where its own memory was written already.
 
@@ -45,8 +45,8 @@ class LocalEngine(Protocol):
         ...
 
 
-class LocalCarrier:
-    """A `WeightCarrier` to one engine in this process."""
+class LocalWeightSync:
+    """A `WeightSync` to one engine in this process."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
@@ -63,12 +63,12 @@ class LocalCarrier:
         begun = time.perf_counter()
         if like is None:
             like = weights = list(weights)
-        written = self._written(dict(like))
-        await self._engine.swap(weights if written else (), version)
+        written = self._bytes_to_write(dict(like))
+        await self._engine.update_weights(weights if written else (), version)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
 
-    def _written(self, published: dict[str, Tensor]) -> int:
+    def _bytes_to_write(self, published: dict[str, Tensor]) -> int:
         """How many bytes of the engine's memory these weights are not in already."""
         held = dict(self._engine.model.named_weights())
         odd = sorted(held.keys() ^ published.keys())

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from etude.sync.plan import Piece, Stream
-from etude.sync.server import Parcel, Server
-from etude.sync.slots import Place, Slot, Slots
+from etude.sync.shared_buckets import DoubleBuffer, SharedBucket, SharedMemoryHandle
+from etude.sync.transport import Bucket, WeightReceiver
+from etude.sync.weights import TensorMeta, WeightStream
 
-__all__ = ["ShmCarrier"]
+__all__ = ["ShmTransport"]
 
 
-class ShmCarrier:
-    """A `Carrier` to servers of this machine."""
+class ShmTransport:
+    """A `WeightTransport` to servers of this machine."""
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
-        self._slots = Slots(bucket_bytes)
+        self._slots = DoubleBuffer(bucket_bytes)
         self._dtype = dtype
 
     @property
@@ -41,14 +41,14 @@ class ShmCarrier:
         """What it holds between publishes, and at most in one: both slots."""
         return self._slots.capacity
 
-    def parcels(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _Filled:
+    def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _ShmBuckets:
         """The weights, a slot at a time."""
-        return _Filled(self._slots, Stream(weights, self._dtype))
+        return _ShmBuckets(self._slots, WeightStream(weights, self._dtype))
 
-    async def join(self, server: Server) -> None:
+    async def connect(self, server: WeightReceiver) -> None:
         """A file needs no introduction."""
 
-    def leave(self, server: Server) -> None:
+    def disconnect(self, server: WeightReceiver) -> None:
         """Nor a farewell."""
 
     def close(self) -> None:
@@ -56,71 +56,75 @@ class ShmCarrier:
         self._slots.close()
 
 
-class _Filled:
+class _ShmBuckets:
     """Slots, filled one after the other."""
 
-    def __init__(self, slots: Slots, stream: Stream) -> None:
+    def __init__(self, slots: DoubleBuffer, stream: WeightStream) -> None:
         self._slots = slots
         self._stream = stream
 
-    async def next(self) -> Parcel | None:
+    async def next(self) -> Bucket | None:
         """The next slot that is full."""
         slot = self._slots.next()
         pieces = await asyncio.to_thread(slot.fill, self._stream)
         if not pieces:
             return None
-        place = slot.place()
+        place = slot.get_handle()
         where = {"path": place.path, "base": place.base, "nbytes": place.nbytes}
-        return Parcel("shm", tuple(pieces), where, handed=lambda server: _handles(slot, place, pieces, server))
+        return Bucket(
+            "shm", tuple(pieces), where, tensor_handles=lambda server: _pickle_handles(slot, place, pieces, server)
+        )
 
 
-def _handles(slot: Slot, place: Place, pieces: Sequence[Piece], server: Server) -> str:
+def _pickle_handles(
+    slot: SharedBucket, handle: SharedMemoryHandle, pieces: Sequence[TensorMeta], server: WeightReceiver
+) -> str:
     """The pieces as torch hands shared tensors over, in base 64; each rank of the server will map the slot once."""
-    slot.lent(server.ranks)
-    storage = _Storage(place)
+    slot.add_readers(server.ranks)
+    storage = _StorageStub(handle)
     told = io.BytesIO()
-    _Spelled(told).dump([(piece.name, _View(storage, piece)) for piece in pieces])
+    _SharedTensorPickler(told).dump([(piece.name, _TensorStub(storage, piece)) for piece in pieces])
     return b64encode(told.getvalue()).decode()
 
 
 @dataclass(frozen=True, eq=False)
-class _Storage:
+class _StorageStub:
     """Stands for the slot's storage."""
 
-    place: Place
+    handle: SharedMemoryHandle
 
 
 @dataclass(frozen=True, eq=False)
-class _Typed:
+class _TypedStorageStub:
     """Stands for the storage, read as one dtype."""
 
-    storage: _Storage
+    storage: _StorageStub
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
-class _View:
+class _TensorStub:
     """Stands for a tensor in the storage."""
 
-    storage: _Storage
-    piece: Piece
+    storage: _StorageStub
+    piece: TensorMeta
 
 
-class _Spelled(pickle.Pickler):
+class _SharedTensorPickler(pickle.Pickler):
     """Writes, for what stands for a shared tensor, what torch writes for the tensor itself."""
 
     def reducer_override(self, obj: Any) -> Any:
         """How each is made again where it is read."""
-        if isinstance(obj, _Storage):
-            place = obj.place
+        if isinstance(obj, _StorageStub):
+            place = obj.handle
             made = (torch.UntypedStorage, place.manager, place.handle, place.nbytes)
             return reductions.rebuild_storage_filename, made
-        if isinstance(obj, _Typed):
+        if isinstance(obj, _TypedStorageStub):
             return reductions.rebuild_typed_storage, (obj.storage, obj.dtype)
-        if isinstance(obj, _View):
+        if isinstance(obj, _TensorStub):
             piece = obj.piece
             dtype: torch.dtype = getattr(torch, piece.dtype)
             strides = tuple(prod(piece.shape[at + 1 :]) for at in range(len(piece.shape)))
             laid = (piece.offset // dtype.itemsize, torch.Size(piece.shape), strides, False)
-            return reductions.rebuild_tensor, (torch.Tensor, _Typed(obj.storage, dtype), laid)
+            return reductions.rebuild_tensor, (torch.Tensor, _TypedStorageStub(obj.storage, dtype), laid)
         return NotImplemented

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.chat import Tokenizer, retold
+from etude.chat import Tokenizer, decode_conversation
 from etude.errors import ConfigError
-from etude.observe import format_number, get_log, make_console
-from etude.recipes.agents import SCORED, asked_of
-from etude.recipes.causes import cause_of
-from etude.recipes.folder import OPTIONS, read_options
-from etude.recipes.play import ending
+from etude.observe import format_number, get_logger, make_console
+from etude.recipes.collect.agent_rollouts import FIRST_EVALUATION_ORDINAL, task_prompt
+from etude.recipes.collect.failure_messages import describe_failure
+from etude.recipes.collect.player import end_reason
+from etude.recipes.run.directory import OPTIONS, read_options
 from etude.records import Outcome, Turn
 from etude.store import Journal, Phase, RolloutState, TaskDropped, open_store
-from etude.tools.rollouts.reading import counting
+from etude.tools.rollouts.reader import reward_getter
 
-__all__ = ["answers", "show"]
+__all__ = ["load_answers", "show"]
 
 JOURNAL = "journal.sqlite"
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
@@ -48,7 +48,7 @@ def show(
 ) -> None:
     """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
     shown = 3 if tasks is None else _at_least_one(tasks)
-    step, found = answers(directory, step)
+    step, found = load_answers(directory, step)
     console = make_console() if console is None else console
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for each in found:
@@ -58,8 +58,8 @@ def show(
     console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks.{told}"), soft_wrap=True)
     for group in list(groups.values())[:shown]:
         console.print()
-        console.print(Text(_spoken(group[0]["prompt"]), "bold"), soft_wrap=True)
-        console.print(_table(sorted(group, key=_worth, reverse=True), whole))
+        console.print(Text(_prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
+        console.print(_table(sorted(group, key=_sort_key, reverse=True), whole))
     if len(groups) > shown:
         console.print(Text(f"{len(groups) - shown} more tasks: -n {len(groups)} shows all, --json prints them."))
 
@@ -70,7 +70,9 @@ def _at_least_one(tasks: int) -> int:
     return tasks
 
 
-def answers(directory: Path, step: int | None = None, tasks: int | None = None) -> tuple[int, list[dict[str, Any]]]:
+def load_answers(
+    directory: Path, step: int | None = None, tasks: int | None = None
+) -> tuple[int, list[dict[str, Any]]]:
     """Return a step, by default the last that was collected, and its rollouts as plain data, task by task: those that
     were trained on, and those that failed. tasks: how many of its tasks; None is all."""
     most = None if tasks is None else _at_least_one(tasks)
@@ -91,7 +93,7 @@ def answers(directory: Path, step: int | None = None, tasks: int | None = None) 
                 f"{max(steps)}. Give one of them with --step."
             )
         rollouts = _rollouts(store, admitted.get(wanted, ()), dropped.get(wanted, ()))
-        found = list(_of(store, wanted, rollouts, directory))
+        found = list(_answer_records(store, wanted, rollouts, directory))
         first = list(dict.fromkeys(each["task"] for each in found))[:most]
         return wanted, [each for each in found if each["task"] in first]
 
@@ -100,20 +102,20 @@ def _dropped(store: Journal) -> dict[int, list[int]]:
     """The tasks that each step left out; tasks that scored the model are none of them."""
     found: dict[int, list[int]] = defaultdict(list)
     for _, event in store.read(kinds=(TaskDropped,)):
-        if isinstance(event, TaskDropped) and event.task < SCORED:
+        if isinstance(event, TaskDropped) and event.task < FIRST_EVALUATION_ORDINAL:
             found[event.step].append(event.task)
     return found
 
 
 def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
     """The rollouts that a step trained on, and behind those of a task the ones that failed."""
-    trained = store.some(RolloutState, admitted)
+    trained = store.load_states(RolloutState, admitted)
     tries: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
     for id in admitted:
         tries[trained[id].task].append(trained[id])
     for task, chosen in tries.items():
         others = [id for id in store.task(task).rollouts if id not in trained]
-        chosen += [state for state in store.some(RolloutState, others).values() if _failed(state)]
+        chosen += [state for state in store.load_states(RolloutState, others).values() if _failed(state)]
     return [state for chosen in tries.values() for state in chosen]
 
 
@@ -129,12 +131,14 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
     try:
         return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
     except ConfigError as error:
-        get_log("tools").warning("What was shown between answers cannot be read, and is left out. %s", error)
+        get_logger("tools").warning("What was shown between answers cannot be read, and is left out. %s", error)
         return None
 
 
-def _of(store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path) -> Iterator[dict[str, Any]]:
-    counts, turns_at_most = counting(directory), _max_turns(directory)
+def _answer_records(
+    store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path
+) -> Iterator[dict[str, Any]]:
+    counts, turns_at_most = reward_getter(directory), _max_turns(directory)
     for rollout in rollouts:
         task, last = store.task(rollout.task), rollout.last
         turns = store.turns(rollout.id) if last is not None else []
@@ -143,15 +147,15 @@ def _of(store: Journal, step: int, rollouts: Sequence[RolloutState], directory: 
             "step": step,
             "task": task.id,
             "source": task.source,
-            "prompt": asked_of(task.fields),
+            "prompt": task_prompt(task.fields),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
             "reward": earned,
             "parts": dict(last.parts) if last is not None and earned is not None and earned == last.total else {},
             "tokens": sum(len(turn.completion.ids) for turn in turns),
-            "finish": ending(turns, last is not None and last.truncated, turns_at_most) or "stop",
+            "finish": end_reason(turns, last is not None and last.truncated, turns_at_most) or "stop",
             "outcome": str(rollout.status),
-            "error": cause_of(store, rollout) if _failed(rollout) else "",
+            "error": describe_failure(store, rollout) if _failed(rollout) else "",
         } | ({"conversation": _conversation(_tokenizer(directory), turns)} if len(turns) > 1 else {})
 
 
@@ -167,7 +171,7 @@ def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[di
     if tokenizer is None:
         told = [{"by": "model", "text": turn.completion.text} for turn in turns]
     else:
-        told = [*retold(tokenizer, turns)]
+        told = [*decode_conversation(tokenizer, turns)]
     for said, turn in zip((each for each in told if each["by"] == "model"), turns, strict=True):
         if turn.reward is not None:
             said["reward"] = turn.reward
@@ -183,18 +187,20 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     table.add_column("answer")
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for each in group:
-        alike[_told(each), each["reward"], each["finish"], each["outcome"], each["error"]].append(each)
+        alike[_answer_text(each), each["reward"], each["finish"], each["outcome"], each["error"]].append(each)
     for (told, *_), (each, *others) in alike.items():
         text = told if whole or len(told) <= LONGEST else told[: LONGEST - 1] + "…"
         cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
         numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
         shown = ["–" if number is None else format_number(number) for number in numbers]
         cells = [str(1 + len(others)), *shown, str(each["tokens"])]
-        table.add_row(*map(Text, cells), Text.assemble(text, (cut, "dim"), (_why(each, whole, bool(text)), "red")))
+        table.add_row(
+            *map(Text, cells), Text.assemble(text, (cut, "dim"), (_failure_text(each, whole, bool(text)), "red"))
+        )
     return table
 
 
-def _why(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
+def _failure_text(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
     """The outcome of a rollout that failed, and its cause: of a long one the beginning and the end, where causes stand.
     behind: whether it follows the answer."""
     if answer["outcome"] == Outcome.SUCCEEDED:
@@ -205,12 +211,12 @@ def _why(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
     return ("\n" if behind else "") + f"{answer['outcome']}: {error}"
 
 
-def _worth(answer: Mapping[str, Any]) -> float:
+def _sort_key(answer: Mapping[str, Any]) -> float:
     """Return the sort key that puts the best first, and those without a reward last."""
     return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 
-def _told(answer: Mapping[str, Any]) -> str:
+def _answer_text(answer: Mapping[str, Any]) -> str:
     """What was answered; of several turns, each and what it earned, and behind a bar what came of it."""
     if "conversation" not in answer:
         return str(answer["answer"])
@@ -222,7 +228,7 @@ def _told(answer: Mapping[str, Any]) -> str:
     )
 
 
-def _spoken(prompt: Any) -> str:
+def _prompt_text(prompt: Any) -> str:
     """A prompt as a person reads it."""
     if isinstance(prompt, str):
         return prompt

@@ -24,12 +24,21 @@ from rich.text import Text
 
 from etude.errors import ConfigError
 from etude.observe import format_number, make_console
-from etude.observe.curves import ASCII_BLOCKS, BLOCKS, GOOD, INK, carries, dress, sheet, sparkline
-from etude.tools.history import Curve, History, read
+from etude.observe.plotting import (
+    ASCII_BLOCKS,
+    BLOCKS,
+    GOOD_COLOR,
+    TEXT_COLOR,
+    can_encode,
+    make_figure,
+    sparkline,
+    style_panel,
+)
+from etude.tools.metric_curves import Curve, RunCurves, read_curves
 
-__all__ = ["HEADLINE", "draw", "plot", "smoothed"]
+__all__ = ["DEFAULT_METRICS", "draw", "plot", "smooth_values"]
 
-HEADLINE = (
+DEFAULT_METRICS = (
     *("reward", "expected_reward", "eval/mean@*", "eval/maj@*", "loss", "eval/loss"),
     *("accuracy", "eval/accuracy", "margin", "eval/margin", "entropy", "policy_kl", "kl", "mismatch/k3"),
     *("answer_length", "truncated", "grad_norm"),
@@ -37,7 +46,7 @@ HEADLINE = (
 )
 """What is drawn unless something else is asked for: those of these that the runs have."""
 PICTURE = "plot.png"
-COLOURS = (GOOD, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
+COLOURS = (GOOD_COLOR, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
 MOST_RUNS = len(COLOURS)
 MOST_COLUMNS = 3
 WINDOWS = 30
@@ -51,14 +60,14 @@ def plot(
 ) -> Path:
     """Draw these runs: a picture, whose path is returned, and lines on the console.
 
-    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `HEADLINE`. `into` is
-    the picture's file; without it, that of one run lies in its directory, and that of several where one is.
+    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `DEFAULT_METRICS`.
+    `into` is the picture's file; without it, that of one run lies in its directory, and that of several where one is.
     """
     console = make_console() if console is None else console
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{len(runs)} runs were named, and one picture tells {MOST_RUNS} apart. Name fewer.")
-    histories = [read(run) for run in dict.fromkeys(runs)]
-    chosen = _chosen(histories, metrics)
+    histories = [read_curves(run) for run in dict.fromkeys(runs)]
+    chosen = _select_metrics(histories, metrics)
     names = _names([history.directory for history in histories])
     path = into or (histories[0].directory / PICTURE if len(histories) == 1 else Path(PICTURE))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,19 +77,19 @@ def plot(
     return path
 
 
-def draw(histories: Sequence[History], names: Sequence[str], metrics: Sequence[str], path: Path) -> None:
+def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], path: Path) -> None:
     """The picture: a panel for each metric, a colour for each run."""
     title = names[0] if len(names) == 1 else ""
     steps = [curve.steps for history in histories for name, curve in history.curves.items() if name in metrics]
     first, last = min(int(each[0]) for each in steps), max(int(each[-1]) for each in steps)
-    figure, panels, _ = sheet(len(metrics), title, most_columns=MOST_COLUMNS, panel=(3.3, 2.1))
+    figure, panels, _ = make_figure(len(metrics), title, most_columns=MOST_COLUMNS, panel=(3.3, 2.1))
     for panel, metric in zip(panels, metrics, strict=True):
         curves = [history.curves.get(metric) for history in histories]
         for curve, colour in zip(curves, COLOURS, strict=False):
             if curve is not None:
                 _draw_curve(panel, curve, colour)
         only = curves[0] if len(curves) == 1 else None
-        dress(panel, metric, "" if only is None else format_number(smoothed(only.values)[-1]), COLOURS[0])
+        style_panel(panel, metric, "" if only is None else format_number(smooth_values(only.values)[-1]), COLOURS[0])
         panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         panel.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
@@ -91,7 +100,7 @@ def draw(histories: Sequence[History], names: Sequence[str], metrics: Sequence[s
     figure.savefig(path)
 
 
-def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def smooth_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """A weighted mean of each point's neighbours, the nearer the heavier; at the ends of those that there are."""
     reach = len(values) // WINDOWS
     weights = 1.0 + reach - np.abs(np.arange(-reach, reach + 1))
@@ -102,7 +111,7 @@ def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _draw_curve(panel: Axes, curve: Curve, colour: str) -> None:
-    smooth = smoothed(curve.values)
+    smooth = smooth_values(curve.values)
     dots = {"marker": "o", "markersize": 2.5} if len(curve) <= SPARSE else {}
     if not dots:
         panel.plot(curve.steps, curve.values, color=colour, linewidth=0.7, alpha=0.28, zorder=2)
@@ -113,20 +122,26 @@ def _draw_curve(panel: Axes, curve: Curve, colour: str) -> None:
 def _legend(figure: Figure, names: Sequence[str]) -> None:
     lines = [Line2D([], [], color=colour, linewidth=2.2) for colour, _ in zip(COLOURS, names, strict=False)]
     figure.legend(
-        lines, names, loc="outside upper left", ncols=min(len(names), 4), frameon=False, fontsize=8, labelcolor=INK
+        lines,
+        names,
+        loc="outside upper left",
+        ncols=min(len(names), 4),
+        frameon=False,
+        fontsize=8,
+        labelcolor=TEXT_COLOR,
     )
 
 
-def _table(histories: Sequence[History], names: Sequence[str], metrics: Sequence[str], console: Console) -> Table:
+def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], console: Console) -> Table:
     """A line for each metric of each run."""
-    blocks, arrow = (BLOCKS, "→") if carries(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
+    blocks, arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
     several = len(names) > 1
     beside = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
     width = max(8, min(48, console.width - beside))
     table = Table(box=None, pad_edge=False, show_header=False)
     for metric in metrics:
         curves = {name: history.curves.get(metric) for name, history in zip(names, histories, strict=True)}
-        there = {name: smoothed(curve.values) for name, curve in curves.items() if curve is not None}
+        there = {name: smooth_values(curve.values) for name, curve in curves.items() if curve is not None}
         low, high = min(map(np.min, there.values())), max(map(np.max, there.values()))
         top = high if high > low else low + 1.0
         for place, (name, values) in enumerate(there.items()):
@@ -138,12 +153,12 @@ def _table(histories: Sequence[History], names: Sequence[str], metrics: Sequence
     return table
 
 
-def _chosen(histories: Sequence[History], asked: Sequence[str]) -> list[str]:
+def _select_metrics(histories: Sequence[RunCurves], asked: Sequence[str]) -> list[str]:
     """The metrics to draw, in the order in which they were asked for."""
     there = list(dict.fromkeys(name for history in histories for name in history.curves))
     listed = f"Those there are {', '.join(sorted(there))}."
     chosen: dict[str, None] = {}
-    for pattern in asked or HEADLINE:
+    for pattern in asked or DEFAULT_METRICS:
         found = [name for name in there if fnmatchcase(name, pattern)]
         if asked and not found:
             near = get_close_matches(pattern, there, n=1)

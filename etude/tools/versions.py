@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Device", "Installed", "devices", "installed", "lines", "tree"]
+__all__ = ["Device", "InstalledPackage", "format_lines", "list_devices", "list_packages", "to_dict"]
 
 NEEDED = {"torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "pydantic": "pydantic"}
 """The packages that Etude cannot do without, and their distributions."""
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledPackage:
     """A package and its version."""
 
     name: str
@@ -46,13 +46,13 @@ class Device:
     """In words."""
 
 
-def installed() -> list[Installed]:
+def list_packages() -> list[InstalledPackage]:
     """Etude's packages, those of its extras last."""
-    needed = [Installed(name, _version((distribution,))) for name, distribution in NEEDED.items()]
-    return needed + [Installed(name, _version(found), extra) for name, (extra, found) in OPTIONAL.items()]
+    needed = [InstalledPackage(name, _version((distribution,))) for name, distribution in NEEDED.items()]
+    return needed + [InstalledPackage(name, _version(found), extra) for name, (extra, found) in OPTIONAL.items()]
 
 
-def devices() -> list[Device]:
+def list_devices() -> list[Device]:
     """The CPU, and each accelerator that torch can reach."""
     found = [
         Device("cpu", f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
@@ -66,24 +66,24 @@ def devices() -> list[Device]:
     return found
 
 
-def tree(etude: str) -> dict[str, Any]:
+def to_dict(etude: str) -> dict[str, Any]:
     """All of it as plain data; `etude` is Etude's own version."""
     return {
         "etude": etude,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {package.name: package.version for package in installed()},
-        "devices": [asdict(device) for device in devices()],
+        "packages": {package.name: package.version for package in list_packages()},
+        "devices": [asdict(device) for device in list_devices()],
     }
 
 
-def lines(etude: str) -> list[str]:
+def format_lines(etude: str) -> list[str]:
     """All of it for a person to read, a line each; `etude` is Etude's own version."""
     told = [("etude", etude), ("python", f"{platform.python_version()} on {platform.platform()}")]
-    for package in installed():
+    for package in list_packages():
         remedy = f"not installed: pip install 'etude[{package.extra}]'"
         told.append((package.name, package.version or remedy))
-    told += [(device.name, device.what) for device in devices()]
+    told += [(device.name, device.what) for device in list_devices()]
     return [f"{name:<13} {what}" for name, what in told]
 
 

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from etude.lazy import names_of
+from etude.lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from etude.train.config import MeshConfig, Train
-    from etude.train.cost import matmul_rate
-    from etude.train.frozen import Frozen
+    from etude.train.config import MeshConfig, TrainConfig
+    from etude.train.flops import measure_matmul_flops
+    from etude.train.frozen_model import FrozenModel
     from etude.train.fsdp import Learner, Objective, load_weights, read_weights
     from etude.train.mesh import Mesh
     from etude.train.score import ModelScorer
 
 __all__ = [
-    "Frozen",
+    "FrozenModel",
     "Learner",
     "Mesh",
     "MeshConfig",
     "ModelScorer",
     "Objective",
-    "Train",
+    "TrainConfig",
     "load_weights",
-    "matmul_rate",
+    "measure_matmul_flops",
     "read_weights",
 ]
 
-__getattr__ = names_of(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "config": ("MeshConfig", "Train"),
-        "cost": ("matmul_rate",),
-        "frozen": ("Frozen",),
+        "config": ("MeshConfig", "TrainConfig"),
+        "flops": ("measure_matmul_flops",),
+        "frozen_model": ("FrozenModel",),
         "fsdp": ("Learner", "Objective", "load_weights", "read_weights"),
         "mesh": ("Mesh",),
         "score": ("ModelScorer",),

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 from etude.config import Config
 from etude.errors import ConfigError
 
-__all__ = ["MeshConfig", "Precision", "Train"]
+__all__ = ["MeshConfig", "Precision", "TrainConfig"]
 
 Precision = Literal["bf16", "fp32", "fp16", "fp64"]
 
 
-class Train(Config):
+class TrainConfig(Config):
     """How weights follow a gradient, and what it costs in memory."""
 
     precision: Precision = Field(
@@ -45,7 +45,7 @@ class Train(Config):
     )
 
     @model_validator(mode="after")
-    def _betas_are_shares(self) -> Train:
+    def _betas_are_shares(self) -> TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"`betas` are shares of what is remembered, from 0 to below 1; {self.betas} was given. Usual are 0.9 "
@@ -69,7 +69,7 @@ class MeshConfig(Config):
         """The ranks that compute the same rollouts together."""
         return self.tensor * self.sequence
 
-    def refuse(self, ranks: int) -> None:
+    def check_ranks(self, ranks: int) -> None:
         """Refuse so many ranks, if they are not whole meshes."""
         if ranks % self.size:
             whole = max(self.size, ranks - ranks % self.size)

@@ -15,42 +15,49 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import logits as of_logits
-from etude.algorithms.view import places
-from etude.batch import Batch, Column, Kind, Pack
+from etude.algorithms.view import flatnonzero
+from etude.batch import Batch, Column, ColumnKind, Pack
 from etude.data.pack import micro_batches
 from etude.errors import BatchError
-from etude.models import Divided, Model, PackedAttention, logp_and_entropy, over_chunks, token_logp
+from etude.models import Divided, Model, PackedAttention, logp_and_entropy, map_logit_chunks, token_logp
 
-__all__ = ["JUDGED", "TOKEN_OF_BATCH", "Compared", "ForwardPass", "Passed", "cut"]
+__all__ = [
+    "OUTPUT_FUNCTIONS",
+    "TOKEN_OF_BATCH",
+    "ForwardPass",
+    "ForwardResult",
+    "ReferenceModel",
+    "iterate_micro_batches",
+]
 
-Judge = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+OutputFn = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
-JUDGED: dict[str, Judge] = {
+OUTPUT_FUNCTIONS: dict[str, OutputFn] = {
     "logp": lambda logits, ids, _, t: of_logits.token_logp(logits, ids, t),
     "entropy": lambda logits, _, __, t: of_logits.entropy(logits, t),
     "sum_pi_squared": lambda logits, _, __, t: of_logits.sum_pi_squared(logits, t),
-    "topk_logp": lambda logits, _, top, t: of_logits.topk_and_rest(logits, _there(top), t),
+    "topk_logp": lambda logits, _, top, t: of_logits.topk_logp_with_tail(logits, _require_topk(top), t),
     "value": lambda scores, _, __, ___: scores[:, 0],
 }
 """What can be said of tokens from one model: by its logits (a critic's are one number), their ids, the teacher's top
 ids, the temperature."""
 TOKEN_OF_BATCH = "token_of_batch"
 """The column of a micro-batch that says where in its batch each token stands."""
-OF_ROLLOUTS = frozenset({"score"})
+ROLLOUT_OUTPUTS = frozenset({"score"})
 """What is said of whole rollouts, read at their last token."""
 
 
 @dataclass(frozen=True)
-class Passed:
+class ForwardResult:
     """What one pass found: flat columns of the micro-batch, NaN where nothing was judged."""
 
     columns: dict[str, Tensor]
     """[T, …] each, and [U] what is said of rollouts."""
     pack: Pack
-    judged: int
+    predicted: int
 
 
-class Compared(Protocol):
+class ReferenceModel(Protocol):
     """Another model of the same words, that is asked for its distributions and never trained."""
 
     def hidden(self, pack: Pack) -> Tensor:
@@ -69,51 +76,51 @@ class ForwardPass:
     model: Model
     pack: Callable[[Batch], Pack]
     temperature: float
-    reference: Compared | None = None
+    reference: ReferenceModel | None = None
     """Whose distributions the model's are compared with, where whole ones are."""
     divided: Divided | None = None
     """The same model, where other ranks compute the same packs: each judges some of the tokens, and all are told."""
 
-    def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> Passed:
+    def __call__(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
         """Judge the action tokens, and the tool output too if asked."""
         mask = batch.action
         if observations:
-            mask = mask | batch.need("observation", by="An objective that learns from tool output")
-        at, pack, source = self._placed(batch, mask)
-        silent = OF_ROLLOUTS if not batch.tokens else frozenset()
-        silent |= wanted - OF_ROLLOUTS if not len(at) else frozenset()
-        found = {name: self._nothing(name, batch) for name in wanted & silent}
-        of_tokens = wanted - found.keys() - OF_ROLLOUTS
+            mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
+        at, pack, source = self._locate_predictions(batch, mask)
+        silent = ROLLOUT_OUTPUTS if not batch.num_tokens else frozenset()
+        silent |= wanted - ROLLOUT_OUTPUTS if not len(at) else frozenset()
+        found = {name: self._empty_column(name, batch) for name in wanted & silent}
+        of_tokens = wanted - found.keys() - ROLLOUT_OUTPUTS
         if wanted == found.keys():
-            return Passed(found, pack, 0)
+            return ForwardResult(found, pack, 0)
         hidden = self._hidden(pack)
         if of_tokens:
-            own = self._own(len(at))
+            own = self._own_rows(len(at))
             rows, before = at[own], source[own]
-            top = batch.need("teacher_topk_ids", by="Distillation")[rows] if "topk_logp" in wanted else None
-            theirs = self._theirs(pack, before) if "full_kl" in wanted else None
-            judged = self._judged(hidden.index_select(0, before), batch.ids[rows], top, of_tokens, theirs)
-            judged = {name: self._told(values, len(at)) for name, values in judged.items()}
-            found |= {name: _spread(values, at, batch.tokens) for name, values in judged.items()}
+            top = batch.require("teacher_topk_ids", needed_by="Distillation")[rows] if "topk_logp" in wanted else None
+            theirs = self._reference_hidden(pack, before) if "full_kl" in wanted else None
+            judged = self._compute_outputs(hidden.index_select(0, before), batch.ids[rows], top, of_tokens, theirs)
+            judged = {name: self._gather_rows(values, len(at)) for name, values in judged.items()}
+            found |= {name: _scatter(values, at, batch.num_tokens) for name, values in judged.items()}
         if "score" in wanted - found.keys():
             found["score"] = self._score(hidden, pack, batch)
-        return Passed(found, pack, len(at))
+        return ForwardResult(found, pack, len(at))
 
-    def likeliest(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
+    def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
         vocabulary, and their log-probs among those; NaN elsewhere."""
-        at, pack, source = self._placed(batch, batch.action)
-        ids = torch.zeros((batch.tokens, count), dtype=torch.int64, device=batch.device)
+        at, pack, source = self._locate_predictions(batch, batch.action)
+        ids = torch.zeros((batch.num_tokens, count), dtype=torch.int64, device=batch.device)
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        logp = torch.full((batch.tokens, count), torch.nan, dtype=dtype, device=batch.device)
+        logp = torch.full((batch.num_tokens, count), torch.nan, dtype=dtype, device=batch.device)
         if not len(at):
             return ids, logp
-        hidden = self._hidden(pack).index_select(0, source[self._own(len(at))])
+        hidden = self._hidden(pack).index_select(0, source[self._own_rows(len(at))])
 
         def judge(logits: Tensor, _start: int, _stop: int) -> tuple[Tensor, ...]:
-            return of_logits.likeliest(logits[:, :among], count, self.temperature)
+            return of_logits.top_tokens(logits[:, :among], count, self.temperature)
 
-        found, told = (self._told(each, len(at)) for each in over_chunks(self.model, hidden, judge))
+        found, told = (self._gather_rows(each, len(at)) for each in map_logit_chunks(self.model, hidden, judge))
         return ids.index_copy(0, at, found), logp.index_copy(0, at, told)
 
     def _hidden(self, pack: Pack) -> Tensor:
@@ -122,17 +129,17 @@ class ForwardPass:
             return self.divided.hidden(pack)
         return self.model.hidden(pack.ids, pack.positions, PackedAttention(pack))
 
-    def _own(self, rows: int) -> slice:
+    def _own_rows(self, rows: int) -> slice:
         """Which of so many rows are judged here."""
         return slice(0, rows) if self.divided is None else self.divided.own(rows)
 
-    def _told(self, values: Tensor, rows: int) -> Tensor:
+    def _gather_rows(self, values: Tensor, rows: int) -> Tensor:
         """What was said of every row, here or elsewhere."""
         return values if self.divided is None else self.divided.told(values, rows)
 
-    def _placed(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
+    def _locate_predictions(self, batch: Batch, mask: Tensor) -> tuple[Tensor, Pack, Tensor]:
         """[N]: where the tokens stand that are judged; what is passed over; [N]: what there predicts each of them."""
-        at = places(mask)
+        at = flatnonzero(mask)
         pack = self.pack(batch)
         source = pack.source[at]
         if bool((source < 0).any()):
@@ -144,27 +151,27 @@ class ForwardPass:
             )
         return at, pack, source
 
-    def _theirs(self, pack: Pack, source: Tensor) -> Tensor:
+    def _reference_hidden(self, pack: Pack, source: Tensor) -> Tensor:
         """[N, H]: the reference's hidden states of the same tokens."""
         assert self.reference is not None, "whoever compares whole distributions has a reference"
         return self.reference.hidden(pack).index_select(0, source)
 
     def _score(self, hidden: Tensor, pack: Pack, batch: Batch) -> Tensor:
         """[U]: what the head says of each rollout at its last token; NaN of one without a token."""
-        rows = batch.unit_rows
+        rows = batch.rollout_row_offsets
         empty = rows[1:] == rows[:-1]
-        last = torch.where(empty, -1, pack.ends[rows[1:] - 1])
-        judged = hidden.index_select(0, last[self._own(len(last))].clamp(min=0))
-        scores = self._told(self.model.logits(judged)[:, 0], len(last))
+        last = torch.where(empty, -1, pack.row_ends[rows[1:] - 1])
+        judged = hidden.index_select(0, last[self._own_rows(len(last))].clamp(min=0))
+        scores = self._gather_rows(self.model.logits(judged)[:, 0], len(last))
         return torch.where(last < 0, torch.nan, scores)
 
-    def _nothing(self, name: str, batch: Batch) -> Tensor:
+    def _empty_column(self, name: str, batch: Batch) -> Tensor:
         """The column of a micro-batch that has no token to judge."""
-        top = batch.need("teacher_topk_ids", by="Distillation") if name == "topk_logp" else None
-        shape: tuple[int, ...] = (batch.rollouts if name in OF_ROLLOUTS else batch.tokens,)
+        top = batch.require("teacher_topk_ids", needed_by="Distillation") if name == "topk_logp" else None
+        shape: tuple[int, ...] = (batch.num_rollouts if name in ROLLOUT_OUTPUTS else batch.num_tokens,)
         return torch.full(shape if top is None else (*shape, top.shape[1] + 1), torch.nan, device=batch.device)
 
-    def _judged(
+    def _compute_outputs(
         self, hidden: Tensor, ids: Tensor, top: Tensor | None, wanted: frozenset[str], theirs: Tensor | None
     ) -> dict[str, Tensor]:
         """[N, …] of each; the common two have a gradient written by hand."""
@@ -177,34 +184,38 @@ class ForwardPass:
 
         def judge(logits: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
             rows = ids[start:stop], None if top is None else top[start:stop]
-            said = {name: JUDGED[name](logits, *rows, self.temperature) for name in names if name in JUDGED}
+            said = {
+                name: OUTPUT_FUNCTIONS[name](logits, *rows, self.temperature)
+                for name in names
+                if name in OUTPUT_FUNCTIONS
+            }
             if theirs is not None and self.reference is not None:
                 said["full_kl"] = of_logits.full_kl(logits, self.reference.logits(theirs[start:stop]), self.temperature)
             return tuple(said[name] for name in names)
 
-        return dict(zip(names, over_chunks(self.model, hidden, judge), strict=True))
+        return dict(zip(names, map_logit_chunks(self.model, hidden, judge), strict=True))
 
 
-def cut(
+def iterate_micro_batches(
     batch: Batch, tokens: int, by: Literal["rollout", "group"], device: torch.device
-) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
+) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
     """Micro-batches of about so many tokens on a device, each with where its tokens and its rollouts stand in the
     batch, whatever order they were put in."""
     places = {
-        TOKEN_OF_BATCH: Column(Kind.TOKEN, torch.arange(batch.tokens, device=batch.device)),
-        "rollout_of_batch": Column(Kind.UNIT, torch.arange(batch.rollouts, device=batch.device)),
+        TOKEN_OF_BATCH: Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens, device=batch.device)),
+        "rollout_of_batch": Column(ColumnKind.UNIT, torch.arange(batch.num_rollouts, device=batch.device)),
     }
     marked = batch.replace(extra={**batch.extra, **places})
     for micro in micro_batches(marked, tokens, by):
         yield micro.to(device), {place.kind: micro.extra[name].tensor.cpu() for name, place in places.items()}
 
 
-def _spread(values: Tensor, at: Tensor, tokens: int) -> Tensor:
+def _scatter(values: Tensor, at: Tensor, tokens: int) -> Tensor:
     """[N, …] → [T, …], NaN elsewhere."""
     whole = values.new_full((tokens, *values.shape[1:]), torch.nan)
     return whole.index_copy(0, at, values)
 
 
-def _there(top: Tensor | None) -> Tensor:
+def _require_topk(top: Tensor | None) -> Tensor:
     assert top is not None, "asked for with the log-probs that are read at it"
     return top

@@ -23,20 +23,20 @@ from torch import Tensor
 from etude.algorithms import Denominators, LossValue, Outputs, View
 from etude.algorithms.view import Ranks
 from etude.batch import COLUMNS as KINDS
-from etude.batch import Batch, Kind, Pack
-from etude.checkpoint import Checkpoint, Checkpoints, Tree, flat
-from etude.data.pack import tree
+from etude.batch import Batch, ColumnKind, Pack
+from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
+from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.observe import Last, Max, Mean, Metrics, Sum
-from etude.protocols import Gather, Split, spread
-from etude.train.config import Train
-from etude.train.cost import Cost
-from etude.train.forward import Compared, ForwardPass, cut
+from etude.protocols import Gather, Split, dispatch_mode
+from etude.train.config import TrainConfig
+from etude.train.flops import ModelFlops
+from etude.train.forward import ForwardPass, ReferenceModel, iterate_micro_batches
 from etude.train.mesh import Mesh
-from etude.train.offload import Resting
-from etude.train.optim import PRECISIONS, Masters, rate
-from etude.train.ranks import count, everywhere, most, of_group
+from etude.train.offload import OffloadedTensors
+from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer, compute_learning_rate
+from etude.train.ranks import count_ranks, current_ranks, max_over_ranks, sum_denominators
 from etude.train.shards import BUCKET, kept
 
 __all__ = ["Learner", "Objective", "load_weights", "read_weights"]
@@ -55,16 +55,16 @@ class Objective(Protocol):
         """What must stay in one micro-batch."""
         ...
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         """The batch columns it reads."""
         ...
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         """What the forward pass must compute for it: names of fields of `Outputs`."""
         ...
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """The share of a micro-batch, where `whole` counts the update batch."""
+        """The share of a micro-batch, where `denominators` counts the update batch."""
         ...
 
 
@@ -72,20 +72,20 @@ class Learner:
     """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
 
     The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
-    are a copy of float32 weights that the optimizer keeps; see `Masters`. A model that was loaded with `exact` gives
-    up its float32 weights to the first learner it has.
+    are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`. A model that was loaded with
+    `exact` gives up its float32 weights to the first learner it has.
     """
 
     def __init__(
         self,
         model: Model,
-        config: Train,
+        config: TrainConfig,
         *,
         temperature: float = 1.0,
         steps: int | None = None,
         peak: float | None = None,
-        pack: Callable[[Batch], Pack] = tree,
-        reference: Compared | None = None,
+        pack: Callable[[Batch], Pack] = pack_prefix_tree,
+        reference: ReferenceModel | None = None,
         mesh: Mesh | None = None,
         bucket: int = BUCKET,
         option: str = "train",
@@ -96,20 +96,7 @@ class Learner:
         compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
         of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
         configuration is called by whoever gave it."""
-        if model.dtype != PRECISIONS[config.precision]:
-            raise ConfigError(
-                f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
-                f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
-            )
-        if config.schedule != "constant" and steps is not None and config.warmup >= steps:
-            raise ConfigError(
-                f"`{option}.warmup={config.warmup}` leaves nothing of the {steps} updates for `{option}.schedule="
-                f"{config.schedule}`. Shorten the warm-up, or choose `{option}.schedule=constant`."
-            )
-        if temperature <= 0:
-            raise ConfigError(
-                f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
-            )
+        _check_learner(model, config, temperature, steps, option)
         self.model = model
         if config.compile:
             model.compile()
@@ -117,23 +104,22 @@ class Learner:
         self._config, self._option, self._steps, self._peak = config, option, steps, peak
         self._mesh = mesh or Mesh()
         self._forward = ForwardPass(model, pack, temperature, reference, self._mesh.over(model))
-        self._columns = SCORING if model.scores else LANGUAGE
-        self._outputs = {"value", "score"} if model.scores else {"logp", "entropy", "topk_logp"}
+        self._columns = SCORING if model.has_score_head else LANGUAGE
+        self._outputs = {"value", "score"} if model.has_score_head else {"logp", "entropy", "topk_logp"}
         self._outputs |= set() if reference is None else {"full_kl"}
         self._ranks = self._mesh.data
         layers = model.layer_weights() if config.weights == "divided" else ()
-        told: dict[str, Any] = {"ranks": of_group(), "bucket": bucket, "layers": layers, "option": option}
-        self._masters = Masters(model.trained_weights(), config, model.take_exact(), **told)
+        told: dict[str, Any] = {"ranks": current_ranks(), "bucket": bucket, "layers": layers, "option": option}
+        self._masters = MixedPrecisionOptimizer(model.trained_weights(), config, model.take_float32_weights(), **told)
         model.visits = self._masters.sections
         self._version = torch.tensor(0)
-        self._cost = Cost.of(model)
+        self._cost = ModelFlops.from_model(model)
         self._on_gpu = model.device.type == "cuda"
-        if config.offload and model.device.type == "cpu":
-            raise ConfigError(
-                f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
-                "computes on the processor, where it is already. Leave it out."
-            )
-        self._resting = Resting(self._masters.at_rest(), model.device, torch.device("cpu")) if config.offload else None
+        self._resting = (
+            OffloadedTensors(self._masters.offloadable_tensors(), model.device, torch.device("cpu"))
+            if config.offload
+            else None
+        )
 
     @property
     def columns(self) -> frozenset[str]:
@@ -150,7 +136,7 @@ class Learner:
         """How many updates were made: the policy version of the weights."""
         return int(self._version)
 
-    @spread(Split.ROLLOUTS, Gather.CONCAT)
+    @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
         odd = sorted(columns - self._columns.keys())
@@ -171,9 +157,9 @@ class Learner:
 
     def working(self) -> AbstractContextManager[None]:
         """Within, all that updates need is on the device: several of them bring it there once."""
-        return nullcontext() if self._resting is None else self._resting.working()
+        return nullcontext() if self._resting is None else self._resting.loaded()
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
         weights and the version stay."""
@@ -182,12 +168,12 @@ class Learner:
 
     def _update(self, batch: Batch, objective: Objective) -> Metrics:
         begun = self._begin()
-        mine, metrics, flops = Denominators.of(View(batch)), Metrics(), 0.0
-        whole = everywhere(mine, self._ranks)
+        mine, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
+        whole = sum_denominators(mine, self._ranks)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self._refuse_what_it_cannot_tell(objective)
-        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.rollouts]
-        for index in range(most(len(micros), self._ranks)):
+        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
+        for index in range(max_over_ranks(len(micros), self._ranks)):
             with self._masters.played(backward=True):
                 if index < len(micros):
                     with self._memory(micros[index]):
@@ -197,35 +183,37 @@ class Learner:
                     flops += cost
             self._masters.gather()
         scale = float(self._masters.scale)
-        learning_rate = rate(self._config, self.version, self._steps)
+        learning_rate = compute_learning_rate(self._config, self.version, self._steps)
         taken = self._masters.step(learning_rate)
         self._version += 1
-        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
+        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
         metrics.add("learning_rate", Last.of(learning_rate))
         metrics.add("micro_batches", Sum.of(len(micros)))
         if self._config.precision == "fp16":
-            metrics.merge({"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count(self._ranks))})
+            metrics.merge(
+                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count_ranks(self._ranks))}
+            )
         if not taken.skipped:
             metrics.add("grad_norm", Mean.of(taken.norm))
         metrics.merge(self._measured(batch, mine, flops, begun))
         return metrics
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(
         self, batch: Batch, objective: Objective, annotated: Callable[[Batch], Batch] = lambda micro: micro
     ) -> Metrics:
         """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
         that the objective reads and the batch has not, so that they need not be held for all of it at once."""
         self._refuse_what_it_cannot_tell(objective)
-        whole, metrics = everywhere(Denominators.of(View(batch)), self._ranks), Metrics()
+        whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for micro, _ in self._passes(self._micro_batches(batch, objective.split_unit)):
-            if micro.rollouts:
+            if micro.num_rollouts:
                 with torch.no_grad(), self._memory(micro):
                     value, _cost = self._share(annotated(micro), objective, whole)
                 metrics.merge(value.metrics)
                 loss = loss + value.loss
-        metrics.add("loss", Mean.of(self._ranks.sum(loss)))
+        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
         return metrics
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -250,11 +238,11 @@ class Learner:
         if self._masters.sections is not None:
             self._masters.sections.disperse()
 
-    def state(self) -> Tree:
+    def state(self) -> TensorTree:
         """Everything that the next update depends on, as the tensors themselves and not as copies."""
         return {**self._masters.state(), "learner": {"version": self._version}}
 
-    def restore(self, state: Tree) -> None:
+    def restore(self, state: TensorTree) -> None:
         """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
         with (
             torch.no_grad(),
@@ -269,12 +257,12 @@ class Learner:
                 )
             for name, tensor in mine.items():
                 kept(tensor).copy_(kept(given[name]))  # which may be on another device
-            self._masters.refresh()
+            self._masters.refresh_copy()
 
     # -- inside an update -----------------------------------------------------------------------------------------
 
     def _refuse_what_it_cannot_tell(self, objective: Objective) -> None:
-        odd = sorted(objective.outputs() - self._outputs)
+        odd = sorted(objective.forward_outputs() - self._outputs)
         if odd:
             raise ConfigError(
                 f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
@@ -283,25 +271,27 @@ class Learner:
 
     def _share(self, micro: Batch, objective: Objective, whole: Denominators) -> tuple[LossValue, float]:
         """Forward and backward of one micro-batch: its loss, and what it cost."""
-        observations = "observation" in objective.needs()
-        passed = self._forward(micro, objective.outputs(), observations=observations)
+        observations = "observation" in objective.required_columns()
+        passed = self._forward(micro, objective.forward_outputs(), observations=observations)
         value = objective.loss(micro, Outputs(**passed.columns), whole)
         if value.loss.requires_grad:
             (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
-        return value, self._cost.update(passed.pack, passed.judged) if passed.judged else 0.0
+        return value, self._cost.update(passed.pack, passed.predicted) if passed.predicted else 0.0
 
     def _micro_batches(
         self, batch: Batch, by: Literal["rollout", "group"]
-    ) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
-        return cut(batch, self._config.micro_tokens, by, self.model.device)
+    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
+        return iterate_micro_batches(batch, self._config.micro_tokens, by, self.model.device)
 
-    def _passes(self, micros: Iterator[tuple[Batch, dict[Kind, Tensor]]]) -> Iterator[tuple[Batch, dict[Kind, Tensor]]]:
+    def _passes(
+        self, micros: Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]
+    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
         """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
         passes, and some of them for the others alone."""
         if not self.divided:
             yield from micros
             return
-        while most(int((micro := next(micros, None)) is not None), self._ranks):
+        while max_over_ranks(int((micro := next(micros, None)) is not None), self._ranks):
             with self._masters.played(backward=False):
                 if micro is not None:
                     yield micro
@@ -315,13 +305,13 @@ class Learner:
             ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
             if not ran_out and "can't allocate memory" not in str(error):
                 raise
-            self._masters.begin()
+            self._masters.zero_grad()
             told = str(error).splitlines()[0]
             switch = f", or set `{self._option}.activation_checkpointing=true`"
             also = "" if self._config.activation_checkpointing else switch
             raise TrainingError(
-                f"Memory ran out on {self.model.device} in a micro-batch of {micro.rollouts} rollouts and "
-                f"{micro.tokens} tokens; the weights are as they were. Lower `{self._option}.micro_tokens`, now "
+                f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
+                f"{micro.num_tokens} tokens; the weights are as they were. Lower `{self._option}.micro_tokens`, now "
                 f"{self._config.micro_tokens}{also}. ({told})"
             ) from error
 
@@ -329,7 +319,7 @@ class Learner:
 
     def _begin(self) -> float:
         """Forget the last gradient, and start the clock."""
-        self._masters.begin()
+        self._masters.zero_grad()
         self.disperse()
         for exchanges in (self._mesh, self._masters):
             exchanges.waited()  # before the update, which is not of it
@@ -351,17 +341,19 @@ class Learner:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         metrics = Metrics(
             {
-                "trained_tokens": Sum.of(batch.tokens),
+                "trained_tokens": Sum.of(batch.num_tokens),
                 "action_tokens": Sum.of(mine.tokens),
-                "update_seconds": Sum.of(seconds / count(self._ranks)),
-                "trained_tokens_per_second": Mean.over(batch.tokens, seconds / count(self._ranks)),
+                "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
+                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
                 "peak_memory_gb": Max.of(peak / 1e9),
             }
         )
-        if count(of_group()) > 1 and not self._on_gpu:  # there, exchanges are begun, and awaited by the device alone
+        if (
+            count_ranks(current_ranks()) > 1 and not self._on_gpu
+        ):  # there, exchanges are begun, and awaited by the device alone
             waited = self._masters.waited() + self._mesh.waited()
-            metrics.add("exchange_seconds", Sum.of(waited / count(self._ranks)))
-        if count(self._ranks) > 1:
+            metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
+        if count_ranks(self._ranks) > 1:
             metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
         if self._peak is not None:
             metrics.add("mfu", Mean.over(flops / self._mesh.size / self._peak, seconds))
@@ -370,16 +362,18 @@ class Learner:
 
 def _imbalance(work: float, ranks: Ranks) -> float:
     """How much more than the mean the rank has to do that has most: 0 where all have as much."""
-    every = ranks.gather(torch.tensor([work], dtype=torch.float64))
+    every = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
     return float(every.max() / every.mean()) - 1 if float(every.max()) else 0.0
 
 
 def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
     """A column of the batch before anything is known."""
-    return torch.full((batch.rollouts if KINDS[name] is Kind.UNIT else batch.tokens,), torch.nan, dtype=dtype)
+    return torch.full(
+        (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
+    )
 
 
-def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
     """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
 
     A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
@@ -391,7 +385,7 @@ def load_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint)
             weight.copy_(kept[name])
 
 
-def read_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def read_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
     kept = {
         name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
@@ -399,3 +393,26 @@ def read_weights(model: Model, checkpoints: Checkpoints, checkpoint: Checkpoint)
     }
     checkpoints.load(checkpoint, {"weights": kept})
     return kept
+
+
+def _check_learner(model: Model, config: TrainConfig, temperature: float, steps: int | None, option: str) -> None:
+    """Refuse options that contradict each other or the model."""
+    if model.dtype != PRECISIONS[config.precision]:
+        raise ConfigError(
+            f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
+            f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
+        )
+    if config.schedule != "constant" and steps is not None and config.warmup >= steps:
+        raise ConfigError(
+            f"`{option}.warmup={config.warmup}` leaves nothing of the {steps} updates for `{option}.schedule="
+            f"{config.schedule}`. Shorten the warm-up, or choose `{option}.schedule=constant`."
+        )
+    if temperature <= 0:
+        raise ConfigError(
+            f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
+        )
+    if config.offload and model.device.type == "cpu":
+        raise ConfigError(
+            f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+            "computes on the processor, where it is already. Leave it out."
+        )

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from etude.algorithms.view import Alone, Ranks
+from etude.algorithms.view import Ranks, SingleRank
 from etude.models import Divided, Model, Side
 from etude.train.config import MeshConfig
-from etude.train.ranks import Together, of_group
+from etude.train.ranks import DistributedRanks, current_ranks
 
 __all__ = ["Mesh"]
 
@@ -37,18 +37,18 @@ class Mesh:
         self.size = shape.size
         """How many ranks compute the same rollouts."""
         self._tensor, self._sequence, self._both = Side(), Side(), Side()
-        self.data: Ranks = of_group()
+        self.data: Ranks = current_ranks()
         """Those that hold the other rollouts, one of each block."""
         if self.size == 1:
             return
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        shape.refuse(ranks)
+        shape.check_ranks(ranks)
         block, bound = torch.arange(ranks).view(-1, shape.sequence, shape.tensor), timedelta(seconds=timeout)
         self._both = _side(block.flatten(1), bound)
         self._tensor = _side(block.flatten(0, 1), bound)
         self._sequence = _side(block.transpose(1, 2).flatten(0, 1), bound)
         across = _side(block.flatten(1).T, bound)
-        self.data = Together(across.group) if across.count > 1 else Alone()
+        self.data = DistributedRanks(across.group) if across.count > 1 else SingleRank()
 
     def over(self, model: Model) -> Divided | None:
         """The model as this rank computes it together with others; None where it computes alone."""

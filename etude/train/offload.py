@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["Resting", "move"]
+__all__ = ["OffloadedTensors", "move_tensors"]
 
 
-def move(tensors: Sequence[Tensor], to: torch.device) -> int:
+def move_tensors(tensors: Sequence[Tensor], to: torch.device) -> int:
     """Give these tensors memory on a device, with the same numbers in it; returns the bytes that were moved.
 
     From a GPU they go to memory that cannot be swapped out, which both directions are copied through at full speed.
@@ -32,23 +32,23 @@ def move(tensors: Sequence[Tensor], to: torch.device) -> int:
     return moved
 
 
-class Resting:
+class OffloadedTensors:
     """Tensors that are on one device while they are worked with, and on another all other time."""
 
     def __init__(self, tensors: Sequence[Tensor], home: torch.device, away: torch.device) -> None:
-        self._tensors, self._home, self._away = tensors, home, away
-        self._workers = 0
-        move(tensors, away)
+        self._tensors, self._compute_device, self._offload_device = tensors, home, away
+        self._users = 0
+        move_tensors(tensors, away)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def loaded(self) -> Iterator[None]:
         """Within, they are home. It may be nested; they leave with the last, also where that fails."""
-        if not self._workers:
-            move(self._tensors, self._home)
-        self._workers += 1
+        if not self._users:
+            move_tensors(self._tensors, self._compute_device)
+        self._users += 1
         try:
             yield
         finally:
-            self._workers -= 1
-            if not self._workers:
-                move(self._tensors, self._away)
+            self._users -= 1
+            if not self._users:
+                move_tensors(self._tensors, self._offload_device)

@@ -29,12 +29,12 @@ from torch.nn.utils import get_total_norm
 
 from etude.algorithms.view import Ranks
 from etude.errors import ConfigError, TrainingError
-from etude.train.config import Precision, Train
-from etude.train.ranks import Together
+from etude.train.config import Precision, TrainConfig
+from etude.train.ranks import DistributedRanks
 from etude.train.sections import Sections, sections
 from etude.train.shards import BUCKET, Shards
 
-__all__ = ["PRECISIONS", "Masters", "Taken", "rate"]
+__all__ = ["PRECISIONS", "MixedPrecisionOptimizer", "StepResult", "compute_learning_rate"]
 
 PRECISIONS: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -49,7 +49,7 @@ FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
 """fp16: what the loss is multiplied by at first and at most, and after how many good steps in a row it is doubled."""
 
 
-def rate(config: Train, update: int, updates: int | None) -> float:
+def compute_learning_rate(config: TrainConfig, update: int, updates: int | None) -> float:
     """The learning rate of an update, counted from 0, out of so many; a constant one need not know how many."""
     if update < config.warmup:
         return config.learning_rate * (update + 1) / config.warmup
@@ -62,7 +62,7 @@ def rate(config: Train, update: int, updates: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepResult:
     """What came of a step."""
 
     norm: float
@@ -71,7 +71,7 @@ class Taken:
     """fp16: the scaled gradient was not finite, the scale was lowered and the weights were left alone."""
 
 
-class Masters:
+class MixedPrecisionOptimizer:
     """Full-precision weights with their gradient, their AdamW, and the half-precision copy that they keep up to date.
 
     `leaves` are the tensors that a backward pass gives gradients to, by name. `exact` are float32 weights that some of
@@ -81,7 +81,7 @@ class Masters:
     def __init__(
         self,
         leaves: Iterable[tuple[str, Tensor]],
-        config: Train,
+        config: TrainConfig,
         exact: Mapping[str, Tensor] | None = None,
         *,
         ranks: Ranks | None = None,
@@ -96,7 +96,7 @@ class Masters:
         self.half = config.precision in ("bf16", "fp16")
         self._shards: Shards | None = None
         self._apart = config.weights == "divided"
-        if isinstance(ranks, Together):
+        if isinstance(ranks, DistributedRanks):
             names = sections(self._copies, layers) if self._apart else ()
             self._shards = Shards(self._copies, ranks, widen=self.half, bucket=bucket, sections=names)
         elif self._apart:
@@ -134,7 +134,7 @@ class Masters:
             moments = {name: torch.zeros_like(weight, requires_grad=False) for name in MOMENTS}
             self._adam.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
 
-    def begin(self) -> None:
+    def zero_grad(self) -> None:
         """Forget every gradient: an update starts anew, also after one that failed halfway."""
         for tensor in (*self._weights.values(), *self._copies.values()):
             tensor.grad = None
@@ -154,14 +154,14 @@ class Masters:
         """The gradient so far, by name, where there is one: of the rows that this rank keeps."""
         return {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
 
-    def step(self, learning_rate: float) -> Taken:
+    def step(self, learning_rate: float) -> StepResult:
         """Clip, step and refresh the copy; a gradient that is not finite changes no weight."""
         if self._shards is not None:
             self._shards.leave_unmoved()
         gradients = list(self.gradients().values())
         norm = self._norm() / float(self.scale)
         if not math.isfinite(norm):
-            return self._overflowed(norm)
+            return self._handle_overflow(norm)
         factor = 1 / float(self.scale)
         if self._config.clip is not None and norm > self._config.clip:
             factor *= self._config.clip / (norm + 1e-6)
@@ -170,13 +170,13 @@ class Masters:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
-        self.begin()
-        self.refresh()
-        self._grow()
-        return Taken(norm)
+        self.zero_grad()
+        self.refresh_copy()
+        self._grow_scale()
+        return StepResult(norm)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh_copy(self) -> None:
         """Bring the copy to the masters, in place, on every rank."""
         if self.sections is not None:
             if self.sections.assembled:
@@ -214,15 +214,15 @@ class Masters:
     def _owned(self, leaf: Tensor, exact: Tensor | None, name: str) -> Tensor:
         """The rows of a leaf that are kept here in full precision; those of all rows, where there is one rank."""
         if self._shards is None:
-            return _master(leaf.detach(), exact) if self.half else leaf
+            return _make_master(leaf.detach(), exact) if self.half else leaf
         part = self._shards.part(name, leaf.detach())
         if not self.half:
             return part.clone() if self._apart else part
-        return _master(part, None if exact is None else self._shards.part(name, exact).clone())
+        return _make_master(part, None if exact is None else self._shards.part(name, exact).clone())
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         """What takes a leaf's gradient as soon as it is there."""
-        return _gather(self._weights[name]) if self._shards is None else self._shards.hook(name)
+        return _accumulate_into(self._weights[name]) if self._shards is None else self._shards.hook(name)
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         return part if self._shards is None else self._shards.named(name, part)
@@ -231,28 +231,28 @@ class Masters:
         gradients = self.gradients()
         return float(get_total_norm(list(gradients.values()))) if self._shards is None else self._shards.norm(gradients)
 
-    def at_rest(self) -> list[Tensor]:
+    def offloadable_tensors(self) -> list[Tensor]:
         """What is needed for a step alone: the moments, and the masters where the model computes with a copy. (What is
         divided is brought from wherever the masters are.)"""
         moments = [self._adam.state[weight][kind] for weight in self._weights.values() for kind in MOMENTS]
         return [*moments, *(self._weights.values() if self.half or self._apart else ())]
 
-    def _overflowed(self, norm: float) -> Taken:
+    def _handle_overflow(self, norm: float) -> StepResult:
         odd = {name for name, gradient in self.gradients().items() if not bool(torch.isfinite(gradient).all())}
         odd = odd if self._shards is None else self._shards.anywhere(odd)
         names = [name for name in self._weights if name in odd]
-        self.begin()
+        self.zero_grad()
         if self._config.precision == "fp16" and float(self.scale) > 1:
             self.scale.div_(2)
             self._good_steps.zero_()
-            return Taken(norm, skipped=True)
+            return StepResult(norm, skipped=True)
         where = f"in {len(names)} weights, `{names[0]}` first" if names else "in its norm, though each weight's is"
         raise TrainingError(
             f"The gradient is not finite {where}: this update was not made, and the weights are as they were. Look at "
             f"the log-probs, advantages and returns of the batch, or lower `{self._option}.learning_rate`."
         )
 
-    def _grow(self) -> None:
+    def _grow_scale(self) -> None:
         """fp16: after many good steps, try a larger scale, which keeps smaller gradients from vanishing."""
         if self._config.precision == "fp16":
             self._good_steps.add_(1)
@@ -261,13 +261,13 @@ class Masters:
                 self._good_steps.zero_()
 
 
-def _master(leaf: Tensor, exact: Tensor | None) -> Tensor:
+def _make_master(leaf: Tensor, exact: Tensor | None) -> Tensor:
     if exact is not None and torch.equal(exact.to(leaf.dtype), leaf):
         return exact
     return leaf.float()
 
 
-def _gather(master: Tensor) -> Callable[[Tensor], None]:
+def _accumulate_into(master: Tensor) -> Callable[[Tensor], None]:
     """What takes a gradient from the copy as soon as it is there, and adds it to the master's."""
 
     def take(leaf: Tensor) -> None:

@@ -16,63 +16,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import Denominators
-from etude.algorithms.view import Alone, Ranks
+from etude.algorithms.view import Ranks, SingleRank
 
-__all__ = ["Together", "count", "everywhere", "is_first", "most", "of_group", "place"]
+__all__ = [
+    "DistributedRanks",
+    "count_ranks",
+    "current_ranks",
+    "is_first_rank",
+    "max_over_ranks",
+    "rank_of",
+    "sum_denominators",
+]
 
 
-class Together:
+class DistributedRanks:
     """The `Ranks` of torch's process group, or of some of it. Each makes the same calls in the same order."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over ranks, entry by entry."""
-        return torch.stack(self._told(values)).sum(0, dtype=values.dtype)
+        return torch.stack(self._gather_each(values)).sum(0, dtype=values.dtype)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """The ranks' values [n, …], which may differ in n, end to end in rank order."""
-        counts = [int(count) for count in self._told(torch.tensor(len(values), device=values.device))]
+        counts = [int(count) for count in self._gather_each(torch.tensor(len(values), device=values.device))]
         longest = values.new_zeros((max(counts), *values.shape[1:]))
         longest[: len(values)] = values
-        return torch.cat([told[:count] for told, count in zip(self._told(longest), counts, strict=True)])
+        return torch.cat([told[:count] for told, count in zip(self._gather_each(longest), counts, strict=True)])
 
-    def _told(self, values: Tensor) -> list[Tensor]:
+    def _gather_each(self, values: Tensor) -> list[Tensor]:
         """What each rank has, all of one shape."""
         heard = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.count)]
         dist.all_gather(heard, values.detach().contiguous(), group=self._group)
         return heard
 
 
-def of_group() -> Ranks:
+def current_ranks() -> Ranks:
     """The ranks that this process is one of: those of its process group, or itself alone."""
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Together() if many else Alone()
+    return DistributedRanks() if many else SingleRank()
 
 
-def count(ranks: Ranks) -> int:
+def count_ranks(ranks: Ranks) -> int:
     """How many there are."""
-    return ranks.count if isinstance(ranks, Together) else 1
+    return ranks.count if isinstance(ranks, DistributedRanks) else 1
 
 
-def is_first(ranks: Ranks) -> bool:
+def is_first_rank(ranks: Ranks) -> bool:
     """Whether this is the one that does what is to be done once."""
-    return place(ranks) == 0
+    return rank_of(ranks) == 0
 
 
-def place(ranks: Ranks) -> int:
+def rank_of(ranks: Ranks) -> int:
     """Which of them this one is."""
-    return ranks.rank if isinstance(ranks, Together) else 0
+    return ranks.rank if isinstance(ranks, DistributedRanks) else 0
 
 
-def most(number: int, ranks: Ranks) -> int:
+def max_over_ranks(number: int, ranks: Ranks) -> int:
     """The largest of the ranks' numbers."""
-    return int(ranks.gather(torch.tensor([number])).max())
+    return int(ranks.all_gather(torch.tensor([number])).max())
 
 
-def everywhere(mine: Denominators, ranks: Ranks) -> Denominators:
+def sum_denominators(mine: Denominators, ranks: Ranks) -> Denominators:
     """The counts of an update batch, of which each rank holds a share."""
-    told = ranks.gather(torch.tensor([astuple(mine)]))
-    return Denominators.total([Denominators(*counts) for counts in told.tolist()])
+    told = ranks.all_gather(torch.tensor([astuple(mine)]))
+    return Denominators.sum_ranks([Denominators(*counts) for counts in told.tolist()])

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etude.batch import Batch, Kind, Pack
-from etude.data.pack import tree
+from etude.batch import Batch, ColumnKind, Pack
+from etude.data.pack import pack_prefix_tree
 from etude.models import Model
 from etude.protocols import Ids
 from etude.records import Rollout, Sample
-from etude.train.forward import ForwardPass, cut
+from etude.train.forward import ForwardPass, iterate_micro_batches
 
 __all__ = ["ModelScorer"]
 
@@ -30,7 +30,7 @@ class ModelScorer:
     What several sequences begin with alike is computed once.
     """
 
-    def __init__(self, model: Model, micro_tokens: int, *, pack: Callable[[Batch], Pack] = tree) -> None:
+    def __init__(self, model: Model, micro_tokens: int, *, pack: Callable[[Batch], Pack] = pack_prefix_tree) -> None:
         for weight in model.parameters():
             weight.requires_grad_(False)
         self._model, self._micro_tokens = model, micro_tokens
@@ -43,10 +43,10 @@ class ModelScorer:
         told: asyncio.Future[NDArray[np.float64]] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, told))
         if self._working is None or self._working.done():
-            self._working = asyncio.ensure_future(self._work())
+            self._working = asyncio.ensure_future(self._score_queue())
         return await told
 
-    def scores(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
+    def score_now(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
         """The same, computed here and now."""
         rows, rollouts = list[Sample](), list[Rollout]()
         for place, ids in enumerate(sequences):
@@ -54,12 +54,14 @@ class ModelScorer:
             rows.append(Sample(ids, nothing.astype(np.bool_), nothing.astype(np.float32), nothing, nothing, place))
             rollouts.append(Rollout(place, place, 0, 0.0))
         found = torch.empty(len(sequences), dtype=torch.float64)
-        for micro, at in cut(Batch.from_records(rows, rollouts), self._micro_tokens, "rollout", self._model.device):
+        for micro, at in iterate_micro_batches(
+            Batch.from_records(rows, rollouts), self._micro_tokens, "rollout", self._model.device
+        ):
             with torch.no_grad():
-                found[at[Kind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(found)
+                found[at[ColumnKind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(found)
         return found.numpy()
 
-    async def _work(self) -> None:
+    async def _score_queue(self) -> None:
         """Score what waits, and what comes meanwhile, until nothing does."""
         while self._waiting:
             taken = [(sequences, told) for sequences, told in self._waiting if not told.done()]
@@ -68,7 +70,7 @@ class ModelScorer:
                 continue
             every = [sequence for sequences, _ in taken for sequence in sequences]
             try:
-                found = await asyncio.to_thread(self.scores, every)
+                found = await asyncio.to_thread(self.score_now, every)
             except Exception as error:
                 for _, told in taken:
                     if not told.done():

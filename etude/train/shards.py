@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
-from etude.train.ranks import Together
+from etude.train.ranks import DistributedRanks
 
 __all__ = ["BUCKET", "Shards", "kept"]
 
@@ -66,7 +66,7 @@ class Shards:
     def __init__(
         self,
         leaves: Mapping[str, Tensor],
-        ranks: Together,
+        ranks: DistributedRanks,
         *,
         widen: bool,
         bucket: int = BUCKET,
@@ -271,7 +271,7 @@ class Shards:
     def _sum(self, values: Tensor) -> Tensor:
         began = time.perf_counter()
         try:
-            return self._ranks.sum(values)
+            return self._ranks.all_reduce(values)
         finally:
             self._seconds += time.perf_counter() - began
 

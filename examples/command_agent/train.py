@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import etude
-from etude.demo.novice import warm_up
-from etude.demo.storeroom import rows
+from etude.demo.storeroom_agent import make_rows
+from etude.demo.storeroom_model import warm_up
 
 OPTIONS = {  # with a model of yours, what changes is `model.path`, the lengths and the learning rate
     "collect.tasks": 8,
     "collect.group_size": 8,
     "sampling.max_tokens": 12,
-    "data.max_prompt": 80,
+    "data.max_prompt_length": 80,
     "train.precision": "fp32",
     "train.learning_rate": 2e-3,
     "threads": 1,
@@ -30,7 +30,7 @@ def main(directory: Path, steps: int) -> None:
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"), n_runners=2)
-    train, held_out = rows(0, 1000, held_out=False), rows(0, 25, held_out=True)
+    train, held_out = make_rows(0, 1000, held_out=False), make_rows(0, 25, held_out=True)
     trainer.dev(AGENT, train, count=1)
     told = trainer.fit(AGENT, train, held_out)
     print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Read some of the rollouts:")

@@ -15,13 +15,13 @@ import pytest
 
 import etude
 from etude.agents.agent import LLM, FunctionAgent, RolloutInfo, as_agent, load_agent
-from etude.agents.execution.processes import _packed
-from etude.agents.execution.worker import Appointment
-from etude.agents.runner import Pace
-from etude.errors import AgentError, PlugInError
+from etude.agents.execution.processes import _pickle_spec
+from etude.agents.execution.runner_process import RunnerSpec
+from etude.agents.runner import RunnerTimeouts
+from etude.errors import AgentError, PluginError
 from etude.records import Task
 from etude.store.states import Status
-from tests.agents.desks import AWAY, ENDPOINT, played, wanted
+from tests.agents.rollout_queues import AWAY, ENDPOINT, played, wanted
 
 
 @etude.agent
@@ -167,7 +167,7 @@ def test_an_agent_is_found_by_its_name(tmp_path: Path) -> None:
     assert isinstance(load_agent(f"{file}:plain"), FunctionAgent)
     with pytest.raises(AgentError, match="is of type int; an agent is a function"):
         load_agent(f"{file}:number")
-    with pytest.raises(PlugInError, match="Did you mean plain"):
+    with pytest.raises(PluginError, match="Did you mean plain"):
         load_agent(f"{file}:plan")
     with pytest.raises(AgentError, match=r"derived from etude\.Agent"):
         as_agent(Path, "pathlib:Path")
@@ -193,7 +193,9 @@ def test_agents_of_a_file_go_to_other_processes_by_that_file(tmp_path: Path) -> 
         "made = Kind()\n"
     )
     found = [load_agent(f"{tmp_path}/mine.py:{name}") for name in ("plain", "decorated", "made", "Kind")]
-    packed = b"".join(_packed(Appointment(agent, "http://127.0.0.1:1", "key", "runner", 1, Pace())) for agent in found)
+    packed = b"".join(
+        _pickle_spec(RunnerSpec(agent, "http://127.0.0.1:1", "key", "runner", 1, RunnerTimeouts())) for agent in found
+    )
     code = "import pickle, sys\nfor _ in range(4): print(pickle.load(sys.stdin.buffer).agent.title)"
     done = subprocess.run(
         [sys.executable, "-c", code], input=packed, capture_output=True, cwd=tmp_path.parent, timeout=60

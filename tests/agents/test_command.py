@@ -20,10 +20,10 @@ import etude
 from etude.agents.command import Command
 from etude.agents.runner import Runner
 from etude.errors import AgentError
-from etude.store.desk import Claim, Key, Limits
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits
 from etude.store.states import Status
-from tests.agents.desks import AWAY, ENDPOINT, Played, played, wanted
+from tests.agents.rollout_queues import AWAY, ENDPOINT, Played, played, wanted
 from tests.processes import gone
 
 
@@ -152,7 +152,7 @@ def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> 
 
 def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came() -> None:
     """Its runner stops it, and the desk waits for what the runner has to tell."""
-    limits = Limits(timeout_s=0.5, max_attempts=1)
+    limits = RolloutLimits(timeout_s=0.5, max_attempts=1)
     found = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
     assert found.only.status is Status.TIMED_OUT
     ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
@@ -168,7 +168,7 @@ def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
     async def bounded(task: Any) -> float:
         try:
             async with asyncio.timeout(0.4):
-                await program.run(Claim(Key(0, 0), task, "train", Limits(), {}, "", ""), "")
+                await program.run(Claim(AttemptId(0, 0), task, "train", RolloutLimits(), {}, "", ""), "")
         except TimeoutError as error:
             assert isinstance(error.__cause__, asyncio.CancelledError)
             return float("Its standard output ended with:\nasking" in error.__cause__.__notes__)
@@ -200,7 +200,7 @@ def test_memory_and_processor_are_bounded(there: Mapping[str, str]) -> None:
 def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
     place = tmp_path / "pid"
 
-    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
         while not (place.exists() and place.read_text().strip()):
             await asyncio.sleep(0.02)
         await desk.cancel([0], "no more")
@@ -237,7 +237,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
-    limits = Limits(timeout_s=20)
+    limits = RolloutLimits(timeout_s=20)
     found = played(etude.command("true", reward_key=True), wanted(1, limits))
     assert found.only.status is Status.INFRA_ERROR and "no server of the store" in found.error
 
@@ -257,7 +257,7 @@ def test_a_runner_that_is_killed_leaves_no_program(tmp_path: Path) -> None:
     """kill -9 of the process that plays, which can do nothing about it any more."""
     code = f"""
 import asyncio, etude
-from tests.agents.desks import play, wanted
+from tests.agents.rollout_queues import play, wanted
 agent = etude.command("echo $$ >> {tmp_path}/pids; sleep 60 & echo $! >> {tmp_path}/pids; wait")
 asyncio.run(play(agent, wanted(3), max_concurrency=3))
 """

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import etude
-from etude.agents.earned import earned
+from etude.agents.rewards import parse_reward
 from etude.agents.runner import Runner
 from etude.errors import AgentError, ConfigError
 from etude.records import Completion, Task, Turn
-from etude.store.desk import Key
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptId
 from etude.store.states import Status
-from tests.agents.desks import played, wanted
+from tests.agents.rollout_queues import played, wanted
 
 
 def test_a_reward_is_said_by_a_function_or_a_coroutine() -> None:
@@ -42,21 +42,21 @@ def test_a_reward_is_said_by_a_function_or_a_coroutine() -> None:
 
 
 def test_what_turns_earned_adds_up() -> None:
-    key: list[Key] = []
+    key: list[AttemptId] = []
     recorded = threading.Event()
 
     @etude.agent
     def agent(rollout: Any) -> float:
-        key.append(Key(rollout.id, rollout.attempt))
+        key.append(AttemptId(rollout.id, rollout.attempt))
         assert recorded.wait(10)
         for value in (0.25, 0.5):
             etude.emit.reward(value, turn=0)
         return 1.0
 
-    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
         while not key:
             await asyncio.sleep(0.01)
-        await desk.turn(key[0], Turn([1], Completion([2], [0.0], [0], "stop"), 0))
+        await desk.record_turn(key[0], Turn([1], Completion([2], [0.0], [0], "stop"), 0))
         recorded.set()
 
     found = played(agent, wanted(1), meanwhile=meanwhile)
@@ -130,7 +130,7 @@ def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
 
 def test_a_number_that_no_float_holds_is_no_reward() -> None:
     with pytest.raises(AgentError, match="it returned inf; a reward is finite"):
-        earned(10**400, "it returned")
+        parse_reward(10**400, "it returned")
 
 
 def test_a_final_reward_is_said_once() -> None:
@@ -198,7 +198,7 @@ def test_an_attempt_that_is_over_takes_no_more() -> None:
         except AgentError as error:
             told.append(str(error))
 
-    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
         while not told:
             await asyncio.sleep(0.02)
 

@@ -12,14 +12,14 @@ import pytest
 
 import etude
 from etude.agents.agent import LLM, RolloutInfo
-from etude.agents.runner import Pace, Runner
+from etude.agents.runner import Runner, RunnerTimeouts
 from etude.errors import AgentError, EngineError
 from etude.records import Task
 from etude.store import RolloutState, open_store
-from etude.store.desk import Limits
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutLimits
 from etude.store.states import Status
-from tests.agents.desks import ONCE, QUICK, ends, play, played, wanted
+from tests.agents.rollout_queues import ONCE, QUICK, ends, play, played, wanted
 
 
 def last_error(state: RolloutState) -> str:
@@ -96,9 +96,9 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
     async def agent(llm: LLM) -> None: ...
 
     async def scene() -> RolloutState:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         await desk.enqueue(wanted(1))
-        runner = Runner(desk, agent, pace=QUICK)
+        runner = Runner(desk, agent, timeouts=QUICK)
         running = asyncio.create_task(runner.run())
         (state,) = await ends(desk, 1)
         runner.stop()
@@ -144,20 +144,20 @@ def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:
             except asyncio.CancelledError:
                 continue
 
-    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
         await ends(desk, 1)
         await asyncio.sleep(0.1)
-        left.append(runner.left)
+        left.append(runner.abandoned)
         release.set()
         await asyncio.sleep(0.2)
-        left.append(runner.left)
+        left.append(runner.abandoned)
 
     found = played(stubborn, wanted(1), pace=replace(QUICK, cancel_s=0.1), meanwhile=meanwhile)
     assert found.only.status is Status.TIMED_OUT and left == [1, 0]
 
 
 def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.agents.runner.MOST_LEFT", 2)
+    monkeypatch.setattr("etude.agents.runner.MAX_ABANDONED", 2)
     release = threading.Event()
 
     @etude.agent(timeout_s=0.1)
@@ -165,11 +165,11 @@ def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.Monke
         release.wait(20)
 
     async def scene() -> None:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         await desk.enqueue(wanted(4))
         try:
             async with asyncio.timeout(10):
-                await Runner(desk, hangs, pace=QUICK, max_concurrency=2).run()
+                await Runner(desk, hangs, timeouts=QUICK, max_concurrency=2).run()
         finally:
             await desk.close()
 
@@ -189,7 +189,7 @@ def test_a_cancelled_rollout_stops_its_agent() -> None:
         finally:
             seen.append("cancelled")
 
-    async def meanwhile(desk: LocalDesk, runner: Runner) -> None:
+    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
         while not seen:
             await asyncio.sleep(0.02)
         (runs,) = (await desk.runners())[0].running
@@ -211,12 +211,12 @@ def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pyt
             time.sleep(1.2)
         return 1.0
 
-    limits = Limits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)
+    limits = RolloutLimits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)
 
     async def scene() -> list[RolloutState]:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         await desk.enqueue(wanted(1, limits))
-        runners = [Runner(desk, blocks, pace=QUICK, max_concurrency=1) for _ in range(2)]
+        runners = [Runner(desk, blocks, timeouts=QUICK, max_concurrency=1) for _ in range(2)]
         threads = [threading.Thread(target=lambda runner=runner: asyncio.run(runner.run())) for runner in runners]
         for thread in threads:
             thread.start()
@@ -243,9 +243,9 @@ def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_
         return 1.0
 
     async def scene() -> tuple[RolloutState, float]:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         (id,) = await desk.enqueue(wanted(1))
-        runner = Runner(desk, takes, pace=QUICK)
+        runner = Runner(desk, takes, timeouts=QUICK)
         running = asyncio.create_task(runner.run())
         await asyncio.to_thread(began.wait, 10)
         since = time.monotonic()
@@ -294,9 +294,9 @@ def test_a_set_up_that_fails_or_hangs_is_told() -> None:
             await asyncio.sleep(20)
 
     async def scene(agent: etude.Agent) -> None:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         try:
-            await Runner(desk, agent, pace=replace(QUICK, setup_s=0.1)).run()
+            await Runner(desk, agent, timeouts=replace(QUICK, setup_s=0.1)).run()
         finally:
             await desk.close()
 
@@ -315,9 +315,9 @@ def test_runners_share_the_work() -> None:
         time.sleep(0.01)
 
     async def scene() -> None:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         await desk.enqueue(wanted(40))
-        runners = [Runner(desk, agent, f"r{number}", pace=QUICK, max_concurrency=1) for number in range(3)]
+        runners = [Runner(desk, agent, f"r{number}", timeouts=QUICK, max_concurrency=1) for number in range(3)]
         running = [asyncio.create_task(runner.run()) for runner in runners]
         found = await ends(desk, 40)
         assert {state.status for state in found} == {Status.SUCCEEDED}
@@ -325,8 +325,8 @@ def test_runners_share_the_work() -> None:
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
-        assert sum(sum(runner.ended.values()) for runner in runners) == 40
-        assert min(sum(runner.ended.values()) for runner in runners) >= 5
+        assert sum(sum(runner.outcomes.values()) for runner in runners) == 40
+        assert min(sum(runner.outcomes.values()) for runner in runners) >= 5
         await desk.close()
 
     asyncio.run(scene())
@@ -334,8 +334,8 @@ def test_runners_share_the_work() -> None:
 
 
 def test_a_pace_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(AgentError, match=r"Pace\.heartbeat_s is 0"):
-        Pace(heartbeat_s=0)
+    with pytest.raises(AgentError, match=r"RunnerTimeouts\.heartbeat_s is 0"):
+        RunnerTimeouts(heartbeat_s=0)
 
 
 def test_many_attempts_of_one_task_are_tried_again_as_its_limits_say() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.base import Estimate, State
+from etude.algorithms.base import AdvantageEstimate, AlgorithmState
 from etude.algorithms.view import Ranks, View
 from etude.batch import Batch
 from tests.batches import random_batch
@@ -51,17 +51,17 @@ class Plain:
 
 def plain(batch: Batch) -> list[Plain]:
     found = []
-    for u in range(batch.rollouts):
-        first, end = batch.unit_tokens[u : u + 2].tolist()
+    for u in range(batch.num_rollouts):
+        first, end = batch.rollout_token_offsets[u : u + 2].tolist()
         at = [t for t in range(first, end) if batch.action[t]]
 
         def column(name: str, at: list[int] = at) -> list[Any]:
-            return [batch.need(name)[t].item() for t in at]
+            return [batch.require(name)[t].item() for t in at]
 
         found.append(
             Plain(
                 int(batch.group[u]),
-                float(batch.need("reward")[u]),
+                float(batch.require("reward")[u]),
                 *(column(name) for name in ("token_reward", "turn", "value", "old_logp", "teacher_logp")),
                 column("sum_pi_squared"),
             )
@@ -74,13 +74,13 @@ def awkward(seed: int, group_sizes: tuple[int, ...] = (3, 1, 4, 2)) -> Batch:
     batch = random_batch(seed, group_sizes)
     rng = torch.Generator().manual_seed(seed)
     return batch.replace(
-        anchor=torch.randint(0, 3, (batch.tokens,), generator=rng),
-        final_value=torch.rand(batch.rollouts, generator=rng, dtype=torch.float64),
+        anchor=torch.randint(0, 3, (batch.num_tokens,), generator=rng),
+        final_value=torch.rand(batch.num_rollouts, generator=rng, dtype=torch.float64),
     )
 
 
-def estimate(name: str, batch: Batch, state: State | None = None, **knobs: Any) -> Estimate:
-    return ADVANTAGES[name](**knobs)(View(batch), state or State())
+def estimate(name: str, batch: Batch, state: AlgorithmState | None = None, **knobs: Any) -> AdvantageEstimate:
+    return ADVANTAGES[name](**knobs)(View(batch), state or AlgorithmState())
 
 
 def spread(batch: Batch, values: list[float]) -> Tensor:
@@ -136,8 +136,8 @@ class Member:
     meeting: Meeting
     rank: int
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         return torch.stack(self.meeting.all(self.rank, values)).sum(0)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return torch.cat(self.meeting.all(self.rank, values))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.algorithms.view import Alone, Outputs, Ranks, View
+from etude.algorithms.view import Outputs, Ranks, SingleRank, View
 from etude.batch import Batch
 from etude.batch.batch import COLUMNS
-from etude.batch.columns import Kind
+from etude.batch.columns import ColumnKind
 
 
 def float64(values: Any) -> Tensor:
@@ -28,7 +28,7 @@ def flat_batch(lengths: Sequence[int], **columns: Any) -> Batch:
         whole[action] = told
         return whole
 
-    given = {name: spread(v) if COLUMNS.get(name) is Kind.TOKEN else v for name, v in columns.items()}
+    given = {name: spread(v) if COLUMNS.get(name) is ColumnKind.TOKEN else v for name, v in columns.items()}
     return Batch(
         offsets=torch.tensor([0, *torch.tensor([n + 1 for n in lengths]).cumsum(0).tolist()]),
         unit=torch.arange(len(lengths)),
@@ -43,7 +43,7 @@ def flat_view(lengths: Sequence[int], ranks: Ranks | None = None, outputs: Any =
     batch = flat_batch(lengths, **columns)
     where = batch.action.nonzero()[:, 0]
     said = {
-        name: torch.full((batch.tokens,), float("nan"), dtype=values.dtype).index_copy(0, where, values)
+        name: torch.full((batch.num_tokens,), float("nan"), dtype=values.dtype).index_copy(0, where, values)
         for name, values in (outputs or {}).items()
     }
-    return View(batch, Outputs(**said), ranks or Alone())
+    return View(batch, Outputs(**said), ranks or SingleRank())

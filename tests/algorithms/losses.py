@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.algorithms.base import Loss
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Outputs, Ranks, View
-from etude.batch import Batch, Column, Kind
+from etude.batch import Batch, Column, ColumnKind
 from tests.batches import random_batch
 
 T = TypeVar("T")
@@ -25,35 +25,35 @@ def off_policy(seed: int = 0, sizes: Sequence[int] = (3, 1, 4), *, drift: float 
     """A random batch with one advantage a rollout, of both signs, and everything that any loss needs."""
     batch = random_batch(seed, sizes, drift=drift)
     rng = np.random.default_rng(seed + 1)
-    worth = torch.from_numpy(rng.choice([-1, 1], batch.rollouts) * rng.uniform(0.3, 2, batch.rollouts))
+    worth = torch.from_numpy(rng.choice([-1, 1], batch.num_rollouts) * rng.uniform(0.3, 2, batch.num_rollouts))
     worth[:2] = torch.tensor([1.3, -0.7])
     view = View(batch)
-    teacher = torch.from_numpy(np.log(rng.dirichlet(np.ones(6), batch.tokens)[:, :3]))
+    teacher = torch.from_numpy(np.log(rng.dirichlet(np.ones(6), batch.num_tokens)[:, :3]))
     return batch.replace(
-        advantage=view.spread(view.rollouts.spread(worth), fill=float("nan")),
-        chosen=torch.from_numpy(rng.random(batch.tokens) < 0.2),
-        teacher_topk_ids=torch.zeros(batch.tokens, 3, dtype=torch.int64),
+        advantage=view.scatter(view.rollouts.broadcast(worth), fill=float("nan")),
+        chosen=torch.from_numpy(rng.random(batch.num_tokens) < 0.2),
+        teacher_topk_ids=torch.zeros(batch.num_tokens, 3, dtype=torch.int64),
         teacher_topk_logp=torch.where(batch.action[:, None], teacher, float("nan")),
-        trainer_version=torch.full((batch.rollouts,), 5),
+        trainer_version=torch.full((batch.num_rollouts,), 5),
     )
 
 
 def couples(seed: int = 0, groups: int = 4) -> Batch:
     """A batch whose groups are pairs of different rewards."""
     batch = off_policy(seed, (2,) * groups)
-    return batch.replace(reward=torch.from_numpy(np.random.default_rng(seed + 3).permutation(batch.rollouts) / 2.0))
+    return batch.replace(reward=torch.from_numpy(np.random.default_rng(seed + 3).permutation(batch.num_rollouts) / 2.0))
 
 
 def said(batch: Batch, seed: int = 0, *, drift: float = 0.3) -> dict[str, Tensor]:
     """What a model says of the batch: leaves that take gradients, NaN where no action is."""
     rng = np.random.default_rng(seed + 2)
-    noise = torch.from_numpy(rng.normal(size=batch.tokens))
-    student = torch.from_numpy(np.log(rng.dirichlet(np.ones(4), batch.tokens)))
+    noise = torch.from_numpy(rng.normal(size=batch.num_tokens))
+    student = torch.from_numpy(np.log(rng.dirichlet(np.ones(4), batch.num_tokens)))
     return {
-        "logp": (batch.need("old_logp") + drift * noise).clamp(max=-1e-3),
-        "value": batch.need("value") + drift * noise,
+        "logp": (batch.require("old_logp") + drift * noise).clamp(max=-1e-3),
+        "value": batch.require("value") + drift * noise,
         "topk_logp": torch.where(batch.action[:, None], student, float("nan")),
-        "score": torch.from_numpy(rng.normal(size=batch.rollouts)),
+        "score": torch.from_numpy(rng.normal(size=batch.num_rollouts)),
     }
 
 
@@ -61,10 +61,10 @@ def found(
     loss: Loss, batch: Batch, spoken: dict[str, Tensor], whole: Denominators | None = None
 ) -> tuple[float, Tensor]:
     """The loss and its gradient by the one output that it reads, at every token (or rollout)."""
-    (name,) = loss.outputs()
+    (name,) = loss.forward_outputs()
     leaf = spoken[name].detach().clone().requires_grad_()
     view = View(batch, Outputs(**{name: leaf}))
-    value = loss(view, whole or Denominators.of(view))
+    value = loss(view, whole or Denominators.from_view(view))
     assert all(np.isfinite(number) for number in value.metrics.reduce().values())
     (gradient,) = torch.autograd.grad(value.loss, leaf)
     return float(value.loss.detach()), gradient
@@ -72,21 +72,21 @@ def found(
 
 def found_in_parts(loss: Loss, batch: Batch, spoken: dict[str, Tensor], parts: int) -> tuple[float, Tensor]:
     """The same, summed over micro-batches."""
-    (name,) = loss.outputs()
-    per_rollout = len(spoken[name]) == batch.rollouts
-    kind = Kind.UNIT if per_rollout else Kind.TOKEN
+    (name,) = loss.forward_outputs()
+    per_rollout = len(spoken[name]) == batch.num_rollouts
+    kind = ColumnKind.UNIT if per_rollout else ColumnKind.TOKEN
     carried = {
-        "said": Column(Kind.TOKEN_K if spoken[name].ndim == 2 else kind, spoken[name].detach()),
+        "said": Column(ColumnKind.TOKEN_K if spoken[name].ndim == 2 else kind, spoken[name].detach()),
         "place": Column(kind, torch.arange(len(spoken[name]))),
     }
     total, gradient = 0.0, torch.zeros_like(spoken[name])
-    whole = Denominators.of(View(batch))
+    whole = Denominators.from_view(View(batch))
     pieces = batch.replace(extra={**batch.extra, **carried}).split(parts, by=loss.split_unit)
     assert len(pieces) > 1
     for piece in pieces:
-        value, own = found(loss, piece, {name: piece.need("said")}, whole)
+        value, own = found(loss, piece, {name: piece.require("said")}, whole)
         total += value
-        gradient[piece.need("place")] = own
+        gradient[piece.require("place")] = own
     return total, gradient
 
 
@@ -107,10 +107,10 @@ class Seat:
     def __init__(self, place: int, board: list[Tensor], barrier: threading.Barrier) -> None:
         self.place, self.board, self.barrier = place, board, barrier
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         return torch.stack(self._told(values)).sum(0)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return torch.cat(self._told(values))
 
     def _told(self, values: Tensor) -> list[Tensor]:

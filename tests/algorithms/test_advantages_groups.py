@@ -9,9 +9,9 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from etude.algorithms.advantages.best import pass_at_k, pkpo
-from etude.algorithms.advantages.statistics import compared
-from etude.algorithms.base import State
+from etude.algorithms.advantages.pass_at_k import pass_at_k, pkpo
+from etude.algorithms.advantages.statistics import measure_rewards
+from etude.algorithms.base import AlgorithmState
 from etude.batch import Batch
 from etude.errors import BatchError, ConfigError, MissingColumnError, RewardError
 from tests.algorithms.advantages_plain import Plain, awkward, close, estimate, plain, spread
@@ -72,23 +72,23 @@ def test_estimators_over_the_batch(seed: int) -> None:
 
 def test_gpg_gives_level_groups_weight_to_the_others() -> None:
     batch = awkward(1, (3, 2, 4))
-    reward = torch.where(batch.group == 1, 100.1, batch.need("reward"))
+    reward = torch.where(batch.group == 1, 100.1, batch.require("reward"))
     batch = batch.replace(reward=reward, token_reward=None)
     wanted = [a * 9 / 7 / 2.0 for a in (reward - torch.stack([reward[batch.group == g].mean() for g in batch.group]))]
     expected = torch.tensor([float(a) for a in wanted], dtype=torch.float64)
     expected[batch.group == 1] = 0
-    lengths = torch.tensor([len(q.turn) for q in plain(batch.replace(token_reward=torch.zeros(batch.tokens)))])
+    lengths = torch.tensor([len(q.turn) for q in plain(batch.replace(token_reward=torch.zeros(batch.num_tokens)))])
     close(estimate("gpg", batch, f_norm=2.0).advantage, expected.repeat_interleave(lengths))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gdpo_normalises_each_part_and_whitens_over_rollouts(seed: int) -> None:
     batch = awkward(seed)
-    total = [0.0] * batch.rollouts
+    total = [0.0] * batch.num_rollouts
     for name, weight in (("correct", 1.0), ("format", 0.3)):
-        part = batch.need("reward_parts")[:, batch.part_names.index(name)].tolist()
-        for u in range(batch.rollouts):
-            group = [part[o] for o in range(batch.rollouts) if batch.group[o] == batch.group[u]]
+        part = batch.require("reward_parts")[:, batch.part_names.index(name)].tolist()
+        for u in range(batch.num_rollouts):
+            group = [part[o] for o in range(batch.num_rollouts) if batch.group[o] == batch.group[u]]
             alone = len(group) == 1
             total[u] += weight * (part[u] if alone else (part[u] - mean(group)) / (stdev(group) + 1e-6))
     found = estimate("gdpo", batch, weights={"format": 0.3}).advantage
@@ -103,12 +103,14 @@ def test_gdpo_refuses_the_weight_of_a_part_that_is_not_there() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_remax_and_maxrl(seed: int) -> None:
     batch = awkward(seed)
-    greedy = batch.need("greedy_reward").tolist()
+    greedy = batch.require("greedy_reward").tolist()
     close(
         estimate("remax", batch).advantage,
         spread(batch, [p.total - g for p, g in zip(plain(batch), greedy, strict=True)]),
     )
-    batch = batch.replace(reward=batch.need("reward").abs().round(), token_reward=batch.need("token_reward").abs())
+    batch = batch.replace(
+        reward=batch.require("reward").abs().round(), token_reward=batch.require("token_reward").abs()
+    )
 
     def maxrl(p: Plain, group: list[Plain]) -> float:
         middle = mean(q.total for q in group)
@@ -119,9 +121,9 @@ def test_remax_and_maxrl(seed: int) -> None:
 
 def test_maxrl_refuses_a_negative_reward_by_the_rollouts_name() -> None:
     batch = awkward(0)
-    reward = torch.ones(batch.rollouts, dtype=torch.float64)
+    reward = torch.ones(batch.num_rollouts, dtype=torch.float64)
     reward[3] = -0.5
-    with pytest.raises(RewardError, match=f"rollout {int(batch.need('rollout_id')[3])} has -0.5"):
+    with pytest.raises(RewardError, match=f"rollout {int(batch.require('rollout_id')[3])} has -0.5"):
         estimate("maxrl", batch.replace(reward=reward, token_reward=None))
     nothing = estimate("maxrl", batch.replace(reward=0 * reward.abs(), token_reward=None)).advantage
     assert not nothing.any()
@@ -174,10 +176,10 @@ def test_pkpo_is_the_gradient_of_the_expected_best_of_k(k: int) -> None:
 
 def test_pass_at_k_can_be_normalised() -> None:
     batch = awkward(2, (3, 4)).replace(token_reward=None)
-    found = estimate("pass_at_k", batch, normalise=True).advantage
+    found = estimate("pass_at_k", batch, normalize=True).advantage
     plainly = estimate("pass_at_k", batch).advantage
-    std = torch.stack([batch.need("reward")[batch.group == g].std() for g in (0, 1)])[batch.group]
-    lengths = torch.diff(torch.searchsorted(batch.action.nonzero()[:, 0], batch.unit_tokens))
+    std = torch.stack([batch.require("reward")[batch.group == g].std() for g in (0, 1)])[batch.group]
+    lengths = torch.diff(torch.searchsorted(batch.action.nonzero()[:, 0], batch.rollout_token_offsets))
     close(found, plainly / (std + 1e-6).repeat_interleave(lengths))
 
 
@@ -196,9 +198,9 @@ def test_equal_rewards_teach_exactly_nothing(name: str) -> None:
 
 def test_rae_moves_by_the_rewards_of_the_step_in_any_order() -> None:
     batch = awkward(3)
-    before = State(kl_value=0.5, role_means={0: 0.25, 7: 3.0})
+    before = AlgorithmState(kl_value=0.5, role_means={0: 0.25, 7: 3.0})
     found = estimate("rae", batch, before, decay=0.9)
-    role, every = batch.need("role").tolist(), plain(batch)
+    role, every = batch.require("role").tolist(), plain(batch)
     close(found.advantage, spread(batch, [p.total - (0.25 if r == 0 else 0) for p, r in zip(every, role, strict=True)]))
     assert found.state is not None and found.state.kl_value == 0.5
     after = found.state.role_means
@@ -207,7 +209,7 @@ def test_rae_moves_by_the_rewards_of_the_step_in_any_order() -> None:
         earned = [p.total for p, of in zip(every, role, strict=True) if of == r]
         left = 0.9 ** len(earned)
         assert after[r] == pytest.approx(left * start + (1 - left) * mean(earned), abs=1e-12)
-    again = estimate("rae", batch.select(list(reversed(range(batch.rollouts)))), before, decay=0.9)
+    again = estimate("rae", batch.select(list(reversed(range(batch.num_rollouts)))), before, decay=0.9)
     assert again.state is not None and again.state.role_means == pytest.approx(dict(after), abs=1e-12)
 
 
@@ -225,9 +227,9 @@ def test_metrics_tell_what_there_was_to_compare() -> None:
     )
     found = estimate("grpo", batch)
     told = found.metrics.reduce()
-    rewards = compared(batch.need("reward"), batch.group).reduce()
+    rewards = measure_rewards(batch.require("reward"), batch.group).reduce()
     assert rewards["reward_mean"] == pytest.approx(10 / 6)
-    assert rewards["level_share"] == pytest.approx(0.5)
+    assert rewards["zero_variance_share"] == pytest.approx(0.5)
     assert rewards["group_std"] == pytest.approx(0.5)
     assert told["advantage_mean"] == pytest.approx(float(found.advantage.mean()))
     assert told["advantage_std"] == pytest.approx(float(found.advantage.std()))

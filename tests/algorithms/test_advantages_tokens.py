@@ -37,7 +37,7 @@ def gae(p: Plain, gamma: float, lam: float, after: float) -> list[float]:
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_gae(seed: int, bootstrap: bool) -> None:
     batch = awkward(seed)
-    final, cut = batch.need("final_value").tolist(), batch.need("truncated").tolist()
+    final, cut = batch.require("final_value").tolist(), batch.require("truncated").tolist()
     after = [f if bootstrap and c else 0.0 for f, c in zip(final, cut, strict=True)]
     wanted = flat([gae(p, 0.9, 0.8, a) for p, a in zip(plain(batch), after, strict=True)])
     found = estimate("gae", batch, gamma=0.9, lam=0.8, bootstrap_truncated=bootstrap)
@@ -69,7 +69,7 @@ def test_reinforce_pp(seed: int, gamma: float) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_optimal_token_baseline(seed: int) -> None:
     batch = awkward(seed)
-    likely, share = batch.need("old_logp").exp(), batch.need("sum_pi_squared")
+    likely, share = batch.require("old_logp").exp(), batch.require("sum_pi_squared")
     batch = batch.replace(sum_pi_squared=likely**2 + share * (1 - likely) ** 2)
     every = plain(batch)
     going = [to_go(p.rewards, 1.0) for p in every]
@@ -103,28 +103,28 @@ def test_distillation(seed: int) -> None:
     found = estimate("distillation", batch)
     close(found.advantage, wanted)
     assert found.metrics.reduce()["teacher_kl"] == pytest.approx(float(-wanted.mean()))
-    far = batch.replace(teacher_logp=batch.need("old_logp") - 1e3)
+    far = batch.replace(teacher_logp=batch.require("old_logp") - 1e3)
     assert set(estimate("distillation", far).advantage.tolist()) == {-20.0}
 
 
 def test_a_reward_on_a_tools_answer_is_the_action_befores() -> None:
     batch = awkward(2)
     answers = batch.action.roll(1) & ~batch.action
-    answers[batch.unit_tokens[:-1].clamp(max=batch.tokens - 1)] = False
+    answers[batch.rollout_token_offsets[:-1].clamp(max=batch.num_tokens - 1)] = False
     at = int(answers.nonzero()[0])
-    told = torch.where(batch.action, batch.need("token_reward"), float("nan"))
+    told = torch.where(batch.action, batch.require("token_reward"), float("nan"))
     told[at] = 0.625
-    moved = batch.need("token_reward").clone()
+    moved = batch.require("token_reward").clone()
     moved[at - 1] += 0.625
     here, there = (Rewards(View(batch.replace(token_reward=column))) for column in (told, moved))
-    close(here.of_tokens(torch.float64), there.of_tokens(torch.float64))
+    close(here.per_token(torch.float64), there.per_token(torch.float64))
     close(here.total, there.total)
 
 
 def test_rewards_that_no_action_can_take_are_refused_by_the_rollouts_name() -> None:
     batch = awkward(2)
-    name = int(batch.need("rollout_id")[0])
-    early, broken = batch.need("token_reward").clone(), batch.need("token_reward").clone()
+    name = int(batch.require("rollout_id")[0])
+    early, broken = batch.require("token_reward").clone(), batch.require("token_reward").clone()
     early[0] = 1.0
     broken[int(batch.action.nonzero()[0])] = float("nan")
     for told in (early, broken):
@@ -135,7 +135,10 @@ def test_rewards_that_no_action_can_take_are_refused_by_the_rollouts_name() -> N
 def test_float32_batches_give_float32_and_half_precision_is_widened() -> None:
     batch = awkward(0)
     single = batch.replace(
-        **{c: batch.need(c).bfloat16() for c in ("old_logp", "behavior_logp", "value", "teacher_logp", "token_reward")}
+        **{
+            c: batch.require(c).bfloat16()
+            for c in ("old_logp", "behavior_logp", "value", "teacher_logp", "token_reward")
+        }
     )
     for name in ("gae", "grpo", "reinforce++", "token_baseline", "turn_baseline", "distillation"):
         found = estimate(name, single).advantage

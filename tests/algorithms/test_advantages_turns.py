@@ -96,14 +96,14 @@ def test_mt_grpo(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("normalise", [False, True])
-def test_gigpo(seed: int, normalise: bool) -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gigpo(seed: int, normalize: bool) -> None:
     batch = awkward(seed)
     every, states = plain(batch), anchors(batch)
     going = [to_go(p.per_turn(), 0.9) for p in every]
 
     def against(x: float, among: list[float]) -> float:
-        return normal(x, among) if normalise else x - mean(among)
+        return normal(x, among) if normalize else x - mean(among)
 
     values = []
     for u, p in enumerate(every):
@@ -114,18 +114,18 @@ def test_gigpo(seed: int, normalise: bool) -> None:
             alike = [going[o][j] for o in group for j, s in enumerate(states[o]) if s == states[u][k]]
             steps.append(base + 2.0 * against(x, alike))
         values.append(steps)
-    found = estimate("gigpo", batch, gamma=0.9, step_weight=2.0, normalise=normalise)
+    found = estimate("gigpo", batch, gamma=0.9, step_weight=2.0, normalize=normalize)
     close(found.advantage, over_tokens(every, values))
 
 
 def anchors(batch: Batch) -> list[list[int]]:
     """The anchor at each turn's first action token."""
-    found, seen = [], batch.need("anchor")
-    for u in range(batch.rollouts):
-        first, end = batch.unit_tokens[u : u + 2].tolist()
+    found, seen = [], batch.require("anchor")
+    for u in range(batch.num_rollouts):
+        first, end = batch.rollout_token_offsets[u : u + 2].tolist()
         at = [t for t in range(first, end) if batch.action[t]]
-        turns = sorted({int(batch.need("turn")[t]) for t in at})
-        found.append([int(seen[next(t for t in at if batch.need("turn")[t] == k)]) for k in turns])
+        turns = sorted({int(batch.require("turn")[t]) for t in at})
+        found.append([int(seen[next(t for t in at if batch.require("turn")[t] == k)]) for k in turns])
     return found
 
 
@@ -134,7 +134,7 @@ def test_turns_alike_in_all_rollouts_teach_exactly_nothing(name: str) -> None:
     batch = awkward(5, (8,))
     turn = torch.where(batch.action, 0, -1).int()
     level = torch.full((8,), 100.1, dtype=torch.float64)
-    batch = batch.replace(reward=level, token_reward=torch.zeros(batch.tokens), turn=turn)
+    batch = batch.replace(reward=level, token_reward=torch.zeros(batch.num_tokens), turn=turn)
     assert not estimate(name, batch).advantage.any()
 
 

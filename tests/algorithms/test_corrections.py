@@ -11,7 +11,13 @@ import pytest
 import torch
 import yaml
 
-from etude.algorithms.corrections import Correction, Rejection, mean_one, mismatch, opsm
+from etude.algorithms.corrections import (
+    CorrectionConfig,
+    RejectionRule,
+    measure_mismatch,
+    opsm_mask,
+    rescale_to_mean_one,
+)
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
 from etude.config.show import to_yaml
@@ -25,7 +31,7 @@ def log_ratios(batch: Batch) -> list[np.ndarray]:
     """log π_old − log μ of each rollout's action tokens."""
     assert batch.old_logp is not None and batch.behavior_logp is not None
     log_rho, action = (batch.old_logp - batch.behavior_logp).numpy(), batch.action.numpy()
-    ends = batch.unit_tokens.tolist()
+    ends = batch.rollout_token_offsets.tolist()
     return [log_rho[a:b][action[a:b]] for a, b in pairwise(ends)]
 
 
@@ -42,7 +48,7 @@ def batch(request: pytest.FixtureRequest) -> Batch:
 
 @pytest.mark.parametrize(("level", "ceiling"), [("token", 2.0), ("sequence", 5.0), ("geometric", 2.0)])
 def test_truncation_is_at_the_level_and_its_ceiling(batch: Batch, level: Any, ceiling: float) -> None:
-    found = Correction(weight="truncate", level=level)(View(batch))
+    found = CorrectionConfig(weight="truncate", level=level)(View(batch))
     wanted = np.concatenate([np.minimum(ratio(x, level), ceiling) for x in log_ratios(batch)])
     assert found.weight is not None and found.keep is None
     np.testing.assert_allclose(found.weight.numpy(), wanted, atol=1e-12)
@@ -55,7 +61,7 @@ def test_truncation_is_at_the_level_and_its_ceiling(batch: Batch, level: Any, ce
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("bounds", [(None, None), (0.9, 1.2), (0.0, 2.0)])
 def test_a_mask_keeps_the_ratio_within_the_bounds_and_nothing_outside(batch: Batch, level: Any, bounds: Any) -> None:
-    found = Correction(weight="mask", level=level, low=bounds[0], high=bounds[1])(View(batch))
+    found = CorrectionConfig(weight="mask", level=level, low=bounds[0], high=bounds[1])(View(batch))
     low, high = (0.5, 5.0) if bounds[0] is None else bounds
     rho = np.concatenate([ratio(x, level) for x in log_ratios(batch)])
     inside = (rho >= low) & (rho <= high)
@@ -66,8 +72,8 @@ def test_a_mask_keeps_the_ratio_within_the_bounds_and_nothing_outside(batch: Bat
 
 @pytest.mark.parametrize("over", ["tokens", "rollouts"])
 def test_normalised_weights_have_mean_one_after_truncation(batch: Batch, over: Any) -> None:
-    plain = Correction(weight="truncate", high=1.5)(View(batch)).weight
-    scaled = Correction(weight="truncate", high=1.5, normalise=over)(View(batch)).weight
+    plain = CorrectionConfig(weight="truncate", high=1.5)(View(batch)).weight
+    scaled = CorrectionConfig(weight="truncate", high=1.5, normalize=over)(View(batch)).weight
     assert plain is not None and scaled is not None
     rollouts = [part for part in scaled.split(View(batch).rollouts.lengths.tolist()) if len(part)]
     mean = scaled.mean() if over == "tokens" else torch.stack([part.mean() for part in rollouts]).mean()
@@ -79,10 +85,10 @@ def test_normalised_weights_have_mean_one_after_truncation(batch: Batch, over: A
 def test_weights_that_are_all_zero_stay_zero() -> None:
     view = flat_view([2])
     for over in ("tokens", "rollouts"):
-        assert mean_one(float64([0, 0]), view.rollouts, over, view.ranks).tolist() == [0, 0]
+        assert rescale_to_mean_one(float64([0, 0]), view.rollouts, over, view.ranks).tolist() == [0, 0]
 
 
-def kept(rule: Rejection, log_rho: np.ndarray) -> np.ndarray:
+def kept(rule: RejectionRule, log_rho: np.ndarray) -> np.ndarray:
     """Which tokens of one rollout a rule keeps."""
     if not len(log_rho):
         return np.zeros(0, bool)
@@ -96,19 +102,19 @@ def kept(rule: Rejection, log_rho: np.ndarray) -> np.ndarray:
     return np.broadcast_to(inside.all() if rule.over == "seq_max" else inside, log_rho.shape)
 
 
-RULES = [Rejection(over=over, low=0.8, high=1.3) for over in ("token", "seq_sum", "seq_mean", "seq_max")] + [
-    Rejection(statistic=statistic, over=over, high=high)
+RULES = [RejectionRule(over=over, low=0.8, high=1.3) for over in ("token", "seq_sum", "seq_mean", "seq_max")] + [
+    RejectionRule(statistic=statistic, over=over, high=high)
     for statistic in ("k2", "k3")
     for over, high in (("token", 0.2), ("seq_sum", 2.0), ("seq_mean", 0.3), ("seq_max", 1.0))
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.statistic}-{rule.over}")
-def test_a_rule_keeps_what_its_statistic_says(rule: Rejection) -> None:
+def test_a_rule_keeps_what_its_statistic_says(rule: RejectionRule) -> None:
     decisions = []
     for seed in range(4):
         batch = random_batch(seed, (3, 1, 4), drift=0.6)
-        found = Correction(reject=(rule,))(View(batch))
+        found = CorrectionConfig(reject=(rule,))(View(batch))
         wanted = np.concatenate([kept(rule, x) for x in log_ratios(batch)])
         assert found.weight is None and found.keep is not None
         assert found.keep.tolist() == wanted.tolist()
@@ -118,18 +124,18 @@ def test_a_rule_keeps_what_its_statistic_says(rule: Rejection) -> None:
 
 
 def test_rules_and_a_weight_combine(batch: Batch) -> None:
-    first, second = Rejection(low=0.8), Rejection(over="seq_mean", high=1.3)
-    both = Correction(reject=(first, second), weight="truncate")(View(batch))
-    apart = [Correction(reject=(rule,))(View(batch)).keep for rule in (first, second)]
+    first, second = RejectionRule(low=0.8), RejectionRule(over="seq_mean", high=1.3)
+    both = CorrectionConfig(reject=(first, second), weight="truncate")(View(batch))
+    apart = [CorrectionConfig(reject=(rule,))(View(batch)).keep for rule in (first, second)]
     assert both.keep is not None and apart[0] is not None and apart[1] is not None
     assert torch.equal(both.keep, apart[0] & apart[1])
-    assert torch.equal(both.weight, Correction(weight="truncate")(View(batch)).weight)  # type: ignore[arg-type]
+    assert torch.equal(both.weight, CorrectionConfig(weight="truncate")(View(batch)).weight)  # type: ignore[arg-type]
 
 
 def test_the_bounds_are_on_the_trainer_over_the_sampler() -> None:
     view = flat_view([2], old_logp=float64([0.1, 0.5]).log(), behavior_logp=float64([0.5, 0.1]).log())
-    assert Correction(reject=(Rejection(high=2),))(view).keep.tolist() == [True, False]  # type: ignore[union-attr]
-    assert Correction(reject=(Rejection(low=0.5),))(view).keep.tolist() == [False, True]  # type: ignore[union-attr]
+    assert CorrectionConfig(reject=(RejectionRule(high=2),))(view).keep.tolist() == [True, False]  # type: ignore[union-attr]
+    assert CorrectionConfig(reject=(RejectionRule(low=0.5),))(view).keep.tolist() == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -139,16 +145,16 @@ def test_huge_log_ratios_are_cut_after_the_sum(dtype: torch.dtype) -> None:
         old_logp=torch.tensor([-1e3, -1, -1e3, -1], dtype=dtype),
         behavior_logp=torch.tensor([-1, -1e3, -1, -1e3], dtype=dtype),
     )
-    sequence = Correction(weight="mask", level="sequence", low=0, high=1e9)(view)
+    sequence = CorrectionConfig(weight="mask", level="sequence", low=0, high=1e9)(view)
     np.testing.assert_allclose(sequence.weight.numpy(), [1, 1, math.exp(-20), math.exp(20)], rtol=1e-5)  # type: ignore[union-attr]
-    token = Correction(weight="truncate", reject=RULES[:1])(view)
+    token = CorrectionConfig(weight="truncate", reject=RULES[:1])(view)
     assert token.weight is not None and token.weight[1] == 2 and 0 < token.weight[0] < 1e-8
     assert token.keep is not None and not token.keep.any()
     assert all(math.isfinite(value) for value in token.metrics.reduce().values())
 
 
 def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) -> None:
-    told = Correction()(View(batch)).metrics.reduce()
+    told = CorrectionConfig()(View(batch)).metrics.reduce()
     log_rho = np.concatenate(log_ratios(batch))
     view, rho = View(batch), np.exp(log_rho)
     behavior, old = view.column("behavior_logp").numpy(), view.column("old_logp").numpy()
@@ -159,7 +165,7 @@ def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) ->
         "mismatch/chi2": pytest.approx((rho**2).mean() - 1),
         "mismatch/sampler_perplexity": pytest.approx(math.exp(-behavior.mean())),
         "mismatch/trainer_perplexity": pytest.approx(math.exp(-old.mean())),
-        "mismatch/sample_size": pytest.approx(rho.sum() ** 2 / (rho**2).sum() / len(rho)),
+        "mismatch/effective_sample_size": pytest.approx(rho.sum() ** 2 / (rho**2).sum() / len(rho)),
         "mismatch/correlation": pytest.approx(np.corrcoef(p, q)[0, 1]),
         "mismatch/largest_gap": pytest.approx(np.abs(p - q).max()),
     }
@@ -167,29 +173,29 @@ def test_the_mismatch_is_measured_whenever_both_sides_are_known(batch: Batch) ->
 
 def test_nothing_is_measured_where_one_side_is_unknown(batch: Batch) -> None:
     for missing in ("old_logp", "behavior_logp"):
-        assert len(Correction()(View(batch.replace(**{missing: None}))).metrics) == 0
+        assert len(CorrectionConfig()(View(batch.replace(**{missing: None}))).metrics) == 0
 
 
 def test_agreement_is_zero_mismatch_and_constant_probabilities_have_no_correlation() -> None:
     logp = float64([-1, -1, -1])
-    told = mismatch(flat_view([2, 1], behavior_logp=logp, old_logp=logp)).reduce()
+    told = measure_mismatch(flat_view([2, 1], behavior_logp=logp, old_logp=logp)).reduce()
     assert told["mismatch/k1"] == told["mismatch/k3"] == told["mismatch/chi2"] == told["mismatch/largest_gap"] == 0
-    assert told["mismatch/sample_size"] == pytest.approx(1)
+    assert told["mismatch/effective_sample_size"] == pytest.approx(1)
     assert "mismatch/correlation" not in told
 
 
 def test_no_action_token_measures_nothing_and_corrects_nothing() -> None:
     view = flat_view([0, 0], behavior_logp=float64([]), old_logp=float64([]))
-    found = Correction(weight="truncate", normalise="rollouts", reject=RULES[:2])(view)
+    found = CorrectionConfig(weight="truncate", normalize="rollouts", reject=RULES[:2])(view)
     assert found.weight is not None and found.keep is not None
     assert (found.weight.shape, found.keep.shape) == ((0,), (0,))
     assert found.metrics.reduce() == {}
 
 
-@pytest.mark.parametrize("normalise", ["none", "tokens", "rollouts"])
-def test_ranks_find_what_one_rank_would(normalise: Any) -> None:
+@pytest.mark.parametrize("normalize", ["none", "tokens", "rollouts"])
+def test_ranks_find_what_one_rank_would(normalize: Any) -> None:
     batch = random_batch(5, (3, 2, 4), drift=0.8)
-    correction = Correction(weight="truncate", high=1.3, normalise=normalise, reject=RULES[2:3])
+    correction = CorrectionConfig(weight="truncate", high=1.3, normalize=normalize, reject=RULES[2:3])
     alone = correction(View(batch))
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
     found = Table(3).run(lambda place, seat: correction(View(parts[place], ranks=seat)))
@@ -207,8 +213,8 @@ def test_opsm_drops_what_is_bad_and_has_drifted(unit: Any) -> None:
     for seed in range(4):
         batch = random_batch(seed, (3, 1, 4))
         logp = (View(batch).column("old_logp") - 0.2).requires_grad_()
-        view = View(batch, Outputs(logp=View(batch).spread(logp, math.nan)))
-        found = opsm(view, 0.05, unit)
+        view = View(batch, Outputs(logp=View(batch).scatter(logp, math.nan)))
+        found = opsm_mask(view, 0.05, unit)
         lengths = view.units(unit).lengths.tolist()
         drift = (view.column("behavior_logp") - logp.detach()).split(lengths)
         advantage = view.column("advantage").split(lengths)
@@ -223,20 +229,20 @@ def test_opsm_drops_what_is_bad_and_has_drifted(unit: Any) -> None:
 
 
 def test_what_is_needed() -> None:
-    assert Correction().needs() == frozenset()
-    assert Correction(weight="mask").needs() == {"behavior_logp", "old_logp"}
-    assert Correction(reject=RULES[:1]).needs() == {"behavior_logp", "old_logp"}
-    assert Correction(policies="two").needs() == {"behavior_logp"}
-    assert Correction(sequence_mask=0.1).needs() == {"behavior_logp"}
+    assert CorrectionConfig().required_columns() == frozenset()
+    assert CorrectionConfig(weight="mask").required_columns() == {"behavior_logp", "old_logp"}
+    assert CorrectionConfig(reject=RULES[:1]).required_columns() == {"behavior_logp", "old_logp"}
+    assert CorrectionConfig(policies="two").required_columns() == {"behavior_logp"}
+    assert CorrectionConfig(opsm_delta=0.1).required_columns() == {"behavior_logp"}
 
 
 def test_a_weight_names_the_column_it_lacks(batch: Batch) -> None:
     with pytest.raises(MissingColumnError, match=r"The correction needs the column `old_logp`"):
-        Correction(weight="truncate")(View(batch.replace(old_logp=None)))
+        CorrectionConfig(weight="truncate")(View(batch.replace(old_logp=None)))
 
 
 def test_two_policies_measure_nothing_and_weigh_nothing(batch: Batch) -> None:
-    found = Correction(policies="two", sequence_mask=0.1)(View(batch))
+    found = CorrectionConfig(policies="two", opsm_delta=0.1)(View(batch))
     assert found.weight is None and found.keep is None and len(found.metrics) == 0
 
 
@@ -248,14 +254,14 @@ def test_two_policies_measure_nothing_and_weigh_nothing(batch: Batch) -> None:
         ({"level": "sequence"}, r"`level=sequence` shapes a weight, and `weight` is `none`"),
         ({"high": 3}, r"`high=3.0` shapes a weight"),
         ({"low": 0.5}, r"`low=0.5` shapes a weight"),
-        ({"normalise": "tokens"}, r"`normalise=tokens` shapes a weight"),
+        ({"normalize": "tokens"}, r"`normalize=tokens` shapes a weight"),
         ({"weight": "truncate", "low": 0.5}, r"`low=0.5` would do nothing"),
         ({"weight": "mask", "low": 6}, r"`low` = 6 must be below `high` = 5"),
     ],
 )
 def test_knobs_that_would_not_act_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Correction(**options)
+        CorrectionConfig(**options)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +274,9 @@ def test_knobs_that_would_not_act_are_refused(options: dict[str, Any], sentence:
 )
 def test_rules_without_sense_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Rejection(**options)
+        RejectionRule(**options)
 
 
 def test_rules_survive_yaml() -> None:
-    correction = Correction(weight="mask", low=0.2, reject=tuple(RULES), sequence_mask=1e-4)
-    assert Correction.model_validate(yaml.safe_load(to_yaml(correction))) == correction
+    correction = CorrectionConfig(weight="mask", low=0.2, reject=tuple(RULES), opsm_delta=1e-4)
+    assert CorrectionConfig.model_validate(yaml.safe_load(to_yaml(correction))) == correction

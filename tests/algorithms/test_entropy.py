@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.algorithms.entropy import Entropy, top_entropy
+from etude.algorithms.entropy import EntropyConfig, top_entropy_mask
 from etude.algorithms.view import View
 from tests.algorithms.flat import flat_view, float64
 from tests.batches import random_batch
@@ -17,7 +17,7 @@ from tests.conformance.laws import Table
 def test_the_largest_share_is_kept(share: float) -> None:
     view = View(random_batch(3, (4, 4)))
     entropy = view.column("entropy").numpy()
-    keep = top_entropy(view, share).numpy()
+    keep = top_entropy_mask(view, share).numpy()
     wanted = max(1, round(share * len(entropy)))
     assert keep.sum() == wanted
     assert set(entropy[keep]) == set(np.sort(entropy)[-wanted:])
@@ -25,30 +25,30 @@ def test_the_largest_share_is_kept(share: float) -> None:
 
 def test_all_that_tie_with_the_last_one_are_kept() -> None:
     view = flat_view([3, 2], entropy=float64([1, 2, 0, 1, 1]))
-    assert top_entropy(view, 0.4).tolist() == [True, True, False, True, True]
-    assert top_entropy(view, 0.2).tolist() == [False, True, False, False, False]
-    assert top_entropy(flat_view([4], entropy=float64([0, 0, 0, 0])), 0.2).all()
+    assert top_entropy_mask(view, 0.4).tolist() == [True, True, False, True, True]
+    assert top_entropy_mask(view, 0.2).tolist() == [False, True, False, False, False]
+    assert top_entropy_mask(flat_view([4], entropy=float64([0, 0, 0, 0])), 0.2).all()
 
 
 def test_the_share_is_rounded_to_whole_tokens_and_is_at_least_one() -> None:
     view = flat_view([5], entropy=float64([5, 4, 3, 2, 1]))
-    assert [int(top_entropy(view, share).sum()) for share in (0.01, 0.29, 0.31, 0.6)] == [1, 1, 2, 3]
+    assert [int(top_entropy_mask(view, share).sum()) for share in (0.01, 0.29, 0.31, 0.6)] == [1, 1, 2, 3]
 
 
 def test_no_action_token_keeps_nothing() -> None:
-    assert top_entropy(flat_view([0, 0], entropy=float64([])), 0.5).shape == (0,)
+    assert top_entropy_mask(flat_view([0, 0], entropy=float64([])), 0.5).shape == (0,)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_ranks_pick_what_one_rank_would(share: float) -> None:
     batch = random_batch(5, (3, 2, 4))
-    alone = top_entropy(View(batch), share)
+    alone = top_entropy_mask(View(batch), share)
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    found = Table(3).run(lambda place, seat: top_entropy(View(parts[place], ranks=seat), share))
+    found = Table(3).run(lambda place, seat: top_entropy_mask(View(parts[place], ranks=seat), share))
     assert torch.equal(torch.cat(found), alone)
 
 
 def test_what_it_needs_and_what_it_asks_of_the_model() -> None:
-    assert (Entropy().needs(), Entropy().outputs()) == (frozenset(), frozenset())
-    assert Entropy(top_share=0.2).needs() == {"entropy"}
-    assert Entropy(coefficient=0.01).outputs() == {"entropy"}
+    assert (EntropyConfig().required_columns(), EntropyConfig().forward_outputs()) == (frozenset(), frozenset())
+    assert EntropyConfig(top_share=0.2).required_columns() == {"entropy"}
+    assert EntropyConfig(coefficient=0.01).forward_outputs() == {"entropy"}

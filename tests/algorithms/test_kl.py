@@ -8,9 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm
-from etude.algorithms.base import State
-from etude.algorithms.kl import CONTROLLERS, Adaptive, Fixed, InReward, KLTerm, Reverse, adapted, k3, warnings
+from etude.algorithms import ADVANTAGES, KLS, LOSSES, AlgorithmConfig
+from etude.algorithms.base import AlgorithmState
+from etude.algorithms.kl import (
+    CONTROLLERS,
+    AdaptiveKLController,
+    FixedKLController,
+    KLTerm,
+    ReverseKL,
+    RewardKL,
+    adapt_coefficient,
+    k3,
+    list_warnings,
+)
 from etude.algorithms.view import Outputs, View
 from etude.errors import BatchError, ConfigError, MissingColumnError
 from etude.observe import Metrics
@@ -37,10 +47,10 @@ def one_choice(kl: KLTerm, sampler: Tensor | None = None) -> Tensor:
     logp, ref = theta.log_softmax(0), REF.log_softmax(0)
     mu = logp.detach() if sampler is None else sampler.log_softmax(0)
     outputs = {"logp": logp}
-    if "full_kl" in kl.outputs():
+    if "full_kl" in kl.forward_outputs():
         outputs["full_kl"] = DIVERGENCES["reverse"](logp.exp(), ref.exp()).expand(TOKENS)
     view = flat_view([1] * TOKENS, outputs=outputs, ref_logp=ref, behavior_logp=mu)
-    return torch.autograd.grad((mu.exp() * kl.terms(view)).sum(), theta)[0]
+    return torch.autograd.grad((mu.exp() * kl.per_token_kl(view)).sum(), theta)[0]
 
 
 def exact(divergence: str) -> Tensor:
@@ -86,10 +96,10 @@ def test_full_needs_no_weight_off_policy() -> None:
 def test_attached_k3_pulls_as_detached_k2_does_token_by_token() -> None:
     batch = random_batch(11, (4, 3))
     found = []
-    for kl in (KLS["weighted_reverse"](off_policy=True), Reverse(off_policy=True)):
+    for kl in (KLS["weighted_reverse"](off_policy=True), ReverseKL(off_policy=True)):
         logp = View(batch).column("old_logp").requires_grad_()
-        view = View(batch, Outputs(logp=View(batch).spread(logp, torch.nan)))
-        found.append(torch.autograd.grad(kl.terms(view).sum(), logp)[0])
+        view = View(batch, Outputs(logp=View(batch).scatter(logp, torch.nan)))
+        found.append(torch.autograd.grad(kl.per_token_kl(view).sum(), logp)[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=EXACT)
 
 
@@ -116,16 +126,16 @@ def tree(kl: KLTerm, sampled_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
     )
     weight = mu.sum(1).exp()
     if kl.in_reward:
-        batch, _ = kl.applied(view, State(), Metrics())
-        cost = -batch.need("token_reward").index_select(0, view.index).view(9, 2).sum(1)
+        batch, _ = kl.apply(view, AlgorithmState(), Metrics())
+        cost = -batch.require("token_reward").index_select(0, view.action_index).view(9, 2).sum(1)
         loss = (weight * cost * logp.sum(1)).sum()
     else:
-        loss = (weight * kl.terms(view).view(9, 2).sum(1)).sum()
+        loss = (weight * kl.per_token_kl(view).view(9, 2).sum(1)).sum()
     sequence = (along(theta).sum(1).exp() * (along(theta) - held).sum(1)).sum()
     return torch.autograd.grad(loss, theta)[0], torch.autograd.grad(sequence, theta)[0]
 
 
-@pytest.mark.parametrize("kl", [KLS["sequence"](), InReward(coefficient=1)], ids=["sequence", "in_reward"])
+@pytest.mark.parametrize("kl", [KLS["sequence"](), RewardKL(coefficient=1)], ids=["sequence", "in_reward"])
 def test_the_kl_of_sequences_is_exact(kl: KLTerm) -> None:
     torch.testing.assert_close(*tree(kl), rtol=0, atol=EXACT)
 
@@ -148,7 +158,7 @@ def test_huge_log_ratios_give_finite_losses_and_gradients(name: str, dtype: torc
     ref = torch.tensor([-0.5, -1e3, -0.5, -2, -2.5], dtype=dtype)
     for options in ({}, {"off_policy": True}) if "off_policy" in KLS[name].model_fields else ({},):
         view = flat_view([2, 0, 1, 2], outputs={"logp": logp}, ref_logp=ref, behavior_logp=ref)
-        terms = KLS[name](**options).terms(view)
+        terms = KLS[name](**options).per_token_kl(view)
         (grad,) = torch.autograd.grad(terms.sum(), logp)
         assert torch.isfinite(terms).all() and torch.isfinite(grad).all()
 
@@ -165,8 +175,8 @@ def test_k3_is_cut_in_value_and_goes_on_pulling() -> None:
 def restated_kl(batch: Any) -> float:
     """The mean over rollouts of the mean over a rollout's action tokens of log π_old − log π_ref."""
     means = []
-    for u in range(batch.rollouts):
-        where = range(int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1]))
+    for u in range(batch.num_rollouts):
+        where = range(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1]))
         deltas = [float(batch.old_logp[t] - batch.ref_logp[t]) for t in where if batch.action[t]]
         means.append(sum(deltas) / len(deltas) if deltas else 0.0)
     return sum(means) / len(means)
@@ -175,7 +185,7 @@ def restated_kl(batch: Any) -> float:
 @pytest.mark.parametrize("name", sorted(KLS))
 def test_every_form_measures_the_same_kl(name: str) -> None:
     batch, metrics = random_batch(2, (4, 4)), Metrics()
-    after, _ = KLS[name](coefficient=0.25).applied(View(batch), State(), metrics)
+    after, _ = KLS[name](coefficient=0.25).apply(View(batch), AlgorithmState(), metrics)
     assert metrics.reduce() == {"kl": pytest.approx(restated_kl(batch), abs=1e-12), "kl_coefficient": 0.25}
     assert (after is batch) == (name != "in_reward")
 
@@ -184,58 +194,60 @@ def test_every_form_measures_the_same_kl(name: str) -> None:
 def test_kl_in_the_reward_is_added_to_what_is_there(already: bool) -> None:
     batch = random_batch(6, (3, 3))
     batch = batch if already else batch.replace(token_reward=None)
-    after, state = InReward(coefficient=0.5).applied(View(batch), State(), Metrics())
-    paid, view = after.need("token_reward"), View(batch)
-    before = view.column("token_reward") if already else torch.zeros(len(view.index), dtype=torch.float64)
+    after, state = RewardKL(coefficient=0.5).apply(View(batch), AlgorithmState(), Metrics())
+    paid, view = after.require("token_reward"), View(batch)
+    before = view.column("token_reward") if already else torch.zeros(len(view.action_index), dtype=torch.float64)
     wanted = before - 0.5 * (view.column("old_logp") - view.column("ref_logp"))
-    torch.testing.assert_close(paid[view.index], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(paid[view.action_index], wanted, rtol=0, atol=1e-12)
     context = paid[~batch.action]
     assert torch.isnan(context).all() if already else (context == 0).all()
-    assert state == State()
+    assert state == AlgorithmState()
 
 
 def test_adapted_moves_by_at_most_a_fifth_for_a_whole_horizon() -> None:
-    moved = [adapted(2.0, kl=kl, target=0.1, horizon=100, rollouts=50) for kl in (0, 0.09, 0.1, 0.11, 5)]
+    moved = [adapt_coefficient(2.0, kl=kl, target=0.1, horizon=100, rollouts=50) for kl in (0, 0.09, 0.1, 0.11, 5)]
     assert moved == pytest.approx([1.8, 1.9, 2.0, 2.1, 2.2])
 
 
 def test_the_adaptive_coefficient_starts_as_configured_and_is_carried_in_the_state() -> None:
-    kl = Reverse(coefficient=0.2, controller=Adaptive(target=0.05, horizon=40))
-    state, wanted = State(role_means={3: 0.5}), 0.2
+    kl = ReverseKL(coefficient=0.2, controller=AdaptiveKLController(target=0.05, horizon=40))
+    state, wanted = AlgorithmState(role_means={3: 0.5}), 0.2
     for seed in range(6):
         batch, metrics = random_batch(seed, (3, 2)), Metrics()
-        assert kl.current(state) == pytest.approx(wanted, rel=1e-12)
-        _, state = kl.applied(View(batch), state, metrics)
+        assert kl.current_coefficient(state) == pytest.approx(wanted, rel=1e-12)
+        _, state = kl.apply(View(batch), state, metrics)
         assert metrics.reduce()["kl_coefficient"] == pytest.approx(wanted, rel=1e-12)
         wanted *= 1 + min(max(restated_kl(batch) / 0.05 - 1, -0.2), 0.2) * 5 / 40
-    assert kl.current(state) == pytest.approx(wanted, rel=1e-12)
+    assert kl.current_coefficient(state) == pytest.approx(wanted, rel=1e-12)
     assert state.role_means == {3: 0.5}
-    assert Reverse(coefficient=0.2, controller=Fixed()).current(state) == 0.2
+    assert ReverseKL(coefficient=0.2, controller=FixedKLController()).current_coefficient(state) == 0.2
 
 
 def test_the_reward_is_charged_at_the_value_in_force() -> None:
     batch = random_batch(6, (3, 3)).replace(token_reward=None)
-    kl = InReward(coefficient=0.2, controller=Adaptive(target=10.0, horizon=10))
-    after, state = kl.applied(View(batch), State(kl_value=0.7), Metrics())
+    kl = RewardKL(coefficient=0.2, controller=AdaptiveKLController(target=10.0, horizon=10))
+    after, state = kl.apply(View(batch), AlgorithmState(kl_value=0.7), Metrics())
     view = View(batch)
     wanted = -0.7 * (view.column("old_logp") - view.column("ref_logp"))
-    torch.testing.assert_close(after.need("token_reward")[view.index], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(after.require("token_reward")[view.action_index], wanted, rtol=0, atol=1e-12)
     assert state.kl_value == pytest.approx(0.7 * (1 - 0.2 * 6 / 10))
 
 
 def test_ranks_step_to_the_same_value_as_one_rank() -> None:
     batch = random_batch(8, (3, 2, 4))
-    kl = Reverse(controller=Adaptive(target=0.01, horizon=30))
-    alone = kl.applied(View(batch), State(), Metrics())[1].kl_value
+    kl = ReverseKL(controller=AdaptiveKLController(target=0.01, horizon=30))
+    alone = kl.apply(View(batch), AlgorithmState(), Metrics())[1].kl_value
     parts = [batch.select([0, 1, 2]), batch.select([3, 4]), batch.select([5, 6, 7, 8])]
-    found = Table(3).run(lambda place, seat: kl.applied(View(parts[place], ranks=seat), State(), Metrics())[1].kl_value)
+    found = Table(3).run(
+        lambda place, seat: kl.apply(View(parts[place], ranks=seat), AlgorithmState(), Metrics())[1].kl_value
+    )
     assert found == pytest.approx([alone] * 3, rel=1e-12)
 
 
 def test_rollouts_without_an_action_count_as_no_kl() -> None:
     view = flat_view([1, 0], old_logp=float64([-1]), ref_logp=float64([-2]))
     metrics = Metrics()
-    Reverse().applied(view, State(), metrics)
+    ReverseKL().apply(view, AlgorithmState(), metrics)
     assert metrics.reduce()["kl"] == 0.5
 
 
@@ -247,49 +259,49 @@ def test_an_infinite_kl_names_the_rollout() -> None:
         rollout_id=torch.tensor([40, 41]),
     )
     with pytest.raises(BatchError, match=r"not finite at action token 1 of rollout 41: log π_old − log π_ref = inf"):
-        Reverse().applied(view, State(), Metrics())
+        ReverseKL().apply(view, AlgorithmState(), Metrics())
 
 
 def test_a_missing_reference_is_named() -> None:
     view = flat_view([1], old_logp=float64([-1]))
     with pytest.raises(MissingColumnError, match=r"The KL to the reference needs the column `ref_logp`"):
-        Reverse().applied(view, State(), Metrics())
+        ReverseKL().apply(view, AlgorithmState(), Metrics())
 
 
 def test_what_each_form_needs() -> None:
     for name, kind in KLS.items():
-        assert kind().needs() == {"old_logp", "ref_logp"}
-        assert kind().outputs() == ({"logp", "full_kl"} if name == "full" else {"logp"})
+        assert kind().required_columns() == {"old_logp", "ref_logp"}
+        assert kind().forward_outputs() == ({"logp", "full_kl"} if name == "full" else {"logp"})
     offered = {name for name, kind in KLS.items() if "off_policy" in kind.model_fields}
     assert offered == {"reverse", "total_variation", "weighted_reverse", "sequence"}
     for name in offered:
-        assert KLS[name](off_policy=True).needs() == {"old_logp", "ref_logp", "behavior_logp"}
+        assert KLS[name](off_policy=True).required_columns() == {"old_logp", "ref_logp", "behavior_logp"}
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean"])
 def test_the_sequence_kl_refuses_reductions_that_divide_by_a_length(reduction: str) -> None:
     with pytest.raises(ConfigError, match=rf"`loss.reduction={reduction}` would divide by a length"):
-        Algorithm(kl=KLS["sequence"](), loss=LOSSES["ppo"](reduction=reduction))
-    assert Algorithm(kl=KLS["sequence"](), loss=LOSSES["ppo"](reduction="seq-mean-token-sum")).kl is not None
+        AlgorithmConfig(kl=KLS["sequence"](), loss=LOSSES["ppo"](reduction=reduction))
+    assert AlgorithmConfig(kl=KLS["sequence"](), loss=LOSSES["ppo"](reduction="seq-mean-token-sum")).kl is not None
 
 
 def test_a_kl_in_the_reward_under_grpo_is_warned_about() -> None:
-    (sentence,) = warnings(InReward(), ADVANTAGES["grpo"]())
+    (sentence,) = list_warnings(RewardKL(), ADVANTAGES["grpo"]())
     assert "a statistic of its group's rewards" in sentence and "rloo" in sentence
-    assert warnings(InReward(), ADVANTAGES["rloo"]()) == []
-    assert warnings(Reverse(), ADVANTAGES["grpo"]()) == []
-    for scaling in (ADVANTAGES["mt_grpo"](), ADVANTAGES["gpg"](), ADVANTAGES["pass_at_k"](normalise=True)):
-        assert len(warnings(InReward(), scaling)) == 1
-    assert warnings(InReward(), ADVANTAGES["pass_at_k"]()) == []
+    assert list_warnings(RewardKL(), ADVANTAGES["rloo"]()) == []
+    assert list_warnings(ReverseKL(), ADVANTAGES["grpo"]()) == []
+    for scaling in (ADVANTAGES["mt_grpo"](), ADVANTAGES["gpg"](), ADVANTAGES["pass_at_k"](normalize=True)):
+        assert len(list_warnings(RewardKL(), scaling)) == 1
+    assert list_warnings(RewardKL(), ADVANTAGES["pass_at_k"]()) == []
 
 
 def test_nothing_is_added_to_the_loss_by_a_kl_in_the_reward() -> None:
     logp = float64([-1.0, -2.0]).requires_grad_()
-    terms = InReward().terms(flat_view([2], outputs={"logp": logp}))
+    terms = RewardKL().per_token_kl(flat_view([2], outputs={"logp": logp}))
     assert terms.tolist() == [0, 0]
 
 
 def test_a_coefficient_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="coefficient"):
-        Reverse(coefficient=0)
+        ReverseKL(coefficient=0)
     assert set(CONTROLLERS) == {"fixed", "adaptive"}

@@ -10,11 +10,11 @@ from torch import Tensor
 from etude.algorithms.logits import (
     entropy,
     full_kl,
-    sampling_mask,
+    masked_token_logp,
     sum_pi_squared,
     token_logp,
-    topk_and_rest,
     topk_logp,
+    topk_logp_with_tail,
 )
 from etude.errors import BatchError
 
@@ -46,10 +46,10 @@ def test_token_logp_is_the_log_of_the_softmax() -> None:
 def test_the_rest_is_all_that_is_not_listed() -> None:
     logits = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[1, 4]]).repeat(6, 1)
-    found = topk_and_rest(logits, ids, TEMPERATURE)
+    found = topk_logp_with_tail(logits, ids, TEMPERATURE)
     torch.testing.assert_close(found[:, :2], topk_logp(logits, ids, TEMPERATURE))
     torch.testing.assert_close(found.exp().sum(1), torch.ones(6, dtype=torch.float64))
-    assert bool((topk_and_rest(logits[:, :2], torch.tensor([[0, 1]]).repeat(6, 1))[:, 2] == -torch.inf).all())
+    assert bool((topk_logp_with_tail(logits[:, :2], torch.tensor([[0, 1]]).repeat(6, 1))[:, 2] == -torch.inf).all())
 
 
 def test_topk_logp_picks_k_tokens_a_row_and_agrees_with_token_logp() -> None:
@@ -97,13 +97,15 @@ def test_sampling_mask_renormalises_over_the_samplers_set() -> None:
     p = probabilities(logits)
     inside = [p[i, allowed[offsets[i] : offsets[i + 1]].numpy()].sum() for i in range(ROWS)]
     wanted = np.log(p[np.arange(ROWS), IDS.numpy()] / inside)
-    np.testing.assert_allclose(sampling_mask(logits, IDS, allowed, offsets, TEMPERATURE).numpy(), wanted, atol=1e-12)
+    np.testing.assert_allclose(
+        masked_token_logp(logits, IDS, allowed, offsets, TEMPERATURE).numpy(), wanted, atol=1e-12
+    )
 
 
 def test_sampling_mask_over_the_whole_vocabulary_is_token_logp() -> None:
     logits = some_logits()
     allowed, offsets = torch.arange(VOCABULARY).repeat(ROWS), torch.arange(ROWS + 1) * VOCABULARY
-    found = sampling_mask(logits, IDS.int(), allowed, offsets)
+    found = masked_token_logp(logits, IDS.int(), allowed, offsets)
     torch.testing.assert_close(found, token_logp(logits, IDS), rtol=0, atol=1e-12)
 
 
@@ -112,10 +114,12 @@ def test_sampling_mask_refuses_a_token_outside_its_set() -> None:
     ids = IDS.clone()
     ids[4] = 0
     with pytest.raises(BatchError, match=r"Token 0 of row 4 stands 0 times in the set of 2 tokens"):
-        sampling_mask(some_logits(), ids, allowed, offsets)
+        masked_token_logp(some_logits(), ids, allowed, offsets)
 
 
-@pytest.mark.parametrize("name", ["token_logp", "topk_logp", "entropy", "sum_pi_squared", "full_kl", "sampling_mask"])
+@pytest.mark.parametrize(
+    "name", ["token_logp", "topk_logp", "entropy", "sum_pi_squared", "full_kl", "masked_token_logp"]
+)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     logits, ref, (allowed, offsets) = some_logits(masked=False), some_logits(1, masked=False), sets()
     calls = {
@@ -124,7 +128,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         "entropy": lambda x: entropy(x, TEMPERATURE),
         "sum_pi_squared": lambda x: sum_pi_squared(x, TEMPERATURE),
         "full_kl": lambda x: full_kl(x, ref, TEMPERATURE),
-        "sampling_mask": lambda x: sampling_mask(x, IDS, allowed, offsets, TEMPERATURE),
+        "masked_token_logp": lambda x: masked_token_logp(x, IDS, allowed, offsets, TEMPERATURE),
     }
     assert torch.autograd.gradcheck(calls[name], logits.requires_grad_())
 
@@ -136,7 +140,7 @@ def test_gradients_are_finite_with_a_masked_vocabulary() -> None:
         + entropy(logits)
         + sum_pi_squared(logits)
         + full_kl(logits, some_logits(1))
-        + sampling_mask(logits, IDS, allowed, offsets)
+        + masked_token_logp(logits, IDS, allowed, offsets)
     )
     total.sum().backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all()

@@ -11,8 +11,8 @@ import torch
 from etude.algorithms.base import PolicyLoss
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import ppo
-from etude.algorithms.losses.proximal import log_linear
-from etude.algorithms.losses.trust import dppo_drops
+from etude.algorithms.losses.decoupled_ppo import log_linear
+from etude.algorithms.losses.trust_region import dppo_drops
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
@@ -55,8 +55,8 @@ def started(name: str, **options: Any) -> PolicyLoss:
 def chosen(loss: PolicyLoss, batch: Batch) -> Batch:
     """The batch with what the loss picks from it."""
     view = View(batch)
-    picked = loss.choose(view, seed=1, step=0)
-    return batch if picked is None else batch.replace(chosen=view.spread(picked, fill=False))
+    picked = loss.choose_tokens(view, seed=1, step=0)
+    return batch if picked is None else batch.replace(chosen=view.scatter(picked, fill=False))
 
 
 def test_every_knob_has_a_trial() -> None:
@@ -84,7 +84,7 @@ def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> Non
     spoken = said(batch)
     loss = LOSSES[name](unit=unit, reduction="seq-mean-token-mean")
     value, gradient = found(loss, batch, spoken)
-    for parts in (2, 5, batch.rollouts):
+    for parts in (2, 5, batch.num_rollouts):
         total, own = found_in_parts(loss, batch, spoken, parts)
         assert total == pytest.approx(value, abs=1e-12)
         torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
@@ -95,9 +95,9 @@ def test_a_split_into_micro_batches_changes_nothing(name: str, unit: str) -> Non
 @sweep("dtype", [torch.float32, torch.float64])
 def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: torch.dtype) -> None:
     batch = off_policy(1)
-    narrow = {n: batch.need(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
+    narrow = {n: batch.require(n).to(dtype) for n in ("old_logp", "behavior_logp", "advantage")}
     batch = batch.replace(**narrow)
-    spoken = {"logp": batch.need("old_logp") + sign * 1e3}
+    spoken = {"logp": batch.require("old_logp") + sign * 1e3}
     value, gradient = found(LOSSES[name](), batch, spoken)
     assert np.isfinite(value)
     assert bool(torch.isfinite(gradient).all())
@@ -108,7 +108,7 @@ def test_log_ratios_of_a_thousand_stay_finite(name: str, sign: float, dtype: tor
 def test_half_precision_is_widened(name: str) -> None:
     batch = off_policy(1)
     spoken = said(batch)
-    half = {n: batch.need(n).bfloat16() for n in ("old_logp", "behavior_logp", "advantage")}
+    half = {n: batch.require(n).bfloat16() for n in ("old_logp", "behavior_logp", "advantage")}
     exact = batch.replace(**{n: column.float() for n, column in half.items()})
     value, _ = found(LOSSES[name](), batch.replace(**half), {"logp": spoken["logp"].bfloat16()})
     wanted, _ = found(LOSSES[name](), exact, {"logp": spoken["logp"].bfloat16().float()})
@@ -120,10 +120,10 @@ def test_rollouts_that_chose_nothing(name: str) -> None:
     """One among others contributes 0 and counts; a batch of nothing else has a loss of 0."""
     batch = off_policy(2, (2, 2))
     loss = LOSSES[name](reduction="seq-mean-token-mean")
-    silent = batch.replace(action=batch.action & (torch.arange(batch.tokens) < int(batch.unit_tokens[2])))
+    silent = batch.replace(action=batch.action & (torch.arange(batch.num_tokens) < int(batch.rollout_token_offsets[2])))
     spoken = said(batch)
     value, _ = found(loss, silent, spoken)
-    alone, _ = found(loss, silent.select([0, 1]), {"logp": spoken["logp"][: int(batch.unit_tokens[2])]})
+    alone, _ = found(loss, silent.select([0, 1]), {"logp": spoken["logp"][: int(batch.rollout_token_offsets[2])]})
     assert value == pytest.approx(alone / 2)
     nobody = batch.replace(action=torch.zeros_like(batch.action))
     nothing, gradient = found(loss, nobody, spoken)
@@ -134,7 +134,7 @@ def test_rollouts_that_chose_nothing(name: str) -> None:
 @sweep("name", LOSSES)
 def test_rejected_tokens_have_no_gradient(name: str) -> None:
     batch = off_policy(4)
-    keep = torch.from_numpy(np.random.default_rng(0).random(batch.tokens) < 0.6)
+    keep = torch.from_numpy(np.random.default_rng(0).random(batch.num_tokens) < 0.6)
     _, gradient = found(LOSSES[name](), batch.replace(keep=keep), said(batch))
     assert bool((gradient[~keep] == 0).all())
     assert bool((gradient[keep & batch.action] != 0).any())
@@ -146,13 +146,13 @@ def test_a_loss_reads_what_it_declares_and_no_more(name: str) -> None:
     batch = off_policy(0)
     spoken = said(batch)
     names = {n for n, _ in batch.columns()} & {"old_logp", "behavior_logp", "ref_logp", "version", "chosen", "turn"}
-    bare = batch.replace(**dict.fromkeys(names - loss.needs()))
+    bare = batch.replace(**dict.fromkeys(names - loss.required_columns()))
     assert found(loss, bare, spoken)[0] == found(loss, batch, spoken)[0]
-    for column in names & loss.needs():
+    for column in names & loss.required_columns():
         with pytest.raises(MissingColumnError, match=column):
             view = View(batch.replace(**{column: None}), Outputs(logp=spoken["logp"]))
-            loss.choose(view, seed=0, step=0)
-            loss(view, Denominators.of(view))
+            loss.choose_tokens(view, seed=0, step=0)
+            loss(view, Denominators.from_view(view))
 
 
 # -- over turns -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def stretches(batch: Batch) -> list[slice]:
 def columns(batch: Batch, spoken: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     view = View(batch)
     names = ("old_logp", "behavior_logp", "advantage")
-    return {n: view.column(n).numpy() for n in names} | {"logp": spoken["logp"][view.index].numpy()}
+    return {n: view.column(n).numpy() for n in names} | {"logp": spoken["logp"][view.action_index].numpy()}
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])
@@ -246,7 +246,7 @@ def test_dppo_drops_only_what_moves_further_away(divergence: Any) -> None:
 def test_weights_multiply_after_the_maximum() -> None:
     batch = off_policy(0)
     spoken = said(batch)
-    weight = torch.full((batch.tokens,), 0.5, dtype=torch.float64)
+    weight = torch.full((batch.num_tokens,), 0.5, dtype=torch.float64)
     plain, _ = found(LOSSES["ppo"](), batch, spoken)
     assert found(LOSSES["ppo"](), batch.replace(weight=weight), spoken)[0] == pytest.approx(plain / 2)
 
@@ -279,11 +279,11 @@ def test_gmpo_takes_one_advantage_a_rollout() -> None:
     told = view.column("advantage").clone()
     assert int(view.rollouts.lengths[2]) > 1
     told[int(view.rollouts.offsets[3]) - 1] += 1
-    several = View(batch.replace(advantage=view.spread(told)), Outputs(logp=said(batch)["logp"]))
+    several = View(batch.replace(advantage=view.scatter(told)), Outputs(logp=said(batch)["logp"]))
     with pytest.raises(
-        BatchError, match=f"Rollout {int(batch.need('rollout_id')[2])} has the advantages .* such as `ppo`"
+        BatchError, match=f"Rollout {int(batch.require('rollout_id')[2])} has the advantages .* such as `ppo`"
     ):
-        LOSSES["gmpo"]()(several, Denominators.of(several))
+        LOSSES["gmpo"]()(several, Denominators.from_view(several))
 
 
 def test_gmpo_takes_weights_of_whole_rollouts_only() -> None:
@@ -291,13 +291,13 @@ def test_gmpo_takes_weights_of_whole_rollouts_only() -> None:
 
 
 def test_what_compares_with_the_sampler_says_so() -> None:
-    reading = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().needs()}
+    reading = {name for name, kind in LOSSES.items() if "behavior_logp" in kind().required_columns()}
     assert reading == {"dppo", "decoupled_ppo", "vespo", "m2po"}
-    assert "behavior_logp" in LOSSES["reinforce"](cap=2.0).needs()
-    assert {name for name, kind in LOSSES.items() if "old_logp" not in kind().needs()} == {
+    assert "behavior_logp" in LOSSES["reinforce"](cap=2.0).required_columns()
+    assert {name for name, kind in LOSSES.items() if "old_logp" not in kind().required_columns()} == {
         "dppo",
         "reinforce",
         "gpg",
         "vespo",
     }
-    assert "old_logp" not in LOSSES["decoupled_ppo"](prox="log_linear").needs()
+    assert "old_logp" not in LOSSES["decoupled_ppo"](prox="log_linear").required_columns()

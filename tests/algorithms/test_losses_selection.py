@@ -9,9 +9,9 @@ from torch import Tensor
 
 from etude.algorithms.base import PolicyLoss
 from etude.algorithms.losses.covariance import ClipCov, KLCov, quota
-from etude.algorithms.losses.selection import lowest, mix
-from etude.algorithms.losses.trust import M2PO, outliers
-from etude.algorithms.view import Alone, Ranks, View
+from etude.algorithms.losses.token_selection import select_lowest, splitmix64
+from etude.algorithms.losses.trust_region import M2PO, outliers
+from etude.algorithms.view import Ranks, SingleRank, View
 from etude.batch import Batch
 from tests.algorithms.losses import off_policy, on_ranks
 
@@ -22,28 +22,28 @@ def names(batch: Batch, picked: Tensor | None) -> set[tuple[int, int]]:
     """What was picked, as (rollout's name, place among its actions)."""
     assert picked is not None
     view = View(batch)
-    rollout = batch.need("rollout_id")[view.rollouts.index][picked]
+    rollout = batch.require("rollout_id")[view.rollouts.segment_ids][picked]
     return set(zip(rollout.tolist(), view.rollouts.position[picked].tolist(), strict=True))
 
 
 def wide_batch(seed: int = 0) -> Batch:
     batch = off_policy(seed, (3, 4, 2, 5, 3, 4))
     rng = np.random.default_rng(seed)
-    return batch.replace(rollout_id=torch.from_numpy(rng.permutation(10_000)[: batch.rollouts]))
+    return batch.replace(rollout_id=torch.from_numpy(rng.permutation(10_000)[: batch.num_rollouts]))
 
 
 @pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
 @pytest.mark.parametrize("seed", range(3))
 def test_order_and_ranks_do_not_change_what_is_picked(loss: PolicyLoss, seed: int) -> None:
     batch = wide_batch(seed)
-    wanted = names(batch, loss.choose(View(batch), seed=7, step=3))
+    wanted = names(batch, loss.choose_tokens(View(batch), seed=7, step=3))
     assert wanted
     rng = np.random.default_rng(seed)
-    shuffled = batch.select(rng.permutation(batch.rollouts).tolist())
-    assert names(shuffled, loss.choose(View(shuffled), seed=7, step=3)) == wanted
+    shuffled = batch.select(rng.permutation(batch.num_rollouts).tolist())
+    assert names(shuffled, loss.choose_tokens(View(shuffled), seed=7, step=3)) == wanted
 
     def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return names(share, loss.choose(View(share, ranks=ranks), seed=7, step=3))
+        return names(share, loss.choose_tokens(View(share, ranks=ranks), seed=7, step=3))
 
     for ranks in (2, 3):
         assert set().union(*on_ranks(batch.split(ranks, by="group"), pick)) == wanted
@@ -52,13 +52,13 @@ def test_order_and_ranks_do_not_change_what_is_picked(loss: PolicyLoss, seed: in
 def test_equal_covariances_are_told_apart_by_the_hash() -> None:
     """All covariances are 0: any tokens are the top, and every rank must mean the same ones."""
     batch = wide_batch()
-    batch = batch.replace(advantage=torch.where(batch.action, 1.0, batch.need("advantage")))
+    batch = batch.replace(advantage=torch.where(batch.action, 1.0, batch.require("advantage")))
     loss = KLCov(share=0.25)
-    wanted = names(batch, loss.choose(View(batch), seed=1, step=0))
-    assert len(wanted) == int(0.25 * len(View(batch).index))
+    wanted = names(batch, loss.choose_tokens(View(batch), seed=1, step=0))
+    assert len(wanted) == int(0.25 * len(View(batch).action_index))
 
     def pick(share: Batch, ranks: Ranks) -> set[tuple[int, int]]:
-        return names(share, loss.choose(View(share, ranks=ranks), seed=1, step=0))
+        return names(share, loss.choose_tokens(View(share, ranks=ranks), seed=1, step=0))
 
     assert set().union(*on_ranks(batch.split(3, by="group"), pick)) == wanted
 
@@ -67,37 +67,37 @@ def test_equal_covariances_are_told_apart_by_the_hash() -> None:
 def test_another_seed_or_step_picks_others(changed: dict[str, int]) -> None:
     batch = wide_batch()
     loss = ClipCov(share=0.1, cov_low=-9.0, cov_high=9.0)
-    before = names(batch, loss.choose(View(batch), seed=7, step=3))
-    assert names(batch, loss.choose(View(batch), **{"seed": 7, "step": 3, **changed})) != before
+    before = names(batch, loss.choose_tokens(View(batch), seed=7, step=3))
+    assert names(batch, loss.choose_tokens(View(batch), **{"seed": 7, "step": 3, **changed})) != before
 
 
 def test_a_share_is_rounded_down_but_never_to_nothing() -> None:
     assert [quota(2e-4, n) for n in (0, 10, 9_999, 10_000)] == [1, 1, 1, 2]
     batch = wide_batch()
-    picked = KLCov().choose(View(batch), seed=0, step=0)
+    picked = KLCov().choose_tokens(View(batch), seed=0, step=0)
     assert int(picked.sum()) == 1
 
 
 @pytest.mark.parametrize("loss", PICKY, ids=lambda loss: type(loss).__name__)
 def test_a_batch_without_actions_picks_nothing(loss: PolicyLoss) -> None:
     batch = wide_batch()
-    picked = loss.choose(View(batch.replace(action=torch.zeros_like(batch.action))), seed=0, step=0)
+    picked = loss.choose_tokens(View(batch.replace(action=torch.zeros_like(batch.action))), seed=0, step=0)
     assert picked is not None
     assert picked.shape == (0,)
 
 
 def test_an_empty_band_picks_nothing() -> None:
     batch = wide_batch()
-    assert not bool(ClipCov(cov_low=100.0, cov_high=101.0).choose(View(batch), seed=0, step=0).any())
+    assert not bool(ClipCov(cov_low=100.0, cov_high=101.0).choose_tokens(View(batch), seed=0, step=0).any())
 
 
 def test_lowest_takes_exactly_so_many_over_ranks_that_hold_unequal_numbers() -> None:
     """One rank alone holds all of the lowest."""
     shares = [off_policy(seed) for seed in (1, 2)]
     keys = {id(shares[0]): torch.arange(6), id(shares[1]): torch.arange(100, 102)}
-    picked = on_ranks(shares, lambda share, ranks: lowest(keys[id(share)], 4, ranks))
+    picked = on_ranks(shares, lambda share, ranks: select_lowest(keys[id(share)], 4, ranks))
     assert [p.sum().item() for p in picked] == [4, 0]
-    assert bool(lowest(torch.arange(3), 5, Alone()).all())
+    assert bool(select_lowest(torch.arange(3), 5, SingleRank()).all())
 
 
 def test_mix_is_splitmix64() -> None:
@@ -105,7 +105,7 @@ def test_mix_is_splitmix64() -> None:
     gamma = -0x61C8864680B583EB
     inputs = torch.tensor([0, gamma]).cumsum(0)
     inputs = torch.cat([inputs, inputs[-1:] + gamma])
-    unsigned = [value % 2**64 for value in mix(inputs).tolist()]
+    unsigned = [value % 2**64 for value in splitmix64(inputs).tolist()]
     assert unsigned == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
@@ -121,4 +121,4 @@ def test_mix_is_splitmix64() -> None:
 )
 def test_outliers(values: list[float], bound: float, dropped: list[bool]) -> None:
     """The fewest of the largest; equals go together, even where one of them could have stayed."""
-    assert outliers(torch.tensor(values, dtype=torch.float64), bound, Alone()).tolist() == dropped
+    assert outliers(torch.tensor(values, dtype=torch.float64), bound, SingleRank()).tolist() == dropped

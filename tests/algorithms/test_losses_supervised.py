@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from etude.algorithms.base import Loss
-from etude.algorithms.logits import topk_and_rest
+from etude.algorithms.logits import topk_logp_with_tail
 from etude.algorithms.losses import SUPERVISED
 from etude.algorithms.losses.distill import TopKDistillation, topk_kl
-from etude.algorithms.losses.pairs import DPO, RewardModel
-from etude.algorithms.losses.supervised import SFT, Echo, Value
+from etude.algorithms.losses.preference import DPO, RewardModelLoss
+from etude.algorithms.losses.supervised import SFT, EchoLoss, ValueLoss
 from etude.algorithms.reduce import Denominators
 from etude.algorithms.view import Outputs, View
 from etude.batch import Batch
@@ -27,7 +27,7 @@ def at_actions(batch: Batch, name: str) -> Array:
 def agree(loss: Loss, batch: Batch, written: object, spoken: dict[str, torch.Tensor], tokens: bool = True) -> None:
     """Value and slope of the written formula of the action tokens (or rollouts)."""
     assert callable(written)
-    (name,) = loss.outputs()
+    (name,) = loss.forward_outputs()
     at = (spoken[name][batch.action] if tokens else spoken[name]).numpy()
     value, gradient = found(loss, batch, spoken)
     assert value == pytest.approx(written(at), abs=1e-12)
@@ -48,7 +48,7 @@ def test_sft() -> None:
     agree(
         each,
         batch,
-        lambda p: sum(-float(r.mean()) for r in by_rollout(batch, p) if len(r)) / batch.rollouts,
+        lambda p: sum(-float(r.mean()) for r in by_rollout(batch, p) if len(r)) / batch.num_rollouts,
         said(batch),
     )
 
@@ -56,17 +56,17 @@ def test_sft() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_dpo(smoothing: float) -> None:
     batch = couples(1)
-    ref, reward, beta = at_actions(batch, "ref_logp"), batch.need("reward").numpy(), 0.3
+    ref, reward, beta = at_actions(batch, "ref_logp"), batch.require("reward").numpy(), 0.3
 
     def written(logp: Array) -> float:
         implied = [beta * float(r.sum()) for r in by_rollout(batch, logp - ref)]
         total = 0.0
-        for g in range(batch.groups):
+        for g in range(batch.num_groups):
             a, b = (batch.group == g).nonzero()[:, 0].tolist()
             best, worst = (a, b) if reward[a] > reward[b] else (b, a)
             margin = implied[best] - implied[worst]
             total += (1 - smoothing) * np.log1p(np.exp(-margin)) + smoothing * np.log1p(np.exp(margin))
-        return total / batch.groups
+        return total / batch.num_groups
 
     agree(DPO(beta=beta, label_smoothing=smoothing), batch, written, said(batch))
 
@@ -77,22 +77,24 @@ def test_a_pair_need_not_stand_together() -> None:
     value, _ = found(DPO(), batch, spoken)
     order = [0, 2, 4, 6, 7, 5, 3, 1]
     moved = batch.select(order)
-    tokens = torch.cat([torch.arange(int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])) for u in order])
+    tokens = torch.cat(
+        [torch.arange(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1])) for u in order]
+    )
     assert found(DPO(), moved, {"logp": spoken["logp"][tokens]})[0] == pytest.approx(value)
 
 
 def test_reward_model() -> None:
     batch = couples(3)
-    reward = batch.need("reward").numpy()
+    reward = batch.require("reward").numpy()
 
     def written(score: Array) -> float:
         total = 0.0
-        for g in range(batch.groups):
+        for g in range(batch.num_groups):
             a, b = (batch.group == g).nonzero()[:, 0].tolist()
             total += np.log1p(np.exp(-(score[a] - score[b]) * np.sign(reward[a] - reward[b])))
-        return total / batch.groups
+        return total / batch.num_groups
 
-    agree(RewardModel(), batch, written, said(batch), tokens=False)
+    agree(RewardModelLoss(), batch, written, said(batch), tokens=False)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -104,7 +106,7 @@ def test_value(clip: float | None) -> None:
         near = value if clip is None else old + np.clip(value - old, -clip, clip)
         return float(0.5 * np.maximum((value - returns) ** 2, (near - returns) ** 2).mean())
 
-    agree(Value(clip=clip), batch, written, said(batch))
+    agree(ValueLoss(clip=clip), batch, written, said(batch))
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -133,7 +135,7 @@ def test_a_bucket_that_all_but_vanished_still_gets_its_gradient_in_single_precis
     found = []
     for dtype in (torch.float32, torch.float64):
         logits = torch.tensor([[10.0, 9.0, -9.0, -9.5]], dtype=dtype, requires_grad=True)
-        loss = topk_kl(topk_and_rest(logits, ids), teacher.to(dtype), direction).sum()
+        loss = topk_kl(topk_logp_with_tail(logits, ids), teacher.to(dtype), direction).sum()
         found.append((loss.detach().double(), torch.autograd.grad(loss, logits)[0].double()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
@@ -160,7 +162,7 @@ def test_topk_kl_over_the_whole_vocabulary_has_no_bucket(direction: str, dtype: 
     logits = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).requires_grad_()
     teacher = torch.from_numpy(rng.normal(size=(50, 5))).to(dtype).log_softmax(-1)
     student = logits.log_softmax(-1)
-    listed = topk_and_rest(logits, torch.arange(5).repeat(50, 1))
+    listed = topk_logp_with_tail(logits, torch.arange(5).repeat(50, 1))
     first, second = (teacher, student) if direction == "forward" else (student, teacher)
     full = (first.exp() * (first - second)).sum()
     (wanted,) = torch.autograd.grad(full, logits, retain_graph=True)
@@ -180,12 +182,12 @@ def test_topk_kl_of_the_impossible_is_finite(direction: str) -> None:
 
 def test_echo_learns_tool_output_and_nothing_else() -> None:
     batch = off_policy(6)
-    seen = batch.need("observation") & ~batch.action
-    logp = torch.where(seen, -torch.rand(batch.tokens).double() - 0.1, float("nan"))
-    value, gradient = found(Echo(), batch, {"logp": logp})
+    seen = batch.require("observation") & ~batch.action
+    logp = torch.where(seen, -torch.rand(batch.num_tokens).double() - 0.1, float("nan"))
+    value, gradient = found(EchoLoss(), batch, {"logp": logp})
     assert value == pytest.approx(float(-logp[seen].mean()))
     torch.testing.assert_close(gradient, torch.where(seen, -1 / int(seen.sum()), 0.0).double())
-    total, parts = found_in_parts(Echo(), batch, {"logp": logp}, 4)
+    total, parts = found_in_parts(EchoLoss(), batch, {"logp": logp}, 4)
     assert total == pytest.approx(value)
     torch.testing.assert_close(parts, gradient)
 
@@ -193,7 +195,7 @@ def test_echo_learns_tool_output_and_nothing_else() -> None:
 def test_echo_ignores_observations_that_were_chosen() -> None:
     batch = off_policy(6)
     both = batch.replace(observation=batch.action.clone())
-    value, gradient = found(Echo(), both, said(batch))
+    value, gradient = found(EchoLoss(), both, said(batch))
     assert value == 0
     assert bool((gradient == 0).all())
 
@@ -223,21 +225,21 @@ def test_a_batch_without_actions_has_no_loss_of_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_log_ratios_of_a_thousand_stay_finite(name: str) -> None:
     batch = couples(9)
-    spoken = {"logp": batch.need("ref_logp") - 1e3, "score": torch.linspace(-1e3, 1e3, batch.rollouts).double()}
+    spoken = {"logp": batch.require("ref_logp") - 1e3, "score": torch.linspace(-1e3, 1e3, batch.num_rollouts).double()}
     value, gradient = found(SUPERVISED[name](), batch, spoken)
     assert np.isfinite(value)
     assert bool(torch.isfinite(gradient).all())
 
 
-@pytest.mark.parametrize("loss", [DPO(), RewardModel()])
+@pytest.mark.parametrize("loss", [DPO(), RewardModelLoss()])
 def test_groups_that_are_no_pairs(loss: Loss) -> None:
     three = off_policy(0, (2, 3))
-    named = ", ".join(str(int(u)) for u in three.need("rollout_id")[2:])
+    named = ", ".join(str(int(u)) for u in three.require("rollout_id")[2:])
     with pytest.raises(BatchError, match=rf"Group 1 \(rollouts {named}\) has 3 rollouts, but a preference is between"):
         found(loss, three.replace(reward=torch.arange(5.0).double()), said(three))
     level = couples(0)
     with pytest.raises(BatchError, match=r"Group 0 \(rollouts \d+, \d+\) has two rewards of 2, which prefers neither"):
-        found(loss, level.replace(reward=torch.full((level.rollouts,), 2.0).double()), said(level))
+        found(loss, level.replace(reward=torch.full((level.num_rollouts,), 2.0).double()), said(level))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def test_groups_that_are_no_pairs(loss: Loss) -> None:
     [
         (DPO, {"beta": 0.5}),
         (DPO, {"label_smoothing": 0.2}),
-        (Value, {"clip": 0.01}),
-        (Value, {"clip": None}),
+        (ValueLoss, {"clip": 0.01}),
+        (ValueLoss, {"clip": None}),
         (TopKDistillation, {"direction": "reverse"}),
         (SFT, {"reduction": "token-sum"}),
         (SFT, {"reduction": "seq-mean-token-mean", "unit": "turn"}),
@@ -265,11 +267,11 @@ def test_what_is_missing_is_named() -> None:
     batch = couples(0)
     view = View(batch, Outputs())
     with pytest.raises(MissingColumnError, match="reward model's loss needs the model's `score`"):
-        RewardModel()(view, Denominators.of(view))
+        RewardModelLoss()(view, Denominators.from_view(view))
     with pytest.raises(MissingColumnError, match="The value loss needs the model's `value`"):
-        Value()(view, Denominators.of(view))
+        ValueLoss()(view, Denominators.from_view(view))
     with pytest.raises(MissingColumnError, match="ECHO needs the column `observation`"):
-        Echo()(View(batch.replace(observation=None)), Denominators.of(view))
+        EchoLoss()(View(batch.replace(observation=None)), Denominators.from_view(view))
     with pytest.raises(ConfigError, match="label_smoothing"):
         DPO(label_smoothing=0.5)
 
@@ -280,14 +282,14 @@ def test_what_is_missing_is_named() -> None:
         (SFT(), set(), {"logp"}),
         (SFT(unit="turn", reduction="seq-mean-token-mean"), {"turn"}, {"logp"}),
         (DPO(), {"reward", "ref_logp"}, {"logp"}),
-        (RewardModel(), {"reward"}, {"score"}),
-        (Value(), {"returns", "value"}, {"value"}),
-        (Value(clip=None), {"returns"}, {"value"}),
+        (RewardModelLoss(), {"reward"}, {"score"}),
+        (ValueLoss(), {"returns", "value"}, {"value"}),
+        (ValueLoss(clip=None), {"returns"}, {"value"}),
         (TopKDistillation(), {"teacher_topk_ids", "teacher_topk_logp"}, {"topk_logp"}),
-        (Echo(), {"observation"}, {"logp"}),
+        (EchoLoss(), {"observation"}, {"logp"}),
     ],
     ids=lambda x: type(x).__name__,
 )
 def test_what_each_declares(loss: Loss, columns: set[str], outputs: set[str]) -> None:
-    assert (loss.needs(), loss.outputs()) == (columns, outputs)
-    assert loss.split_unit == ("group" if isinstance(loss, DPO | RewardModel) else "rollout")
+    assert (loss.required_columns(), loss.forward_outputs()) == (columns, outputs)
+    assert loss.split_unit == ("group" if isinstance(loss, DPO | RewardModelLoss) else "rollout")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.batch import Batch, Column, Kind, ranges
-from etude.batch.cut import _even
+from etude.batch import Batch, Column, ColumnKind, ranges
+from etude.batch.split import _assign_evenly
 from etude.errors import BatchError, MissingColumnError, RewardError
 from etude.records import Rollout, Sample
 from tests.batches import batches, random_batch, same, with_extras
@@ -39,50 +39,50 @@ def sample(rollout: int, ids: list[int], action: list[int], **changes: object) -
 @given(batches, st.data())
 def test_selecting_is_what_it_says(batch: Batch, data: st.DataObject) -> None:
     batch = with_extras(batch)
-    wanted = data.draw(st.lists(st.integers(0, batch.rollouts - 1), min_size=1, max_size=6, unique=True))
+    wanted = data.draw(st.lists(st.integers(0, batch.num_rollouts - 1), min_size=1, max_size=6, unique=True))
     picked = batch.select(wanted)
-    assert picked.rollouts == len(wanted)
+    assert picked.num_rollouts == len(wanted)
     for place, u in enumerate(wanted):
         assert torch.equal(tokens_of(picked, place), tokens_of(batch, u))
     for name, column in picked.columns():
-        if column.kind is Kind.UNIT:
+        if column.kind is ColumnKind.UNIT:
             assert torch.equal(column.tensor, dict(batch.columns())[name].tensor[wanted])
     together = [bool(batch.group[a] == batch.group[b]) for a, b in pairwise(wanted)]
     assert together == [bool(a == b) for a, b in pairwise(picked.group)]
-    assert sorted(set(picked.group.tolist())) == list(range(picked.groups))
+    assert sorted(set(picked.group.tolist())) == list(range(picked.num_groups))
     allowed = dict(picked.columns())["allowed"]
     assert allowed.offsets is not None and int(allowed.offsets[-1]) == len(allowed.tensor)
 
 
 def tokens_of(batch: Batch, u: int) -> torch.Tensor:
-    return batch.ids[int(batch.unit_tokens[u]) : int(batch.unit_tokens[u + 1])]
+    return batch.ids[int(batch.rollout_token_offsets[u]) : int(batch.rollout_token_offsets[u + 1])]
 
 
 @given(batches, st.integers(1, 6), st.sampled_from(["rollout", "group"]))
 def test_splitting_loses_nothing_and_cuts_no_unit(batch: Batch, parts: int, by: str) -> None:
     batch = with_extras(batch)
     pieces = batch.split(parts, by=by)
-    assert len(pieces) == min(parts, batch.rollouts if by == "rollout" else len(batch.group.unique()))
-    assert all(piece.rollouts for piece in pieces)
-    told = [int(i) for piece in pieces for i in piece.need("rollout_id")]
-    assert sorted(told) == sorted(batch.need("rollout_id").tolist())
-    assert sum(piece.tokens for piece in pieces) == batch.tokens
+    assert len(pieces) == min(parts, batch.num_rollouts if by == "rollout" else len(batch.group.unique()))
+    assert all(piece.num_rollouts for piece in pieces)
+    told = [int(i) for piece in pieces for i in piece.require("rollout_id")]
+    assert sorted(told) == sorted(batch.require("rollout_id").tolist())
+    assert sum(piece.num_tokens for piece in pieces) == batch.num_tokens
     if by == "group":
-        assert sum(piece.groups for piece in pieces) == batch.groups
+        assert sum(piece.num_groups for piece in pieces) == batch.num_groups
 
 
 @given(batches, batches)
 def test_joining_and_selecting_are_inverse(a: Batch, b: Batch) -> None:
     a, b = with_extras(a), with_extras(b, 1)
     joined = Batch.concat([a, b])
-    assert joined.groups == a.groups + b.groups
-    assert same(joined.select(range(a.rollouts)), a)
-    assert same(joined.select(range(a.rollouts, joined.rollouts)), b)
+    assert joined.num_groups == a.num_groups + b.num_groups
+    assert same(joined.select(range(a.num_rollouts)), a)
+    assert same(joined.select(range(a.num_rollouts, joined.num_rollouts)), b)
 
 
 def test_a_split_is_balanced_by_tokens() -> None:
     batch = random_batch(0, (4,) * 16, longest=30)
-    sizes = [piece.tokens for piece in batch.split(4)]
+    sizes = [piece.num_tokens for piece in batch.split(4)]
     assert len(sizes) == 4 and max(sizes) < 1.5 * min(sizes)
 
 
@@ -91,15 +91,15 @@ def test_a_split_leaves_no_part_out_however_unequal_the_rollouts() -> None:
         [sample(u, [1] * length, [0] + [1] * (length - 1)) for u, length in enumerate([3] * 7 + [60])],
         [Rollout(id=u, task=u // 4, group=u // 4, reward=0.0) for u in range(8)],
     )
-    assert [piece.rollouts for piece in batch.split(4)] == [2, 3, 2, 1]
-    assert [piece.rollouts for piece in batch.split(8)] == [1] * 8
-    assert [piece.rollouts for piece in batch.split(9)] == [1] * 8
-    assert [piece.rollouts for piece in batch.split(4, by="group")] == [4, 4]
+    assert [piece.num_rollouts for piece in batch.split(4)] == [2, 3, 2, 1]
+    assert [piece.num_rollouts for piece in batch.split(8)] == [1] * 8
+    assert [piece.num_rollouts for piece in batch.split(9)] == [1] * 8
+    assert [piece.num_rollouts for piece in batch.split(4, by="group")] == [4, 4]
 
 
 @given(st.lists(st.sampled_from([0.001, 0.25, 0.5, 1.001, 2.001, 50.0]), max_size=12), st.integers(1, 8))
 def test_parts_are_stretches_of_units_and_none_is_empty(weights: list[float], parts: int) -> None:
-    part = _even(torch.tensor(weights, dtype=torch.float64), parts).tolist()
+    part = _assign_evenly(torch.tensor(weights, dtype=torch.float64), parts).tolist()
     assert part == sorted(part) and sorted(set(part)) == list(range(min(parts, len(weights))))
 
 
@@ -109,19 +109,19 @@ def test_records_become_rows_in_the_order_of_their_rollouts() -> None:
     batch = Batch.from_records(rows, rollouts)
     assert batch.ids.tolist() == [1, 3, 4, 1, 5, 1, 2]
     assert batch.unit.tolist() == [0, 0, 1] and batch.group.tolist() == [0, 0]
-    assert batch.need("rollout_id").tolist() == [9, 2] and batch.need("reward").dtype == torch.float64
+    assert batch.require("rollout_id").tolist() == [9, 2] and batch.require("reward").dtype == torch.float64
 
 
 def test_a_rollout_without_a_row_keeps_its_reward() -> None:
     rollouts = [Rollout(id=0, task=0, group=0, reward=1.0), Rollout(id=1, task=0, group=0, reward=0.0)]
     batch = Batch.from_records([sample(1, [1, 2], [0, 1])], rollouts)
-    assert batch.rollouts == 2 and batch.unit_tokens.tolist() == [0, 0, 2]
+    assert batch.num_rollouts == 2 and batch.rollout_token_offsets.tolist() == [0, 0, 2]
 
 
 def test_what_was_paid_along_the_way_stands_at_its_token() -> None:
     rollouts = [Rollout(id=0, task=0, group=0, reward=1.0), Rollout(id=1, task=0, group=0, reward=0.0)]
     rows = [sample(0, [1, 2], [0, 1]), sample(1, [1, 3], [0, 1], reward=[0.0, 0.25])]
-    assert Batch.from_records(rows, rollouts).need("token_reward").tolist() == [0.0, 0.0, 0.0, 0.25]
+    assert Batch.from_records(rows, rollouts).require("token_reward").tolist() == [0.0, 0.0, 0.0, 0.25]
     with pytest.raises(ValueError, match=r"The sample of rollout 1 .*reward 1"):
         sample(1, [1, 3], [0, 1], reward=[0.25])
 
@@ -129,7 +129,7 @@ def test_what_was_paid_along_the_way_stands_at_its_token() -> None:
 def test_named_reward_parts_become_columns() -> None:
     rollouts = [Rollout(id=i, task=0, group=0, reward=1.0, parts={"b": i, "a": 2.0}) for i in range(2)]
     batch = Batch.from_records([], rollouts)
-    assert batch.part_names == ("a", "b") and batch.need("reward_parts").tolist() == [[2.0, 0.0], [2.0, 1.0]]
+    assert batch.part_names == ("a", "b") and batch.require("reward_parts").tolist() == [[2.0, 0.0], [2.0, 1.0]]
 
 
 def test_a_batch_moves_whole() -> None:
@@ -137,7 +137,7 @@ def test_a_batch_moves_whole() -> None:
     there = batch.to("meta")
     allowed = there.extra["allowed"].offsets
     assert allowed is not None and allowed.device.type == "meta"
-    assert {c.tensor.device.type for _, c in there.columns() if c.kind is not Kind.BLOB} == {"meta"}
+    assert {c.tensor.device.type for _, c in there.columns() if c.kind is not ColumnKind.BLOB} == {"meta"}
     assert same(batch.to("cpu"), batch)
 
 
@@ -179,13 +179,13 @@ def test_a_batch_moves_whole() -> None:
             {"turn": torch.tensor([-1, 1, 0, -1, 0])},
             "Row 0 breaks the order of time: its token 2 is of turn 0, after turn 1",
         ),
-        ({"extra": {"ids": Column(Kind.TOKEN, torch.zeros(5))}}, "A plug-in's column is called `ids`"),
+        ({"extra": {"ids": Column(ColumnKind.TOKEN, torch.zeros(5))}}, "A plug-in's column is called `ids`"),
         (
-            {"extra": {"x": Column(Kind.RAGGED, torch.zeros(0), torch.tensor([0, 2, 1, 0, 0, 0]))}},
+            {"extra": {"x": Column(ColumnKind.RAGGED, torch.zeros(0), torch.tensor([0, 2, 1, 0, 0, 0]))}},
             "The offsets of the ragged column `x` must begin with 0 and never decrease",
         ),
-        ({"extra": {"x": Column(Kind.RAGGED, torch.zeros(3))}}, "The ragged column `x` needs offsets"),
-        ({"extra": {"x": Column(Kind.BLOB, (b"",))}}, "`x` has 1 entries; as a blob column it needs 2"),
+        ({"extra": {"x": Column(ColumnKind.RAGGED, torch.zeros(3))}}, "The ragged column `x` needs offsets"),
+        ({"extra": {"x": Column(ColumnKind.BLOB, (b"",))}}, "`x` has 1 entries; as a blob column it needs 2"),
     ],
 )
 def test_a_batch_that_breaks_a_rule_says_which(changes: dict[str, object], sentence: str) -> None:
@@ -200,14 +200,14 @@ def test_context_may_hold_anything() -> None:
 
 def test_a_missing_column_is_named_with_who_needs_it() -> None:
     with pytest.raises(MissingColumnError, match=r"PPO needs the column `old_logp`.*it has ids, action, reward"):
-        small().need("old_logp", by="PPO")
+        small().require("old_logp", needed_by="PPO")
     with pytest.raises(MissingColumnError, match="`anchor`"):
-        small().need("anchor")
+        small().require("anchor")
 
 
 def test_a_replaced_column_is_checked_and_an_unknown_one_refused() -> None:
     batch = small()
-    assert batch.replace(old_logp=torch.zeros(5)).need("old_logp").tolist() == [0] * 5
+    assert batch.replace(old_logp=torch.zeros(5)).require("old_logp").tolist() == [0] * 5
     with pytest.raises(BatchError, match="`old_logp` has 2 entries"):
         batch.replace(old_logp=torch.zeros(2))
     with pytest.raises(BatchError, match="`oldlogp` is not a column"):
@@ -215,7 +215,7 @@ def test_a_replaced_column_is_checked_and_an_unknown_one_refused() -> None:
     with pytest.raises(RewardError, match="Rollout 0"):
         batch.replace(reward=torch.tensor([np.nan, 0.0]))
     with pytest.raises(BatchError, match="`mine` has 1 entries"):
-        batch.replace(extra={"mine": Column(Kind.TOKEN, torch.zeros(1))})
+        batch.replace(extra={"mine": Column(ColumnKind.TOKEN, torch.zeros(1))})
 
 
 def test_joining_unlike_batches_is_refused() -> None:
@@ -240,10 +240,10 @@ def test_asking_for_what_is_not_there_is_refused() -> None:
 
 def test_a_mask_selects_where_it_is_true() -> None:
     batch = random_batch(0, (2, 2))
-    names = batch.need("rollout_id").tolist()
+    names = batch.require("rollout_id").tolist()
     picked = batch.select(torch.tensor([True, False, False, True]))
-    assert picked.need("rollout_id").tolist() == [names[0], names[3]]
-    assert batch.select(torch.zeros(4, dtype=torch.bool)).rollouts == 0
+    assert picked.require("rollout_id").tolist() == [names[0], names[3]]
+    assert batch.select(torch.zeros(4, dtype=torch.bool)).num_rollouts == 0
     with pytest.raises(BatchError, match=r"A mask over rollouts needs 4 entries; its shape is \(3,\)"):
         batch.select(torch.ones(3, dtype=torch.bool))
     with pytest.raises(BatchError, match=r"a list of places or a mask; float32"):

@@ -13,19 +13,19 @@ from tests.batches import batches, random_batch
 
 @given(batches)
 def test_one_segment_a_row_predicts_each_token_from_the_one_before(batch: Batch) -> None:
-    pack = Pack.of(batch)
-    found = pack.unpack(torch.arange(batch.tokens).double())
-    first = torch.zeros(batch.tokens, dtype=torch.bool)
+    pack = Pack.from_batch(batch)
+    found = pack.unpack(torch.arange(batch.num_tokens).double())
+    first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     starts = batch.offsets[:-1][batch.offsets[1:] > batch.offsets[:-1]]
     first[starts] = True
     assert torch.equal(found.isnan(), first)
-    assert torch.equal(found[~first], torch.arange(batch.tokens).double()[~first] - 1)
+    assert torch.equal(found[~first], torch.arange(batch.num_tokens).double()[~first] - 1)
 
 
 def test_attention_stays_within_a_row() -> None:
     batch = random_batch(0, (2,))
-    seen = Pack.of(batch).attends()
-    row = torch.searchsorted(batch.offsets, torch.arange(batch.tokens), right=True)
+    seen = Pack.from_batch(batch).attention_mask()
+    row = torch.searchsorted(batch.offsets, torch.arange(batch.num_tokens), right=True)
     assert torch.equal(seen, (row[:, None] == row[None, :]).tril())
 
 
@@ -48,7 +48,7 @@ def test_a_shared_prompt_predicts_both_of_its_continuations() -> None:
 
 
 def test_a_segment_sees_its_ancestors_and_not_its_siblings() -> None:
-    seen = shared_prompt().attends().int().tolist()
+    seen = shared_prompt().attention_mask().int().tolist()
     assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
 
 

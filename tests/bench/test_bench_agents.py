@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bench import agents_cases
 from bench.agents import AIMS, ROLLOUTS, Compared, Figure, as_tree, begun, beside, of_compared, rate, shown
-from etude.rollout.environments import NAMED, named
+from etude.rollout.python_environments import NAMED_ENVIRONMENTS, load_pins
 
 
 def nothing() -> None:
@@ -38,7 +38,7 @@ def test_a_ratio_compares_within_a_round_and_what_misses_is_marked() -> None:
 
 
 def test_the_peer_is_the_one_that_is_named() -> None:
-    assert "agentlightning" in NAMED and "agentlightning==0.3.0" in named("agentlightning").pins
+    assert "agentlightning" in NAMED_ENVIRONMENTS and "agentlightning==0.3.0" in load_pins("agentlightning").pins
 
 
 @pytest.mark.parametrize("strategy", list(ROLLOUTS))
@@ -63,7 +63,7 @@ def test_kills_lose_nothing_and_what_is_lost_would_be_counted(tmp_path: Path, mo
     assert told["lost"] == 0 and told["acknowledged"] > 0
     forgetful = agents_cases.Acknowledged()
     forgetful.queued |= {1}
-    forgetful.finished[agents_cases.Key(1, 0)] = 1.0
+    forgetful.finished[agents_cases.AttemptId(1, 0)] = 1.0
     assert forgetful.lost({}) == 2
 
 

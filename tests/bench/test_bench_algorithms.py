@@ -17,9 +17,9 @@ BATCH = random_batch(16, 256)
 
 
 def test_the_batch_has_turns_and_groups_of_eight() -> None:
-    assert BATCH.rollouts == 16 and torch.bincount(BATCH.group).tolist() == [8, 8]
+    assert BATCH.num_rollouts == 16 and torch.bincount(BATCH.group).tolist() == [8, 8]
     view = View(BATCH)
-    assert 0 < len(view.index) < BATCH.tokens and view.turns.count > BATCH.rollouts
+    assert 0 < len(view.action_index) < BATCH.num_tokens and view.turns.count > BATCH.num_rollouts
 
 
 def test_every_estimator_and_every_loss_is_timed_once() -> None:

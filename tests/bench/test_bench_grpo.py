@@ -25,7 +25,7 @@ from bench.grpo_vs_trl import (
 from bench.grpo_worker import earned
 from bench.rollout import MODELS
 from bench.words import write_model, write_tasks
-from etude.rollout.environments import NAMED
+from etude.rollout.python_environments import NAMED_ENVIRONMENTS
 
 TINY = Case("tiny", "tiny", prompt=5, new=4, groups=2, group_size=4)
 
@@ -62,7 +62,7 @@ def test_what_misses_is_marked_and_what_was_learned_is_told() -> None:
 
 def test_both_are_asked_the_same_and_earn_alike() -> None:
     assert earned("a1 b2 a3 a5") == 0.75 and earned("") == 0
-    assert set(LIMITS) <= {case.name for case in CASES} and "trl" in NAMED and WARMING > 0
+    assert set(LIMITS) <= {case.name for case in CASES} and "trl" in NAMED_ENVIRONMENTS and WARMING > 0
 
 
 def test_etude_makes_its_steps_when_it_is_told_to(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.common import matrix_rate
 from bench.rollout import CASES, LIMITS, PEERS, Case, Timed, as_tree, main, run, shown
 from bench.workers import Worker
-from etude.rollout.environments import NAMED
+from etude.rollout.python_environments import NAMED_ENVIRONMENTS
 
 TINY = Case("tiny", "tiny", prompt=12, new=5, share=4, requests=8)
 
@@ -49,7 +49,7 @@ def test_each_round_asks_something_new_and_shares_as_it_says() -> None:
 
 def test_limits_and_peers_are_of_what_is_timed() -> None:
     names = {f"{case.name}_vs_{peer}" for case in CASES for peer in PEERS}
-    assert set(LIMITS) <= names and set(PEERS.values()) <= set(NAMED)
+    assert set(LIMITS) <= names and set(PEERS.values()) <= set(NAMED_ENVIRONMENTS)
 
 
 def test_a_matrix_product_has_a_rate() -> None:

@@ -23,7 +23,7 @@ import etude
 from etude.agents import LLM
 from etude.agents.agent import RolloutInfo
 from etude.records import Task
-from etude.store import Admitted, Journal, Phase, RolloutState, Status, TaskIssued, TurnRecorded, open_store
+from etude.store import Journal, Phase, RolloutsAdmitted, RolloutState, Status, TaskIssued, TurnRecorded, open_store
 from etude.store.states import TaskState
 from tests.chaos.scenario import Life, Theatre, reached
 from tests.processes import gone
@@ -199,7 +199,11 @@ def children_of(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state != "Z" and b"execution.worker" in (stat.parent / "cmdline").read_bytes():
+            if (
+                int(parent) == pid
+                and state != "Z"
+                and b"execution.runner_process" in (stat.parent / "cmdline").read_bytes()
+            ):
                 found.append(int(stat.parent.name))
     return sorted(found)
 
@@ -232,8 +236,8 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
         "steps": STEPS,
         "agent.path": f"{__name__}:asks",
         "agent.runners": 2,
-        "agent.at_once": 4,
-        "agent.silence": 3.0,
+        "agent.max_concurrency": 4,
+        "agent.heartbeat_timeout": 3.0,
         "agent.timeout": timeout,
         **changes,
     }
@@ -245,7 +249,7 @@ def examined(directory: Path, kills: int, falls: int, seconds: float) -> Played:
     try:
         admitted = store.admitted()
         assert sorted(admitted) == list(range(1, STEPS + 1)), "each step trained"
-        assert sum(1 for _ in store.read(kinds=(Admitted,))) == STEPS, "and once"
+        assert sum(1 for _ in store.read(kinds=(RolloutsAdmitted,))) == STEPS, "and once"
         assert not store.rollouts(Phase.QUEUED, Phase.RUNNING), "nothing is left open"
         for step, ids in admitted.items():
             for id in ids:

@@ -28,16 +28,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.data import Dataset
 from etude.errors import EtudeError
-from etude.observe import configure, last_step
-from etude.recipes import checks, folder, inputs
-from etude.recipes.build import _crew, _engine_source, chat_of
-from etude.recipes.parts import Learners, collated
-from etude.recipes.run import Run
-from etude.recipes.saving import taken_up
-from etude.recipes.workers import PolicyWorker
+from etude.observe import configure_logging, read_last_step
+from etude.recipes.run import checks, inputs
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import _crew, _engine_source, build_chat_renderer
+from etude.recipes.run.components import Learners, build_step_batch
+from etude.recipes.run.config import Run
+from etude.recipes.run.save_resume import resume_run
+from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rewards import Judge
 from etude.store import open_store
 from tests.chaos.scenario import Life, Theatre, make_world, run_of
@@ -114,7 +115,7 @@ class Resuming:
 
     def __init__(self, world: Path, stack: ExitStack) -> None:
         run = run_of(world / "nowhere", world, **CHANGES)
-        self._run, self._chat = folder.rooted(run), chat_of(run)
+        self._run, self._chat = folder.with_absolute_paths(run), build_chat_renderer(run)
         torch.set_num_threads(1)
         self._crew, self._engine, _ = _crew(run, self._chat, world, stack)
         self._judge = stack.enter_context(Judge(run.reward, run.judging))
@@ -124,9 +125,9 @@ class Resuming:
     def weights(self, directory: Path, damage: Damage | None = None) -> str:
         """A hash of the weights in the end."""
         run = self._run.model_copy(update={"directory": directory})
-        with folder.occupy(directory):
+        with folder.lock_directory(directory):
             if damage is None or damage.file == folder.OPTIONS:  # nothing else is read for that, and it takes a while
-                folder.compare(directory, run)
+                folder.check_same_options(directory, run)
             inputs.check_inputs(directory, run)
             with closing(open_store(directory / folder.JOURNAL)) as store:
                 return self._resumed(run, directory, store)
@@ -134,16 +135,16 @@ class Resuming:
     def _resumed(self, run: Run, directory: Path, store: Any) -> str:
         order = run.data.sampler.start(len(self._dataset), run.seed, self._dataset.sources)
         common = {"seed": run.seed, "dataset": self._dataset, "order": order, "judge": self._judge, "store": store}
-        common |= {"runner": self._runner, "keep": self._crew.keep}
+        common |= {"runner": self._runner, "keep": self._crew.put}
         source = _engine_source(run, self._chat, self._engine, None, common)
-        learners = Learners(self._crew, checks.from_the_models(run), run.updates, run.loss.split_unit)
-        kept = Checkpoints(directory / "checkpoints", run.checkpoint.keep)
-        done = taken_up(run.checkpoint, kept, learners, source, run.steps)
-        last_step(directory)
+        learners = Learners(self._crew, checks.model_columns(run), run.updates, run.loss.split_unit)
+        kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+        done = resume_run(run.checkpoint, kept, learners, source, run.steps)
+        read_last_step(directory)
         self._crew.call(PolicyWorker.publish, done)
         for step in range(done + 1, run.steps + 1):
             groups = source.next(step)
-            batch = learners.annotate(collated(self._crew, groups.rows, groups.rollouts, step - 1))
+            batch = learners.annotate(build_step_batch(self._crew, groups.rows, groups.rollouts, step - 1))
             learners.update(learners.estimate(batch, step))
             self._crew.call(PolicyWorker.publish, step)
         hashed = hashlib.sha256()
@@ -179,7 +180,7 @@ def copied(base: Path, place: Path) -> Iterator[Path]:
 def main() -> int:
     """Do the damage, print the table; returns 0 if nothing wrong came of any."""
     told = argparse.ArgumentParser(description=__doc__)
-    configure("error")
+    configure_logging("error")
     told.add_argument("--flips", type=int, default=2100, help="how many bits are turned, one at a time")
     told.add_argument("--cuts", type=int, default=200, help="how often a file is cut short")
     told.add_argument("--seed", type=int, default=0, help="what the places are derived from")

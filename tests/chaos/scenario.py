@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.config.compose import compose
 from etude.envs import Observation, TextEnv
-from etude.recipes.build import build
-from etude.recipes.loop import practise
-from etude.recipes.parts import Parts
-from etude.recipes.run import Run
-from etude.recipes.workers import PolicyWorker
+from etude.recipes.run.build import build
+from etude.recipes.run.components import RunComponents
+from etude.recipes.run.config import Run
+from etude.recipes.run.loop import run_loop
+from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.records import Task
-from etude.store import Admitted, TaskIssued, open_store
+from etude.store import RolloutsAdmitted, TaskIssued, open_store
 from tests.worlds import make_model, make_tasks
 
 POINTS = (
@@ -82,7 +82,7 @@ def run_of(directory: Path, world: Path, **changes: Any) -> Run:
     options = {
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
-        "data.max_prompt": 16,
+        "data.max_prompt_length": 16,
         "data.val": f"[{world / 'held_out.jsonl'}]",
         "data.sampler": "curriculum",
         "evaluate.every": 4,
@@ -126,7 +126,7 @@ class Moody(TextEnv):
     """Two or three turns, each paid for a digit at its beginning. Some answers it cannot stand."""
 
     def begin(self) -> str:
-        self.left = self.chance.choice((2, 3))
+        self.left = self.rng.choice((2, 3))
         return ""
 
     def play(self, answer: str) -> Observation:
@@ -153,13 +153,13 @@ def live(directory: Path, world: Path, life: Life, changes: dict[str, Any]) -> N
     if life.point:
         _lives[life.point] = life.count
     with build(run_of(directory, world, **changes)) as parts:
-        practise(_marked(parts))
+        run_loop(_marked(parts))
 
 
-def _marked(parts: Parts) -> Parts:
+def _marked(parts: RunComponents) -> RunComponents:
     """The parts of a loop, with the points where a life may end between them."""
     saver = parts.checkpoint
-    saver.checkpoints = Checkpoints(saver.checkpoints.directory, saver.checkpoints.keep, at=reached)
+    saver.checkpoints = CheckpointManager(saver.checkpoints.directory, saver.checkpoints.keep, on_point=reached)
     parts.source.next = _then(parts.source.next, "admitted")  # type: ignore[method-assign]
     parts.learners.update = _then(parts.learners.update, "updated")  # type: ignore[method-assign]
     parts.publish = _then(parts.publish, "published")  # type: ignore[method-assign]
@@ -235,10 +235,10 @@ def story(directory: Path, world: Path, **changes: Any) -> Story:
     store = open_store(directory / "journal.sqlite", read_only=True)
     tasks: Counter[int] = Counter()
     issued: list[tuple[int, int]] = []
-    for _, event in store.read(kinds=(Admitted, TaskIssued)):
+    for _, event in store.read(kinds=(RolloutsAdmitted, TaskIssued)):
         if isinstance(event, TaskIssued):
             issued.append((event.task, event.row))
-        elif isinstance(event, Admitted):
+        elif isinstance(event, RolloutsAdmitted):
             tasks.update({store.rollout(rollout).task for rollout in event.rollouts})
     store.close()
     with build(run_of(directory, world, **changes)) as parts:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.recipes.folder import claim
+from etude.recipes.run.directory import create_directory
 from etude.store.keys import Keyring
 from tests.chaos.agents import Act, Company, Played, some_acts
 from tests.chaos.scenario import Life, make_world
@@ -74,11 +74,11 @@ def joined(directory: Path, count: int) -> Iterator[tuple[str, list[int]]]:
     """Runners that join a run from elsewhere, and the address at which they look for it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    claim(directory)
-    key = Keyring.kept(directory).runner  # before the run is, since its runners come first
+    create_directory(directory)
+    key = Keyring.load_or_create(directory).runner  # before the run is, since its runners come first
     code = (
-        "from etude.agents.execution.worker import join; "
-        f"join('tests.chaos.agents:asks_openai', 'http://{listen}', {key!r}, max_concurrency=4)"
+        "from etude.agents.execution.runner_process import join_store; "
+        f"join_store('tests.chaos.agents:asks_openai', 'http://{listen}', {key!r}, max_concurrency=4)"
     )
     with ExitStack() as stack:
         runners = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) for _ in range(count)]

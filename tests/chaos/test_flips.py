@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.store import Phase, open_store
 from tests.chaos.flips import Resuming, copied, damages, killed, kind_of
 from tests.chaos.scenario import make_world
@@ -36,7 +36,7 @@ def swept(place: Path, flips: int, cuts: int) -> Counter[str]:
             wrong += [] if found in ("refused", "no effect") else [f"{damage}: {found}"]
     assert not wrong
     with closing(open_store(directories[0] / "journal.sqlite", read_only=True)) as store:
-        newest = Checkpoints(directories[0] / "checkpoints").newest()
+        newest = CheckpointManager(directories[0] / "checkpoints").newest()
         assert newest is not None and store.position > newest.facts["position"], "nothing was there to be taken up"
         assert store.rollouts(Phase.FINISHED, Phase.RUNNING) or max(store.admitted()) > newest.step
     return done

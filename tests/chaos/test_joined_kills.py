@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from etude.recipes.joining import LEASE_S
+from etude.recipes.agents.remote_store import LEASE_S
 from etude.store import RolloutState, Status, open_store
 from etude.store.keys import RUNNER_KEY
-from etude.store.ledger import INTERRUPTED
+from etude.store.queue_state import INTERRUPTED
 from tests.chaos.agents import LONG, Act, Company, Played, answers_told, options_of
 from tests.chaos.scenario import Life, make_world
 from tests.chaos.test_agent_kills import same
@@ -60,8 +60,8 @@ class Kept:
         self.serve()
         url, key = f"http://{listen}", (place / "store" / RUNNER_KEY).read_text()
         code = (
-            "from etude.agents.execution.worker import join; "
-            f"join('tests.chaos.agents:asks_openai', '{url}', '{key}', max_concurrency=4)"
+            "from etude.agents.execution.runner_process import join_store; "
+            f"join_store('tests.chaos.agents:asks_openai', '{url}', '{key}', max_concurrency=4)"
         )
         self.runners = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) for _ in range(2)]
         for runner in self.runners:
@@ -126,7 +126,7 @@ def nothing_lost(run: Path, store: Path) -> None:
 def cut_off(run: Path) -> int:
     """How many attempts were."""
     with closing(open_store(run / "journal.sqlite")) as journal:
-        states = list(journal.listed(RolloutState))
+        states = list(journal.iter_states(RolloutState))
     return sum(attempt.error == INTERRUPTED for state in states for attempt in state.attempts)
 
 

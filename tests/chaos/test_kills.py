@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import CheckpointError
-from etude.recipes.build import build
+from etude.recipes.run.build import build
 from tests.chaos.scenario import POINTS, Life, Story, Theatre, make_world, run_of, some_ends
 
 pytestmark = pytest.mark.xdist_group("kills")  # which are held to one run that takes long

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat.messages import check_roles, json_form, message_of, same, same_tools, text_of
+from etude.chat.messages import (
+    check_roles,
+    content_text,
+    is_same_message,
+    message_from_dict,
+    message_to_dict,
+    same_tools,
+)
 from etude.errors import ChatError
-from etude.records import Message, Part, ToolCall
+from etude.records import ContentPart, Message, ToolCall
 from tests.chat.conversations import CONVERSATIONS, TIME, WEATHER, values
 
 CALL = ToolCall("c1", "weather", '{"city": "Bern", "days": 2}')
@@ -23,8 +30,8 @@ def with_arguments(arguments: str) -> Message:
 def test_every_conversation_survives_its_json_form() -> None:
     for forms, _ in CONVERSATIONS.values():
         for form in forms:
-            message = message_of(form)
-            assert message_of(json.loads(json.dumps(json_form(message)))) == message
+            message = message_from_dict(form)
+            assert message_from_dict(json.loads(json.dumps(message_to_dict(message)))) == message
 
 
 @pytest.mark.parametrize(
@@ -38,9 +45,12 @@ def test_every_conversation_survives_its_json_form() -> None:
                 "role": "user",
                 "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "u"}}],
             },
-            Message("user", (Part("text", "a"), Part("image", url="u"))),
+            Message("user", (ContentPart("text", "a"), ContentPart("image", url="u"))),
         ),
-        ({"role": "user", "content": [{"type": "image", "url": "u"}]}, Message("user", (Part("image", url="u"),))),
+        (
+            {"role": "user", "content": [{"type": "image", "url": "u"}]},
+            Message("user", (ContentPart("image", url="u"),)),
+        ),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":1}'}]},
             Message("assistant", "", tool_calls=(ToolCall("", "f", '{"a":1}'),)),
@@ -48,7 +58,7 @@ def test_every_conversation_survives_its_json_form() -> None:
     ],
 )
 def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], message: Message) -> None:
-    assert message_of(form) == message
+    assert message_from_dict(form) == message
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,7 @@ def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], m
 )
 def test_what_is_no_message_is_a_sentence(form: dict[str, object], problem: str) -> None:
     with pytest.raises(ChatError, match=problem):
-        message_of(form)
+        message_from_dict(form)
 
 
 def test_an_unknown_role_is_a_sentence() -> None:
@@ -79,14 +89,14 @@ def test_an_unknown_role_is_a_sentence() -> None:
         replace(SAID, reasoning="Hm."),
         replace(SAID, reasoning=" H m\n\n."),
         replace(SAID, reasoning="m.\n"),
-        replace(SAID, content=(Part("text", "Rain. "),)),
-        replace(SAID, content=(Part("text", "Ra"), Part("text", "in. "))),
+        replace(SAID, content=(ContentPart("text", "Rain. "),)),
+        replace(SAID, content=(ContentPart("text", "Ra"), ContentPart("text", "in. "))),
         with_arguments('{"days":2,\n "city":"Bern"}'),
         with_arguments('{"city": "\\u0042ern", "days": 2}'),
     ],
 )
 def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
-    assert same(SAID, given)
+    assert is_same_message(SAID, given)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +105,7 @@ def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
         replace(SAID, role="user"),
         replace(SAID, content="Rain."),
         replace(SAID, content="rain. "),
-        replace(SAID, content=(Part("image", url="u"),)),
+        replace(SAID, content=(ContentPart("image", url="u"),)),
         replace(SAID, reasoning="Hmm."),
         replace(SAID, name="me"),
         replace(SAID, tool_call_id="c1"),
@@ -110,22 +120,22 @@ def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
     ],
 )
 def test_what_was_said_differently_is_different(given: Message) -> None:
-    assert not same(SAID, given)
+    assert not is_same_message(SAID, given)
 
 
 def test_true_is_not_one_and_malformed_arguments_are_text() -> None:
-    assert not same(with_arguments('{"a": 1}'), with_arguments('{"a": true}'))
-    assert not same(with_arguments('{"a": [1]}'), with_arguments('{"a": [1.0]}'))
-    assert same(with_arguments("{broken"), with_arguments("{broken"))
-    assert not same(with_arguments("{broken"), with_arguments("{broken "))
-    assert not same(replace(SAID, reasoning=""), SAID)  # reasoning may be left out, not put in
+    assert not is_same_message(with_arguments('{"a": 1}'), with_arguments('{"a": true}'))
+    assert not is_same_message(with_arguments('{"a": [1]}'), with_arguments('{"a": [1.0]}'))
+    assert is_same_message(with_arguments("{broken"), with_arguments("{broken"))
+    assert not is_same_message(with_arguments("{broken"), with_arguments("{broken "))
+    assert not is_same_message(replace(SAID, reasoning=""), SAID)  # reasoning may be left out, not put in
 
 
 @given(values, st.integers(0, 4), st.booleans())
 def test_arguments_are_equal_however_they_are_written(value: object, indent: int, sort: bool) -> None:
     one, other = json.dumps({"v": value}), json.dumps({"v": value}, indent=indent, sort_keys=sort, ensure_ascii=False)
-    assert same(with_arguments(one), with_arguments(other))
-    assert not same(with_arguments(one), with_arguments(json.dumps({"v": [value]})))
+    assert is_same_message(with_arguments(one), with_arguments(other))
+    assert not is_same_message(with_arguments(one), with_arguments(json.dumps({"v": [value]})))
 
 
 def test_tools_are_compared_as_values_in_order() -> None:
@@ -136,13 +146,16 @@ def test_tools_are_compared_as_values_in_order() -> None:
 
 def test_a_template_is_shown_what_it_reads() -> None:
     message = with_arguments('{"a": 1}')
-    assert json_form(message)["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
-    assert json_form(message, arguments_as_text=True)["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    assert json_form(with_arguments("{x"))["tool_calls"][0]["function"]["arguments"] == "{x"
-    assert json_form(Message("user", "a"), parts=True) == {"role": "user", "content": [{"type": "text", "text": "a"}]}
-    assert json_form(Message("user", (Part("text", "a"), Part("image", url="u"))))["content"] == [
+    assert message_to_dict(message)["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"a": 1}}
+    assert message_to_dict(message, arguments_as_text=True)["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert message_to_dict(with_arguments("{x"))["tool_calls"][0]["function"]["arguments"] == "{x"
+    assert message_to_dict(Message("user", "a"), parts=True) == {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}],
+    }
+    assert message_to_dict(Message("user", (ContentPart("text", "a"), ContentPart("image", url="u"))))["content"] == [
         {"type": "text", "text": "a"},
         {"type": "image", "url": "u"},
     ]
-    assert set(json_form(Message("user", "a"))) == {"role", "content"}
-    assert text_of((Part("text", "a"), Part("text", "b"))) == "ab"
+    assert set(message_to_dict(Message("user", "a"))) == {"role", "content"}
+    assert content_text((ContentPart("text", "a"), ContentPart("text", "b"))) == "ab"

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.chat.reasoning import split_reasoning
-from etude.chat.streaming import Teller
+from etude.chat.streaming import TextStreamParser
 
 
 def told(text: str, opened: bool | None) -> tuple[str, str]:
     """The reasoning in a text, and its content."""
-    teller = Teller(None, reasons=True, opened=opened)
+    teller = TextStreamParser(None, reasons=True, opened=opened)
     teller.push(text)
     teller.finish()
     return teller.message.reasoning, str(teller.message.content)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat import Called, Chat, Content, Piece, Reasoning, Tokenizer
-from etude.chat.streaming import Reader, Teller
-from etude.chat.tools import FORMS, MARKS
+from etude.chat import ChatRenderer, ContentDelta, MessageDelta, ReasoningDelta, Tokenizer, ToolCallDelta
+from etude.chat.streaming import TextStreamParser, TokenStreamParser
+from etude.chat.tool_parsers import TOOL_MARKERS, TOOL_PARSERS
 from etude.records import Message, SamplingParams, ToolCall
 from tests.chat.conversations import WEATHER
 from tests.chat.families import FAMILIES, FAMILY_ENDS
 from tests.chat.made import byte_level, ends_of, published, save
-from tests.chat.test_tools import scribbles
+from tests.chat.test_tool_parsers import scribbles
 
 TEMPLATES = {
     **{name: published()[name] for name in ("qwen3", "qwen3_6", "llama3_1", "lfm2_2_5", "phi3")},
@@ -32,34 +32,36 @@ answers = st.builds(
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Chat]:
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
     made = {}
     for name, template in TEMPLATES.items():
         ends = FAMILY_ENDS.get(name) or ends_of(name)
-        inner = byte_level(template, [*ends, *MARKS, "<think>", "</think>"])
-        made[name] = Chat(Tokenizer.load(save(tmp_path_factory.mktemp(name), inner, template, ends)))
+        inner = byte_level(template, [*ends, *TOOL_MARKERS, "<think>", "</think>"])
+        made[name] = ChatRenderer(Tokenizer.load(save(tmp_path_factory.mktemp(name), inner, template, ends)))
     return made
 
 
-def message(pieces: list[Piece]) -> Message:
+def message(pieces: list[MessageDelta]) -> Message:
     """What they say together."""
-    calls = [piece for piece in pieces if isinstance(piece, Called)]
+    calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
     assert [call.index for call in calls] == list(range(len(calls)))
     return Message(
         "assistant",
-        "".join(piece.text for piece in pieces if isinstance(piece, Content)),
-        reasoning="".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
+        "".join(piece.text for piece in pieces if isinstance(piece, ContentDelta)),
+        reasoning="".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta)),
         tool_calls=tuple(call.call for call in calls),
     )
 
 
-@pytest.mark.parametrize("form", [*FORMS, None])
+@pytest.mark.parametrize("form", [*TOOL_PARSERS, None])
 @given(text=answers, opened=st.sampled_from([True, False, None]), reasons=st.booleans(), data=st.data())
 def test_bits_of_any_size_are_told_as_the_whole_is(
     form: str | None, text: str, opened: bool | None, reasons: bool, data: st.DataObject
 ) -> None:
-    def teller() -> Teller:
-        return Teller(FORMS[form] if form else None, [WEATHER], reasons=reasons, opened=opened, seed=b"asked")
+    def teller() -> TextStreamParser:
+        return TextStreamParser(
+            TOOL_PARSERS[form] if form else None, [WEATHER], reasons=reasons, opened=opened, seed=b"asked"
+        )
 
     whole, letters, bits = teller(), teller(), teller()
     at_once = whole.push(text)
@@ -71,35 +73,35 @@ def test_bits_of_any_size_are_told_as_the_whole_is(
     assert message(told + bits.finish()) == whole.message
     # What belongs together is one piece, and each piece says something.
     for one, other in pairwise(at_once):
-        assert type(one) is not type(other) or isinstance(one, Called)
-    assert all(isinstance(piece, Called) or piece.text for piece in at_once + told)
+        assert type(one) is not type(other) or isinstance(one, ToolCallDelta)
+    assert all(isinstance(piece, ToolCallDelta) or piece.text for piece in at_once + told)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(text=answers, ends=st.booleans(), opens=st.booleans(), stop=st.sampled_from([(), ("f",), ("1\n", "}")]))
 def test_ids_are_told_as_chat_reads_them(
-    name: str, text: str, ends: bool, opens: bool, stop: tuple[str, ...], chats: dict[str, Chat]
+    name: str, text: str, ends: bool, opens: bool, stop: tuple[str, ...], chats: dict[str, ChatRenderer]
 ) -> None:
     chat = chats[name]
     prompt = chat.tokenizer.encode("?<think>\n" if opens else "?")
-    ids = chat.tokenizer.encode(text + (next(iter(chat.tokenizer.ends)) if ends else ""))
+    ids = chat.tokenizer.encode(text + (next(iter(chat.tokenizer.eos_tokens)) if ends else ""))
     sampling = SamplingParams(stop=stop, stop_ids=(int(chat.tokenizer.encode("g")[0]),))
-    reader = chat.reader(prompt, [WEATHER], sampling)
+    reader = chat.stream_parser(prompt, [WEATHER], sampling)
     told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
     assert message(told) == reader.message == chat.parse(ids, prompt, [WEATHER], sampling)
 
 
 @given(ids=st.lists(st.integers(0, 400), max_size=40))
-def test_garbage_is_told_as_it_is_read(ids: list[int], chats: dict[str, Chat]) -> None:
+def test_garbage_is_told_as_it_is_read(ids: list[int], chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
-    reader = chat.reader(None)
+    reader = chat.stream_parser(None)
     told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
     assert message(told) == chat.parse(ids)
 
 
 def told_of(form: str | None, text: str, **how: bool) -> tuple[str, str]:
     """What was told of a text that goes on: the reasoning and the content."""
-    teller = Teller(FORMS[form] if form else None, **how)
+    teller = TextStreamParser(TOOL_PARSERS[form] if form else None, **how)
     said = message([piece for letter in text for piece in teller.push(letter)])
     return said.reasoning, str(said.content)
 
@@ -158,16 +160,16 @@ def test_thinking_is_told_as_it_is_thought(text: str, opened: bool, told: tuple[
 
 
 def test_calls_are_told_whole_at_their_last_character() -> None:
-    teller = Teller(FORMS["mistral"])
+    teller = TextStreamParser(TOOL_PARSERS["mistral"])
     text = 'Look.[TOOL_CALLS]f[ARGS]{"a": [1, {}]}[TOOL_CALLS]g[ARGS]{}'
-    told = [[piece for piece in teller.push(letter) if isinstance(piece, Called)] for letter in text]
+    told = [[piece for piece in teller.push(letter) if isinstance(piece, ToolCallDelta)] for letter in text]
     assert [(at, piece.call.name, piece.call.arguments) for at, new in enumerate(told) for piece in new] == [
         (text.index("[TOOL_CALLS]g") - 1, "f", '{"a": [1, {}]}'),
         (len(text) - 1, "g", "{}"),
     ]
 
 
-def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: dict[str, Chat]) -> None:
+def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
     block = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -180,7 +182,7 @@ def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: d
     assert all(len(id) == 9 and id.isalnum() and id.isascii() for id in one), "as the templates of Mistral want them"
 
 
-def test_what_made_it_stop_is_no_text(chats: dict[str, Chat]) -> None:
+def test_what_made_it_stop_is_no_text(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
     ids = chat.tokenizer.encode("one two STOP")
 
@@ -193,13 +195,13 @@ def test_what_made_it_stop_is_no_text(chats: dict[str, Chat]) -> None:
     assert said(stop_ids=(int(ids[-1]),)) == chat.tokenizer.decode(ids[:-1])
 
 
-def test_a_reader_is_told_what_the_model_opened(chats: dict[str, Chat]) -> None:
+def test_a_reader_is_told_what_the_model_opened(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3_6"]
     prompt = chat.render([Message("user", "Hi")])
-    reader = chat.reader(prompt)
-    assert isinstance(reader, Reader)
-    assert reader.push(chat.tokenizer.encode("hm")) == [Reasoning("hm")]
-    assert reader.push(chat.tokenizer.encode("\n</think>\n\nHello<|im_end|>")) == [Content("Hello")]
+    reader = chat.stream_parser(prompt)
+    assert isinstance(reader, TokenStreamParser)
+    assert reader.push(chat.tokenizer.encode("hm")) == [ReasoningDelta("hm")]
+    assert reader.push(chat.tokenizer.encode("\n</think>\n\nHello<|im_end|>")) == [ContentDelta("Hello")]
     assert reader.finish() == []
     assert reader.message == Message("assistant", "Hello", reasoning="hm")
 
@@ -226,7 +228,7 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
     bits = [text[at * len(text) // 4000 : (at + 1) * len(text) // 4000] for at in range(4000)]
 
     def seconds(count: int) -> float:
-        teller = Teller(FORMS[form], reasons=True, opened=False)
+        teller = TextStreamParser(TOOL_PARSERS[form], reasons=True, opened=False)
         start = time.thread_time()
         for bit in bits[:count]:
             teller.push(bit)
@@ -237,10 +239,10 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
     assert whole < 64 * part, "sixteen times the length: the square is 256"
 
 
-def round_trip(chat: Chat, answer: Message) -> Message:
+def round_trip(chat: ChatRenderer, answer: Message) -> Message:
     """The answer as the model would write it, read back."""
     asked = [Message("user", "Hi")]
-    ids = chat.completion_ids(asked, answer, [WEATHER])
+    ids = chat.encode_answer(asked, answer, [WEATHER])
     return chat.parse(ids, chat.render(asked, [WEATHER]), [WEATHER])
 
 
@@ -252,7 +254,7 @@ def round_trip(chat: Chat, answer: Message) -> Message:
     said=st.booleans(),
 )
 def test_calls_go_through_templates_and_come_back(
-    name: str, city: str, days: int, twice: bool, said: bool, chats: dict[str, Chat]
+    name: str, city: str, days: int, twice: bool, said: bool, chats: dict[str, ChatRenderer]
 ) -> None:
     call = ToolCall("call00001", "weather", json.dumps({"city": city, "days": days}))
     single = name == "llama3_1"  # its template takes one call, in place of an answer
@@ -267,24 +269,28 @@ def test_calls_go_through_templates_and_come_back(
     assert [each.arguments for each in round_trip(chats[name], again).tool_calls], "its ids are fine with the template"
 
 
-def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, Chat]) -> None:
-    chat = Chat(chats["llama3_1"].tokenizer, variables={"builtin_tools": ["brave_search"]})
+def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, ChatRenderer]) -> None:
+    chat = ChatRenderer(chats["llama3_1"].tokenizer, template_kwargs={"builtin_tools": ["brave_search"]})
     call = ToolCall("c", "brave_search", '{"query": "Zürich, (now)"}')
-    ids = chat.completion_ids([Message("user", "Hi")], Message("assistant", "", tool_calls=(call,)), [WEATHER])
-    assert chat.tokenizer.decode(ids, special=True).startswith("<|python_tag|>brave_search.call(")
+    ids = chat.encode_answer([Message("user", "Hi")], Message("assistant", "", tool_calls=(call,)), [WEATHER])
+    assert chat.tokenizer.decode(ids, keep_special_tokens=True).startswith("<|python_tag|>brave_search.call(")
     (read,) = chat.parse(ids).tool_calls
     assert (read.name, json.loads(read.arguments)) == (call.name, json.loads(call.arguments))
 
 
-def test_a_conversation_of_mistral_goes_on_with_the_ids_of_its_calls(chats: dict[str, Chat], tmp_path: Path) -> None:
+def test_a_conversation_of_mistral_goes_on_with_the_ids_of_its_calls(
+    chats: dict[str, ChatRenderer], tmp_path: Path
+) -> None:
     chat = chats["mistral_args"]
     asked = [Message("user", "Hi")]
     prompt = chat.render(asked, [WEATHER])
     ids = chat.tokenizer.encode('[TOOL_CALLS]weather[ARGS]{"city":  "Bern"}</s>')
-    conversation = chat.conversation()
+    conversation = chat.start_conversation()
     answer = chat.parse(ids, prompt, [WEATHER])
-    conversation.served(asked, [WEATHER], prompt, ids, answer)
+    conversation.remember_answer(asked, [WEATHER], prompt, ids, answer)
     result = Message("tool", "rain", tool_call_id=answer.tool_calls[0].id)
     shown = conversation.render([*asked, answer, result], [WEATHER])
     assert shown[: len(prompt) + len(ids)].tolist() == [*prompt.tolist(), *ids.tolist()]
-    assert chat.tokenizer.decode(shown, special=True).endswith('"Bern"}</s>[TOOL_RESULTS]rain[/TOOL_RESULTS]')
+    assert chat.tokenizer.decode(shown, keep_special_tokens=True).endswith(
+        '"Bern"}</s>[TOOL_RESULTS]rain[/TOOL_RESULTS]'
+    )

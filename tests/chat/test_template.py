@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from etude.chat import Template
+from etude.chat import ChatTemplate
 from etude.errors import ChatError, ConfigError
 from etude.records import Message, ToolCall
 from tests.chat.made import CHATML
@@ -13,19 +13,21 @@ HI = [Message("user", "Hi")]
 
 
 def test_a_conversation_is_rendered_up_to_where_the_assistant_speaks() -> None:
-    template = Template(CHATML)
-    assert template.text(HI) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert template.text(HI, generate=False) == "<|im_start|>user\nHi<|im_end|>\n"
-    assert template.text([{"role": "user", "content": "Hi", "name": None}], generate=False) == template.text(
-        HI, generate=False
-    )
+    template = ChatTemplate(CHATML)
+    assert template.render(HI) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(HI, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert template.render(
+        [{"role": "user", "content": "Hi", "name": None}], add_generation_prompt=False
+    ) == template.render(HI, add_generation_prompt=False)
 
 
 def test_specials_tools_and_variables_are_known_to_it() -> None:
-    template = Template("{{ bos_token }}{{ tools | tojson }}{{ mood }}{{ documents is none }}", {"bos_token": "<s>"})
-    assert template.text(HI, [{"a": "<é>"}], mood="glad") == '<s>[{"a": "<é>"}]gladTrue'
-    assert template.text(HI) == "<s>nullTrue"
-    assert template.text(HI, bos_token="<b>") == "<b>nullTrue"
+    template = ChatTemplate(
+        "{{ bos_token }}{{ tools | tojson }}{{ mood }}{{ documents is none }}", {"bos_token": "<s>"}
+    )
+    assert template.render(HI, [{"a": "<é>"}], mood="glad") == '<s>[{"a": "<é>"}]gladTrue'
+    assert template.render(HI) == "<s>nullTrue"
+    assert template.render(HI, bos_token="<b>") == "<b>nullTrue"
 
 
 def test_its_language_is_that_of_published_templates() -> None:
@@ -37,7 +39,7 @@ def test_its_language_is_that_of_published_templates() -> None:
     {{- x is defined }}|{{ strftime_now('%Y') }}|{{ dict(a=1).a }}|{{ dict.fromkeys('b')['b'] }}
     {%- set n = namespace(v=1) %}{% set n.v = 2 %}|{{ n.v }}|{{ {'b': 1, 'a': [1]} | tojson(indent=1, sort_keys=1) }}"""
     year = datetime.now().year
-    assert Template(source).text(HI) == f'HiFalse|{year}|1|None|2|{{\n "a": [\n  1\n ],\n "b": 1\n}}'
+    assert ChatTemplate(source).render(HI) == f'HiFalse|{year}|1|None|2|{{\n "a": [\n  1\n ],\n "b": 1\n}}'
 
 
 @pytest.mark.parametrize(
@@ -54,38 +56,38 @@ def test_its_language_is_that_of_published_templates() -> None:
 )
 def test_a_template_is_kept_in_its_sandbox(escape: str) -> None:
     with pytest.raises(ChatError, match="refused a conversation"):
-        Template(escape).text(HI)
+        ChatTemplate(escape).render(HI)
 
 
 def test_a_template_that_raises_is_a_sentence() -> None:
-    template = Template("{{ raise_exception('roles must alternate') }}")
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatError, match=r"by: user, user\): roles must alternate\. Change the conversation"):
-        template.text([*HI, {"role": "user", "content": "?"}])
+        template.render([*HI, {"role": "user", "content": "?"}])
     with pytest.raises(ChatError, match=r"by: user\): can only concatenate str"):
-        Template("{{ messages[0].content + 1 }}").text(HI)
+        ChatTemplate("{{ messages[0].content + 1 }}").render(HI)
     with pytest.raises(ChatError, match="its messages are by: none"):
-        Template("{{ messages[0].role.x }}").text([])
+        ChatTemplate("{{ messages[0].role.x }}").render([])
 
 
 def test_a_template_that_is_no_jinja_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"not valid jinja: .* \(line 2\)"):
-        Template("a\n{% if %}")
+        ChatTemplate("a\n{% if %}")
 
 
 def test_messages_take_the_form_that_the_template_reads() -> None:
-    parts = Template("{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
-    assert parts.text(HI) == "Hi"
+    parts = ChatTemplate("{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
+    assert parts.render(HI) == "Hi"
     call = ToolCall("c", "f", '{"a":  1}')
     asked = [*HI, Message("assistant", "", tool_calls=(call,))]
     loop = "{% for m in messages %}{% for c in m.tool_calls %}[[ARGS]]{% endfor %}{{ m.content }}{% endfor %}"
-    as_value = Template(loop.replace("[[ARGS]]", "{{ c.function.arguments | tojson }}"))
-    as_text = Template(loop.replace("[[ARGS]]", "{{ '' + c.function.arguments }}"))
-    assert as_value.text(asked) == 'Hi{"a": 1}'
-    assert as_text.text(asked) == 'Hi{"a":  1}'
+    as_value = ChatTemplate(loop.replace("[[ARGS]]", "{{ c.function.arguments | tojson }}"))
+    as_text = ChatTemplate(loop.replace("[[ARGS]]", "{{ '' + c.function.arguments }}"))
+    assert as_value.render(asked) == 'Hi{"a": 1}'
+    assert as_text.render(asked) == 'Hi{"a":  1}'
 
 
 def test_reasoning_has_every_name_that_templates_know() -> None:
     source = "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }}{% endfor %}"
-    assert Template(source).text([Message("assistant", "", reasoning="hm")]) == "hm/hm"
-    assert Template(source).text([{"role": "assistant", "content": "", "reasoning": "hm"}]) == "hm/hm"
-    assert Template("{{ 'thinking' in messages[0] }}").text(HI) == "False"
+    assert ChatTemplate(source).render([Message("assistant", "", reasoning="hm")]) == "hm/hm"
+    assert ChatTemplate(source).render([{"role": "assistant", "content": "", "reasoning": "hm"}]) == "hm/hm"
+    assert ChatTemplate("{{ 'thinking' in messages[0] }}").render(HI) == "False"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.chat import Stream, Tokenizer
+from etude.chat import DecodeStream, Tokenizer
 from etude.errors import ConfigError
 from tests.chat.made import CHATML, beginning, byte_level, save, sentencepiece
 
@@ -36,28 +36,31 @@ def test_special_tokens_are_read_in_text_and_left_out_of_it(qwen_like: Tokenizer
     ids = qwen_like.encode("a<|im_end|>b")
     assert ids.tolist().count(qwen_like.eos_ids[0]) == 1
     assert qwen_like.decode(ids) == "ab"
-    assert qwen_like.decode(ids, special=True) == "a<|im_end|>b"
-    assert qwen_like.token(qwen_like.eos_ids[0]) == "<|im_end|>"
-    assert qwen_like.id("<|im_end|>") == qwen_like.eos_ids[0]
-    assert qwen_like.token(qwen_like.size) is None
+    assert qwen_like.decode(ids, keep_special_tokens=True) == "a<|im_end|>b"
+    assert qwen_like.id_to_token(qwen_like.eos_ids[0]) == "<|im_end|>"
+    assert qwen_like.token_to_id("<|im_end|>") == qwen_like.eos_ids[0]
+    assert qwen_like.id_to_token(qwen_like.vocab_size) is None
 
 
 def test_what_the_files_say_is_known(qwen_like: Tokenizer, llama2_like: Tokenizer) -> None:
-    assert [qwen_like.token(id) for id in qwen_like.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
-    assert (qwen_like.pad_id, qwen_like.unk, qwen_like.adds_bos) == (None, None, False)
+    assert [qwen_like.id_to_token(id) for id in qwen_like.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
+    assert (qwen_like.pad_id, qwen_like.unk_id, qwen_like.adds_bos) == (None, None, False)
     assert qwen_like.template == CHATML
-    assert (llama2_like.unk, llama2_like.bos_id, llama2_like.eos_ids) == (0, 1, (2,))
+    assert (llama2_like.unk_id, llama2_like.bos_id, llama2_like.eos_ids) == (0, 1, (2,))
     assert llama2_like.template is None
-    assert llama2_like.size == len({llama2_like.token(id) for id in range(llama2_like.size)})
+    assert llama2_like.vocab_size == len({llama2_like.id_to_token(id) for id in range(llama2_like.vocab_size)})
 
 
 def test_a_beginning_is_put_before_a_text_where_the_tokenizer_does(
     tmp_path: Path, qwen_like: Tokenizer, llama2_like: Tokenizer
 ) -> None:
-    assert llama2_like.encode("the", special=True).tolist() == [1, *llama2_like.encode("the")]
-    assert np.array_equal(qwen_like.encode("the", special=True), qwen_like.encode("the"))
+    assert llama2_like.encode("the", add_special_tokens=True).tolist() == [1, *llama2_like.encode("the")]
+    assert np.array_equal(qwen_like.encode("the", add_special_tokens=True), qwen_like.encode("the"))
     llama3_like = Tokenizer.load(save(tmp_path, beginning(byte_level()), None, ["<|im_end|>"]))
-    assert llama3_like.encode("the", special=True).tolist() == [llama3_like.bos_id, *llama3_like.encode("the")]
+    assert llama3_like.encode("the", add_special_tokens=True).tolist() == [
+        llama3_like.bos_id,
+        *llama3_like.encode("the"),
+    ]
     assert llama3_like.bos_id not in llama3_like.encode("the")
 
 
@@ -87,7 +90,7 @@ def test_older_layouts_are_read(tmp_path: Path) -> None:
     config = {"chat_template": several}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.specials == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
     assert tokenizer.templates == {"default": "D", "tool_use": "T"}
     (tmp_path / "chat_template.jinja").write_text("own")
     (tmp_path / "additional_chat_templates").mkdir()
@@ -139,8 +142,8 @@ def test_streamed_pieces_join_to_the_whole_text(
     tokenizer = data.draw(st.sampled_from([qwen_like, llama2_like]))
     text = data.draw(st.text(max_size=40))
     special = data.draw(st.booleans())
-    ids = [*tokenizer.encode(text, special=True), *tokenizer.eos_ids, *tokenizer.encode(text)]
-    stream = tokenizer.stream(special)
+    ids = [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_ids, *tokenizer.encode(text)]
+    stream = tokenizer.decode_stream(special)
     pieces = [stream.push(ids[at : at + chunk]) for at in range(0, len(ids), chunk)]
     assert "".join([*pieces, stream.finish()]) == tokenizer.decode(ids, special)
     if "\ufffd" not in text:
@@ -150,7 +153,7 @@ def test_streamed_pieces_join_to_the_whole_text(
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=60))
 def test_any_ids_stream_to_their_text(qwen_like: Tokenizer, ids: list[int]) -> None:
-    stream = qwen_like.stream()
+    stream = qwen_like.decode_stream()
     pieces = [stream.push([id]) for id in ids]
     assert "".join([*pieces, stream.finish()]) == qwen_like.decode(ids)
 
@@ -158,7 +161,7 @@ def test_any_ids_stream_to_their_text(qwen_like: Tokenizer, ids: list[int]) -> N
 def test_a_character_is_held_back_until_it_is_whole(qwen_like: Tokenizer) -> None:
     first, *others = qwen_like.encode("𝄞").tolist()
     assert others  # it takes several tokens
-    stream = qwen_like.stream()
+    stream = qwen_like.decode_stream()
     assert stream.push([first]) == ""
     assert stream.push(others) == "𝄞"
     assert stream.push([first]) == ""
@@ -173,14 +176,14 @@ def test_what_is_no_text_is_not_gathered() -> None:
         lengths.append(len(ids))
         return "a" * len(ids)
 
-    stream = Stream(decode, frozenset({7}))
+    stream = DecodeStream(decode, frozenset({7}))
     assert stream.push([7] * 1000 + [1]) + stream.finish() == "a"
     assert max(lengths) < 5
 
 
 def test_endless_garbage_is_given_out_and_not_gathered(qwen_like: Tokenizer) -> None:
     lone = qwen_like.encode("𝄞").tolist()[-1]
-    stream = qwen_like.stream()
+    stream = qwen_like.decode_stream()
     pieces = [stream.push([lone]) for _ in range(1000)]
     assert sum(map(len, pieces)) > 900
     assert set("".join(pieces)) == {"\ufffd"}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat import Chat, Tokenizer, Transcript, retold
-from etude.chat.transcript import checked
-from etude.data.adapt import samples
+from etude.chat import ChatRenderer, Tokenizer, Transcript, decode_conversation
+from etude.chat.transcript import check_observation
+from etude.data.samples import build_samples
 from etude.errors import ChatError
 from etude.records import Completion, Message, ToolCall, Turn
 from tests.chat.made import CHATML, byte_level, save, sentencepiece
@@ -22,18 +22,18 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "â
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     """A chat of ChatML, with a vocabulary in which texts have several spellings."""
-    return Chat(Tokenizer.load(save(tmp_path_factory.mktemp("c"), byte_level(CHATML), CHATML, ["<|im_end|>"])))
+    return ChatRenderer(Tokenizer.load(save(tmp_path_factory.mktemp("c"), byte_level(CHATML), CHATML, ["<|im_end|>"])))
 
 
 @pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     """A chat without a template, whose tokenizer begins every text with a space."""
-    return Chat(Tokenizer.load(save(tmp_path_factory.mktemp("p"), sentencepiece(), None, ["</s>"])))
+    return ChatRenderer(Tokenizer.load(save(tmp_path_factory.mktemp("p"), sentencepiece(), None, ["</s>"])))
 
 
-def completion(chat: Chat, ids: list[int], end: bool) -> Completion:
+def completion(chat: ChatRenderer, ids: list[int], end: bool) -> Completion:
     """What a model wrote, closed by its end or cut off."""
     written = np.array([*ids, *([chat.tokenizer.eos_ids[0]] if end else [])], np.int32)
     text = chat.tokenizer.decode(written)
@@ -46,16 +46,18 @@ texts = st.text(st.sampled_from("ab Ã©\n1"), max_size=6)
 plays = st.lists(st.tuples(st.lists(st.integers(3, 300), max_size=6), st.booleans(), texts), min_size=1, max_size=4)
 
 
-def played(chat: Chat, first: str | tuple[Message, ...], script: list[tuple[list[int], bool, str]]) -> list[Turn]:
+def played(
+    chat: ChatRenderer, first: str | tuple[Message, ...], script: list[tuple[list[int], bool, str]]
+) -> list[Turn]:
     """Turns in which the model writes ids as a script has them."""
     transcript, turns = Transcript(chat, first), []
     for index, (ids, end, shown) in enumerate(script):
         prompt = transcript.ids
         said = completion(chat, ids, end)
-        answer = transcript.said(prompt, said)
+        answer = transcript.add_answer(prompt, said)
         assert answer.role == "assistant"
         turns.append(Turn(prompt, said, index))
-        transcript.show(shown)
+        transcript.add_observation(shown)
     return turns
 
 
@@ -64,27 +66,29 @@ def goes_on(turns: list[Turn]) -> None:
     for before, after in pairwise(turns):
         whole = np.concatenate([before.prompt, before.completion.ids])
         assert np.array_equal(after.prompt[: len(whole)], whole)
-    (row,) = samples(turns, 0)
+    (row,) = build_samples(turns, 0)
     assert int(row.action.sum()) == sum(len(turn.completion.ids) for turn in turns)
 
 
 @given(texts, plays)
 def test_a_conversation_keeps_what_was_written(
-    chat: Chat, first: str, script: list[tuple[list[int], bool, str]]
+    chat: ChatRenderer, first: str, script: list[tuple[list[int], bool, str]]
 ) -> None:
     turns = played(chat, (Message("user", first),), script)
     goes_on(turns)
     end = chat.tokenizer.eos_ids[0]
     for (_, ended, shown), before, after in zip(script, turns, turns[1:], strict=False):
         new = after.prompt[len(before.prompt) + len(before.completion.ids) :]
-        told = chat.tokenizer.decode(new, special=True)
+        told = chat.tokenizer.decode(new, keep_special_tokens=True)
         close = "\n" if ended else "<|im_end|>\n"
         assert told == f"{close}<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
         assert end in after.prompt
 
 
 @given(st.text(st.sampled_from("abt "), min_size=1, max_size=5), plays)
-def test_text_is_continued_as_it_stands(chat: Chat, first: str, script: list[tuple[list[int], bool, str]]) -> None:
+def test_text_is_continued_as_it_stands(
+    chat: ChatRenderer, first: str, script: list[tuple[list[int], bool, str]]
+) -> None:
     turns = played(chat, first, script)
     goes_on(turns)
     assert chat.tokenizer.decode(turns[0].prompt) == first
@@ -92,57 +96,62 @@ def test_text_is_continued_as_it_stands(chat: Chat, first: str, script: list[tup
         assert chat.tokenizer.decode(after.prompt[len(before.prompt) + len(before.completion.ids) :]) == shown
 
 
-def test_text_after_an_end_gets_no_space_of_its_own(pieces: Chat) -> None:
+def test_text_after_an_end_gets_no_space_of_its_own(pieces: ChatRenderer) -> None:
     first, second = played(pieces, "a", [([280], True, "b"), ([280], True, "")])
     new = second.prompt[len(first.prompt) + 2 :]
-    assert [pieces.tokenizer.token(int(each)) for each in new][-1] == "b"
+    assert [pieces.tokenizer.id_to_token(int(each)) for each in new][-1] == "b"
     assert np.array_equal(pieces.tokenizer.encode("</s>b")[-len(new) :], new)
     goes_on([first, second])
 
 
 def test_a_call_and_its_result_go_on(tmp_path: Path) -> None:
-    chat = Chat(Tokenizer.load(save(tmp_path / "t", byte_level(TEMPLATE, ["<end>"]), TEMPLATE, ["<end>"])))
+    chat = ChatRenderer(Tokenizer.load(save(tmp_path / "t", byte_level(TEMPLATE, ["<end>"]), TEMPLATE, ["<end>"])))
     transcript = Transcript(chat, (Message("user", "?"),), [WEATHER])
     prompt = transcript.ids
     written = chat.tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {"a":  1}}\n</tool_call>')
-    answer = transcript.said(prompt, completion(chat, written.tolist(), end=True))
+    answer = transcript.add_answer(prompt, completion(chat, written.tolist(), end=True))
     assert answer.content == "" and [(call.name, call.arguments) for call in answer.tool_calls] == [
         ("weather", '{"a":  1}')
     ]
-    transcript.show((Message("tool", "rain", tool_call_id=answer.tool_calls[0].id),))
+    transcript.add_observation((Message("tool", "rain", tool_call_id=answer.tool_calls[0].id),))
     told = transcript.ids
     assert np.array_equal(told[: len(prompt) + len(written)], np.concatenate([prompt, written]))
-    assert chat.tokenizer.decode(told[len(prompt) + len(written) :], special=True) == "<end><tool>rain<end><model>"
+    assert (
+        chat.tokenizer.decode(told[len(prompt) + len(written) :], keep_special_tokens=True)
+        == "<end><tool>rain<end><model>"
+    )
 
 
-def test_what_does_not_fit_is_told(chat: Chat) -> None:
+def test_what_does_not_fit_is_told(chat: ChatRenderer) -> None:
     with pytest.raises(ChatError, match="Messages were shown in a rollout that began with text"):
-        Transcript(chat, "a").show((Message("user", "b"),))
+        Transcript(chat, "a").add_observation((Message("user", "b"),))
     with pytest.raises(ChatError, match="Tools were offered in a rollout that begins with text"):
         Transcript(chat, "a", [WEATHER])
 
 
 def test_what_is_shown_is_text_or_messages() -> None:
     call = ToolCall("1", "f", "{}")
-    assert checked("a") == "a" and checked([]) == ()
-    assert checked([{"role": "user", "content": "a"}, Message("assistant", "", tool_calls=(call,))]) == (
+    assert check_observation("a") == "a" and check_observation([]) == ()
+    assert check_observation([{"role": "user", "content": "a"}, Message("assistant", "", tool_calls=(call,))]) == (
         Message("user", "a"),
         Message("assistant", "", tool_calls=(call,)),
     )
     for wrong in (None, 3, ["a"], {"role": "user", "content": "a"}):
         with pytest.raises(ChatError, match=f"a value of type {type(wrong).__name__} was given"):
-            checked(wrong)
+            check_observation(wrong)
     with pytest.raises(ChatError, match="half a character"):
-        checked([{"role": "user", "content": "\ud800"}])
+        check_observation([{"role": "user", "content": "\ud800"}])
     with pytest.raises(ChatError, match="half a character"):
-        checked("\ud800")
+        check_observation("\ud800")
 
 
-def test_a_rollout_is_retold(chat: Chat) -> None:
+def test_a_rollout_is_retold(chat: ChatRenderer) -> None:
     a, b = chat.tokenizer.encode("one").tolist(), chat.tokenizer.encode("two").tolist()
     turns = played(chat, (Message("user", "?"),), [(a, True, "more"), (b, True, "")])
-    said = [(each["by"], each["text"].strip()) for each in retold(chat.tokenizer, turns)]
+    said = [(each["by"], each["text"].strip()) for each in decode_conversation(chat.tokenizer, turns)]
     assert said == [("model", "one"), ("environment", "user\nmore\nassistant"), ("model", "two")]
     other = Turn(chat.render([Message("user", "anew")]), turns[1].completion, 1)
-    assert "anew" in retold(chat.tokenizer, [turns[0], other])[1]["text"], "a rewritten history is shown whole"
-    assert retold(chat.tokenizer, []) == []
+    assert "anew" in decode_conversation(chat.tokenizer, [turns[0], other])[1]["text"], (
+        "a rewritten history is shown whole"
+    )
+    assert decode_conversation(chat.tokenizer, []) == []

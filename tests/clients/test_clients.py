@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.chat import Chat
+from etude.chat import ChatRenderer
 from etude.records import SamplingParams, Turn
 from tests.agents.proxy.tables import END, START, Table, model_of_table, tokenizer_of
 from tests.agents.proxy.world import World, serving
@@ -67,7 +67,7 @@ def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
         model = model_of_table(table, tokenizer, CONTEXT)
         with (
             engine_of(model, tokenizer, kv_gib=0.1, prefill_tokens=4096) as engine,
-            serving(engine, Chat(tokenizer), context=CONTEXT, train=SamplingParams(max_tokens=80)) as world,
+            serving(engine, ChatRenderer(tokenizer), context=CONTEXT, train=SamplingParams(max_tokens=80)) as world,
         ):
             yield world
 
@@ -95,7 +95,7 @@ def assert_exact(world: World, turns: list[Turn]) -> None:
     first, second = turns[0], turns[-1]
     decode = world.endpoint.chat.tokenizer.decode
     whole = np.concatenate([first.prompt, first.completion.ids])
-    assert "<tool_call>" in decode(first.completion.ids, special=True)
+    assert "<tool_call>" in decode(first.completion.ids, keep_special_tokens=True)
     assert np.array_equal(second.prompt[: len(whole)], whole)
     assert SECRET in decode(second.prompt[len(whole) :]) and SECRET not in decode(whole)
     assert second.completion.text == ANSWER
@@ -128,7 +128,7 @@ def test_claude_code(notes: Path) -> None:
         )
         result = json.loads(printed.strip().splitlines()[-1])
         assert result["result"] == ANSWER and result["num_turns"] == 2 and not result["is_error"], printed
-        assert_exact(world, world.turns(claim.key))
+        assert_exact(world, world.turns(claim.attempt_id))
 
 
 CODEX = """
@@ -165,7 +165,7 @@ def test_codex(notes: Path) -> None:
         )
         items = [told["item"] for line in printed.splitlines() if "item" in (told := json.loads(line))]
         assert items[-1]["type"] == "agent_message" and items[-1]["text"] == ANSWER
-        assert_exact(world, world.turns(claim.key))
+        assert_exact(world, world.turns(claim.attempt_id))
 
 
 @pytest.mark.parametrize("dialect", ["responses", "chat"])
@@ -184,4 +184,4 @@ def test_vercel_ai(notes: Path, dialect: str, streamed: bool) -> None:
             OPENAI_API_KEY=claim.model_key,
         )
         assert json.loads(printed) == {"text": ANSWER, "steps": 2}
-        assert_exact(world, world.turns(claim.key))
+        assert_exact(world, world.turns(claim.attempt_id))

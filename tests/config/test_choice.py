@@ -9,7 +9,7 @@ from pydantic import Field
 
 from etude.config import Choice, Config
 from etude.config.choice import options_of
-from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
+from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 from tests.config.sample_run import GSPO, K1, KL, KLS, LOSSES, PPO, Adaptive, Loss, MyLoss, NotAConfig, Run
 
 
@@ -81,7 +81,7 @@ def test_the_fields_of_what_is_chosen_are_validated_in_place() -> None:
     ],
 )
 def test_a_plug_in_that_will_not_do(name: str, sentence: str) -> None:
-    with pytest.raises(PlugInError, match=sentence):
+    with pytest.raises(PluginError, match=sentence):
         Run.model_validate({"loss": f"tests.config.sample_run:{name}"})
 
 
@@ -89,7 +89,7 @@ def test_a_plug_in_must_be_a_config() -> None:
     class Holder(Config):
         thing: Annotated[Any, Choice({}, NotAConfig)] = Field(NotAConfig(), description="A thing.")
 
-    with pytest.raises(PlugInError, match=r"thing: .* must be a Config, so that its options can be set"):
+    with pytest.raises(PluginError, match=r"thing: .* must be a Config, so that its options can be set"):
         Holder.model_validate({"thing": "tests.config.sample_run:NotAConfig"})
 
 

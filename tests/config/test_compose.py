@@ -15,10 +15,10 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
-from etude.config.choice import Options
+from etude.config.choice import ChoiceOptions
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
-from etude.errors import ConfigError, PlugInError, UnknownChoiceError, UnknownKeyError
+from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
 from tests.config.sample_run import (
     GSPO,
     K1,
@@ -112,7 +112,7 @@ def test_overrides(overrides: list[str], expected: Run) -> None:
         (["loss=null"], UnknownChoiceError, r"loss: a name is needed, and None was given"),
         (
             ["loss=no.such:Loss"],
-            PlugInError,
+            PluginError,
             r"loss: The plug-in 'no\.such:Loss' was asked for, and there is no module no",
         ),
         ([f"loss={PLUG_IN}", "loss.my_knb=3"], UnknownKeyError, r"Did you mean loss\.my_knob\?"),
@@ -264,8 +264,8 @@ def test_a_file_that_was_meant_otherwise(tmp_path: Path, text: str, sentence: st
 
 
 def test_a_plug_in_that_is_not_finished_says_what_it_owes() -> None:
-    with pytest.raises(PlugInError, match=r"PolicyLoss' is not finished: it owes terms"):
-        Options(table={}, base=BaseModel, optional=False).resolve("etude.algorithms.base:PolicyLoss")
+    with pytest.raises(PluginError, match=r"PolicyLoss' is not finished: it owes per_token_loss"):
+        ChoiceOptions(table={}, base=BaseModel, optional=False).resolve("etude.algorithms.base:PolicyLoss")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

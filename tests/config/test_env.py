@@ -30,9 +30,9 @@ def test_required_components(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_says_how_memory_is_kept_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-    chosen = env.memory_is_chosen()
+    chosen = env.is_allocator_configured()
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
-    assert env.memory_is_chosen() and not chosen
+    assert env.is_allocator_configured() and not chosen
 
 
 def test_what_can_be_made_again_is_kept_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,23 +67,23 @@ def test_processes_of_one_machine_speak_through_its_loopback_unless_told_otherwi
 ) -> None:
     monkeypatch.setenv("PATH", "/somewhere")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    given = env.for_one_machine()
+    given = env.build_single_machine_env()
     assert given["PATH"] == "/somewhere" and given["GLOO_SOCKET_IFNAME"].startswith("lo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert env.for_one_machine()["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert env.build_single_machine_env()["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_ranks_elsewhere_are_given_what_libraries_read_and_nothing_that_opens_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in env.for_ranks_elsewhere():
+    for name in env.build_remote_rank_env():
         monkeypatch.delenv(name)
     given = {"HF_HUB_OFFLINE": "1", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_LOGS": "dynamo", "TOKENIZERS_PARALLELISM": "0"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     for name in ("HF_TOKEN", "TORCH_SECRET", "ETUDE_STORE_KEY", "RAY_AUTH_TOKEN", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
         monkeypatch.setenv(name, "mine")
-    assert env.for_ranks_elsewhere() == given
+    assert env.build_remote_rank_env() == given
 
 
 GUARDS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -94,7 +94,7 @@ def test_a_ray_of_ones_own_has_a_token_that_is_new_and_gone_afterwards(monkeypat
         monkeypatch.delenv(name, raising=False)
     seen = set()
     for _ in range(2):
-        with env.a_token_for_ray() as guarded:
+        with env.generate_ray_token() as guarded:
             assert guarded
             seen.add(os.environ["RAY_AUTH_TOKEN"])
             monkeypatch.setenv("RAY_AUTH_MODE", "token")  # as Ray does
@@ -107,31 +107,31 @@ def test_who_says_how_ray_is_guarded_is_heard(name: str, monkeypatch: pytest.Mon
     for each in GUARDS:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "mine")
-    with env.a_token_for_ray() as guarded:
+    with env.generate_ray_token() as guarded:
         assert not guarded and {each: os.environ.get(each) for each in GUARDS if each in os.environ} == {name: "mine"}
     assert os.environ[name] == "mine"
 
 
 def test_a_process_may_have_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_ROLE", raising=False)
-    assert env.role() is None
+    assert env.read_role() is None
     monkeypatch.setenv("ETUDE_ROLE", "runner")
-    assert env.role() == "runner"
+    assert env.read_role() == "runner"
     monkeypatch.setenv("ETUDE_ROLE", "algorithm")
     with pytest.raises(ConfigError, match="ETUDE_ROLE is 'algorithm'; it may be store, runner, train"):
-        env.role()
+        env.read_role()
 
 
 def test_a_process_may_play_one_attempt_and_say_what_it_earned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert env.appointed() is None
+    assert env.read_assigned_attempt() is None
     monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
-    assert env.appointed() is None
+    assert env.read_assigned_attempt() is None
     monkeypatch.setenv("ETUDE_REWARD_KEY", "key")
     with pytest.raises(ConfigError, match="ETUDE_ROLLOUT is ''"):
-        env.appointed()
+        env.read_assigned_attempt()
     monkeypatch.setenv("ETUDE_ROLLOUT", "7")
     monkeypatch.setenv("ETUDE_ATTEMPT", "1")
-    assert env.appointed() == ("http://here", "key", 7, 1)
+    assert env.read_assigned_attempt() == ("http://here", "key", 7, 1)
 
 
 def test_a_program_that_plays_is_given_nothing_that_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def test_a_program_that_plays_is_given_nothing_that_opens_the_store(monkeypatch:
     monkeypatch.setenv("ETUDE_STORE_URL", "http://here")
     monkeypatch.setenv("ETUDE_STORE_KEY", "everything")
     assert env.store_address() == ("http://here", "everything")
-    given = env.for_a_program({"ETUDE_ROLLOUT": "3"})
+    given = env.build_program_env({"ETUDE_ROLLOUT": "3"})
     assert {name: value for name, value in given.items() if name.startswith("ETUDE_")} == {"ETUDE_ROLLOUT": "3"}
-    assert given["PATH"] == "/somewhere" and env.for_a_runner()["ETUDE_ROLE"] == "runner"
+    assert given["PATH"] == "/somewhere" and env.build_runner_env()["ETUDE_ROLE"] == "runner"
 
 
 @pytest.mark.parametrize(("said", "may"), [(None, False), ("", False), ("0", False), ("1", True)])
@@ -165,12 +165,12 @@ def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch: pytest.Monke
 
 def test_ranks_speak_through_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    env.meet_through("127.0.0.1")
+    env.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    env.meet_through("192.0.2.1")  # an address for documents, which no machine has
+    env.set_gloo_interface("192.0.2.1")  # an address for documents, which no machine has
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    env.meet_through("127.0.0.1")
+    env.set_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
@@ -179,13 +179,13 @@ def test_kernel_caches_are_bounded_unless_the_environment_bounds_them(monkeypatc
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-    env.bound_kernel_caches(64)
+    env.limit_kernel_caches(64)
     assert (os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], os.environ["LRU_CACHE_CAPACITY"]) == ("64", "7")
 
 
 def test_a_server_has_nothing_of_this_python_and_of_etude(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY", "ELSE"):
         monkeypatch.setenv(name, "x")
-    given = env.for_a_server({"CUDA_VISIBLE_DEVICES": "1"})
+    given = env.build_server_env({"CUDA_VISIBLE_DEVICES": "1"})
     assert given["ELSE"] == "x" and given["CUDA_VISIBLE_DEVICES"] == "1"
     assert not {"PYTHONPATH", "VIRTUAL_ENV", "ETUDE_STORE_KEY"} & given.keys()

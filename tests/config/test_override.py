@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.config.override import held, read
+from etude.config.override import make_override, parse_override
 from etude.errors import ConfigError
 
 
@@ -32,9 +32,9 @@ from etude.errors import ConfigError
 def test_one_value(text: str, path: str, values: list[Any] | None) -> None:
     if values is None:
         with pytest.raises(ConfigError, match="cannot be read"):
-            read(text, "seed")
+            parse_override(text, "seed")
         return
-    asked = read(text, "seed")
+    asked = parse_override(text, "seed")
     assert (asked.path, asked.values, asked.is_sweep) == (path, values, False)
 
 
@@ -49,36 +49,39 @@ def test_one_value(text: str, path: str, values: list[Any] | None) -> None:
     ],
 )
 def test_sweeps(text: str, values: list[Any]) -> None:
-    asked = read(text, "seed")
+    asked = parse_override(text, "seed")
     assert asked.is_sweep and asked.values == values
 
 
 def test_hydra_itself() -> None:
-    assert read("hydra.sweep.subdir=x", "seed").is_hydra and read("hydra/launcher=basic", "seed").is_hydra
-    assert not read("hydraulics=1", "seed").is_hydra
+    assert (
+        parse_override("hydra.sweep.subdir=x", "seed").is_hydra
+        and parse_override("hydra/launcher=basic", "seed").is_hydra
+    )
+    assert not parse_override("hydraulics=1", "seed").is_hydra
 
 
 @pytest.mark.parametrize("text", ["loss.clip==", "seed", "a b=1", "a=[1", "a={b"])
 def test_what_cannot_be_read_comes_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(text, "seed")
+        parse_override(text, "seed")
     assert str(caught.value).startswith(f"The override {text} cannot be read. Write key=value, for example seed=…")
 
 
 def test_a_value_needs_a_key() -> None:
     with pytest.raises(ConfigError, match=r"The override =1 names no key\. Write key=value, for example seed="):
-        read("=1", "seed")
+        parse_override("=1", "seed")
 
 
 @pytest.mark.parametrize("text", ["~loss", "loss@other=ppo"])
 def test_the_tree_keeps_its_shape(text: str) -> None:
     with pytest.raises(ConfigError, match="adds or removes a part of the tree"):
-        read(text, "seed")
+        parse_override(text, "seed")
 
 
 def test_secrets_are_masked() -> None:
     with pytest.raises(ConfigError) as caught:
-        read("api_key==hunter2", "seed")
+        parse_override("api_key==hunter2", "seed")
     assert "hunter2" not in str(caught.value)
 
 
@@ -103,7 +106,7 @@ class Colour(Enum):
     ],
 )
 def test_a_value_of_a_program_stands_for_itself(value: Any, meant: Any) -> None:
-    asked = held("a.b", value)
+    asked = make_override("a.b", value)
     assert (asked.path, asked.is_sweep) == ("a.b", False) and asked.values is not None
     (found,) = asked.values
     assert found == meant and type(found) is type(meant)
@@ -115,4 +118,4 @@ def test_a_value_that_no_option_holds_is_refused(value: Any) -> None:
     with pytest.raises(
         ConfigError, match=rf"`{place}` was given a value of type (object|bytes|complex)\. An option is"
     ):
-        held("a", value)
+        make_override("a", value)

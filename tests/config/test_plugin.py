@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.config import load_plugin
-from etude.config.plugin import load_named, plugin_spec
-from etude.errors import PlugInError
+from etude.config.plugin import load_object, plugin_spec
+from etude.errors import PluginError
 from tests.config.sample_run import Loss, MyLoss
 
 
@@ -30,43 +30,43 @@ def test_a_class_is_imported_by_its_spec() -> None:
 @pytest.mark.parametrize("spec", ["nothing", ":Name", "module:", "a b:C", "a:b:c", "..x:Y"])
 def test_a_malformed_spec(spec: str) -> None:
     with pytest.raises(
-        PlugInError, match=r"cannot be read\. Write module:Name, for example my_package\.losses:MyLoss\."
+        PluginError, match=r"cannot be read\. Write module:Name, for example my_package\.losses:MyLoss\."
     ):
         load_plugin(spec, None)
 
 
 def test_no_module() -> None:
     with pytest.raises(
-        PlugInError, match=r"'nowhere_at_all\.losses:X' was asked for, and there is no module nowhere_at_all"
+        PluginError, match=r"'nowhere_at_all\.losses:X' was asked for, and there is no module nowhere_at_all"
     ):
         load_plugin("nowhere_at_all.losses:X", None)
-    with pytest.raises(PlugInError, match=r"there is no module tests\.config\.nothing\. Check its spelling"):
+    with pytest.raises(PluginError, match=r"there is no module tests\.config\.nothing\. Check its spelling"):
         load_plugin("tests.config.nothing:X", None)
 
 
 def test_a_module_that_raises_keeps_its_cause(modules: Path) -> None:
     (modules / "raising_plugin.py").write_text("raise RuntimeError('no licence')")
-    with pytest.raises(PlugInError, match=r"importing raising_plugin raised RuntimeError: no licence") as caught:
+    with pytest.raises(PluginError, match=r"importing raising_plugin raised RuntimeError: no licence") as caught:
         load_plugin("raising_plugin:X", None)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_a_module_that_needs_an_absent_one_is_not_called_absent_itself(modules: Path) -> None:
     (modules / "needy_plugin.py").write_text("import nowhere_at_all")
-    with pytest.raises(PlugInError, match=r"importing needy_plugin raised ModuleNotFoundError: .*nowhere_at_all"):
+    with pytest.raises(PluginError, match=r"importing needy_plugin raised ModuleNotFoundError: .*nowhere_at_all"):
         load_plugin("needy_plugin:X", None)
 
 
 def test_no_such_name_lists_near_ones() -> None:
-    with pytest.raises(PlugInError, match=r"tests\.config\.sample_run has no MyLos\. Did you mean MyLoss"):
+    with pytest.raises(PluginError, match=r"tests\.config\.sample_run has no MyLos\. Did you mean MyLoss"):
         load_plugin("tests.config.sample_run:MyLos", Loss)
-    with pytest.raises(PlugInError, match=r"tests\.config\.sample_run has no Zzzz\. Check its spelling\."):
+    with pytest.raises(PluginError, match=r"tests\.config\.sample_run has no Zzzz\. Check its spelling\."):
         load_plugin("tests.config.sample_run:Zzzz", Loss)
 
 
 @pytest.mark.parametrize("name", ["NotAConfig", "LOSSES"])
 def test_not_a_subclass(name: str) -> None:
-    with pytest.raises(PlugInError, match=r"must be a subclass of tests\.config\.sample_run\.Loss, and it is not"):
+    with pytest.raises(PluginError, match=r"must be a subclass of tests\.config\.sample_run\.Loss, and it is not"):
         load_plugin(f"tests.config.sample_run:{name}", Loss)
 
 
@@ -74,4 +74,4 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     for text in ("one", "two"):
         file.write_text(f"class Mine:\n    said = {text!r}\n")
-        assert load_named(f"{file}:Mine", "class", "x.py:Mine").said == text
+        assert load_object(f"{file}:Mine", "class", "x.py:Mine").said == text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.config.secrets import is_secret_key, mask, mask_text, telling_name
+from etude.config.secrets import find_secret_key, is_secret_key, mask, mask_text
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_a_tree_is_masked_by_key_by_value_and_below_a_secret_key() -> None:
 
 
 def test_the_name_that_tells_of_a_path() -> None:
-    assert telling_name("endpoint.credentials.user") == "credentials"
-    assert telling_name("loss.clip_low") == "clip_low"
+    assert find_secret_key("endpoint.credentials.user") == "credentials"
+    assert find_secret_key("loss.clip_low") == "clip_low"

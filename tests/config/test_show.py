@@ -14,7 +14,16 @@ from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
 from etude.config.compose import compose
-from etude.config.show import all_paths, free_form, leaves, rendered, show, to_tree, to_yaml, undocumented
+from etude.config.show import (
+    find_undocumented_fields,
+    find_untyped_fields,
+    format_config,
+    list_option_paths,
+    list_options,
+    render_config,
+    to_tree,
+    to_yaml,
+)
 from etude.config.tree import REQUIRED
 from tests.config.sample_run import (
     GSPO,
@@ -126,7 +135,7 @@ def test_overrides_written_down_and_read_again_are_the_same_run(asked: list[str]
 
 def test_show_tells_values_meanings_alternatives_and_what_changed() -> None:
     run = compose(Run, ["loss=gspo", "loss.clip_high=0.5", "kl=k1", "stop=['', a]", "limits={x: 1}"])
-    lines = {line.split(":")[0].strip(): line for line in show(run).splitlines()}
+    lines = {line.split(":")[0].strip(): line for line in format_config(run).splitlines()}
     assert lines["loss"].split("  # ")[1:] == ["What the policy minimises. [ppo | gspo] (default: ppo)"]
     assert lines["kl"].endswith("[k3 | k1 | none] (default: none)")
     assert lines["clip_low"].startswith("  clip_low: 0.0003") and lines["clip_low"].endswith(
@@ -139,7 +148,7 @@ def test_show_tells_values_meanings_alternatives_and_what_changed() -> None:
 
 
 def test_what_changed_stands_out_on_a_terminal() -> None:
-    styles = {str(span.style) for span in rendered(Run(seed=2)).spans}
+    styles = {str(span.style) for span in render_config(Run(seed=2)).spans}
     assert "bold" in styles and "dim" in styles
 
 
@@ -148,13 +157,13 @@ def test_a_field_that_must_be_given_and_one_that_says_nothing() -> None:
         size: int
         quiet: str = "x"
 
-    assert show(Bare(size=3)) == "size: 3   # (required)\nquiet: x\n"
-    assert undocumented(Bare) == ["quiet", "size"]
+    assert format_config(Bare(size=3)) == "size: 3   # (required)\nquiet: x\n"
+    assert find_undocumented_fields(Bare) == ["quiet", "size"]
 
 
 def test_secrets_are_masked_in_what_is_shown() -> None:
     run = Run(api_key="hunter2", title="sk-abcdefgh")
-    for text in (show(run), to_yaml(run)):
+    for text in (format_config(run), to_yaml(run)):
         assert "hunter2" not in text and "abcdefgh" not in text and "***" in text and "max_tokens: 256" in text
     assert "hunter2" in to_yaml(run, masked=False)
 
@@ -167,14 +176,14 @@ def test_a_tree_names_its_choices() -> None:
 
 
 def test_leaves_count_a_choice_once_beside_its_fields() -> None:
-    found = {leaf.path: leaf for leaf in leaves(compose(Run, ["kl=k3", "loss=gspo"]))}
+    found = {leaf.path: leaf for leaf in list_options(compose(Run, ["kl=k3", "loss=gspo"]))}
     assert found["loss"].default == "ppo" and found["loss"].type.startswith("one of ppo, gspo")
     assert found["loss.clip_low"].default == 3e-4 and found["loss.clip_low"].type == "a number"
     assert (
         found["kl.controller"].default == "fixed" and found["kl"].meaning == "What keeps the policy near its reference."
     )
     assert "optim" not in found and "optim.schedule.warmup" in found and "loss.dual_clip" not in found
-    assert {leaf.path for leaf in leaves(Run)} == {leaf.path for leaf in leaves(Run())}
+    assert {leaf.path for leaf in list_options(Run)} == {leaf.path for leaf in list_options(Run())}
 
 
 def test_leaves_of_a_class_with_fields_that_must_be_given() -> None:
@@ -182,11 +191,11 @@ def test_leaves_of_a_class_with_fields_that_must_be_given() -> None:
         size: int = Field(description="A size.")
         loss: Annotated[Loss, Choice(LOSSES)] = Field(description="A loss.")
 
-    assert [(leaf.path, leaf.default is REQUIRED) for leaf in leaves(Needy)] == [("size", True), ("loss", True)]
+    assert [(leaf.path, leaf.default is REQUIRED) for leaf in list_options(Needy)] == [("size", True), ("loss", True)]
 
 
 def test_all_paths_are_counted_once_over_all_choices() -> None:
-    paths = all_paths(Run)
+    paths = list_option_paths(Run)
     assert {
         "loss",
         "loss.clip_low",
@@ -197,7 +206,7 @@ def test_all_paths_are_counted_once_over_all_choices() -> None:
     } <= paths
     assert {"rewards", "limits", "extra_losses", "optim.lr"} <= paths
     assert not {"optim", "rewards.*.weight", "extra_losses.*.clip_low"} & paths
-    assert {leaf.path for leaf in leaves(compose(Run, ["kl=k1"]))} <= paths
+    assert {leaf.path for leaf in list_options(compose(Run, ["kl=k1"]))} <= paths
 
 
 def test_free_form_and_undocumented_fields_are_found_wherever_they_are() -> None:
@@ -214,9 +223,16 @@ def test_free_form_and_undocumented_fields_are_found_wherever_they_are() -> None
         by_name: dict[str, Inner] = Field({}, description="By name.")
         choice: Annotated[Config, Choice({"inner": Inner})] = Field(Inner(), description="Choice.")
 
-    assert free_form(Holder) == ["bare", "by_name.*.options", "choice.options", "deep", "inner.options", "open"]
-    assert undocumented(Holder) == ["by_name.*.options", "choice.options", "inner.options"]
-    assert free_form(Run) == undocumented(Run) == []
+    assert find_untyped_fields(Holder) == [
+        "bare",
+        "by_name.*.options",
+        "choice.options",
+        "deep",
+        "inner.options",
+        "open",
+    ]
+    assert find_undocumented_fields(Holder) == ["by_name.*.options", "choice.options", "inner.options"]
+    assert find_untyped_fields(Run) == find_undocumented_fields(Run) == []
 
 
 class Allowing(Config, extra="allow"):
@@ -236,8 +252,8 @@ def test_bare_containers_and_open_sections_are_free_form() -> None:
         i: dict[str, Allowing] = Field()
         fine: dict[str, tuple[Literal["x"], ...]] | None = Field()
 
-    assert free_form(Holder) == list("abcdefghi")
-    assert free_form(Allowing) == ["Allowing"]
+    assert find_untyped_fields(Holder) == list("abcdefghi")
+    assert find_untyped_fields(Allowing) == ["Allowing"]
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -11,7 +11,16 @@ import pytest
 from pydantic import BaseModel, Field
 
 from etude.config import Choice, Config
-from etude.config.tree import REQUIRED, entries, fields_within, item_of, model_of, plain, to_tree, words
+from etude.config.tree import (
+    REQUIRED,
+    describe_type,
+    find_item_type,
+    find_section_class,
+    iter_fields,
+    iter_possible_fields,
+    to_plain,
+    to_tree,
+)
 from tests.config.sample_run import GSPO, LOSSES, PPO, Loss, Optim, Precision, Run
 
 
@@ -55,42 +64,47 @@ class Node(Config):
     ],
 )
 def test_types_in_words(annotation: Any, said: str) -> None:
-    assert words(annotation) == said
+    assert describe_type(annotation) == said
 
 
 def test_a_type_with_no_words_is_named() -> None:
     class Colour(Enum):
         RED = 1
 
-    assert words(Colour) == "one of 1"
-    assert words(Literal) == "typing.Literal"
+    assert describe_type(Colour) == "one of 1"
+    assert describe_type(Literal) == "typing.Literal"
 
 
 def test_plain_values() -> None:
-    assert plain((1, Precision.BF16, Path("a/b"), {"k": {2, 1}}, None)) == [1, "bf16", "a/b", {"k": [1, 2]}, None]
-    assert plain(GSPO(), Loss, [Choice(LOSSES)]) == {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
-    assert plain({"a": GSPO()}, dict[str, Annotated[Loss, Choice(LOSSES)]])["a"]["name"] == "gspo"
-    assert plain((1, GSPO()), tuple[int, Annotated[Loss, Choice(LOSSES)]])[1]["name"] == "gspo"
+    assert to_plain((1, Precision.BF16, Path("a/b"), {"k": {2, 1}}, None)) == [1, "bf16", "a/b", {"k": [1, 2]}, None]
+    assert to_plain(GSPO(), Loss, [Choice(LOSSES)]) == {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+    assert to_plain({"a": GSPO()}, dict[str, Annotated[Loss, Choice(LOSSES)]])["a"]["name"] == "gspo"
+    assert to_plain((1, GSPO()), tuple[int, Annotated[Loss, Choice(LOSSES)]])[1]["name"] == "gspo"
     assert to_tree(Run(extra_losses=[PPO()]))["extra_losses"][0]["name"] == "ppo"
 
 
 def test_items_of_containers() -> None:
-    assert item_of(list[int] | None) is int
-    assert item_of(dict[str, float]) is float
-    assert item_of(tuple[int, str], 1) is str
-    assert item_of(tuple[int, str], 2) is None
-    assert item_of(tuple[int, ...], 5) is int
-    assert item_of(list) is None
-    assert item_of(dict) is None
+    assert find_item_type(list[int] | None) is int
+    assert find_item_type(dict[str, float]) is float
+    assert find_item_type(tuple[int, str], 1) is str
+    assert find_item_type(tuple[int, str], 2) is None
+    assert find_item_type(tuple[int, ...], 5) is int
+    assert find_item_type(list) is None
+    assert find_item_type(dict) is None
 
 
 def test_sections() -> None:
-    assert model_of(Optim) is model_of(Optim | None) is model_of(Annotated[Optim, "note"]) is Optim
-    assert model_of(Optim | int) is model_of(Optim | GSPO) is model_of(int) is None
+    assert (
+        find_section_class(Optim)
+        is find_section_class(Optim | None)
+        is find_section_class(Annotated[Optim, "note"])
+        is Optim
+    )
+    assert find_section_class(Optim | int) is find_section_class(Optim | GSPO) is find_section_class(int) is None
 
 
 def test_entries_of_a_class_with_fields_that_must_be_given() -> None:
-    found = {entry.path: entry for entry in entries(Needy, None, None)}
+    found = {entry.path: entry for entry in iter_fields(Needy, None, None)}
     assert list(found) == [
         *("size", "optim", "optim.lr", "optim.betas", "optim.schedule"),
         *("optim.schedule.warmup", "optim.schedule.shape", "optim.schedule.points", "loss"),
@@ -100,11 +114,11 @@ def test_entries_of_a_class_with_fields_that_must_be_given() -> None:
 
 
 def test_fields_of_a_class_that_holds_itself_are_finite() -> None:
-    assert {path for path, _ in fields_within(Node)} == {"weight", "below"}
+    assert {path for path, _ in iter_possible_fields(Node)} == {"weight", "below"}
 
 
 def test_fields_within_lists_are_found() -> None:
-    paths = {path for path, _ in fields_within(Run)}
+    paths = {path for path, _ in iter_possible_fields(Run)}
     assert {"rewards", "rewards.*.weight", "extra_losses.*.dual_clip", "kl.clamp", "kl.controller.horizon"} <= paths
 
 

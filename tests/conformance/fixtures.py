@@ -22,8 +22,8 @@ def awkward(seed: int, groups: Sequence[int] = (3, 1, 4), *, longest: int = 9, d
 @cache  # most formulas are compared on the same batch, which no test changes
 def _awkward(seed: int, groups: tuple[int, ...], longest: int, drift: float) -> Batch:
     batch = random_batch(seed, groups, longest=longest, drift=drift)
-    silent = torch.zeros(batch.tokens, dtype=torch.bool)
-    silent[int(batch.unit_tokens[1]) : int(batch.unit_tokens[2])] = True
+    silent = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    silent[int(batch.rollout_token_offsets[1]) : int(batch.rollout_token_offsets[2])] = True
     return batch.replace(
-        action=batch.action & ~silent, token_reward=batch.need("token_reward").masked_fill(silent, torch.nan)
+        action=batch.action & ~silent, token_reward=batch.require("token_reward").masked_fill(silent, torch.nan)
     )

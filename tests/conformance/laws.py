@@ -18,12 +18,22 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, Denominators, Estimated, Outputs, State, View
-from etude.algorithms.corrections import Correction, Rejection
-from etude.algorithms.entropy import Entropy
-from etude.algorithms.filters import Overlong
-from etude.algorithms.kl import Adaptive
-from etude.batch import Batch, Column, Kind
+from etude.algorithms import (
+    ADVANTAGES,
+    KLS,
+    LOSSES,
+    AlgorithmConfig,
+    AlgorithmState,
+    Denominators,
+    EstimatedBatch,
+    Outputs,
+    View,
+)
+from etude.algorithms.corrections import CorrectionConfig, RejectionRule
+from etude.algorithms.entropy import EntropyConfig
+from etude.algorithms.kl import AdaptiveKLController
+from etude.algorithms.overlong import OverlongPenalty
+from etude.batch import Batch, Column, ColumnKind
 from tests.batches import random_batch
 from tests.sweeps import Test, sweep
 
@@ -46,15 +56,17 @@ def fixture(seed: int = 0, sizes: Sequence[int] = LENGTHS, **options: object) ->
 def _fixture(seed: int, sizes: tuple[int, ...], **options: object) -> Batch:
     batch = random_batch(seed, sizes, **options)  # type: ignore[arg-type]
     if options.get("idle", True):
-        quiet = torch.arange(batch.rollouts) == seed % batch.rollouts
-        batch = batch.replace(action=batch.action & ~torch.repeat_interleave(quiet, torch.diff(batch.unit_tokens)))
+        quiet = torch.arange(batch.num_rollouts) == seed % batch.num_rollouts
+        batch = batch.replace(
+            action=batch.action & ~torch.repeat_interleave(quiet, torch.diff(batch.rollout_token_offsets))
+        )
     return batch.replace(
-        reward=batch.need("reward").abs(),  # maxrl refuses negative rewards
-        token_reward=torch.where(batch.action, batch.need("token_reward").abs(), torch.nan),
+        reward=batch.require("reward").abs(),  # maxrl refuses negative rewards
+        token_reward=torch.where(batch.action, batch.require("token_reward").abs(), torch.nan),
         anchor=torch.where(batch.action, batch.ids.long() % 3, 0),
-        final_value=torch.linspace(-1, 1, batch.rollouts, dtype=torch.float64),
-        trainer_version=torch.full((batch.rollouts,), 6),
-        extra={"where": Column(Kind.TOKEN, torch.arange(batch.tokens))},
+        final_value=torch.linspace(-1, 1, batch.num_rollouts, dtype=torch.float64),
+        trainer_version=torch.full((batch.num_rollouts,), 6),
+        extra={"where": Column(ColumnKind.TOKEN, torch.arange(batch.num_tokens))},
     )
 
 
@@ -67,21 +79,21 @@ def said(batch: Batch, seed: int = 1, drift: float = 0.4) -> dict[str, Tensor]:
         moved = values + scale * torch.randn(values.shape, generator=rng, dtype=values.dtype)
         return torch.where(batch.action, moved, torch.nan)
 
-    logp = near(batch.need("old_logp"), drift)
-    guess = -torch.rand(batch.tokens, generator=rng, dtype=logp.dtype)
+    logp = near(batch.require("old_logp"), drift)
+    guess = -torch.rand(batch.num_tokens, generator=rng, dtype=logp.dtype)
     return {
         "logp": torch.where(observed(batch), guess, logp).requires_grad_(),
-        "entropy": near(batch.need("entropy"), 0.1).requires_grad_(),
-        "full_kl": near(batch.need("entropy"), 0.1).requires_grad_(),
+        "entropy": near(batch.require("entropy"), 0.1).requires_grad_(),
+        "full_kl": near(batch.require("entropy"), 0.1).requires_grad_(),
     }
 
 
 def observed(batch: Batch) -> Tensor:
     """[T] bool: what ECHO learns from."""
-    return batch.need("observation") & ~batch.action
+    return batch.require("observation") & ~batch.action
 
 
-def taught(algorithm: Algorithm, batch: Batch) -> Tensor:
+def taught(algorithm: AlgorithmConfig, batch: Batch) -> Tensor:
     """[T] bool: the tokens that may have a gradient: what was chosen, and under ECHO what was observed."""
     return batch.action | observed(batch) if algorithm.echo else batch.action
 
@@ -110,14 +122,17 @@ class Found:
 
 
 def gradient(
-    algorithm: Algorithm, ready: Estimated, leaves: dict[str, Tensor], parts: Sequence[Sequence[int]] | None = None
+    algorithm: AlgorithmConfig,
+    ready: EstimatedBatch,
+    leaves: dict[str, Tensor],
+    parts: Sequence[Sequence[int]] | None = None,
 ) -> Found:
     """The loss of an update batch, taken in these micro-batches of rollouts (or in one), and its gradient."""
     batch = ready.batch
-    whole = Denominators.of(View(batch))
+    whole = Denominators.from_view(View(batch))
     pieces = [batch] if parts is None else [batch.select(list(part)) for part in parts]
     fresh = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
-    losses = [algorithm.objective(piece, shown(fresh, piece), whole, ready.state).loss for piece in pieces]
+    losses = [algorithm.compute_loss(piece, shown(fresh, piece), whole, ready.state).loss for piece in pieces]
     total = torch.stack(losses).sum()
     if total.requires_grad:
         total.backward()
@@ -125,52 +140,54 @@ def gradient(
     return Found(total.detach(), grads)
 
 
-def through(algorithm: Algorithm, batch: Batch, seed: int = 1) -> Found:
+def through(algorithm: AlgorithmConfig, batch: Batch, seed: int = 1) -> Found:
     """Estimate over the whole batch, then the objective in one piece."""
-    return gradient(algorithm, algorithm.estimate(batch, State()), said(batch, seed))
+    return gradient(algorithm, algorithm.estimate(batch, AlgorithmState()), said(batch, seed))
 
 
-def every_algorithm() -> dict[str, Algorithm]:
+def every_algorithm() -> dict[str, AlgorithmConfig]:
     """One algorithm for each choice there is, the other parts being ordinary."""
-    found: dict[str, Algorithm] = {}
+    found: dict[str, AlgorithmConfig] = {}
     for name, loss in LOSSES.items():
-        found[f"loss={name}"] = Algorithm(loss=loss(), advantage=ADVANTAGES["rloo"]())
+        found[f"loss={name}"] = AlgorithmConfig(loss=loss(), advantage=ADVANTAGES["rloo"]())
     for name, advantage in ADVANTAGES.items():
-        found[f"advantage={name}"] = Algorithm(advantage=advantage())
+        found[f"advantage={name}"] = AlgorithmConfig(advantage=advantage())
     for name, kl in KLS.items():
-        found[f"kl={name}"] = Algorithm(kl=kl(coefficient=0.3), loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
-    found["correction=tis"] = Algorithm(correction=Correction(weight="truncate"))
-    found["correction=sequence"] = Algorithm(correction=Correction(weight="truncate", level="sequence"))
-    found["correction=icepop"] = Algorithm(correction=Correction(weight="mask"))
-    found["correction=opsm"] = Algorithm(correction=Correction(sequence_mask=0.01))
-    rules = (Rejection(over="seq_mean", low=0.7, high=1.4), Rejection(statistic="k3", high=0.2))
-    found["correction=reject"] = Algorithm(correction=Correction(reject=rules))
+        found[f"kl={name}"] = AlgorithmConfig(
+            kl=kl(coefficient=0.3), loss=LOSSES["ppo"](reduction="seq-mean-token-sum")
+        )
+    found["correction=tis"] = AlgorithmConfig(correction=CorrectionConfig(weight="truncate"))
+    found["correction=sequence"] = AlgorithmConfig(correction=CorrectionConfig(weight="truncate", level="sequence"))
+    found["correction=icepop"] = AlgorithmConfig(correction=CorrectionConfig(weight="mask"))
+    found["correction=opsm"] = AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.01))
+    rules = (RejectionRule(over="seq_mean", low=0.7, high=1.4), RejectionRule(statistic="k3", high=0.2))
+    found["correction=reject"] = AlgorithmConfig(correction=CorrectionConfig(reject=rules))
     for over in ("tokens", "rollouts"):
-        found[f"normalise={over}"] = Algorithm(correction=Correction(weight="truncate", normalise=over))
-    found["correction=two"] = Algorithm(correction=Correction(policies="two"))
-    found["entropy=bonus"] = Algorithm(entropy=Entropy(coefficient=0.1))
-    found["entropy=top"] = Algorithm(entropy=Entropy(top_share=0.3))
-    found["overlong"] = Algorithm(overlong=Overlong(max_length=12, buffer=6))
-    adaptive = Adaptive(target=0.05, horizon=30)
+        found[f"normalize={over}"] = AlgorithmConfig(correction=CorrectionConfig(weight="truncate", normalize=over))
+    found["correction=two"] = AlgorithmConfig(correction=CorrectionConfig(policies="two"))
+    found["entropy=bonus"] = AlgorithmConfig(entropy=EntropyConfig(coefficient=0.1))
+    found["entropy=top"] = AlgorithmConfig(entropy=EntropyConfig(top_share=0.3))
+    found["overlong"] = AlgorithmConfig(overlong=OverlongPenalty(max_length=12, buffer=6))
+    adaptive = AdaptiveKLController(target=0.05, horizon=30)
     for name in ("reverse", "in_reward"):
-        found[f"adaptive={name}"] = Algorithm(kl=KLS[name](coefficient=0.3, controller=adaptive))
+        found[f"adaptive={name}"] = AlgorithmConfig(kl=KLS[name](coefficient=0.3, controller=adaptive))
     for name in ("reverse", "weighted_reverse", "sequence"):
         kl = KLS[name](coefficient=0.3, off_policy=True)
-        found[f"off_policy={name}"] = Algorithm(kl=kl, loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
-    found["gae=white"] = Algorithm(advantage=ADVANTAGES["gae"](whiten=True, lam=0.9, bootstrap_truncated=True))
-    found["decoupled=log_linear"] = Algorithm(loss=LOSSES["decoupled_ppo"](prox="log_linear"))
-    found["mask_truncated"] = Algorithm(mask_truncated=True)
-    found["echo"] = Algorithm(echo=0.5)
+        found[f"off_policy={name}"] = AlgorithmConfig(kl=kl, loss=LOSSES["ppo"](reduction="seq-mean-token-sum"))
+    found["gae=white"] = AlgorithmConfig(advantage=ADVANTAGES["gae"](whiten=True, lam=0.9, bootstrap_truncated=True))
+    found["decoupled=log_linear"] = AlgorithmConfig(loss=LOSSES["decoupled_ppo"](prox="log_linear"))
+    found["mask_truncated"] = AlgorithmConfig(mask_truncated=True)
+    found["echo"] = AlgorithmConfig(echo=0.5)
     reductions = ("token-sum", "seq-mean-token-mean", "seq-mean-token-sum")
     for how in reductions:
-        found[f"reduction={how}"] = Algorithm(loss=LOSSES["ppo"](reduction=how))
-    found["reduction=norm"] = Algorithm(loss=LOSSES["ppo"](reduction="seq-mean-token-sum-norm", norm_length=50))
-    masked = Correction(sequence_mask=0.01)
+        found[f"reduction={how}"] = AlgorithmConfig(loss=LOSSES["ppo"](reduction=how))
+    found["reduction=norm"] = AlgorithmConfig(loss=LOSSES["ppo"](reduction="seq-mean-token-sum-norm", norm_length=50))
+    masked = CorrectionConfig(opsm_delta=0.01)
     by_turn = LOSSES["ppo"](unit="turn", reduction="seq-mean-token-mean")
-    found["unit=turn,opsm"] = Algorithm(correction=masked, loss=by_turn, advantage=ADVANTAGES["rloo"]())
+    found["unit=turn,opsm"] = AlgorithmConfig(correction=masked, loss=by_turn, advantage=ADVANTAGES["rloo"]())
     for unit in ("ppo", "gspo"):
         loss = LOSSES[unit](unit="turn", reduction="seq-mean-token-mean")
-        found[f"unit=turn,loss={unit}"] = Algorithm(loss=loss, advantage=ADVANTAGES["rloo"]())
+        found[f"unit=turn,loss={unit}"] = AlgorithmConfig(loss=loss, advantage=ADVANTAGES["rloo"]())
     return found
 
 
@@ -179,7 +196,7 @@ KINDS = (
     *("advantage=gae", "advantage=grpo", "advantage=batch_std", "advantage=reinforce++", "advantage=pkpo"),
     *("advantage=token_baseline", "advantage=turn_baseline", "advantage=gigpo", "advantage=rae"),
     *("advantage=distillation", "kl=full", "kl=sequence", "kl=in_reward", "adaptive=in_reward"),
-    *("correction=sequence", "correction=reject", "normalise=tokens", "entropy=top"),
+    *("correction=sequence", "correction=reject", "normalize=tokens", "entropy=top"),
     *("mask_truncated", "echo", "reduction=seq-mean-token-mean", "unit=turn,loss=gspo"),
 )
 """One algorithm of each kind of formula: of a token, a rollout, a turn, a group or the whole batch; that picks, drops
@@ -212,10 +229,10 @@ class _Seat:
     def __init__(self, table: Table, place: int) -> None:
         self.table, self.place = table, place
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         return torch.stack(self.table.exchange(self.place, values)).sum(0)
 
-    def gather(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return torch.cat(self.table.exchange(self.place, values))
 
 
@@ -234,9 +251,9 @@ class Table:
         self.barrier.wait()
         return seen
 
-    def run(self, work: Callable[[int, _Seat], Estimated]) -> list[Estimated]:
+    def run(self, work: Callable[[int, _Seat], EstimatedBatch]) -> list[EstimatedBatch]:
         """`work(rank, seat)` on every rank at once; the first error of any of them is raised."""
-        found: list[Estimated | None] = [None] * self.ranks
+        found: list[EstimatedBatch | None] = [None] * self.ranks
         errors: list[BaseException] = []
 
         def sit(place: int) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, Outputs, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs, View
 from etude.batch import Batch
-from etude.batch.columns import Column, Kind
+from etude.batch.columns import Column, ColumnKind
 
 TOKENS, STOP, HORIZON, PROMPTS = 3, 2, 3, 2
 PATHS = [
@@ -79,7 +79,7 @@ def everything() -> Batch:
         observation=~chosen,
         turn=torch.tensor(turn, dtype=torch.int32),
         rollout_id=torch.arange(PROMPTS * len(PATHS)),
-        extra={"state": Column(Kind.TOKEN, torch.tensor(state))},
+        extra={"state": Column(ColumnKind.TOKEN, torch.tensor(state))},
     )
 
 
@@ -217,7 +217,7 @@ class World:
             "entropy": by_state(-(table.exp() * table).sum(-1), batch),
             "reward": self.reward[each],
             "greedy_reward": greedy(old, self.reward)[each],
-            "role": torch.zeros(batch.rollouts, dtype=torch.int64),
+            "role": torch.zeros(batch.num_rollouts, dtype=torch.int64),
         }
         if self.token_reward is not None:
             columns["token_reward"] = column(self.token_reward, batch)
@@ -233,28 +233,32 @@ class World:
             full_kl=by_state(kl, batch),
         )
 
-    def expected_gradient(self, algorithm: Algorithm, n: int, state: State | None = None, **columns: Any) -> Tensor:
+    def expected_gradient(
+        self, algorithm: AlgorithmConfig, n: int, state: AlgorithmState | None = None, **columns: Any
+    ) -> Tensor:
         """Σ over groups of n of P(group) · ∇loss(group), where an update batch is one group.
 
         `columns` replace or add columns of the batch; a tensor [S] or [S, 3] is looked up token by token.
         """
         batch, chance = self.batch(n)
         batch = batch.replace(**{name: _looked_up(values, batch) for name, values in columns.items()})
-        estimated = algorithm.estimate(batch, state or State())
+        estimated = algorithm.estimate(batch, state or AlgorithmState())
         return self.weighed_gradient(algorithm, estimated.batch, chance, estimated.state)
 
-    def weighed_gradient(self, algorithm: Algorithm, batch: Batch, chance: Tensor, state: State) -> Tensor:
+    def weighed_gradient(
+        self, algorithm: AlgorithmConfig, batch: Batch, chance: Tensor, state: AlgorithmState
+    ) -> Tensor:
         """The gradient of the objective with each group counting as much as it is likely.
 
         All groups are one batch, whose loss divides by how many there are; the column that weighs tokens undoes that
         and puts the group's probability instead.
         """
         per_group = (chance * len(chance))[batch.group]
-        per_token = per_group.repeat_interleave(batch.unit_tokens.diff())
+        per_token = per_group.repeat_interleave(batch.rollout_token_offsets.diff())
         batch = batch.replace(weight=per_token if batch.weight is None else batch.weight * per_token)
         theta = self.theta.detach().clone().requires_grad_()
-        whole = Denominators.of(View(batch))
-        return gradient(algorithm.objective(batch, self.outputs(batch, theta), whole, state).loss, theta)
+        whole = Denominators.from_view(View(batch))
+        return gradient(algorithm.compute_loss(batch, self.outputs(batch, theta), whole, state).loss, theta)
 
 
 def _looked_up(values: Any, batch: Batch) -> Any:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms.advantages import best, group, role, statistics, token, turns, whole
+from etude.algorithms.advantages import batch as whole
+from etude.algorithms.advantages import group, role, statistics, token, turns
+from etude.algorithms.advantages import pass_at_k as best
 from etude.algorithms.advantages.rewards import Rewards
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_advantages_restated as restated
 from tests.conformance.mutations import Mutation
 
-PAYMENTS = Rewards.payments.func
+PAYMENTS = Rewards.sparse_token_rewards.func
 
 MUTATIONS = [
     Mutation(
         "paid to the last action",
         PAYMENTS,
-        "torch.searchsorted(self.view.index, at, right=True) - 1",
+        "torch.searchsorted(self.view.action_index, at, right=True) - 1",
         "self.view.rollouts.offsets[rollout + 1] - 1",
         partial(restated.test_reinforce_pp, 0.9),
     ),
     Mutation(
         "paid to the first action",
         PAYMENTS,
-        "torch.searchsorted(self.view.index, at, right=True) - 1",
+        "torch.searchsorted(self.view.action_index, at, right=True) - 1",
         "self.view.rollouts.offsets[rollout]",
         restated.test_turn_baseline,
     ),
@@ -44,8 +46,8 @@ MUTATIONS = [
     Mutation(
         "sign flip",
         group.dr_grpo,
-        "return Groups",
-        "return -Groups",
+        "return GroupStatistics",
+        "return -GroupStatistics",
         partial(exact.test_dr_grpo_is_the_gradient_times_n_less_one_over_n, 3),
     ),
     Mutation(
@@ -63,8 +65,14 @@ MUTATIONS = [
         "groups.std(reward) ** 2 + EPSILON",
         restated.test_grpo,
     ),
-    Mutation("biased deviation", statistics.Groups.std, "self.size - 1", "self.size", restated.test_grpo),
-    Mutation("group of one", group.grpo, "groups.alone, reward", "groups.alone, 0.0 * reward", restated.test_grpo),
+    Mutation("biased deviation", statistics.GroupStatistics.std, "self.size - 1", "self.size", restated.test_grpo),
+    Mutation(
+        "group of one",
+        group.grpo,
+        "groups.is_singleton, reward",
+        "groups.is_singleton, 0.0 * reward",
+        restated.test_grpo,
+    ),
     Mutation("sign flip", group.remax, "reward - greedy_reward", "reward + greedy_reward", restated.test_remax),
     Mutation("dropped weight", group.opo, "length * above", "above", restated.test_opo),
     Mutation(
@@ -113,14 +121,14 @@ MUTATIONS = [
     Mutation(
         "dropped discount",
         token.reinforce_pp,
-        "to_go(rewards, gamma)",
-        "to_go(rewards)",
+        "suffix_sum(rewards, gamma)",
+        "suffix_sum(rewards)",
         partial(restated.test_reinforce_pp, 0.9),
     ),
     Mutation(
         "no running sum",
         token.optimal_token_baseline,
-        "rollouts.so_far(energy.to(rewards.dtype))",
+        "rollouts.cumsum(energy.to(rewards.dtype))",
         "energy.to(rewards.dtype)",
         restated.test_token_baseline,
     ),
@@ -156,16 +164,20 @@ MUTATIONS = [
         "moments(reward, ranks)",
         restated.test_batch_std,
     ),
-    Mutation("off by one", turns.against_others, "(size - 1)", "size", exact.test_turn_baseline_is_the_gradient),
+    Mutation("off by one", turns.subtract_others_mean, "(size - 1)", "size", exact.test_turn_baseline_is_the_gradient),
     Mutation(
         "own sample in the baseline",
-        turns.against_others,
+        turns.subtract_others_mean,
         "stage.sum(above) - above",
         "stage.sum(above)",
         restated.test_turn_baseline,
     ),
     Mutation(
-        "wrong normaliser", turns.against_alike, "alike.std(values) + EPSILON", "1", partial(restated.test_mt_grpo, 1.0)
+        "wrong normaliser",
+        turns.center_within,
+        "groups.std(values) + EPSILON",
+        "1",
+        partial(restated.test_mt_grpo, 1.0),
     ),
-    Mutation("off by one", role.moved_on, "decay**n", "decay ** (n + 1)", restated.test_rae),
+    Mutation("off by one", role.update_role_means, "decay**n", "decay ** (n + 1)", restated.test_rae),
 ]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from etude.algorithms.base import PolicyLoss, log_ratio
-from etude.algorithms.losses import clip, covariance, plain, proximal, selection, sequence, trust
-from etude.algorithms.reduce import reduce
+from etude.algorithms.losses import clip, covariance, sequence
+from etude.algorithms.losses import decoupled_ppo as proximal
+from etude.algorithms.losses import reinforce as plain
+from etude.algorithms.losses import token_selection as selection
+from etude.algorithms.losses import trust_region as trust
+from etude.algorithms.reduce import reduce_loss
 from tests.conformance import test_advantages_exact as exact
 from tests.conformance import test_corrections as corrections
 from tests.conformance import test_law_micro_batch as micro
@@ -44,9 +48,9 @@ MUTATIONS = [
     Mutation("sum for mean", sequence.gspo, "units.mean", "units.sum", losses.test_gspo),
     Mutation("sum for mean", sequence.gmpo, "units.mean", "units.sum", losses.test_gmpo),
     Mutation("clip on the wrong side", sequence.gmpo, "clamp(-CLAMP, clip)", "clamp(-clip, CLAMP)", losses.test_gmpo),
-    Mutation("wrong unit", sequence.GSPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
-    Mutation("wrong unit", sequence.GMPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
-    Mutation("wrong unit", sequence.VESPO.terms, "view.units(self.unit)", "view.rollouts", UNITS),
+    Mutation("wrong unit", sequence.GSPO.per_token_loss, "view.units(self.unit)", "view.rollouts", UNITS),
+    Mutation("wrong unit", sequence.GMPO.per_token_loss, "view.units(self.unit)", "view.rollouts", UNITS),
+    Mutation("wrong unit", sequence.VESPO.per_token_loss, "view.units(self.unit)", "view.rollouts", UNITS),
     Mutation("mean for product", sequence.vespo, "units.sum(", "units.mean(", losses.test_vespo),
     Mutation(
         "wrong direction",
@@ -64,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one threshold for both",
-        trust.DPPO.terms,
+        trust.DPPO.per_token_loss,
         "usual if self.threshold_high is None else self.threshold_high",
         "low",
         partial(losses.test_dppo, "kl", 0.05),
@@ -96,38 +100,38 @@ MUTATIONS = [
     Mutation("wrong centre", covariance.covariance, "p - means[1]", "p", losses.test_kl_cov_picks_the_highest),
     Mutation(
         "off by one",
-        selection.token_keys,
+        selection.token_hashes,
         "where - offsets[rollout]",
         "where - offsets[rollout] + 1",
         losses.test_clip_cov_picks_by_hash_within_the_band,
     ),
     Mutation(
         "one seed for all",
-        selection.token_keys,
+        selection.token_hashes,
         "torch.tensor(seed,",
         "torch.tensor(7,",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
-        "one step for all", selection.token_keys, "^ step)", "^ 2)", micro.test_random_picks_depend_on_seed_and_step
+        "one step for all", selection.token_hashes, "^ step)", "^ 2)", micro.test_random_picks_depend_on_seed_and_step
     ),
     Mutation(
         "one rollout for all",
-        selection.token_keys,
-        'view.batch.need("rollout_id", by="A random choice").long()[rollout]',
+        selection.token_hashes,
+        'view.batch.require("rollout_id", needed_by="A random choice").long()[rollout]',
         "torch.zeros_like(rollout)",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
         "constant",
-        selection.token_keys,
-        "mix(key ^ (where - offsets[rollout]))",
+        selection.token_hashes,
+        "splitmix64(key ^ (where - offsets[rollout]))",
         "torch.zeros_like(where)",
         micro.test_random_picks_depend_on_seed_and_step,
     ),
     Mutation(
         "off by one",
-        selection.lowest,
+        selection.select_lowest,
         "kthvalue(count)",
         "kthvalue(count - 1)",
         losses.test_clip_cov_picks_by_hash_within_the_band,
@@ -184,19 +188,23 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong denominator",
-        reduce,
+        reduce_loss,
         "values.sum() / max(tokens, 1)",
         "values.mean() * max(count, 1)",
         partial(losses.test_reductions, "token-mean", "rollout"),
     ),
     Mutation(
         "sum for mean",
-        reduce,
+        reduce_loss,
         "units.mean(values).sum()",
         "values.sum()",
         partial(losses.test_reductions, "seq-mean-token-mean", "turn"),
     ),
     Mutation(
-        "dropped constant", reduce, "(max(count, 1) * constant)", "max(count, 1)", losses.test_reduction_by_a_constant
+        "dropped constant",
+        reduce_loss,
+        "(max(count, 1) * constant)",
+        "max(count, 1)",
+        losses.test_reduction_by_a_constant,
     ),
 ]

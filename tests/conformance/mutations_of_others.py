@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from etude.algorithms import Algorithm, filters, kl, logits
-from etude.algorithms.corrections import Correction, accepted, importance, mean_one, mismatch, opsm
-from etude.algorithms.entropy import top_entropy, top_threshold
-from etude.algorithms.losses import distill, pairs
-from etude.algorithms.losses.supervised import SFT, Echo, Value, value_error
-from etude.data.adapt import _Row, observations
-from etude.recipes.collection import Collection
-from etude.recipes.scheduler import Scheduler, _Group
-from etude.records import level
+from etude.algorithms import AlgorithmConfig, kl, logits
+from etude.algorithms import overlong as filters
+from etude.algorithms.corrections import (
+    CorrectionConfig,
+    acceptance_mask,
+    importance_weight,
+    measure_mismatch,
+    opsm_mask,
+    rescale_to_mean_one,
+)
+from etude.algorithms.entropy import top_entropy_mask, top_share_threshold
+from etude.algorithms.losses import distill
+from etude.algorithms.losses import preference as pairs
+from etude.algorithms.losses.supervised import SFT, EchoLoss, ValueLoss, clipped_value_loss
+from etude.data.samples import _SampleBuilder, find_observation_starts
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.scheduler import CollectionScheduler, _TaskGroup
+from etude.records import has_zero_variance
 from tests.conformance import test_assembled as assembled
 from tests.conformance import test_corrections as corrections
 from tests.conformance import test_kl as kls
@@ -20,9 +29,9 @@ from tests.conformance import test_law_supervised as law
 from tests.conformance import test_shaping as shaping
 from tests.conformance import test_supervised as supervised
 from tests.conformance.mutations import Mutation
-from tests.data import test_adapt as adapt
+from tests.data import test_samples as adapt
 
-LEVEL = _Group.level.fget
+LEVEL = _TaskGroup.has_zero_variance.fget
 assert LEVEL is not None
 
 MUTATIONS = [
@@ -30,9 +39,15 @@ MUTATIONS = [
         "sign flip", SFT.__call__, "told = view.logp", "told = -view.logp", partial(supervised.test_sft, "token-mean")
     ),
     Mutation(
-        "sign flip", pairs.preference, "-(1 - label_smoothing)", "(1 - label_smoothing)", supervised.test_reward_model
+        "sign flip",
+        pairs.preference_loss,
+        "-(1 - label_smoothing)",
+        "(1 - label_smoothing)",
+        supervised.test_reward_model,
     ),
-    Mutation("minimum for maximum", value_error, "near > plain", "near < plain", partial(supervised.test_value, 0.2)),
+    Mutation(
+        "minimum for maximum", clipped_value_loss, "near > plain", "near < plain", partial(supervised.test_value, 0.2)
+    ),
     Mutation(
         "dropped tail",
         distill.topk_kl,
@@ -42,8 +57,8 @@ MUTATIONS = [
     ),
     Mutation(
         "dropped mask",
-        Echo.__call__,
-        'view.batch.need("observation", by="ECHO") & ~view.batch.action',
+        EchoLoss.__call__,
+        'view.batch.require("observation", needed_by="ECHO") & ~view.batch.action',
         "~view.batch.action",
         supervised.test_echo,
     ),
@@ -51,15 +66,17 @@ MUTATIONS = [
     Mutation("sign flip", kl.k3, "expm1(-cut) + cut", "expm1(cut) - cut", kls.test_forward_is_the_forward_gradient),
     Mutation(
         "gradient cut off",
-        kl._cut_in_value,
+        kl._clamp_straight_through,
         "x + (bare.clamp(-CLAMP, CLAMP) - bare)",
         "x.clamp(-CLAMP, CLAMP)",
         partial(kls.test_k3_pulls_however_far_it_is, -25.0),
     ),
-    Mutation("attached weight", kl.OffPolicy.weight, "view.logp.detach()", "view.logp", kls.test_reverse_off_policy),
+    Mutation(
+        "attached weight", kl.OffPolicyKLTerm.weight, "view.logp.detach()", "view.logp", kls.test_reverse_off_policy
+    ),
     Mutation(
         "detached weight",
-        kl.WeightedReverse.terms,
+        kl.WeightedReverseKL.per_token_kl,
         "(view.logp - start).exp()",
         "(view.logp - start).exp().detach()",
         partial(kls.test_weighted_reverse_off_policy, "k1"),
@@ -80,62 +97,66 @@ MUTATIONS = [
     ),
     Mutation(
         "sign flip",
-        kl.InReward.charged,
+        kl.RewardKL.subtract_from_reward,
         "-value * delta",
         "value * delta",
         partial(kls.test_k1_in_the_reward_is_the_reverse_gradient_of_sequences, "rloo"),
     ),
-    Mutation("wrong bound", kl.adapted, "-0.2), 0.2)", "-0.5), 0.5)", kls.test_adaptive_coefficient),
+    Mutation("wrong bound", kl.adapt_coefficient, "-0.2), 0.2)", "-0.5), 0.5)", kls.test_adaptive_coefficient),
     Mutation(
         "mean for product",
-        importance,
+        importance_weight,
         "rollouts.sum(log_rho)",
         "rollouts.mean(log_rho)",
         partial(corrections.test_sequence_weights_give_the_gradient, 2),
     ),
     Mutation(
         "dropped truncation",
-        Correction._weight,
+        CorrectionConfig._compute_weight,
         "rho.clamp(max=high)",
         "rho",
         partial(corrections.test_truncated_weights, "token", 1.1),
     ),
     Mutation(
         "dropped mask",
-        Correction._weight,
+        CorrectionConfig._compute_weight,
         "torch.where(cut, 0.0, rho)",
         "rho",
         partial(corrections.test_masked_weights, "token"),
     ),
     Mutation(
         "wrong denominator",
-        mean_one,
+        rescale_to_mean_one,
         "int((rollouts.lengths > 0).sum())",
         "rollouts.count",
         partial(corrections.test_weights_rescaled_to_mean_one, "rollouts"),
     ),
     Mutation(
         "wrong statistic",
-        accepted,
+        acceptance_mask,
         "0.5 * log_rho.square()",
         "log_rho.square()",
         partial(corrections.test_rejection, "k2", "token"),
     ),
-    Mutation("any for all", accepted, "== 0", "< 2", partial(corrections.test_rejection, "k1", "seq_max")),
-    Mutation("sign flip", opsm, "drift > delta", "drift < delta", partial(corrections.test_opsm, 0.05)),
+    Mutation("any for all", acceptance_mask, "== 0", "< 2", partial(corrections.test_rejection, "k1", "seq_max")),
+    Mutation("sign flip", opsm_mask, "drift > delta", "drift < delta", partial(corrections.test_opsm, 0.05)),
     Mutation(
-        "wrong centre", mismatch, "squares - n, n", "squares, n", corrections.test_what_is_measured_of_the_mismatch
+        "wrong centre",
+        measure_mismatch,
+        "squares - n, n",
+        "squares, n",
+        corrections.test_what_is_measured_of_the_mismatch,
     ),
     Mutation(
         "dropped normaliser",
-        logits.sampling_mask,
-        " - sets.sum((inside - sets.spread(top)).exp()).log()",
+        logits.masked_token_logp,
+        " - sets.sum((inside - sets.broadcast(top)).exp()).log()",
         "",
         corrections.test_sampling_mask_is_the_gradient_of_the_masked_policy,
     ),
     Mutation(
         "lowest for highest",
-        top_entropy,
+        top_entropy_mask,
         "entropy >= ",
         "entropy <= ",
         shaping.test_top_entropy_keeps_the_most_uncertain_tokens,
@@ -147,7 +168,7 @@ MUTATIONS = [
         "(max_length - buffer + 1)",
         shaping.test_overlong_penalty,
     ),
-    Mutation("wrong buffer", filters.Overlong.penalty, "// 5", "// 4", shaping.test_overlong_penalty),
+    Mutation("wrong buffer", filters.OverlongPenalty.penalty, "// 5", "// 4", shaping.test_overlong_penalty),
     Mutation(
         "stops at the limit",
         filters.overlong_penalty,
@@ -157,30 +178,30 @@ MUTATIONS = [
     ),
     Mutation(
         "rounded down",
-        top_threshold,
+        top_share_threshold,
         "round(share * count)",
         "int(share * count)",
         shaping.test_top_entropy_keeps_the_most_uncertain_tokens,
     ),
     Mutation(
         "inverted mask",
-        Algorithm._weighed,
+        AlgorithmConfig._apply_corrections,
         "keep &= ~view",
         "keep &= view",
         shaping.test_truncated_rollouts_are_left_out,
     ),
     Mutation(
         "rounding tells apart",
-        level,
+        has_zero_variance,
         "4 * precision * (1 + abs(high) + abs(low))",
         "0",
         shaping.test_the_filter_keeps_groups_whose_rewards_differ,
     ),
     Mutation(
         "inverted filter",
-        Scheduler._settle,
-        "self._refill and group.level",
-        "self._refill and not group.level",
+        CollectionScheduler._settle,
+        "self._refill and group.has_zero_variance",
+        "self._refill and not group.has_zero_variance",
         shaping.test_the_filter_keeps_groups_whose_rewards_differ,
     ),
     Mutation(
@@ -192,36 +213,36 @@ MUTATIONS = [
     ),
     Mutation(
         "total for the part",
-        Collection.compared,
+        CollectionConfig.group_metric,
         "return parts[self.metric]",
         "return total",
         shaping.test_the_filter_compares_the_part_that_is_named,
     ),
     Mutation(
         "own denominator",
-        Echo.__call__,
-        "max(whole.observations, 1)",
+        EchoLoss.__call__,
+        "max(denominators.observations, 1)",
         "max(len(logp), 1)",
         law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
     ),
     Mutation(
         "own denominator",
         SFT.__call__,
-        "self.reduced(told, view, whole)",
-        "self.reduced(told, view, Denominators.of(view))",
+        "self.reduce_terms(told, view, denominators)",
+        "self.reduce_terms(told, view, Denominators.from_view(view))",
         law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
     ),
     Mutation(
         "own denominator",
         pairs.DPO.__call__,
-        "max(whole.groups, 1)",
+        "max(denominators.groups, 1)",
         "max(len(margin), 1)",
         law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
     ),
     Mutation(
         "own denominator",
-        pairs.RewardModel.__call__,
-        "max(whole.groups, 1)",
+        pairs.RewardModelLoss.__call__,
+        "max(denominators.groups, 1)",
         "max(len(margin), 1)",
         law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
     ),
@@ -236,77 +257,77 @@ MUTATIONS = [
         "dropped mask",
         SFT.__call__,
         "told = view.logp",
-        'told = view.forward("logp")[: len(view.index)]',
+        'told = view.full_output("logp")[: len(view.action_index)]',
         law.test_supervised_losses_learn_from_their_own_tokens_and_look_at_no_others,
     ),
     Mutation(
         "dropped reduction",
-        Value.__call__,
-        "self.reduced(loss, view, whole)",
-        "loss.sum() / max(whole.tokens, 1)",
+        ValueLoss.__call__,
+        "self.reduce_terms(loss, view, denominators)",
+        "loss.sum() / max(denominators.tokens, 1)",
         supervised.test_value_reductions,
     ),
     Mutation(
         "dropped reduction",
         distill.TopKDistillation.__call__,
-        "self.reduced(loss, view, whole)",
-        "loss.sum() / max(whole.tokens, 1)",
+        "self.reduce_terms(loss, view, denominators)",
+        "loss.sum() / max(denominators.tokens, 1)",
         supervised.test_distill_topk_reductions,
     ),
     Mutation(
         "after a row's first action alone",
-        _Row.add,
+        _SampleBuilder.add,
         "max(begins, self.length)",
         "max(begins, self.length or len(turn.prompt))",
         adapt.test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names,
     ),
     Mutation(
         "the beginning of an answer observed",
-        _Row.add,
+        _SampleBuilder.add,
         "len(turn.prompt) - turn.opened)",
         "len(turn.prompt))",
         partial(adapt.test_the_beginning_of_an_answer_was_not_observed, 2),
     ),
     Mutation(
         "observed in each prompt",
-        observations,
-        "_alike(prompt, other, before)",
+        find_observation_starts,
+        "_common_prefix_length(prompt, other, before)",
         "before",
         partial(adapt.test_a_token_that_prompts_have_in_common_is_observed_once, 3),
     ),
     Mutation(
         "masked KL",
-        Algorithm.objective,
-        "self.loss.reduced(self.kl.terms(view), view, whole)",
-        'self.loss.reduced(self.kl.terms(view) * view.column("keep"), view, whole)',
+        AlgorithmConfig.compute_loss,
+        "self.loss.reduce_terms(self.kl.per_token_kl(view), view, denominators)",
+        'self.loss.reduce_terms(self.kl.per_token_kl(view) * view.column("keep"), view, denominators)',
         assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "weighted KL",
-        Algorithm.objective,
-        "self.loss.reduced(self.kl.terms(view), view, whole)",
-        'self.loss.reduced(self.kl.terms(view) * view.column("weight"), view, whole)',
+        AlgorithmConfig.compute_loss,
+        "self.loss.reduce_terms(self.kl.per_token_kl(view), view, denominators)",
+        'self.loss.reduce_terms(self.kl.per_token_kl(view) * view.column("weight"), view, denominators)',
         assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "masked entropy",
-        Algorithm.objective,
-        "self.loss.reduced(entropy, view, whole)",
-        'self.loss.reduced(entropy * view.column("keep"), view, whole)',
+        AlgorithmConfig.compute_loss,
+        "self.loss.reduce_terms(entropy, view, denominators)",
+        'self.loss.reduce_terms(entropy * view.column("keep"), view, denominators)',
         assembled.test_corrections_touch_neither_the_kl_nor_the_entropy,
     ),
     Mutation(
         "wrong unit",
-        Algorithm._masked,
+        AlgorithmConfig._apply_sequence_mask,
         "self.loss.unit",
         '"rollout"',
         partial(assembled.test_the_sequence_mask_drops_whole_units_that_drifted, "turn"),
     ),
     Mutation(
         "next step's coefficient",
-        Algorithm.estimate,
-        "Estimated(batch, state, found.state or following, metrics)",
-        "Estimated(batch, found.state or following, found.state or following, metrics)",
+        AlgorithmConfig.estimate,
+        "EstimatedBatch(batch, state, found.state or following, metrics)",
+        "EstimatedBatch(batch, found.state or following, found.state or following, metrics)",
         partial(assembled.test_a_step_is_trained_with_the_coefficient_it_logged, "reverse"),
     ),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm, State
+from etude.algorithms import AlgorithmConfig, AlgorithmState
 from etude.algorithms.advantages import ADVANTAGES
 from etude.algorithms.losses import LOSSES
 from tests.conformance.mdp import (
@@ -33,9 +33,9 @@ BIASED = 0.02
 """How far (relative to the gradient's length) an estimator that is called biased must be at least."""
 
 
-def assembled(advantage: str, loss: str = "reinforce", **knobs: object) -> Algorithm:
+def assembled(advantage: str, loss: str = "reinforce", **knobs: object) -> AlgorithmConfig:
     """An estimator with a loss that adds up log-probs over each rollout."""
-    return Algorithm(advantage=ADVANTAGES[advantage](**knobs), loss=LOSSES[loss](reduction="seq-mean-token-sum"))
+    return AlgorithmConfig(advantage=ADVANTAGES[advantage](**knobs), loss=LOSSES[loss](reduction="seq-mean-token-sum"))
 
 
 def unlike(found: Tensor, wanted: Tensor, least: float = BIASED) -> None:
@@ -102,7 +102,7 @@ def test_dr_grpo_is_the_gradient_times_n_less_one_over_n(n: int) -> None:
 def test_dr_grpo_divides_by_the_configured_constant() -> None:
     here = world()
     loss = LOSSES["reinforce"](reduction="seq-mean-token-sum-norm", norm_length=7.0)
-    found = here.expected_gradient(Algorithm(advantage=ADVANTAGES["dr_grpo"](), loss=loss), 2)
+    found = here.expected_gradient(AlgorithmConfig(advantage=ADVANTAGES["dr_grpo"](), loss=loss), 2)
     close(7 * found, -1 / 2 * true_gradient(here.theta, here.reward))
 
 
@@ -145,7 +145,7 @@ def test_pkpo_is_the_gradient_of_the_best_of_k(n: int, k: int) -> None:
 def test_rae_is_the_gradient() -> None:
     """The average it subtracts was known before the step."""
     here = world()
-    found = here.expected_gradient(assembled("rae"), 1, State(role_means={0: 0.4}))
+    found = here.expected_gradient(assembled("rae"), 1, AlgorithmState(role_means={0: 0.4}))
     close(found, -true_gradient(here.theta, here.reward))
 
 
@@ -221,11 +221,11 @@ def test_the_biased_turn_baseline_is_biased() -> None:
 def test_token_mean_is_not_proportional_to_the_gradient() -> None:
     """Dividing by a group's tokens weighs each rollout by its company's lengths."""
     here = world()
-    algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), loss=LOSSES["reinforce"](reduction="token-sum"))
+    algorithm = AlgorithmConfig(advantage=ADVANTAGES["rloo"](), loss=LOSSES["reinforce"](reduction="token-sum"))
     batch, chance = here.batch(2)
-    ends = torch.cat([torch.zeros(1), batch.action.cumsum(0)])[batch.unit_tokens]
+    ends = torch.cat([torch.zeros(1), batch.action.cumsum(0)])[batch.rollout_token_offsets]
     tokens = torch.zeros_like(chance).index_add_(0, batch.group, ends.diff().double())
-    estimated = algorithm.estimate(batch, State())
+    estimated = algorithm.estimate(batch, AlgorithmState())
     share = chance / (tokens * len(chance))  # of a sum over all groups, a mean over each group's tokens
     found = here.weighed_gradient(algorithm, estimated.batch, share, estimated.state)
     unlike(found, true_gradient(here.theta, here.reward))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.algorithms import Estimate, State, View
+from etude.algorithms import AdvantageEstimate, AlgorithmState, View
 from etude.algorithms.advantages import ADVANTAGES
 from etude.batch import Batch
 from etude.errors import BatchError
@@ -31,19 +31,21 @@ GROUPS = (3, 1, 4, 2, 5)
 def batch(seed: int, *, along_the_way: bool = True, groups: Sequence[int] = GROUPS, longest: int = 9) -> Batch:
     """Group 3 earned the same twice; the others did not."""
     made = awkward(seed, groups, longest=longest)
-    reward = torch.as_tensor(np.random.default_rng(seed).normal(size=made.rollouts))
+    reward = torch.as_tensor(np.random.default_rng(seed).normal(size=made.num_rollouts))
     if not along_the_way:
         reward[made.group == 3] = 100.1
     acted = made.action.long().cumsum(0)
-    earlier = torch.cat([acted.new_zeros(1), acted])[made.unit_tokens[:-1].clamp(max=made.tokens)]
-    answered = ~made.action & (acted > earlier.repeat_interleave(made.unit_tokens.diff()))  # a tool's, in any row
-    amounts = torch.linspace(-1, 2, made.tokens, dtype=torch.float64)  # no two alike
-    paid = torch.where(answered, amounts, made.need("token_reward"))
+    earlier = torch.cat([acted.new_zeros(1), acted])[made.rollout_token_offsets[:-1].clamp(max=made.num_tokens)]
+    answered = ~made.action & (
+        acted > earlier.repeat_interleave(made.rollout_token_offsets.diff())
+    )  # a tool's, in any row
+    amounts = torch.linspace(-1, 2, made.num_tokens, dtype=torch.float64)  # no two alike
+    paid = torch.where(answered, amounts, made.require("token_reward"))
     return made.replace(reward=reward, token_reward=paid if along_the_way else torch.zeros_like(amounts))
 
 
-def estimate(name: str, of: Batch, state: State | None = None, **knobs: Any) -> Estimate:
-    return ADVANTAGES[name](**knobs)(View(of), state or State())
+def estimate(name: str, of: Batch, state: AlgorithmState | None = None, **knobs: Any) -> AdvantageEstimate:
+    return ADVANTAGES[name](**knobs)(View(of), state or AlgorithmState())
 
 
 def agrees(found: torch.Tensor, wanted: Array) -> None:
@@ -134,7 +136,7 @@ def test_token_baseline_refuses_probabilities_of_two_policies() -> None:
     """No distribution has a Σπ² below the square of one of its probabilities, or above what all but one leave for it.
     What float32 rounds away is no reason."""
     made = batch(0)
-    logp, squares = made.need("old_logp"), made.need("sum_pi_squared")
+    logp, squares = made.require("old_logp"), made.require("sum_pi_squared")
     estimate("token_baseline", made)
     first = int(made.action.nonzero()[2])
     most = logp.exp().square() + (1 - logp.exp()).square()
@@ -179,10 +181,10 @@ def test_gae_whitened() -> None:
 
 def test_gae_bootstraps_what_was_cut_off() -> None:
     made = batch(0)
-    worth = torch.linspace(-1, 1, made.rollouts, dtype=torch.float64)
+    worth = torch.linspace(-1, 1, made.num_rollouts, dtype=torch.float64)
     made = made.replace(final_value=worth)
-    cut = made.need("truncated")
-    assert 0 < int(cut.sum()) < made.rollouts
+    cut = made.require("truncated")
+    assert 0 < int(cut.sum()) < made.num_rollouts
     found = estimate("gae", made, gamma=0.9, lam=0.8, bootstrap_truncated=True)
     agrees(found.advantage, restated.gae(tries(made), 0.9, 0.8, torch.where(cut, worth, 0.0).tolist())[0])
 
@@ -193,7 +195,7 @@ def test_distillation() -> None:
 
 def test_rae() -> None:
     made, before = batch(0), {0: 0.7}
-    found = estimate("rae", made, State(role_means=before), decay=0.9)
+    found = estimate("rae", made, AlgorithmState(role_means=before), decay=0.9)
     advantage, means = restated.rae(tries(made), before, 0.9)
     agrees(found.advantage, advantage)
     assert found.state is not None and {*found.state.role_means} == {0, 1}
@@ -233,6 +235,6 @@ def test_gigpo(weight: float, gamma: float, divide: bool) -> None:
     for seed in range(5):
         made = batch(seed, along_the_way=seed % 2 == 0)
         made = made.replace(anchor=made.ids.long() % 2)
-        of = tries(made, anchor=made.need("anchor"))
-        found = estimate("gigpo", made, step_weight=weight, gamma=gamma, normalise=divide)
+        of = tries(made, anchor=made.require("anchor"))
+        found = estimate("gigpo", made, step_weight=weight, gamma=gamma, normalize=divide)
         agrees(found.advantage, restated_turns.gigpo(of, weight, gamma, divide))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, Outputs, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.corrections import Correction, Rejection, mismatch, opsm
-from etude.algorithms.logits import sampling_mask
+from etude.algorithms.corrections import CorrectionConfig, RejectionRule, measure_mismatch, opsm_mask
+from etude.algorithms.logits import masked_token_logp
 from etude.algorithms.losses import LOSSES
 from etude.batch import Batch
 from tests.conformance import restated_losses as restated
@@ -45,9 +45,9 @@ def mismatched() -> World:
     return world(mu=theta + draw(7, STATES, TOKENS, scale=0.5))
 
 
-def assembled(advantage: str, correction: Correction) -> Algorithm:
+def assembled(advantage: str, correction: CorrectionConfig) -> AlgorithmConfig:
     loss = LOSSES["reinforce"](reduction="seq-mean-token-sum")
-    return Algorithm(advantage=ADVANTAGES[advantage](), loss=loss, correction=correction)
+    return AlgorithmConfig(advantage=ADVANTAGES[advantage](), loss=loss, correction=correction)
 
 
 # -- unbiased ---------------------------------------------------------------------------------------------------------
@@ -57,10 +57,10 @@ def assembled(advantage: str, correction: Correction) -> Algorithm:
 def test_sequence_weights_give_the_gradient(n: int) -> None:
     """∏ρ over the rollout, not truncated: as if the trainer had sampled."""
     here = mismatched()
-    weighed = assembled("rloo", Correction(weight="truncate", level="sequence", high=UNTRUNCATED))
+    weighed = assembled("rloo", CorrectionConfig(weight="truncate", level="sequence", high=UNTRUNCATED))
     wanted = -true_gradient(here.theta, here.reward)
     close(here.expected_gradient(weighed, n), wanted)
-    plain = here.expected_gradient(assembled("rloo", Correction()), n)
+    plain = here.expected_gradient(assembled("rloo", CorrectionConfig()), n)
     assert (plain - wanted).norm() > 0.1 * wanted.norm()
 
 
@@ -72,7 +72,7 @@ def test_token_weights_give_the_gradient_in_the_samplers_states() -> None:
     def divergence(theta: Tensor) -> Tensor:
         return (logp(theta).exp() * (logp(theta) - logp(here.reference))).sum(-1)
 
-    weighed = assembled("distillation", Correction(weight="truncate", level="token", high=UNTRUNCATED))
+    weighed = assembled("distillation", CorrectionConfig(weight="truncate", level="token", high=UNTRUNCATED))
     found = here.expected_gradient(weighed, 1)
     close(found, over_states(here.theta, here.mu, divergence))
     own = over_states(here.theta, here.theta, divergence)
@@ -82,7 +82,9 @@ def test_token_weights_give_the_gradient_in_the_samplers_states() -> None:
 def test_truncation_is_biased() -> None:
     here = mismatched()
     wanted = -true_gradient(here.theta, here.reward)
-    found = here.expected_gradient(assembled("rloo", Correction(weight="truncate", level="sequence", high=1.0)), 1)
+    found = here.expected_gradient(
+        assembled("rloo", CorrectionConfig(weight="truncate", level="sequence", high=1.0)), 1
+    )
     assert (found - wanted).norm() > 0.02 * wanted.norm()
 
 
@@ -100,14 +102,14 @@ def test_sampling_mask_is_the_gradient_of_the_masked_policy() -> None:
     wanted = gradient((whole.exp() * here.reward[possible]).sum(), theta)
 
     batch = everything().select(possible)
-    where = View(batch).index
+    where = View(batch).action_index
     state, ids = batch.extra["state"].tensor[where], batch.ids[where].long()
     sets, ends = allowed[state].flatten(), torch.arange(len(where) + 1) * 2
-    told = sampling_mask(theta[state], ids, sets, ends)
+    told = masked_token_logp(theta[state], ids, sets, ends)
     rollouts = View(batch).rollouts
     torch.testing.assert_close(rollouts.sum(told), whole)
     weight = whole.detach().exp() * here.reward[possible]
-    close(gradient((rollouts.spread(weight) * told).sum(), theta), wanted)
+    close(gradient((rollouts.broadcast(weight) * told).sum(), theta), wanted)
 
 
 # -- the formulas -----------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def weights(of: list[Try], level: str) -> Array:
     return flat(found)
 
 
-def weighed(batch: Batch, correction: Correction) -> Array:
+def weighed(batch: Batch, correction: CorrectionConfig) -> Array:
     found = correction(View(batch)).weight
     assert found is not None
     return found.numpy()
@@ -136,10 +138,10 @@ def weighed(batch: Batch, correction: Correction) -> Array:
 def test_truncated_weights(level: str, high: float) -> None:
     batch = awkward(3, drift=0.6)
     rho = weights(tries(batch), level)
-    found = weighed(batch, Correction(weight="truncate", level=level, high=high))
+    found = weighed(batch, CorrectionConfig(weight="truncate", level=level, high=high))
     np.testing.assert_allclose(found, np.minimum(rho, high), rtol=VALUE)
     if high == (5.0 if level == "sequence" else 2.0):
-        np.testing.assert_array_equal(found, weighed(batch, Correction(weight="truncate", level=level)))
+        np.testing.assert_array_equal(found, weighed(batch, CorrectionConfig(weight="truncate", level=level)))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -148,7 +150,7 @@ def test_masked_weights(level: str) -> None:
     rho = weights(tries(batch), level)
     for low, high in ((0.5, 5.0), (0.9, 1.1)):
         wanted = np.where((rho >= low) & (rho <= high), rho, 0.0)
-        found = weighed(batch, Correction(weight="mask", level=level, low=low, high=high))
+        found = weighed(batch, CorrectionConfig(weight="mask", level=level, low=low, high=high))
         np.testing.assert_allclose(found, wanted, rtol=VALUE)
     assert (wanted == 0).any() and (wanted != 0).any()
 
@@ -162,7 +164,7 @@ def test_weights_rescaled_to_mean_one(over: str) -> None:
     ends = np.cumsum([len(t) for t in of])
     means = [cut[end - len(t) : end].mean() for t, end in zip(of, ends, strict=True) if len(t)]
     wanted = cut / (cut.mean() if over == "tokens" else np.mean(means))
-    found = weighed(batch, Correction(weight="truncate", high=1.5, normalise=over))
+    found = weighed(batch, CorrectionConfig(weight="truncate", high=1.5, normalize=over))
     np.testing.assert_allclose(found, wanted, rtol=VALUE)
 
 
@@ -178,7 +180,7 @@ def test_rejection(kind: str, over: str) -> None:
     low, high = None, 0.1 if over in ("seq_sum", "seq_max") else 0.02
     if kind == "k1":
         low, high = (0.6, 1.5) if over == "seq_max" else (0.9, 1.05)
-    found = Correction(reject=(Rejection(statistic=kind, over=over, low=low, high=high),))(View(batch)).keep
+    found = CorrectionConfig(reject=(RejectionRule(statistic=kind, over=over, low=low, high=high),))(View(batch)).keep
     assert found is not None
     wanted = []
     for t in tries(batch):
@@ -195,9 +197,9 @@ def test_rejection(kind: str, over: str) -> None:
 
 def test_rules_combine_and_vetoes_drop_whole_rollouts() -> None:
     batch = awkward(3, (4, 4, 4), drift=0.3)
-    rules = Rejection(high=1.4), Rejection(over="seq_max", low=0.5)
-    each = [Correction(reject=(rule,))(View(batch)).keep for rule in rules]
-    both = Correction(reject=rules)(View(batch)).keep
+    rules = RejectionRule(high=1.4), RejectionRule(over="seq_max", low=0.5)
+    each = [CorrectionConfig(reject=(rule,))(View(batch)).keep for rule in rules]
+    both = CorrectionConfig(reject=rules)(View(batch)).keep
     assert both is not None and each[0] is not None and each[1] is not None
     assert not torch.equal(each[0], each[1])
     assert torch.equal(both, each[0] & each[1])
@@ -207,9 +209,9 @@ def test_rules_combine_and_vetoes_drop_whole_rollouts() -> None:
 def test_opsm(delta: float) -> None:
     """Dropped if A < 0 and the mean of log(μ/π_θ) is beyond δ."""
     batch, now = off_policy(drift=0.2)
-    one = torch.linspace(-1, 1, batch.rollouts, dtype=torch.float64)
-    batch = batch.replace(advantage=one.repeat_interleave(batch.unit_tokens.diff()))
-    found = opsm(View(batch, Outputs(logp=now)), delta, "rollout")
+    one = torch.linspace(-1, 1, batch.num_rollouts, dtype=torch.float64)
+    batch = batch.replace(advantage=one.repeat_interleave(batch.rollout_token_offsets.diff()))
+    found = opsm_mask(View(batch, Outputs(logp=now)), delta, "rollout")
     wanted = []
     for t in tries(batch, now=now):
         drop = len(t) > 0 and t["advantage"][0] < 0 and (t["behavior_logp"] - t["now"]).mean() > delta
@@ -220,10 +222,10 @@ def test_opsm(delta: float) -> None:
 
 def test_the_weight_multiplies_after_the_maximum() -> None:
     batch, now = off_policy(drift=0.6)
-    algorithm = Algorithm(
-        advantage=ADVANTAGES["rloo"](), loss=LOSSES["ppo"](), correction=Correction(weight="truncate", high=1.3)
+    algorithm = AlgorithmConfig(
+        advantage=ADVANTAGES["rloo"](), loss=LOSSES["ppo"](), correction=CorrectionConfig(weight="truncate", high=1.3)
     )
-    ready = algorithm.estimate(batch, State()).batch
+    ready = algorithm.estimate(batch, AlgorithmState()).batch
     x = tokens(ready, now)
     wanted = np.minimum(np.exp(x.old - x.mu), 1.3) * restated.ppo(0.2, 0.2, None)(x)
     value, _ = value_and_slope(algorithm.loss, ready, now)
@@ -233,12 +235,14 @@ def test_the_weight_multiplies_after_the_maximum() -> None:
 def test_bypass_measures_from_the_sampler() -> None:
     """Two policies: π_old is μ by decree, and PPO's ratio is π_θ/μ without a further weight."""
     batch, now = off_policy(drift=0.6)
-    algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), loss=LOSSES["ppo"](), correction=Correction(policies="two"))
-    ready = algorithm.estimate(batch.replace(old_logp=None), State()).batch
+    algorithm = AlgorithmConfig(
+        advantage=ADVANTAGES["rloo"](), loss=LOSSES["ppo"](), correction=CorrectionConfig(policies="two")
+    )
+    ready = algorithm.estimate(batch.replace(old_logp=None), AlgorithmState()).batch
     view = View(ready, Outputs(logp=now))
     x = tokens(ready, now)
     np.testing.assert_array_equal(x.old, x.mu)
-    found = algorithm.objective(ready, view.outputs, Denominators.of(view), State()).loss
+    found = algorithm.compute_loss(ready, view.outputs, Denominators.from_view(view), AlgorithmState()).loss
     np.testing.assert_allclose(found.detach().numpy(), restated.ppo(0.2, 0.2, None)(x).mean(), rtol=VALUE)
 
 
@@ -253,11 +257,11 @@ def test_what_is_measured_of_the_mismatch() -> None:
         "chi2": (rho**2).mean() - 1,
         "sampler_perplexity": np.exp(-mu.mean()),
         "trainer_perplexity": np.exp(-old.mean()),
-        "sample_size": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
+        "effective_sample_size": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
         "correlation": np.corrcoef(np.exp(old), np.exp(mu))[0, 1],
         "largest_gap": np.abs(np.exp(old) - np.exp(mu)).max(),
     }
-    found = mismatch(View(batch)).reduce()
+    found = measure_mismatch(View(batch)).reduce()
     assert found.keys() == {f"mismatch/{name}" for name in wanted}
     for name, value in wanted.items():
         np.testing.assert_allclose(found[f"mismatch/{name}"], value, rtol=1e-9)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, KLTerm, Outputs, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, KLTerm, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.kl import KLS, Adaptive, Fixed, k2, k3
+from etude.algorithms.kl import KLS, AdaptiveKLController, FixedKLController, k2, k3
 from etude.algorithms.losses import LOSSES
 from etude.observe import Metrics
 from tests.conformance.fixtures import awkward
@@ -82,7 +82,7 @@ def expected_term(here: World, term: KLTerm) -> Tensor:
     batch, chance = here.batch(1)
     theta = here.theta.detach().clone().requires_grad_()
     view = View(batch, here.outputs(batch, theta))
-    return gradient((view.rollouts.spread(chance) * term.terms(view)).sum(), theta)
+    return gradient((view.rollouts.broadcast(chance) * term.per_token_kl(view)).sum(), theta)
 
 
 def expected_number(here: World, number: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ def expected_number(here: World, number: Callable[[Tensor, Tensor], Tensor]) -> 
     view = View(batch, here.outputs(batch, theta))
     delta = view.logp - view.column("ref_logp")
     log_w = view.logp - view.column("behavior_logp")
-    return gradient((view.rollouts.spread(chance) * number(delta, log_w)).sum(), theta)
+    return gradient((view.rollouts.broadcast(chance) * number(delta, log_w)).sum(), theta)
 
 
 def differs(found: Tensor, wanted: Tensor, share: float) -> None:
@@ -160,7 +160,7 @@ def test_k1_in_the_reward_is_the_reverse_gradient_of_sequences(advantage: str) -
     """γ = 1, as a reward to go or as a total; dr_grpo shrinks it as it shrinks everything."""
     nothing = torch.zeros(PROMPTS * len(PATHS), dtype=torch.float64)
     here = world(reward=nothing)
-    algorithm = Algorithm(
+    algorithm = AlgorithmConfig(
         advantage=ADVANTAGES[advantage](),
         loss=LOSSES["reinforce"](reduction="seq-mean-token-sum"),
         kl=KLS["in_reward"](coefficient=0.3),
@@ -257,25 +257,27 @@ def test_k3_pulls_however_far_it_is(delta: float) -> None:
 def test_adaptive_coefficient() -> None:
     """kl = the mean over rollouts of the mean over their tokens; n = rollouts."""
     batch = awkward(3)
-    batch = batch.replace(ref_logp=batch.need("ref_logp") - 0.5)
-    mean = sum(float((t["old_logp"] - t["ref_logp"]).mean()) if len(t) else 0.0 for t in tries(batch)) / batch.rollouts
+    batch = batch.replace(ref_logp=batch.require("ref_logp") - 0.5)
+    mean = (
+        sum(float((t["old_logp"] - t["ref_logp"]).mean()) if len(t) else 0.0 for t in tries(batch)) / batch.num_rollouts
+    )
     assert mean > 0
     for target in (mean / 1.1, mean / 0.5, mean / 3.0):
-        term = KLS["reverse"](coefficient=0.2, controller=Adaptive(target=target, horizon=50.0))
-        _, state = term.applied(View(batch), State(), Metrics())
+        term = KLS["reverse"](coefficient=0.2, controller=AdaptiveKLController(target=target, horizon=50.0))
+        _, state = term.apply(View(batch), AlgorithmState(), Metrics())
         error = max(-0.2, min(0.2, mean / target - 1))
         assert state.kl_value is not None
-        assert abs(state.kl_value - 0.2 * (1 + error * batch.rollouts / 50)) < 1e-12
-        assert term.current(State()) == 0.2
-        assert term.current(state) == state.kl_value
+        assert abs(state.kl_value - 0.2 * (1 + error * batch.num_rollouts / 50)) < 1e-12
+        assert term.current_coefficient(AlgorithmState()) == 0.2
+        assert term.current_coefficient(state) == state.kl_value
 
 
 def test_fixed_coefficient() -> None:
     batch = awkward(3)
-    term = KLS["reverse"](coefficient=0.2, controller=Fixed())
-    _, state = term.applied(View(batch), State(), Metrics())
+    term = KLS["reverse"](coefficient=0.2, controller=FixedKLController())
+    _, state = term.apply(View(batch), AlgorithmState(), Metrics())
     assert state.kl_value is None
-    assert term.current(state) == 0.2
+    assert term.current_coefficient(state) == 0.2
 
 
 def test_the_coefficient_multiplies_the_reduced_term() -> None:
@@ -283,12 +285,12 @@ def test_the_coefficient_multiplies_the_reduced_term() -> None:
     here = world()
     batch, _ = here.batch(2)
     loss = LOSSES["reinforce"](reduction="seq-mean-token-mean")
-    plain = Algorithm(advantage=ADVANTAGES["rloo"](), loss=loss)
-    held = Algorithm(advantage=ADVANTAGES["rloo"](), loss=loss, kl=KLS["reverse"](coefficient=0.3))
-    ready = plain.estimate(batch, State()).batch
+    plain = AlgorithmConfig(advantage=ADVANTAGES["rloo"](), loss=loss)
+    held = AlgorithmConfig(advantage=ADVANTAGES["rloo"](), loss=loss, kl=KLS["reverse"](coefficient=0.3))
+    ready = plain.estimate(batch, AlgorithmState()).batch
     view = View(ready, here.outputs(ready, here.theta))
     delta = view.logp - view.column("ref_logp")
     wanted = 0.3 * (view.rollouts.sum(delta**2 / 2) / view.rollouts.lengths).mean()
     outputs = Outputs(logp=view.outputs.logp)
-    both = [a.objective(ready, outputs, Denominators.of(view), State()).loss for a in (held, plain)]
+    both = [a.compute_loss(ready, outputs, Denominators.from_view(view), AlgorithmState()).loss for a in (held, plain)]
     torch.testing.assert_close(both[0] - both[1], wanted, rtol=0, atol=1e-12)

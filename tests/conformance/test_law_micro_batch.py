@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.algorithms import ADVANTAGES, LOSSES, Algorithm, Estimated, State
+from etude.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, AlgorithmState, EstimatedBatch
 from etude.batch import Batch
 from tests.conformance.laws import Table, every_algorithm, few, fixture, gradient, of_every_algorithm, said
 
@@ -20,15 +20,17 @@ FILLED = ("advantage", "returns", "weight", "keep", "chosen")
 Columns = tuple[Tensor, Tensor]
 
 
-def whole_columns(*parts: Estimated) -> Columns:
+def whole_columns(*parts: EstimatedBatch) -> Columns:
     """What estimation filled in, [A, C], and of which rollout and which of its actions, [A, 2]: sorted by these, so
     that order does not matter."""
     names, values = [], []
     for batch in (ready.batch for ready in parts):
-        unit = torch.repeat_interleave(torch.arange(batch.rollouts), torch.diff(batch.unit_tokens))[batch.action]
-        counts = torch.bincount(unit, minlength=batch.rollouts)
+        unit = torch.repeat_interleave(torch.arange(batch.num_rollouts), torch.diff(batch.rollout_token_offsets))[
+            batch.action
+        ]
+        counts = torch.bincount(unit, minlength=batch.num_rollouts)
         place = torch.arange(len(unit)) - (counts.cumsum(0) - counts)[unit]
-        names.append(torch.stack([batch.need("rollout_id")[unit], place], 1))
+        names.append(torch.stack([batch.require("rollout_id")[unit], place], 1))
         columns = [batch.__dict__[name] for name in FILLED if batch.__dict__[name] is not None]
         values.append(torch.stack([column[batch.action].double() for column in columns], 1))
     name = torch.cat(names)
@@ -46,10 +48,10 @@ def assert_same_columns(a: Columns, b: Columns) -> None:
 @given(data=st.data())
 def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
-    ready, leaves = algorithm.estimate(batch, State(), seed=3, step=2), said(batch)
-    order = data.draw(st.permutations(range(batch.rollouts)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, batch.rollouts - 1), max_size=5)))
-    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, batch.rollouts], strict=True)]
+    ready, leaves = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2), said(batch)
+    order = data.draw(st.permutations(range(batch.num_rollouts)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, batch.num_rollouts - 1), max_size=5)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, batch.num_rollouts], strict=True)]
     assert gradient(algorithm, ready, leaves, parts).close_to(gradient(algorithm, ready, leaves), TOLERANCE)
 
 
@@ -58,16 +60,16 @@ def test_any_micro_batches_give_the_gradient_of_the_whole(name: str, data: st.Da
 @given(data=st.data())
 def test_the_order_of_rollouts_does_not_matter(name: str, data: st.DataObject) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(data.draw(st.integers(0, 50)))
-    order = data.draw(st.permutations(range(batch.rollouts)))
-    straight = algorithm.estimate(batch, State(), seed=3, step=2)
-    shuffled = algorithm.estimate(batch.select(order), State(), seed=3, step=2)
+    order = data.draw(st.permutations(range(batch.num_rollouts)))
+    straight = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
+    shuffled = algorithm.estimate(batch.select(order), AlgorithmState(), seed=3, step=2)
     assert_same_columns(whole_columns(straight), whole_columns(shuffled))
     leaves = said(batch)
     assert gradient(algorithm, shuffled, leaves).close_to(gradient(algorithm, straight, leaves), TOLERANCE)
 
 
 def of_groups(batch: Batch, groups: list[int]) -> list[int]:
-    return [u for u in range(batch.rollouts) if int(batch.group[u]) in groups]
+    return [u for u in range(batch.num_rollouts) if int(batch.group[u]) in groups]
 
 
 @of_every_algorithm
@@ -75,31 +77,33 @@ def of_groups(batch: Batch, groups: list[int]) -> list[int]:
 @given(seed=st.integers(0, 50), ranks=st.integers(2, 3))
 def test_ranks_that_hold_some_groups_each_estimate_what_one_rank_would(name: str, seed: int, ranks: int) -> None:
     algorithm, batch = ALGORITHMS[name], fixture(seed)
-    alone = algorithm.estimate(batch, State(), seed=3, step=2)
-    shares = [of_groups(batch, list(range(rank, batch.groups, ranks))) for rank in range(ranks)]
+    alone = algorithm.estimate(batch, AlgorithmState(), seed=3, step=2)
+    shares = [of_groups(batch, list(range(rank, batch.num_groups, ranks))) for rank in range(ranks)]
     shares.insert(1, [])  # a rank may be left without a group, and still has to take its seat
     ranks += 1
 
-    def work(rank: int, seat: object) -> Estimated:
-        return algorithm.estimate(batch.select(shares[rank]), State(), seed=3, step=2, ranks=seat)  # type: ignore[arg-type]
+    def work(rank: int, seat: object) -> EstimatedBatch:
+        return algorithm.estimate(batch.select(shares[rank]), AlgorithmState(), seed=3, step=2, ranks=seat)  # type: ignore[arg-type]
 
     together = Table(ranks).run(work)
     for ready in together:
-        assert ready.following.kl_value == pytest.approx(alone.following.kl_value)
-        assert ready.following.role_means == pytest.approx(alone.following.role_means)
+        assert ready.next_state.kl_value == pytest.approx(alone.next_state.kl_value)
+        assert ready.next_state.role_means == pytest.approx(alone.next_state.role_means)
     assert_same_columns(whole_columns(alone), whole_columns(*together))
 
 
 def test_random_picks_depend_on_seed_and_step() -> None:
     batch = fixture(4, (8, 8, 8), longest=40)
-    picks = Algorithm(advantage=ADVANTAGES["rloo"](), loss=LOSSES["clip_cov"](share=0.05, cov_low=0.0, cov_high=99.0))
+    picks = AlgorithmConfig(
+        advantage=ADVANTAGES["rloo"](), loss=LOSSES["clip_cov"](share=0.05, cov_low=0.0, cov_high=99.0)
+    )
     chosen = [
-        picks.estimate(batch, State(), seed=seed, step=step).batch.need("chosen")
+        picks.estimate(batch, AlgorithmState(), seed=seed, step=step).batch.require("chosen")
         for seed, step in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
     ]
     assert all(0 < int(column.sum()) < int(batch.action.sum()) for column in chosen)
     assert torch.equal(chosen[0], chosen[1])
     others = chosen[1:]
     assert not any(torch.equal(one, other) for i, one in enumerate(others) for other in others[:i])
-    renamed = batch.replace(rollout_id=batch.need("rollout_id") + 1)
-    assert not torch.equal(picks.estimate(renamed, State(), seed=1, step=1).batch.need("chosen"), chosen[0])
+    renamed = batch.replace(rollout_id=batch.require("rollout_id") + 1)
+    assert not torch.equal(picks.estimate(renamed, AlgorithmState(), seed=1, step=1).batch.require("chosen"), chosen[0])

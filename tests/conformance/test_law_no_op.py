@@ -14,11 +14,11 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from etude.algorithms import ADVANTAGES, KLS, LOSSES, Algorithm, State
-from etude.algorithms.corrections import Correction, Rejection
-from etude.algorithms.entropy import Entropy
-from etude.algorithms.filters import Overlong
-from etude.algorithms.kl import CONTROLLERS, Adaptive
+from etude.algorithms import ADVANTAGES, KLS, LOSSES, AlgorithmConfig, AlgorithmState
+from etude.algorithms.corrections import CorrectionConfig, RejectionRule
+from etude.algorithms.entropy import EntropyConfig
+from etude.algorithms.kl import CONTROLLERS, AdaptiveKLController
+from etude.algorithms.overlong import OverlongPenalty
 from etude.batch import Batch
 from etude.errors import ConfigError
 from tests.conformance.laws import Found, fixture, gradient, said
@@ -55,14 +55,14 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "advantage=reinforce++": {"gamma": Flip(0.9)},
     "advantage=gpg": {"f_norm": Flip(2.0)},
     "advantage=gdpo": {"weights": Flip({"correct": 3.0, "format": 1.0})},
-    "advantage=pass_at_k": {"normalise": Flip(True)},
+    "advantage=pass_at_k": {"normalize": Flip(True)},
     "advantage=pkpo": {"k": Flip(3)},
     "advantage=step_rewards": {
         "how": Flip("final_to_all"),
         "gamma": Flip(0.5),
         "baseline": Flip("group"),
     },
-    "advantage=gigpo": {"step_weight": Flip(0.3), "gamma": Flip(0.5), "normalise": Flip(True)},
+    "advantage=gigpo": {"step_weight": Flip(0.3), "gamma": Flip(0.5), "normalize": Flip(True)},
     "advantage=mt_grpo": {"turn_weight": Flip(0.3)},
     "advantage=rae": {"decay": Flip(0.5)},
     "loss=ppo": {"clip_low": Flip(0.5), "clip_high": Flip(0.5), "dual_clip": Flip(1.3)},
@@ -99,26 +99,26 @@ FLIPS: dict[str, dict[str, Flip]] = {
     "kl=weighted_reverse": {"off_policy": Flip(True), "estimator": Flip("k1")},
     "kl=sequence": {"off_policy": Flip(True)},
 }
-KL = {"coefficient": Flip(0.7), "controller": Flip(Adaptive(target=1e-3, horizon=5))}
+KL = {"coefficient": Flip(0.7), "controller": Flip(AdaptiveKLController(target=1e-3, horizon=5))}
 """What every KL term has."""
 
 PARTS: dict[str, tuple[type[BaseModel], dict[str, Flip]]] = {
     "correction": (
-        Correction,
+        CorrectionConfig,
         {
             "policies": Flip("two"),
             "weight": Flip("truncate"),
             "level": Flip("sequence", {"weight": "truncate"}),
             "low": Flip(0.9, {"weight": "mask"}),
             "high": Flip(0.7, {"weight": "truncate"}),
-            "normalise": Flip("rollouts", {"weight": "truncate"}),
-            "reject": Flip((Rejection(low=0.8, high=1.2),)),
-            "sequence_mask": Flip(0.0),
+            "normalize": Flip("rollouts", {"weight": "truncate"}),
+            "reject": Flip((RejectionRule(low=0.8, high=1.2),)),
+            "opsm_delta": Flip(0.0),
         },
     ),
-    "entropy": (Entropy, {"coefficient": Flip(0.1), "top_share": Flip(0.3)}),
+    "entropy": (EntropyConfig, {"coefficient": Flip(0.1), "top_share": Flip(0.3)}),
     "overlong": (
-        Overlong,
+        OverlongPenalty,
         {
             "max_length": Flip(8, {"max_length": 12, "buffer": 6}),
             "buffer": Flip(3, {"max_length": 12, "buffer": 6}),
@@ -150,11 +150,11 @@ def batch() -> Batch:
     """Off-policy and long enough for every knob to bite; one group has nothing to tell its rollouts apart."""
     made = fixture(11, (4, 4, 4, 3), longest=14)
     level = made.group == 3
-    tokens = torch.repeat_interleave(level, torch.diff(made.unit_tokens))
+    tokens = torch.repeat_interleave(level, torch.diff(made.rollout_token_offsets))
     return made.replace(
-        ref_logp=made.need("ref_logp") - 0.3,  # so that the KL is positive, and can be above a target
-        reward=torch.where(level, 1.0, made.need("reward")),
-        token_reward=torch.where(tokens, 0.0, made.need("token_reward")),
+        ref_logp=made.require("ref_logp") - 0.3,  # so that the KL is positive, and can be above a target
+        reward=torch.where(level, 1.0, made.require("reward")),
+        token_reward=torch.where(tokens, 0.0, made.require("token_reward")),
     )
 
 
@@ -162,18 +162,18 @@ RUNS: dict[str, Found] = {}
 """What was found of each algorithm: most options are compared with the same plain one."""
 
 
-def run(algorithm: Algorithm) -> Found:
+def run(algorithm: AlgorithmConfig) -> Found:
     """Two steps' worth of estimating, so that what is carried from step to step can show."""
     if (known := repr(algorithm)) not in RUNS:
         RUNS[known] = _run(algorithm)
     return RUNS[known]
 
 
-def _run(algorithm: Algorithm) -> Found:
+def _run(algorithm: AlgorithmConfig) -> Found:
     data = batch()
     leaves = said(data)
-    first = algorithm.estimate(data, State(), seed=1, step=1)
-    second = algorithm.estimate(data, first.following, seed=1, step=2)
+    first = algorithm.estimate(data, AlgorithmState(), seed=1, step=1)
+    second = algorithm.estimate(data, first.next_state, seed=1, step=2)
     return gradient(algorithm, second, leaves)
 
 
@@ -192,10 +192,10 @@ def companions(part: str, name: str) -> dict[str, Any]:
     return {}
 
 
-def with_option(part: str, name: str, changes: dict[str, Any]) -> Algorithm:
+def with_option(part: str, name: str, changes: dict[str, Any]) -> AlgorithmConfig:
     kind, _ = ROWS[part, name]
     base = {"coefficient": 0.3} if part == "kl" else {}
-    return Algorithm(**companions(part, name), **{part: kind(**(base | changes))})
+    return AlgorithmConfig(**companions(part, name), **{part: kind(**(base | changes))})
 
 
 @sweep(("part", "name", "option"), CASES)
@@ -224,40 +224,42 @@ def test_every_option_of_the_other_parts_changes_the_gradient(part: str, option:
     kind, flips = PARTS[part]
     assert option in flips, f"{part} has the option `{option}`, which nothing here flips"
     flip = flips[option]
-    before = run(Algorithm(**{part: kind(**flip.beside)}))
-    after = run(Algorithm(**{part: kind(**(flip.beside | {option: flip.to}))}))
+    before = run(AlgorithmConfig(**{part: kind(**flip.beside)}))
+    after = run(AlgorithmConfig(**{part: kind(**(flip.beside | {option: flip.to}))}))
     assert differs(before, after)
 
 
-@sweep("option", Rejection.model_fields)
+@sweep("option", RejectionRule.model_fields)
 def test_every_option_of_a_rejection_changes_the_gradient(option: str) -> None:
     flip = REJECTION[option]
-    before = run(Algorithm(correction=Correction(reject=(Rejection(**flip.beside),))))
-    after = run(Algorithm(correction=Correction(reject=(Rejection(**(flip.beside | {option: flip.to})),))))
+    before = run(AlgorithmConfig(correction=CorrectionConfig(reject=(RejectionRule(**flip.beside),))))
+    after = run(
+        AlgorithmConfig(correction=CorrectionConfig(reject=(RejectionRule(**(flip.beside | {option: flip.to})),)))
+    )
     assert differs(before, after)
 
 
 @sweep("option", SWITCHES)
 def test_every_switch_of_the_algorithm_changes_the_gradient(option: str) -> None:
-    assert differs(run(Algorithm()), run(Algorithm(**{option: SWITCHES[option]})))
+    assert differs(run(AlgorithmConfig()), run(AlgorithmConfig(**{option: SWITCHES[option]})))
 
 
 def test_every_option_of_the_algorithm_is_in_one_of_these_tables() -> None:
     known = {"advantage", "loss", "kl"} | PARTS.keys() | SWITCHES.keys()
-    assert Algorithm.model_fields.keys() == known
+    assert AlgorithmConfig.model_fields.keys() == known
 
 
 @sweep(("option", "value"), [("target", 100.0), ("horizon", 50.0)])
 def test_every_option_of_the_adaptive_controller_changes_the_gradient(option: str, value: float) -> None:
     assert CONTROLLERS.keys() == {"fixed", "adaptive"}
-    assert Adaptive.model_fields.keys() == {"target", "horizon"}
+    assert AdaptiveKLController.model_fields.keys() == {"target", "horizon"}
     plain = {"target": 1e-3, "horizon": 5.0}
-    before, after = Adaptive(**plain), Adaptive(**(plain | {option: value}))
+    before, after = AdaptiveKLController(**plain), AdaptiveKLController(**(plain | {option: value}))
     kls = [KLS["reverse"](coefficient=0.3, controller=controller) for controller in (before, after)]
-    assert differs(*(run(Algorithm(kl=kl)) for kl in kls))
+    assert differs(*(run(AlgorithmConfig(kl=kl)) for kl in kls))
 
 
-@sweep("loss", [name for name, kind in LOSSES.items() if not kind.of_units])
+@sweep("loss", [name for name, kind in LOSSES.items() if not kind.is_sequence_level])
 def test_a_unit_that_would_do_nothing_is_refused(loss: str) -> None:
     with pytest.raises(ConfigError, match=r"`unit=turn` has no effect under `reduction=token-mean`"):
         LOSSES[loss](unit="turn", reduction="token-mean")
@@ -271,9 +273,9 @@ def test_a_unit_acts_under_any_reduction_where_numbers_are_of_units(loss: str) -
 
 def test_what_only_changes_the_reward_is_refused_where_the_reward_is_not_read() -> None:
     with pytest.raises(ConfigError, match=r"does not read the reward, which is all that `overlong` changes"):
-        Algorithm(advantage=ADVANTAGES["distillation"](), overlong=Overlong(max_length=12, buffer=6))
+        AlgorithmConfig(advantage=ADVANTAGES["distillation"](), overlong=OverlongPenalty(max_length=12, buffer=6))
     with pytest.raises(ConfigError, match=r"all that `kl=in_reward` changes"):
-        Algorithm(advantage=ADVANTAGES["gdpo"](), kl=KLS["in_reward"]())
+        AlgorithmConfig(advantage=ADVANTAGES["gdpo"](), kl=KLS["in_reward"]())
 
 
 @sweep("part", ["advantage", "loss", "kl"])

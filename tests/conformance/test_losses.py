@@ -25,7 +25,7 @@ VALUE = 1e-12
 def off_policy(seed: int = 3, drift: float = 0.3) -> tuple[Batch, torch.Tensor]:
     """A batch whose three policies differ, advantages of both signs, and log π_θ with a gradient."""
     batch = awkward(seed, (3, 1, 4), drift=drift)
-    noise = torch.from_numpy(np.random.default_rng(seed + 100).normal(size=batch.tokens))
+    noise = torch.from_numpy(np.random.default_rng(seed + 100).normal(size=batch.num_tokens))
     assert batch.old_logp is not None
     logp = (batch.old_logp + drift * noise).clamp(max=-1e-3)
     return batch, logp.requires_grad_()
@@ -33,8 +33,8 @@ def off_policy(seed: int = 3, drift: float = 0.3) -> tuple[Batch, torch.Tensor]:
 
 def per_rollout(batch: Batch) -> Batch:
     """The same batch with one advantage for each rollout."""
-    one = torch.from_numpy(np.random.default_rng(5).normal(size=batch.rollouts))
-    return batch.replace(advantage=one.repeat_interleave(batch.unit_tokens.diff()))
+    one = torch.from_numpy(np.random.default_rng(5).normal(size=batch.num_rollouts))
+    return batch.replace(advantage=one.repeat_interleave(batch.rollout_token_offsets.diff()))
 
 
 def tokens(batch: Batch, logp: torch.Tensor, unit: Unit = "rollout") -> Tokens:
@@ -42,7 +42,7 @@ def tokens(batch: Batch, logp: torch.Tensor, unit: Unit = "rollout") -> Tokens:
 
     def column(values: torch.Tensor | None) -> Array:
         assert values is not None
-        return values.detach()[view.index].double().numpy()
+        return values.detach()[view.action_index].double().numpy()
 
     now = column(logp)
     chosen = column(batch.chosen) if batch.chosen is not None else np.zeros(len(now))
@@ -59,11 +59,11 @@ def tokens(batch: Batch, logp: torch.Tensor, unit: Unit = "rollout") -> Tokens:
 
 def value_and_slope(loss: PolicyLoss, batch: Batch, logp: torch.Tensor) -> tuple[float, Array]:
     view = View(batch, Outputs(logp=logp))
-    found = loss(view, Denominators.of(view)).loss
+    found = loss(view, Denominators.from_view(view)).loss
     assert found.requires_grad, "the loss has no gradient"
     grad = torch.autograd.grad(found, logp)[0]
     assert bool((grad[~batch.action] == 0).all()), "the context has a gradient"
-    return float(found.detach()), grad[view.index].numpy()
+    return float(found.detach()), grad[view.action_index].numpy()
 
 
 def is_formula(loss: PolicyLoss, formula: Formula, batch: Batch, logp: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def test_losses_of_units_over_turns() -> None:
     batch, logp = off_policy(drift=0.6)
     view = View(batch)
     one = torch.from_numpy(np.random.default_rng(6).normal(size=view.turns.count))
-    per_turn = batch.replace(advantage=view.spread(view.turns.spread(one), fill=torch.nan))
+    per_turn = batch.replace(advantage=view.scatter(view.turns.broadcast(one), fill=torch.nan))
     assert view.turns.count > view.rollouts.count
     formulas = {
         "gspo": ({"clip_low": 0.02, "clip_high": 0.03}, restated.gspo(0.02, 0.03)),
@@ -139,13 +139,13 @@ def test_dppo(divergence: str, default: float) -> None:
 
 def test_clip_cov() -> None:
     batch, logp = off_policy(drift=0.6)
-    batch = batch.replace(chosen=torch.arange(batch.tokens) % 3 == 0)
+    batch = batch.replace(chosen=torch.arange(batch.num_tokens) % 3 == 0)
     is_formula(LOSSES["clip_cov"](clip_high=0.28), restated.clip_cov(0.2, 0.28), batch, logp)
 
 
 def test_kl_cov() -> None:
     batch, logp = off_policy()
-    batch = batch.replace(chosen=torch.arange(batch.tokens) % 3 == 0)
+    batch = batch.replace(chosen=torch.arange(batch.num_tokens) % 3 == 0)
     is_formula(LOSSES["kl_cov"](coefficient=0.7), restated.kl_cov(0.7), batch, logp)
 
 
@@ -173,7 +173,7 @@ def test_decoupled_ppo() -> None:
 def test_decoupled_ppo_log_linear() -> None:
     """The trainer stands at version 5 and makes 6; tokens are of versions 3, 4 and 5."""
     batch, logp = off_policy(drift=0.6)
-    batch = batch.replace(trainer_version=torch.full((batch.rollouts,), 5))
+    batch = batch.replace(trainer_version=torch.full((batch.num_rollouts,), 5))
     version = View(batch).column("version").numpy()
     alpha = (5 - version) / (6 - version)
     assert {*version} == {3, 4, 5}
@@ -187,7 +187,7 @@ def test_vespo() -> None:
 
 def test_m2po() -> None:
     batch, logp = off_policy()
-    batch = batch.replace(chosen=torch.arange(batch.tokens) % 3 == 0)
+    batch = batch.replace(chosen=torch.arange(batch.num_tokens) % 3 == 0)
     is_formula(LOSSES["m2po"](), restated.m2po, batch, logp)
 
 
@@ -195,7 +195,7 @@ def test_m2po() -> None:
 
 
 def picked(loss: PolicyLoss, batch: Batch, seed: int = 7, step: int = 2) -> Array:
-    found = loss.choose(View(batch), seed=seed, step=step)
+    found = loss.choose_tokens(View(batch), seed=seed, step=step)
     assert found is not None
     assert 0 < int(found.sum()) < len(found)
     return found.numpy()
@@ -223,7 +223,7 @@ def test_kl_cov_picks_the_highest() -> None:
 
 def test_kl_cov_breaks_ties_by_hash() -> None:
     batch, _ = off_policy()
-    level = batch.replace(advantage=torch.where(batch.action, 1.0, batch.need("advantage")))
+    level = batch.replace(advantage=torch.where(batch.action, 1.0, batch.require("advantage")))
     keys = restated.token_hashes(batch, seed=7, step=2)
     wanted = sorted(range(len(keys)), key=lambda i: keys[i])[: int(0.1 * len(keys))]
     assert {*picked(LOSSES["kl_cov"](share=0.1), level).nonzero()[0]} == {*wanted}
@@ -247,8 +247,8 @@ def test_m2po_drops_the_fewest_that_bring_the_second_moment_down(bound: float) -
 def on_policy() -> tuple[Batch, torch.Tensor]:
     batch, logp = off_policy()
     same = logp.detach().clone()
-    nothing = torch.zeros(batch.tokens, dtype=torch.bool)
-    versions = torch.full((batch.rollouts,), 5)
+    nothing = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    versions = torch.full((batch.num_rollouts,), 5)
     batch = per_rollout(batch).replace(old_logp=same, behavior_logp=same, chosen=nothing, trainer_version=versions)
     return batch, logp
 
@@ -302,7 +302,7 @@ def test_reduction_by_a_constant() -> None:
 def test_rejected_tokens_still_count() -> None:
     """A token that is not kept contributes nothing, and every denominator counts it."""
     batch, logp = off_policy()
-    keep = torch.arange(batch.tokens) % 2 == 0
+    keep = torch.arange(batch.num_tokens) % 2 == 0
     x = tokens(batch.replace(chosen=keep), logp)
     for how in ("token-mean", "seq-mean-token-mean"):
         value, grad = value_and_slope(LOSSES["reinforce"](reduction=how), batch.replace(keep=keep), logp)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from etude.algorithms import Algorithm, Denominators, Outputs, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Outputs, View
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.entropy import Entropy
-from etude.algorithms.filters import Overlong
+from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
+from etude.algorithms.overlong import OverlongPenalty
 from etude.errors import CollectionError
-from etude.recipes.collection import Collection
-from etude.recipes.scheduler import Admit, Finished, Issue, Opened, Scheduler
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.scheduler import AdmitStep, CollectionScheduler, IssueRollout, RolloutFinished, StepOpened
 from tests.conformance.fixtures import awkward
 from tests.conformance.test_losses import VALUE, off_policy
 from tests.conformance.twin import flat, tries
@@ -26,12 +26,13 @@ def test_entropy_bonus_is_reduced_as_the_loss_is() -> None:
     batch, now = off_policy()
     loss = LOSSES["ppo"](reduction="seq-mean-token-mean")
     plain, bonus = (
-        Algorithm(advantage=ADVANTAGES["rloo"](), loss=loss, entropy=Entropy(coefficient=c)) for c in (0.0, 0.3)
+        AlgorithmConfig(advantage=ADVANTAGES["rloo"](), loss=loss, entropy=EntropyConfig(coefficient=c))
+        for c in (0.0, 0.3)
     )
-    ready = plain.estimate(batch, State()).batch
+    ready = plain.estimate(batch, AlgorithmState()).batch
     outputs = Outputs(logp=now.detach(), entropy=batch.entropy)
-    whole = Denominators.of(View(ready))
-    less, more = (float(a.objective(ready, outputs, whole, State()).loss) for a in (plain, bonus))
+    whole = Denominators.from_view(View(ready))
+    less, more = (float(a.compute_loss(ready, outputs, whole, AlgorithmState()).loss) for a in (plain, bonus))
     means = [t["entropy"].mean() if len(t) else 0.0 for t in tries(batch)]
     np.testing.assert_allclose(more - less, -0.3 * np.mean(means), rtol=1e-9)
 
@@ -41,48 +42,50 @@ def test_top_entropy_keeps_the_most_uncertain_tokens() -> None:
     batch, _ = off_policy()
     entropy = flat([t["entropy"] for t in tries(batch)])
     for wanted, share in ((6, 5.6 / len(entropy)), (5, 5.4 / len(entropy))):
-        algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), entropy=Entropy(top_share=share))
-        keep = algorithm.estimate(batch, State()).batch.need("keep")[View(batch).index].numpy()
+        algorithm = AlgorithmConfig(advantage=ADVANTAGES["rloo"](), entropy=EntropyConfig(top_share=share))
+        keep = algorithm.estimate(batch, AlgorithmState()).batch.require("keep")[View(batch).action_index].numpy()
         assert {*keep.nonzero()[0]} == {*np.argsort(-entropy)[:wanted]}
 
 
 def test_truncated_rollouts_are_left_out() -> None:
     """All their tokens, and those of no other; without the option, none."""
     batch, _ = off_policy()
-    batch = batch.replace(truncated=torch.arange(batch.rollouts) % 3 == 0)
+    batch = batch.replace(truncated=torch.arange(batch.num_rollouts) % 3 == 0)
     kept = flat([np.full(len(t), not t.facts["truncated"]) for t in tries(batch)])
     assert 0 < kept.sum() < len(kept)
     for masked, wanted in ((True, kept), (False, np.ones(len(kept)))):
-        algorithm = Algorithm(advantage=ADVANTAGES["rloo"](), mask_truncated=masked)
-        keep = algorithm.estimate(batch, State()).batch.need("keep")[View(batch).index].numpy()
+        algorithm = AlgorithmConfig(advantage=ADVANTAGES["rloo"](), mask_truncated=masked)
+        keep = algorithm.estimate(batch, AlgorithmState()).batch.require("keep")[View(batch).action_index].numpy()
         assert keep.tolist() == (wanted > 0).tolist()
 
 
 def test_overlong_penalty() -> None:
     """min(−(len − (max − buffer)) / buffer · factor, 0), on the reward and not on the metric; a buffer of a fifth."""
     batch = awkward(3, longest=14)
-    plain = Algorithm(advantage=ADVANTAGES["rloo"]())
+    plain = AlgorithmConfig(advantage=ADVANTAGES["rloo"]())
     lengths = np.array([len(t) for t in tries(batch)])
     assert lengths.max() > 12, "some are over the limit"
     for given, buffer in ((8, 8), (None, 2)):
-        held = Algorithm(advantage=ADVANTAGES["rloo"](), overlong=Overlong(max_length=12, buffer=given, factor=0.5))
-        before, after = (a.estimate(batch, State()).batch for a in (plain, held))
+        held = AlgorithmConfig(
+            advantage=ADVANTAGES["rloo"](), overlong=OverlongPenalty(max_length=12, buffer=given, factor=0.5)
+        )
+        before, after = (a.estimate(batch, AlgorithmState()).batch for a in (plain, held))
         wanted = np.minimum(-(lengths - (12 - buffer)) / buffer * 0.5, 0)
         assert wanted.min() < -0.5 and (wanted == 0).any()
-        found = (after.need("reward") - before.need("reward")).numpy()
+        found = (after.require("reward") - before.require("reward")).numpy()
         np.testing.assert_allclose(found, wanted, rtol=VALUE, atol=VALUE)
-        assert torch.equal(after.need("metric"), before.need("metric"))
+        assert torch.equal(after.require("metric"), before.require("metric"))
 
 
 def admitted(tasks: int, metric: Callable[[int, int], float], *, group_size: int = 3) -> list[int]:
     """The groups that a run's scheduler trains on, with enough of a refill."""
-    plan = Scheduler(tasks=tasks, group_size=group_size, refill=50, retries=0)
-    waiting = plan.on(Opened(1))
+    plan = CollectionScheduler(tasks=tasks, group_size=group_size, refill=50, retries=0)
+    waiting = plan.handle(StepOpened(1))
     while True:
         match waiting.pop(0):
-            case Issue(task, sample):
-                waiting += plan.on(Finished(task, sample, metric(task, sample)))
-            case Admit(_, chosen):
+            case IssueRollout(task, sample):
+                waiting += plan.handle(RolloutFinished(task, sample, metric(task, sample)))
+            case AdmitStep(_, chosen):
                 return list(chosen)
 
 
@@ -119,11 +122,11 @@ def test_the_filter_keeps_groups_of_one() -> None:
 
 def test_the_filter_compares_the_part_that_is_named() -> None:
     """Of a reward of two parts; shaping that differs makes no group worth keeping."""
-    collection = Collection(refill=1, metric="correct")
+    collection = CollectionConfig(refill=1, metric="correct")
     parts = {"correct": 1.0, "brevity": 0.3}
-    assert collection.compared(0, parts, 1.3, "") == 1.0
-    assert Collection(refill=1).compared(0, parts, 1.3, "") == 1.3
-    assert collection.compared(0, {}, -1.0, "it could not be judged") == -1.0
+    assert collection.group_metric(0, parts, 1.3, "") == 1.0
+    assert CollectionConfig(refill=1).group_metric(0, parts, 1.3, "") == 1.3
+    assert collection.group_metric(0, {}, -1.0, "it could not be judged") == -1.0
     for lacking, named in (({}, "is one number"), ({"right": 1.0}, "has the parts right")):
         with pytest.raises(CollectionError, match=f"`collect.metric=correct` compares .* task 7 {named}"):
-            collection.compared(7, lacking, 1.0, "")
+            collection.group_metric(7, lacking, 1.0, "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from etude.algorithms import Denominators, Loss, Outputs, Reduction, Unit, View
 from etude.algorithms.losses import SUPERVISED
-from etude.algorithms.losses.supervised import Echo
+from etude.algorithms.losses.supervised import EchoLoss
 from etude.batch import Batch
 from tests.batches import random_batch
 from tests.conformance.fixtures import awkward
@@ -23,7 +23,7 @@ from tests.conformance.twin import Array
 
 def said(batch: Batch, seed: int = 9, shape: tuple[int, ...] = ()) -> Tensor:
     """Log-probs for every token, below 0."""
-    draws = np.random.default_rng(seed).gamma(1.5, 0.5, (batch.tokens, *shape))
+    draws = np.random.default_rng(seed).gamma(1.5, 0.5, (batch.num_tokens, *shape))
     return -torch.from_numpy(draws)
 
 
@@ -33,7 +33,7 @@ def is_formula(
     """The loss has the formula's value and slope in the entries `where` of an output, and no slope in any other."""
     leaf = leaf.detach().clone().requires_grad_()
     view = View(batch, Outputs(**{name: leaf, **more}))
-    found = loss(view, Denominators.of(view)).loss
+    found = loss(view, Denominators.from_view(view)).loss
     grad = torch.autograd.grad(found, leaf)[0]
     at = leaf.detach()[where].numpy()
     np.testing.assert_allclose(float(found.detach()), formula(at), rtol=VALUE, atol=VALUE)
@@ -51,7 +51,7 @@ def lengths(batch: Batch, unit: Unit = "rollout") -> list[int]:
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
 def test_sft(how: Reduction) -> None:
     batch = awkward(3)
-    index = View(batch).index
+    index = View(batch).action_index
     loss = SUPERVISED["sft"](reduction=how)
     is_formula(loss, batch, "logp", said(batch), index, lambda logp: reduced(-logp, lengths(batch), how))
 
@@ -70,8 +70,8 @@ def pairs() -> tuple[Batch, list[tuple[int, int]]]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_dpo(smoothing: float) -> None:
     batch, preferred = pairs()
-    index, ends = View(batch).index, np.cumsum(lengths(batch))
-    ref = batch.need("ref_logp")[index].numpy()
+    index, ends = View(batch).action_index, np.cumsum(lengths(batch))
+    ref = batch.require("ref_logp")[index].numpy()
 
     def formula(logp: Array) -> float:
         gain = [(logp - ref)[end - n : end].sum() for end, n in zip(ends, lengths(batch), strict=True)]
@@ -97,8 +97,8 @@ def test_reward_model() -> None:
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
 def test_value(clip: float | None) -> None:
     batch = awkward(3)
-    index = View(batch).index
-    old, target = batch.need("value")[index].numpy(), batch.need("returns")[index].numpy()
+    index = View(batch).action_index
+    old, target = batch.require("value")[index].numpy(), batch.require("returns")[index].numpy()
 
     def formula(value: Array) -> float:
         error = (value - target) ** 2
@@ -116,7 +116,7 @@ OVER += [("seq-mean-token-mean", "turn"), ("seq-mean-token-sum", "turn")]
 def test_value_reductions() -> None:
     """Each reduction, over rollouts and over turns."""
     batch = awkward(3)
-    index, target = View(batch).index, batch.need("returns")[View(batch).index].numpy()
+    index, target = View(batch).action_index, batch.require("returns")[View(batch).action_index].numpy()
     for how, unit in OVER:
         loss, of_units = SUPERVISED["value"](clip=None, reduction=how, unit=unit), lengths(batch, unit)
 
@@ -140,11 +140,11 @@ def test_distill_topk_reductions() -> None:
 
 def of_topk(direction: str, how: Reduction, unit: Unit) -> None:
     batch = awkward(3, (2, 2), longest=6)  # four numbers a token are moved one by one
-    index = View(batch).index
-    teacher = torch.from_numpy(np.random.default_rng(1).normal(size=(batch.tokens, 5))).log_softmax(-1)[:, :3]
-    student = torch.from_numpy(np.random.default_rng(2).normal(size=(batch.tokens, 4))).log_softmax(-1)
+    index = View(batch).action_index
+    teacher = torch.from_numpy(np.random.default_rng(1).normal(size=(batch.num_tokens, 5))).log_softmax(-1)[:, :3]
+    student = torch.from_numpy(np.random.default_rng(2).normal(size=(batch.num_tokens, 4))).log_softmax(-1)
     batch = batch.replace(
-        teacher_topk_ids=torch.arange(3).repeat(batch.tokens, 1),
+        teacher_topk_ids=torch.arange(3).repeat(batch.num_tokens, 1),
         teacher_topk_logp=torch.where(batch.action[:, None], teacher, torch.nan),
     )
     told = teacher[index].numpy()
@@ -167,6 +167,6 @@ def test_without_the_tail_the_truncated_divergence_can_be_negative() -> None:
 def test_echo() -> None:
     """Tool output is learned from, and nothing else."""
     batch = awkward(3)
-    seen = (batch.need("observation") & ~batch.action).nonzero()[:, 0]
-    assert 0 < len(seen) < batch.tokens
-    is_formula(Echo(), batch, "logp", said(batch), seen, lambda logp: float(-logp.mean()))
+    seen = (batch.require("observation") & ~batch.action).nonzero()[:, 0]
+    assert 0 < len(seen) < batch.num_tokens
+    is_formula(EchoLoss(), batch, "logp", said(batch), seen, lambda logp: float(-logp.mean()))

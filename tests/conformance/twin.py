@@ -64,13 +64,15 @@ def tries(batch: Batch, **more: Tensor) -> list[Try]:
     columns |= {name: values.detach().numpy() for name, values in more.items()}
     action = batch.action.numpy()
     rewards = None if batch.reward is None else batch.reward.numpy()
-    facts = {name: batch.need(name).numpy() for name in FACTS if batch.__dict__[name] is not None}
+    facts = {name: batch.require(name).numpy() for name in FACTS if batch.__dict__[name] is not None}
     found = []
-    for u in range(batch.rollouts):
-        where = [t for t in range(int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])) if action[t]]
+    for u in range(batch.num_rollouts):
+        where = [
+            t for t in range(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1])) if action[t]
+        ]
         paid = np.zeros(len(where))
         if batch.token_reward is not None:
-            for t in range(int(batch.unit_tokens[u]), int(batch.unit_tokens[u + 1])):
+            for t in range(int(batch.rollout_token_offsets[u]), int(batch.rollout_token_offsets[u + 1])):
                 given = columns["token_reward"][t]
                 if np.isfinite(given) and given != 0:
                     paid[max(i for i, place in enumerate(where) if place <= t)] += given

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from etude.errors import EngineError
-from etude.models import Model, create, save, tiny
+from etude.models import Model, create, save, tiny_config
 from etude.records import SamplingParams
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
-from etude.sync import Carrier, Fleet
-from etude.sync.disk import DiskCarrier
-from etude.sync.fleet import Running
-from etude.sync.group import GroupCarrier
-from etude.sync.shm import ShmCarrier
+from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
+from etude.sync import ReplicaWeightSync, WeightTransport
+from etude.sync.broadcast import BroadcastTransport
+from etude.sync.disk import DiskTransport
+from etude.sync.replicas import InFlightPolicy
+from etude.sync.shm import ShmTransport
 from tests.served import on
 from tests.servers import Served, serving
 from tests.worlds import ALPHABET, make_tokenizer
@@ -49,15 +49,17 @@ class World:
     directory: Path
     version: int = 0
 
-    def fleet(self, name: str, *more: Served, running: Running = "continue", delta: bool = False) -> Fleet:
-        made: dict[str, Callable[[], Carrier]] = {
-            "shm": lambda: ShmCarrier(BUCKET),
-            "disk": lambda: DiskCarrier(self.directory / "published", BUCKET, delta=delta),
-            "gloo": lambda: GroupCarrier("gloo", BUCKET, timeout=30),
+    def fleet(
+        self, name: str, *more: Served, running: InFlightPolicy = "continue", delta: bool = False
+    ) -> ReplicaWeightSync:
+        made: dict[str, Callable[[], WeightTransport]] = {
+            "shm": lambda: ShmTransport(BUCKET),
+            "disk": lambda: DiskTransport(self.directory / "published", BUCKET, delta=delta),
+            "gloo": lambda: BroadcastTransport("gloo", BUCKET, timeout=30),
         }
-        return Fleet([self.server, *more], made[name](), running=running, timeout=30)
+        return ReplicaWeightSync([self.server, *more], made[name](), running=running, timeout=30)
 
-    def publish(self, fleet: Fleet, weights: Weights) -> dict[str, float]:
+    def publish(self, fleet: ReplicaWeightSync, weights: Weights) -> dict[str, float]:
         self.version += 1
         return asyncio.run(fleet.publish(weights.items(), self.version)).reduce()
 
@@ -72,7 +74,7 @@ class World:
 
 def model_of(seed: int) -> Model:
     """A model whose output head is its embedding, and whose next token depends strongly on what it has read."""
-    model = create(tiny(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=seed)
+    model = create(tiny_config(VOCABULARY, layers=2, hidden=64, heads=2, kv_heads=1, context=2048), seed=seed)
     with torch.no_grad():
         for _, weight in model.named_weights():
             weight.mul_(4 if weight.ndim == 2 else 1)
@@ -90,7 +92,7 @@ def embedded(weights: Weights) -> tuple[list[int], list[float]]:
     with torch.no_grad():
         for name, weight in model.named_weights():
             weight.copy_(weights[name])
-    with TorchEngine(model, None, EngineConfig(kv_gib=0.01)) as engine:
+    with TorchEngine(model, None, TorchEngineConfig(kv_gib=0.01)) as engine:
         (said,) = engine.generate_all([np.array(PROMPT, np.int32)], [SamplingParams(max_tokens=COUNT, temperature=0.0)])
     return said.ids.tolist(), said.raw_logp.tolist()
 
@@ -112,7 +114,7 @@ def test_after_publish_a_server_computes_with_the_trainers_weights(world: World,
     fleet = world.fleet(name)
     told = world.publish(fleet, SECOND)
     assert told["publish_bytes"] == sum(weight.nbytes for weight in SECOND.values())
-    assert told["publish_withdrawn"] == 0 and told["publish_ms"] >= told["publish_hold_ms"] > 0
+    assert told["publish_failed_replicas"] == 0 and told["publish_ms"] >= told["publish_pause_ms"] > 0
     world.says(SECOND)
     world.publish(fleet, FIRST)
     world.says(FIRST)
@@ -137,7 +139,7 @@ def test_only_what_changed_is_carried_where_that_is_asked_for(world: World) -> N
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
-def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: Running) -> None:
+def test_what_is_under_way_goes_on_or_is_waited_for(world: World, running: InFlightPolicy) -> None:
     fleet = world.fleet("shm", running=running)
     world.publish(fleet, FIRST)
 
@@ -216,7 +218,7 @@ def test_weights_that_end_half_way_take_a_server_out_until_the_next_publish(worl
 
 
 def test_one_that_is_gone_keeps_no_other_from_its_weights(world: World) -> None:
-    gone = Served(world.server.dialect.name, "http://127.0.0.1:9", None, world.directory)
+    gone = Served(world.server.backend.name, "http://127.0.0.1:9", None, world.directory)
     told = world.publish(world.fleet("shm", gone), SECOND)
-    assert told["publish_withdrawn"] == 1 and gone.withdrawn
+    assert told["publish_failed_replicas"] == 1 and gone.withdrawn
     world.says(SECOND)

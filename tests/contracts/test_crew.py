@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import TrainingError
 from etude.protocols import Crew
@@ -18,7 +18,7 @@ from tests.dispatch.workers import Clerk, counted
 RANKS = {"local": 1, "processes": 2, "ray": 2}
 KINDS = ["local", "processes", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))]
 
-PATIENT = CrewConfig(timeout=240, silence=120)
+PATIENT = CrewConfig(timeout=240, heartbeat_timeout=120)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -30,7 +30,9 @@ def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         request.getfixturevalue("a_ray")
     start = crew_of("ray" if request.param == "ray" else "local")
     logs = tmp_path_factory.mktemp("ranks")
-    with closing(start(counted, ranks=RANKS[request.param], share=shares, logs=logs, config=PATIENT)) as made:
+    with closing(
+        start(counted, ranks=RANKS[request.param], share=partition_rollouts, logs=logs, config=PATIENT)
+    ) as made:
         yield made
 
 
@@ -54,7 +56,7 @@ def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
 def test_a_batch_comes_back_in_its_order(crew: Crew, sizes: tuple[int, ...]) -> None:
     """However few its groups are: a rank may get none."""
     batch = with_extras(random_batch(0, sizes))
-    assert same(crew.call(Clerk.double, batch, by=3), batch.replace(reward=3 * batch.need("reward")))
+    assert same(crew.call(Clerk.double, batch, by=3), batch.replace(reward=3 * batch.require("reward")))
     assert same(crew.call(Clerk.centre, batch), Clerk().centre(batch))
 
 

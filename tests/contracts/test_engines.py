@@ -17,9 +17,9 @@ from etude.chat import Tokenizer
 from etude.errors import ConfigError, DataError, EngineError, EtudeError
 from etude.models import Model, load
 from etude.records import Completion, SamplingParams
-from etude.rollout import EngineConfig, Served, TorchEngine
-from etude.rollout.connection import Connection
-from etude.rollout.sglang import KEPT_BACK
+from etude.rollout import ServerPool, TorchEngine, TorchEngineConfig
+from etude.rollout.http_client import HttpClient
+from etude.rollout.sglang import RESERVED_TOKENS
 from tests.rollout.engines import Ids, logits_of, said_of
 from tests.served import CONTEXT, bring, on
 
@@ -33,7 +33,7 @@ class Asked:
     """An engine, and what it is held against."""
 
     kind: str
-    engine: TorchEngine | Served
+    engine: TorchEngine | ServerPool
     model: Model
     other: Model
     tokenizer: Tokenizer
@@ -45,11 +45,11 @@ class Asked:
 
     def bring(self, place: int, version: int) -> None:
         """Have it compute with one of the two models."""
-        if isinstance(self.engine, Served):
+        if isinstance(self.engine, ServerPool):
             bring(self.engine, self.directories[place], version)
         else:
             weights = [(name, weight.detach()) for name, weight in (self.model, self.other)[place].named_weights()]
-            asyncio.run(self.engine.swap(weights, version))
+            asyncio.run(self.engine.update_weights(weights, version))
 
 
 @pytest.fixture(params=ENGINES)
@@ -59,10 +59,10 @@ def asked(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> I
     tokenizer, kind = Tokenizer.load(served_models[0]), str(request.param)
     if kind == "embedded":
         copy = load(served_models[0], dtype=torch.float32)
-        with TorchEngine(copy, tokenizer, EngineConfig(kv_gib=0.01, max_running=32)) as embedded:
+        with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_running=32)) as embedded:
             yield Asked(kind, embedded, model, other, tokenizer, served_models)
         return
-    engine: Served = request.getfixturevalue(f"{kind}_server")
+    engine: ServerPool = request.getfixturevalue(f"{kind}_server")
     found = Asked(kind, engine, model, other, tokenizer, served_models)
     yield found
     if engine.version:
@@ -146,11 +146,11 @@ def test_an_answer_ends_with_its_end_and_not_too_soon(asked: Asked) -> None:
     last = answer.ids.tolist()
     stop = next(token for token in last[1:] if token != last[0])
     (ended,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,)))
-    assert ended.ids.tolist() == last[: last.index(stop) + 1] and ended.finish == "stop"
+    assert ended.ids.tolist() == last[: last.index(stop) + 1] and ended.finish_reason == "stop"
     assert ended.text == asked.tokenizer.decode(ended.ids[:-1])
     (later,) = asked.answers([prompt], replace(greedy, stop_ids=(stop,), min_tokens=last.index(stop) + 2))
     assert len(later.ids) >= last.index(stop) + 2 and later.ids[last.index(stop)] != stop
-    assert answer.finish == "length" and answer.text == asked.tokenizer.decode(answer.ids)
+    assert answer.finish_reason == "length" and answer.text == asked.tokenizer.decode(answer.ids)
 
 
 def test_a_stop_string_ends_it_and_is_not_shown(asked: Asked) -> None:
@@ -159,7 +159,7 @@ def test_a_stop_string_ends_it_and_is_not_shown(asked: Asked) -> None:
     texts = [answer.text for answer in asked.answers(prompts, greedy)]
     prompt, text = max(zip(prompts, texts, strict=True), key=lambda each: len(each[1]))
     (ended,) = asked.answers([prompt], replace(greedy, stop=(text[3:5],)))
-    assert ended.text == text[: text.index(text[3:5])] and ended.finish == "stop"
+    assert ended.text == text[: text.index(text[3:5])] and ended.finish_reason == "stop"
     assert asked.tokenizer.decode(ended.ids).endswith(text[3:5])
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_computed_is_refused_and_harms_nobody(asked: Asked) -> No
     for wrong in (np.array([5, 10**6], np.int32), np.array([-1], np.int32), np.empty(0, np.int32)):
         with pytest.raises(DataError):
             asked.answers([wrong], SamplingParams(max_tokens=3))
-    room = CONTEXT - (KEPT_BACK if asked.kind == "sglang" else 0)
+    room = CONTEXT - (RESERVED_TOKENS if asked.kind == "sglang" else 0)
     with pytest.raises(DataError, match=f"context is {room}"):
         asked.answers([np.full(room, 5, np.int32)], SamplingParams(max_tokens=3))
     (answer,) = asked.answers([prompt], SamplingParams(max_tokens=3, temperature=0))
@@ -218,7 +218,7 @@ async def long_ones(asked: Asked, count: int = 3) -> AsyncIterator[list[asyncio.
     loop = asyncio.get_running_loop()
 
     async def answer(prompt: Ids, event: asyncio.Event) -> Completion:
-        return await asked.engine.generate(prompt, sampling, begun=partial(_tell, loop, event))
+        return await asked.engine.generate(prompt, sampling, on_start=partial(_tell, loop, event))
 
     tasks = [asyncio.create_task(answer(*each)) for each in zip(prompts_of(count), begun, strict=True)]
     async with asyncio.timeout(60):
@@ -244,7 +244,7 @@ def test_an_abort_hands_over_what_is_there(asked: Asked) -> None:
     async def scenario() -> list[Completion]:
         async with long_ones(asked) as tasks:
             await asked.engine.abort()
-            return [answer for task in tasks if (answer := await task).finish == "abort"]
+            return [answer for task in tasks if (answer := await task).finish_reason == "abort"]
 
     cut: list[Completion] = []
     for _ in range(10):  # all may have ended before it was heard
@@ -305,29 +305,29 @@ def test_it_tells_what_it_did(asked: Asked) -> None:
 
 @pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
 def test_a_server_tells_its_figures_and_forgets(asked: Asked) -> None:
-    assert isinstance(asked.engine, Served)
+    assert isinstance(asked.engine, ServerPool)
 
     async def told(server: object) -> tuple[int, str]:
-        assert isinstance(asked.engine, Served)
+        assert isinstance(asked.engine, ServerPool)
         one = asked.engine.servers[0]
-        await one.forget()
-        figures = await one.figures()
-        return figures.running, await one.dialect.version(one._to)
+        await one.reset_prefix_cache()
+        figures = await one.get_load()
+        return figures.running, await one.backend.get_server_version(one._client)
 
-    ((running, version),) = asyncio.run(asked.engine.each(told))
+    ((running, version),) = asyncio.run(asked.engine.run_on_all(told))
     assert running == 0 and version.startswith({"vllm": "0.32", "sglang": "0.5.23"}[asked.kind])
 
 
 @pytest.mark.parametrize("asked", ENGINES[1:], indirect=True)
 def test_a_server_asks_for_a_key_that_its_log_does_not_tell(asked: Asked) -> None:
-    assert isinstance(asked.engine, Served)
-    address, log = asked.engine.servers[0].address, asked.engine.replicas[0]._warden.log
+    assert isinstance(asked.engine, ServerPool)
+    address, log = asked.engine.servers[0].address, asked.engine.replicas[0]._process.log
     said = log.read_text(errors="replace")
     assert said and len(address.key) == 64 and address.key not in said
     assert not list(log.parent.glob("*.yaml"))
 
     async def strange(path: str) -> None:
-        to = Connection(address.url)
+        to = HttpClient(address.url)
         try:
             with pytest.raises(EngineError, match="answered 401"):
                 await to.post(path, {"input_ids": [5], "token_ids": [5], "sampling_params": {}})
@@ -340,7 +340,7 @@ def test_a_server_asks_for_a_key_that_its_log_does_not_tell(asked: Asked) -> Non
 
 
 def test_a_closed_engine_says_so(served_models: tuple[Path, Path]) -> None:
-    engine = TorchEngine(load(served_models[0], dtype=torch.float32), None, EngineConfig(kv_gib=0.01))
+    engine = TorchEngine(load(served_models[0], dtype=torch.float32), None, TorchEngineConfig(kv_gib=0.01))
     engine.close()
     with pytest.raises(EtudeError):
         engine.generate_all(prompts_of(1), [SamplingParams(max_tokens=2)])

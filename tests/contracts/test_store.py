@@ -12,32 +12,32 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from etude.errors import IllegalMoveError, StoreError
+from etude.errors import IllegalTransitionError, StoreError
 from etude.records import Outcome, Task
 from etude.store import (
-    Admitted,
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
-    Evaluated,
     Event,
     Journal,
-    LateEnd,
-    Noted,
+    LateResultRecorded,
+    NoteRecorded,
     Phase,
-    Published,
+    PolicyEvaluated,
+    PolicyPublished,
     ResourcePut,
-    Rewarded,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutsAdmitted,
     RolloutState,
     Status,
     TaskDropped,
     TaskIssued,
     TaskState,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
     open_store,
 )
 from tests.store.made import group, same, tried, turn
@@ -64,17 +64,17 @@ STORY: list[Event] = [
     AttemptStarted(2, 0, "runner"),
     AttemptReady(2, 0),
     TurnRecorded(2, 0, turn()),
-    TurnPaid(2, 0, 0, 0.25),
-    Noted(2, 0, "seen", {"tool": "search"}),
+    TurnRewarded(2, 0, 0, 0.25),
+    NoteRecorded(2, 0, "seen", {"tool": "search"}),
     AttemptEnded(2, 0, Outcome.UNRESPONSIVE, "silent for 60 s", retry=True, watched=True),
-    LateEnd(2, 0, Outcome.SUCCEEDED, reward=1.0),
+    LateResultRecorded(2, 0, Outcome.SUCCEEDED, reward=1.0),
     RolloutExpired(3, "queued for 600 s"),
     *tried(2, 0.5, attempt=1),
-    Admitted(1, (1, 0)),
+    RolloutsAdmitted(1, (1, 0)),
     TaskDropped(1, 1, "infrastructure"),
-    Published(1, 1),
+    PolicyPublished(1, 1),
     ResourcePut("prompt", 1, "Think."),
-    Evaluated(1, "val", {"mean@4": 0.25, "pass@4": 0.5}, [{"prompt": "1+1?", "answer": "2", "reward": 1.0}]),
+    PolicyEvaluated(1, "val", {"mean@4": 0.25, "pass@4": 0.5}, [{"prompt": "1+1?", "answer": "2", "reward": 1.0}]),
 ]
 
 
@@ -126,7 +126,7 @@ def test_many_events_are_read_in_pages_without_a_seam(store: Journal) -> None:
 
 def test_kinds_and_rollouts_select(store: Journal) -> None:
     store.append(STORY)
-    for kinds in [(TurnRecorded,), (Admitted, TaskDropped), (Rewarded, RolloutQueued, Published)]:
+    for kinds in [(TurnRecorded,), (RolloutsAdmitted, TaskDropped), (AttemptRewarded, RolloutQueued, PolicyPublished)]:
         wanted = [(at, type(event)) for at, event in enumerate(STORY, 1) if isinstance(event, kinds)]
         assert [(at, type(event)) for at, event in store.read(kinds=kinds)] == wanted
     of_two = [event for event in STORY if getattr(event, "rollout", None) == 2]
@@ -138,7 +138,7 @@ def test_a_batch_is_written_whole_or_not_at_all(store: Journal) -> None:
     store.append(STORY[:6])
     before = [(at, type(event)) for at, event in store.read()], store.rollouts(), store.tasks()
     wrong = [*group(7), *tried(14), RolloutQueued(14, 7, 0)]
-    with pytest.raises(IllegalMoveError, match="Rollout 14 is succeeded and cannot be queued"):
+    with pytest.raises(IllegalTransitionError, match="Rollout 14 is succeeded and cannot be queued"):
         store.append(wrong)
     assert ([(at, type(event)) for at, event in store.read()], store.rollouts(), store.tasks()) == before
     assert store.append([*group(7), *tried(14)]) == 6 + 7
@@ -193,7 +193,7 @@ def test_work_is_found_by_what_is_still_to_be_done_with_it(store: Journal) -> No
     store.append([AttemptStarted(4, 0), *tried(1), *tried(0)])
     assert (ids(Phase.QUEUED), ids(Phase.RUNNING), ids(Phase.FINISHED)) == ([2, 3, 5], [4], [0, 1])
     assert ids(Phase.QUEUED, Phase.RUNNING) == [2, 3, 4, 5] and ids() == [0, 1, 2, 3, 4, 5]
-    store.append([RolloutCancelled(2, "enough"), Admitted(1, (0, 1))])
+    store.append([RolloutCancelled(2, "enough"), RolloutsAdmitted(1, (0, 1))])
     assert (ids(Phase.FINISHED), ids(Phase.ADMITTED), ids(Phase.DROPPED)) == ([], [0, 1], [2])
     assert [task.id for task in store.tasks(Phase.OPEN)] == [1]
 
@@ -218,8 +218,8 @@ def test_turns_are_those_of_the_attempt_that_counts(store: Journal) -> None:
 
 def test_admissions_are_read_from_a_position(store: Journal) -> None:
     store.append([*group(0), *tried(0), *tried(1), *group(1), *tried(2), *tried(3)])
-    between = store.append([Admitted(1, (0, 1))])
-    store.append([Admitted(2, (3,))])
+    between = store.append([RolloutsAdmitted(1, (0, 1))])
+    store.append([RolloutsAdmitted(2, (3,))])
     assert store.admitted() == {1: (0, 1), 2: (3,)} and store.admitted(between) == {2: (3,)}
     assert store.rollout(2).phase is Phase.DROPPED, "its task is settled without it"
 
@@ -234,28 +234,28 @@ def test_a_name_nobody_knows_is_a_sentence(store: Journal) -> None:
 
 def test_states_are_listed_in_order_and_against_it(store: Journal) -> None:
     store.append([event for task in range(100) for event in group(task)])
-    assert [state.id for state in store.listed(RolloutState)] == list(range(200))
-    assert [state.id for state in store.listed(RolloutState, 130)] == list(range(131, 200))
-    assert [state.id for state in store.listed(RolloutState, 130, backwards=True)] == list(range(129, -1, -1))
-    assert [state.id for state in store.listed(TaskState, backwards=True)] == list(range(99, -1, -1))
-    assert {id: state.task for id, state in store.some(RolloutState, [7, 199, 200]).items()} == {7: 3, 199: 99}
+    assert [state.id for state in store.iter_states(RolloutState)] == list(range(200))
+    assert [state.id for state in store.iter_states(RolloutState, 130)] == list(range(131, 200))
+    assert [state.id for state in store.iter_states(RolloutState, 130, backwards=True)] == list(range(129, -1, -1))
+    assert [state.id for state in store.iter_states(TaskState, backwards=True)] == list(range(99, -1, -1))
+    assert {id: state.task for id, state in store.load_states(RolloutState, [7, 199, 200]).items()} == {7: 3, 199: 99}
 
 
 def test_several_batches_in_one_writing_and_one_that_is_refused_spoils_no_other(store: Journal) -> None:
-    with store.writing() as writing:
-        assert writing.take(group(0)) == 3
+    with store.transaction() as writing:
+        assert writing.append(group(0)) == 3
         for wrong in (tried(9), [*tried(0), RolloutQueued(0, 0, 0)], [TaskIssued(3, 0, "s", {}), AttemptStarted(1, 1)]):
-            with pytest.raises(IllegalMoveError):
-                writing.take(wrong)
+            with pytest.raises(IllegalTransitionError):
+                writing.append(wrong)
         assert writing.state(TaskState, 3) is None and writing.state(RolloutState, 9) is None
-        assert writing.take([AttemptStarted(0, 0)]) == 4
+        assert writing.append([AttemptStarted(0, 0)]) == 4
         state = writing.state(RolloutState, 0)
         assert state is not None and state.status is Status.RUNNING
         assert store.position == 0, "nothing is written before the end"
     assert same([event for _, event in store.read()], [*group(0), AttemptStarted(0, 0)])
     assert [state.status for state in store.rollouts()] == [Status.RUNNING, Status.QUEUED]
-    with pytest.raises(KeyError), store.writing() as writing:
-        writing.take(group(1))
+    with pytest.raises(KeyError), store.transaction() as writing:
+        writing.append(group(1))
         raise KeyError
     assert store.position == 4 and len(store.tasks()) == 1
     store.append(group(1))
@@ -273,30 +273,50 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     ),
     ("never queued", [AttemptStarted(9, 0)], "Rollout 9 is not known and cannot be started; it may only be queued"),
     ("not started", [TurnRecorded(0, 0, turn())], "Rollout 0 is queued and cannot record a turn"),
-    ("reward early", [Rewarded(0, 0, 1.0)], "Rollout 0 is queued and cannot be rewarded"),
+    ("reward early", [AttemptRewarded(0, 0, 1.0)], "Rollout 0 is queued and cannot be rewarded"),
     ("started twice", [AttemptStarted(0, 0), AttemptStarted(0, 1)], "Rollout 0 is running and cannot be started"),
     ("attempt from one", [AttemptStarted(0, 1)], "only one of attempt 0"),
-    ("other attempt", [AttemptStarted(0, 0), Rewarded(0, 1, 1.0)], "only one of attempt 0"),
+    ("other attempt", [AttemptStarted(0, 0), AttemptRewarded(0, 1, 1.0)], "only one of attempt 0"),
     ("turn left out", [AttemptStarted(0, 0), TurnRecorded(0, 0, turn(1))], "cannot record turn 1: the next one is"),
     ("turn twice", [*tried(0)[:2], TurnRecorded(0, 0, turn(0))], "cannot record turn 0: the next one is turn 1"),
-    ("reward twice", [*tried(0), Rewarded(0, 0, 0.0)], "cannot be rewarded 0.0: it has 1.0, which is final"),
+    ("reward twice", [*tried(0), AttemptRewarded(0, 0, 0.0)], "cannot be rewarded 0.0: it has 1.0, which is final"),
     ("end twice", [*tried(0), AttemptEnded(0, 0, Outcome.FAILED)], "Rollout 0 is succeeded and cannot fail"),
     ("turn after the end", [*tried(0), TurnRecorded(0, 0, turn(1))], "is succeeded and cannot record a turn"),
     ("retry of the ended", [*tried(0), AttemptStarted(0, 1)], "Rollout 0 is succeeded and cannot be started"),
     ("cancel of the ended", [*tried(0), RolloutCancelled(0, "no")], "is succeeded and cannot be cancelled"),
     ("expired while running", [AttemptStarted(0, 0), RolloutExpired(0, "late")], "cannot expire in the queue"),
-    ("result of the cancelled", [RolloutCancelled(0, "no"), Rewarded(0, 0, 1.0)], "Rollout 0 is cancelled and cannot"),
-    ("admit the queued", [*tried(0), Admitted(1, (0,))], "Rollout 1 is queued and cannot be dropped"),
-    ("admit the running", [AttemptStarted(0, 0), Admitted(1, (0,))], "Rollout 0 is running and cannot be admitted"),
-    ("admit the unknown", [Admitted(1, (9,))], "Step 1 cannot admit rollout 9, which was never queued"),
-    ("admit one twice", [*tried(0), *tried(1), Admitted(1, (0, 0, 1))], "cannot admit a rollout twice"),
+    (
+        "result of the cancelled",
+        [RolloutCancelled(0, "no"), AttemptRewarded(0, 0, 1.0)],
+        "Rollout 0 is cancelled and cannot",
+    ),
+    ("admit the queued", [*tried(0), RolloutsAdmitted(1, (0,))], "Rollout 1 is queued and cannot be dropped"),
+    (
+        "admit the running",
+        [AttemptStarted(0, 0), RolloutsAdmitted(1, (0,))],
+        "Rollout 0 is running and cannot be admitted",
+    ),
+    ("admit the unknown", [RolloutsAdmitted(1, (9,))], "Step 1 cannot admit rollout 9, which was never queued"),
+    ("admit one twice", [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 0, 1))], "cannot admit a rollout twice"),
     (
         "admit the broken",
-        [*tried(0, outcome=Outcome.INFRA_ERROR)[:2], AttemptEnded(0, 0, Outcome.INFRA_ERROR), Admitted(1, (0,))],
+        [
+            *tried(0, outcome=Outcome.INFRA_ERROR)[:2],
+            AttemptEnded(0, 0, Outcome.INFRA_ERROR),
+            RolloutsAdmitted(1, (0,)),
+        ],
         "Rollout 0 is infra_error and cannot be admitted",
     ),
-    ("admit again", [*tried(0), *tried(1), Admitted(1, (0, 1)), Admitted(2, (0,))], r"settled \(admitted at step 1\)"),
-    ("step twice", [*tried(0), *tried(1), Admitted(1, (0, 1)), Admitted(1, ())], "Step 1 cannot admit rollouts"),
+    (
+        "admit again",
+        [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 1)), RolloutsAdmitted(2, (0,))],
+        r"settled \(admitted at step 1\)",
+    ),
+    (
+        "step twice",
+        [*tried(0), *tried(1), RolloutsAdmitted(1, (0, 1)), RolloutsAdmitted(1, ())],
+        "Step 1 cannot admit rollouts",
+    ),
     ("drop the unfinished", [TaskDropped(0, 1, "flat")], "Rollout 0 is queued and cannot be dropped"),
     ("drop the unknown", [TaskDropped(5, 1, "flat")], "Task 5 was never issued, so step 1 cannot drop it"),
     (
@@ -306,19 +326,37 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     ),
     ("ready at once", [AttemptStarted(0, 0), AttemptReady(0, 0)], "is running and cannot be ready; only one that is"),
     ("ready twice", [AttemptStarted(0, 0, "r"), AttemptReady(0, 0), AttemptReady(0, 0)], "is running and cannot be r"),
-    ("pay for no turn", [AttemptStarted(0, 0), TurnPaid(0, 0, 0, 1.0)], "cannot be paid for turn 0: it has 0 turns"),
-    ("note of no attempt", [Noted(0, 0, "seen")], "an event of attempt 0 cannot follow, only one of attempt -1"),
-    ("late while it runs", [AttemptStarted(0, 0), LateEnd(0, 0, Outcome.FAILED)], "it may only be handed in"),
-    ("late once handed in", [*tried(0), LateEnd(0, 0, Outcome.FAILED)], "it may only stay as it was handed in"),
+    (
+        "pay for no turn",
+        [AttemptStarted(0, 0), TurnRewarded(0, 0, 0, 1.0)],
+        "cannot be paid for turn 0: it has 0 turns",
+    ),
+    ("note of no attempt", [NoteRecorded(0, 0, "seen")], "an event of attempt 0 cannot follow, only one of attempt -1"),
+    (
+        "late while it runs",
+        [AttemptStarted(0, 0), LateResultRecorded(0, 0, Outcome.FAILED)],
+        "it may only be handed in",
+    ),
+    (
+        "late once handed in",
+        [*tried(0), LateResultRecorded(0, 0, Outcome.FAILED)],
+        "it may only stay as it was handed in",
+    ),
     (
         "late twice",
-        [AttemptStarted(0, 0), RolloutCancelled(0, "no"), *[LateEnd(0, 0, Outcome.FAILED)] * 2],
+        [AttemptStarted(0, 0), RolloutCancelled(0, "no"), *[LateResultRecorded(0, 0, Outcome.FAILED)] * 2],
         "was handed in late before, as failed",
     ),
     ("version left out", [ResourcePut("prompt", 2, "?")], "is at version 0, so version 2 cannot follow, only 1"),
     (
         "reward of the settled",
-        [*tried(0)[:2], AttemptEnded(0, 0, Outcome.FAILED), *tried(1), Admitted(1, (1,)), Rewarded(0, 0, 1.0)],
+        [
+            *tried(0)[:2],
+            AttemptEnded(0, 0, Outcome.FAILED),
+            *tried(1),
+            RolloutsAdmitted(1, (1,)),
+            AttemptRewarded(0, 0, 1.0),
+        ],
         "Rollout 0 cannot be rewarded: its task 0 is settled; it was dropped",
     ),
 ]
@@ -330,7 +368,7 @@ def test_what_may_not_follow_is_refused_in_a_sentence(where: str, tmp_path: Path
         (tmp_path / name).mkdir()
         with closing(open_store(WHERE[where](tmp_path / name))) as store:
             store.append(group(0))
-            with pytest.raises(IllegalMoveError) as refused:
+            with pytest.raises(IllegalTransitionError) as refused:
                 store.append(events)
             assert re.search(sentence, str(refused.value)), f"{name}: {refused.value}"
             assert store.position == 3, name
@@ -339,7 +377,7 @@ def test_what_may_not_follow_is_refused_in_a_sentence(where: str, tmp_path: Path
 
 def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) -> None:
     store.append([*group(0, 1), AttemptStarted(0, 0), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s")])
-    store.append([Rewarded(0, 0, -1.0)])
+    store.append([AttemptRewarded(0, 0, -1.0)])
     state = store.rollout(0)
     assert state.status is Status.TIMED_OUT and state.last is not None and state.last.reward == -1.0
 
@@ -347,7 +385,7 @@ def test_a_reward_may_come_after_the_end_while_the_task_is_open(store: Journal) 
 def test_what_nothing_follows_from_may_come_after_all_is_settled(store: Journal) -> None:
     started = [AttemptStarted(0, 0, "runner"), AttemptEnded(0, 0, Outcome.TIMED_OUT, "60 s", watched=True)]
     store.append([*group(0, 1), *started, TaskDropped(0, 1, "failed")])
-    store.append([Noted(0, 0, "span", {"took": 61.5}), LateEnd(0, 0, Outcome.SUCCEEDED, reward=1.0)])
+    store.append([NoteRecorded(0, 0, "span", {"took": 61.5}), LateResultRecorded(0, 0, Outcome.SUCCEEDED, reward=1.0)])
     state = store.rollout(0)
     assert (state.status, state.phase) == (Status.TIMED_OUT, Phase.DROPPED)
     assert state.last is not None and (state.last.reward, state.last.late) == (None, LATE)
@@ -412,7 +450,7 @@ def test_of_two_threads_that_want_the_same_one_gets_it(store: Journal) -> None:
         for rollout in range(50):
             try:
                 store.append([AttemptStarted(rollout, 0)])
-            except IllegalMoveError:
+            except IllegalTransitionError:
                 continue
             won.append((rollout, runner))
 

@@ -57,5 +57,5 @@ def test_the_greedy_answer_s_reward_is_a_column_where_all_have_it() -> None:
 
 def test_rollouts_without_a_row_are_there() -> None:
     batch = collate([], [Rollout(0, 0, 3, 1.0), Rollout(1, 0, 3, 0.0)])
-    assert (batch.rollouts, batch.rows, batch.tokens, batch.groups) == (2, 0, 0, 1)
+    assert (batch.num_rollouts, batch.num_rows, batch.num_tokens, batch.num_groups) == (2, 0, 0, 1)
     assert batch.observation is not None and batch.observation.dtype == torch.bool

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from etude.data import Columns, Data, Dataset
-from etude.data.prompts import plain_prompt
+from etude.data import DataConfig, Dataset, DatasetColumns
+from etude.data.prompts import check_prompt
 from etude.errors import ConfigError, DataError
 from etude.records import Message
 
@@ -61,7 +61,7 @@ def test_a_prompt_alone_is_enough() -> None:
 
 def test_columns_are_named_also_by_path() -> None:
     row = {"in": {"question": "a"}, "out": {"is": [1, 2]}, "from": "b", "prompt": "other"}
-    data = Dataset.load([row], Columns(prompt="in.question", answer="out.is", source="from"))
+    data = Dataset.load([row], DatasetColumns(prompt="in.question", answer="out.is", source="from"))
     task = data.task(0, 0)
     assert (task.fields["prompt"], task.fields["ground_truth"], task.source) == ("a", [1, 2], "b")
     assert task.fields["in"] == row["in"]
@@ -75,7 +75,7 @@ def test_several_files_are_one_after_the_other(tmp_path: Path) -> None:
     data = Dataset.load([str(tmp_path / "a.parquet"), tmp_path / "b.jsonl", "tests.data.tasks_for_tests:ROWS"])
     assert [data.task(row, 0).fields["ground_truth"] for row in range(len(data))] == [1, 2, "3", "1", "2"]
     assert [data.task(row, 0).fields["row"] for row in range(len(data))] == [0, 1, 2, 3, 4]
-    assert data.where(2) == f"{tmp_path / 'b.jsonl'}, row 0"
+    assert data.location(2) == f"{tmp_path / 'b.jsonl'}, row 0"
 
 
 def test_data_made_by_a_function() -> None:
@@ -93,25 +93,25 @@ def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
-        ([{"q": 1, "meta": {"a": 2}}], Columns(), r"row 0 has no column `prompt`; it has q, meta, meta\.a\."),
+        ([{"q": 1, "meta": {"a": 2}}], DatasetColumns(), r"row 0 has no column `prompt`; it has q, meta, meta\.a\."),
         (
             [{"prompt": "a"}],
-            Columns(answer="reply"),
+            DatasetColumns(answer="reply"),
             r"no column `reply`; it has prompt\. Say which .*`data.columns`",
         ),
-        ([{"prompt": "a"}], Columns(source="of"), "no column `of`"),
-        ([{"prompt": ""}], Columns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),
-        ([{"prompt": None}], Columns(), "row 0 has None for a prompt"),
-        ([{"prompt": 7}], Columns(), "row 0 has a value of type int for a prompt"),
-        ([{"prompt": ["a"]}], Columns(), "row 0 has 'a' for message 0 of its prompt"),
-        ([{"prompt": [{"content": "a"}]}], Columns(), "a mapping with a `role`"),
-        (["a"], Columns(), "no such file"),
-        ([{"prompt": "a"}, "b"], Columns(), "row 1 is of type str; each row must be a mapping"),
-        ([], Columns(), "No data was named"),
-        (iter(()), Columns(), "has no rows"),
+        ([{"prompt": "a"}], DatasetColumns(source="of"), "no column `of`"),
+        ([{"prompt": ""}], DatasetColumns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),
+        ([{"prompt": None}], DatasetColumns(), "row 0 has None for a prompt"),
+        ([{"prompt": 7}], DatasetColumns(), "row 0 has a value of type int for a prompt"),
+        ([{"prompt": ["a"]}], DatasetColumns(), "row 0 has 'a' for message 0 of its prompt"),
+        ([{"prompt": [{"content": "a"}]}], DatasetColumns(), "a mapping with a `role`"),
+        (["a"], DatasetColumns(), "no such file"),
+        ([{"prompt": "a"}, "b"], DatasetColumns(), "row 1 is of type str; each row must be a mapping"),
+        ([], DatasetColumns(), "No data was named"),
+        (iter(()), DatasetColumns(), "has no rows"),
     ],
 )
-def test_what_is_not_there_is_told(rows: Any, columns: Columns, message: str) -> None:
+def test_what_is_not_there_is_told(rows: Any, columns: DatasetColumns, message: str) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
         Dataset.load(rows, columns)
 
@@ -135,51 +135,51 @@ def lengthy() -> Dataset:
 
 
 def test_longer_prompts_are_left_out_and_counted() -> None:
-    data, counts = lengthy().fitting(letters, 4, "filter")
+    data, counts = lengthy().filter_overlong(letters, 4, "filter")
     assert counts.reduce() == {"prompts": 6, "overlong_prompts": 2, "longest_prompt": 6}
     assert [data.task(row, 0).fields["prompt"] for row in range(len(data))] == ["x", "xx", "xxx", "xxxx"]
     assert data.sources() == ["b", "a", "b", "a"]
-    again, counts = data.fitting(lambda prompt: letters(prompt)[::-1], 2, "filter")
+    again, counts = data.filter_overlong(lambda prompt: letters(prompt)[::-1], 2, "filter")
     assert len(again) == 2 and counts.reduce()["prompts"] == 4
 
 
 def test_rows_after_a_gap_keep_their_places_in_the_file() -> None:
     data = Dataset.load([{"prompt": "xxx"}, {"prompt": "x"}, {"prompt": "xxx"}, {"prompt": "y"}])
-    kept, _ = data.fitting(letters, 1, "filter")
+    kept, _ = data.filter_overlong(letters, 1, "filter")
     assert [kept.task(row, 0).fields["row"] for row in range(2)] == [0, 1]
-    assert kept.where(1) == "The data given, row 3"
+    assert kept.location(1) == "The data given, row 3"
     assert kept.sources() == ["", ""]
 
 
 def test_longer_prompts_are_cut_at_the_beginning() -> None:
-    data, counts = lengthy().fitting(letters, 4, "truncate")
+    data, counts = lengthy().filter_overlong(letters, 4, "truncate")
     assert len(data) == 6 and counts.reduce()["overlong_prompts"] == 2
-    cutting = Data(max_prompt=4, overlong="truncate")
-    assert cutting.cut(np.arange(6, dtype=np.int32)).tolist() == [2, 3, 4, 5]
-    assert cutting.cut(np.arange(3, dtype=np.int32)).tolist() == [0, 1, 2]
-    assert Data(max_prompt=4).cut(np.arange(6, dtype=np.int32)).tolist() == list(range(6))
+    cutting = DataConfig(max_prompt_length=4, overlong="truncate")
+    assert cutting.truncate(np.arange(6, dtype=np.int32)).tolist() == [2, 3, 4, 5]
+    assert cutting.truncate(np.arange(3, dtype=np.int32)).tolist() == [0, 1, 2]
+    assert DataConfig(max_prompt_length=4).truncate(np.arange(6, dtype=np.int32)).tolist() == list(range(6))
 
 
 def test_a_longer_prompt_is_an_error_that_names_its_row() -> None:
     with pytest.raises(DataError, match="row 4 has a prompt of 5 tokens; 4 are allowed"):
-        lengthy().fitting(letters, 4, "error")
-    assert len(lengthy().fitting(letters, 6, "error")[0]) == 6
+        lengthy().filter_overlong(letters, 4, "error")
+    assert len(lengthy().filter_overlong(letters, 6, "error")[0]) == 6
 
 
 def test_nothing_left_is_an_error() -> None:
     data = Dataset.load([{"prompt": "xxxx"}, {"prompt": "xxx"}])
     with pytest.raises(DataError, match=r"Every one of the 2 prompts .* the shortest has 3"):
-        data.fitting(letters, 2, "filter")
+        data.filter_overlong(letters, 2, "filter")
 
 
 def test_messages_are_measured_as_messages() -> None:
     data = Dataset.load([{"prompt": [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]}])
-    assert data.fitting(letters, 9, "filter")[1].reduce()["longest_prompt"] == 5
+    assert data.filter_overlong(letters, 9, "filter")[1].reduce()["longest_prompt"] == 5
 
 
 def test_a_prompt_that_breaks_a_later_row_is_named_when_measured() -> None:
     with pytest.raises(DataError, match="row 1 has None for a prompt"):
-        Dataset.load([{"prompt": "a"}, {"question": "b"}]).fitting(letters, 9, "filter")
+        Dataset.load([{"prompt": "a"}, {"question": "b"}]).filter_overlong(letters, 9, "filter")
 
 
 def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_large_table_is_not_made_into_objects(tmp_path: Path) -> None:
 
 def test_a_message_says_something_or_calls_something() -> None:
     with pytest.raises(DataError, match="row 0 has a message without `content` at place 1 of its prompt: it has role"):
-        plain_prompt([{"role": "system", "content": "Be brief."}, {"role": "user"}], "a.jsonl, row 0")
+        check_prompt([{"role": "system", "content": "Be brief."}, {"role": "user"}], "a.jsonl, row 0")
     calls = [{"function": {"name": "add", "arguments": "{}"}}]
-    assert plain_prompt([{"role": "assistant", "content": None, "tool_calls": calls}], "row 0")
-    assert plain_prompt([{"role": "user", "content": ""}], "row 0"), "an empty message is one"
+    assert check_prompt([{"role": "assistant", "content": None, "tool_calls": calls}], "row 0")
+    assert check_prompt([{"role": "user", "content": ""}], "row 0"), "an empty message is one"

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat import Chat
-from etude.data.demonstrations import DemonstrationColumns, Demonstrations
-from etude.data.examples import Shown
-from etude.data.preferences import PreferenceColumns, Preferences, shared
+from etude.chat import ChatRenderer
+from etude.data.demonstrations import DemonstrationColumns, DemonstrationDataConfig
+from etude.data.examples import SupervisedDataConfig
+from etude.data.preferences import PreferenceColumns, PreferenceDataConfig, shared_prefix
 from etude.errors import ChatError, ConfigError, DataError
-from etude.observe import configure
+from etude.observe import configure_logging
 from tests.chat.conversations import by
 from tests.data.speaking import chat_of, shown
 
@@ -28,7 +28,7 @@ HI, HELLO, HEY = by("user", "Hi"), by("assistant", "Hello."), by("assistant", "H
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     """ChatML."""
     return chat_of(tmp_path_factory.mktemp("chatml"))
 
@@ -36,7 +36,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 @pytest.fixture
 def warned(capsys: pytest.CaptureFixture[str]) -> Warned:
     """What was said since it was last asked."""
-    configure("warning")
+    configure_logging("warning")
     return lambda: capsys.readouterr().err
 
 
@@ -46,16 +46,16 @@ def write(file: Path, *rows: dict[str, Any]) -> str:
     return str(file)
 
 
-def read(data: Shown, file: str, chat: Chat, context: int = CONTEXT) -> list[list[list[str]]]:
+def read(data: SupervisedDataConfig, file: str, chat: ChatRenderer, context: int = CONTEXT) -> list[list[list[str]]]:
     """Every example of a file as text: each answer's rows."""
-    found = data.read("data.train", [file], chat, context)
+    found = data.load_examples("data.train", [file], chat, context)
     return [[shown(chat, answer) for answer in found[n]] for n in range(len(found))]
 
 
-def refused(data: Shown, file: str, chat: Chat) -> str:
+def refused(data: SupervisedDataConfig, file: str, chat: ChatRenderer) -> str:
     """What a file is refused with."""
     with pytest.raises(DataError) as told:
-        data.read("data.train", [file], chat, CONTEXT)
+        data.load_examples("data.train", [file], chat, CONTEXT)
     return str(told.value)
 
 
@@ -71,33 +71,33 @@ def refused(data: Shown, file: str, chat: Chat) -> str:
         {"prompt": "of another use", "messages": [HI, HELLO]},
     ],
 )
-def test_the_forms_of_a_conversation_are_one(row: dict[str, Any], chat: Chat, tmp_path: Path) -> None:
-    (((text,),),) = read(Demonstrations(), write(tmp_path / "a.jsonl", row), chat)
+def test_the_forms_of_a_conversation_are_one(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
+    (((text,),),) = read(DemonstrationDataConfig(), write(tmp_path / "a.jsonl", row), chat)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>]"
 
 
-def test_text_is_continued_and_plain_text_is_learned(chat: Chat, tmp_path: Path) -> None:
+def test_text_is_continued_and_plain_text_is_learned(chat: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "2 +", "completion": " 2"}, {"text": "2 + 2"})
-    assert read(Demonstrations(), file, chat) == [[["2 +[ 2<|im_end|>]"]], [["2[ + 2<|im_end|>]"]]]
+    assert read(DemonstrationDataConfig(), file, chat) == [[["2 +[ 2<|im_end|>]"]], [["2[ + 2<|im_end|>]"]]]
 
 
-def test_columns_are_named_and_found_in_mappings(chat: Chat, tmp_path: Path) -> None:
+def test_columns_are_named_and_found_in_mappings(chat: ChatRenderer, tmp_path: Path) -> None:
     columns = DemonstrationColumns(prompt="q", completion="meta.answer")
     file = write(tmp_path / "a.jsonl", {"q": "2 +", "meta": {"answer": " 2"}})
-    assert read(Demonstrations(columns=columns), file, chat) == [[["2 +[ 2<|im_end|>]"]]]
+    assert read(DemonstrationDataConfig(columns=columns), file, chat) == [[["2 +[ 2<|im_end|>]"]]]
 
 
-def test_the_last_answer_is_what_is_learned_in_every_form(chat: Chat, tmp_path: Path) -> None:
+def test_the_last_answer_is_what_is_learned_in_every_form(chat: ChatRenderer, tmp_path: Path) -> None:
     more = [HELLO, HI, HEY]
     file = write(tmp_path / "a.jsonl", {"messages": [HI, *more]}, {"prompt": [HI], "completion": more})
-    for ((text,),) in read(Demonstrations(learn="last"), file, chat):
+    for ((text,),) in read(DemonstrationDataConfig(learn="last"), file, chat):
         assert text.count("[") == 1 and text.endswith("[Hey<|im_end|>]")
 
 
-def test_tables_have_nulls_where_rows_have_no_key(chat: Chat, tmp_path: Path) -> None:
+def test_tables_have_nulls_where_rows_have_no_key(chat: ChatRenderer, tmp_path: Path) -> None:
     rows = [{"messages": [HI, {**HELLO, "name": None}], "tools": None}, {"messages": [HI, {**HEY, "name": "me"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert len(read(Demonstrations(), str(tmp_path / "a.parquet"), chat)) == 2
+    assert len(read(DemonstrationDataConfig(), str(tmp_path / "a.parquet"), chat)) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,22 @@ def test_tables_have_nulls_where_rows_have_no_key(chat: Chat, tmp_path: Path) ->
         ({"messages": [HI, HELLO], "tools": "{"}, "row 0 has tools that are not JSON"),
     ],
 )
-def test_a_row_that_shows_nothing_is_told(row: dict[str, Any], told: str, chat: Chat, tmp_path: Path) -> None:
-    assert told in refused(Demonstrations(), write(tmp_path / "a.jsonl", row), chat)
+def test_a_row_that_shows_nothing_is_told(row: dict[str, Any], told: str, chat: ChatRenderer, tmp_path: Path) -> None:
+    assert told in refused(DemonstrationDataConfig(), write(tmp_path / "a.jsonl", row), chat)
 
 
 def test_messages_for_a_model_without_a_template_are_told(tmp_path: Path) -> None:
     bare, file = chat_of(tmp_path / "bare", None), write(tmp_path / "a.jsonl", {"messages": [HI, HELLO]})
     with pytest.raises(ConfigError, match=r"no chat template.*`chat\.template`"):
-        read(Demonstrations(), file, bare)
+        read(DemonstrationDataConfig(), file, bare)
 
 
-def test_reasoning_that_a_template_hides_is_told(chat: Chat, tmp_path: Path, warned: Warned) -> None:
+def test_reasoning_that_a_template_hides_is_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     thought = {**HELLO, "reasoning_content": "Greet."}
     file = write(tmp_path / "a.jsonl", {"messages": [HI, thought]}, {"messages": [HI, HELLO]})
-    read(Demonstrations(), file, chat)
+    read(DemonstrationDataConfig(), file, chat)
     assert "1 of 2 rows in data.train have reasoning beside their answers" in warned()
-    read(Demonstrations(), file, chat_of(tmp_path / "thinking", "qwen3"))
+    read(DemonstrationDataConfig(), file, chat_of(tmp_path / "thinking", "qwen3"))
     assert "reasoning" not in warned()
 
 
@@ -150,16 +150,16 @@ def test_reasoning_that_a_template_hides_is_told(chat: Chat, tmp_path: Path, war
         {"chosen": [HI, HELLO], "rejected": [HI, HEY]},
     ],
 )
-def test_the_forms_of_a_pair_are_one(row: dict[str, Any], chat: Chat, tmp_path: Path) -> None:
-    (((chosen,), (rejected,)),) = read(Preferences(), write(tmp_path / "a.jsonl", row), chat)
+def test_the_forms_of_a_pair_are_one(row: dict[str, Any], chat: ChatRenderer, tmp_path: Path) -> None:
+    (((chosen,), (rejected,)),) = read(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
     begun = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert (chosen, rejected) == (f"{begun}[Hello.<|im_end|>]", f"{begun}[Hey<|im_end|>]")
 
 
-def test_pairs_of_text_may_begin_with_their_prompt(chat: Chat, tmp_path: Path) -> None:
+def test_pairs_of_text_may_begin_with_their_prompt(chat: ChatRenderer, tmp_path: Path) -> None:
     asked = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
     file = write(tmp_path / "a.jsonl", {"chosen": f"{asked} It is 4.", "rejected": f"{asked} It may be 5."})
-    assert read(Preferences(), file, chat) == [
+    assert read(PreferenceDataConfig(), file, chat) == [
         [[f"{asked} It[ is 4.<|im_end|>]"], [f"{asked} It[ may be 5.<|im_end|>]"]]
     ]
 
@@ -167,7 +167,7 @@ def test_pairs_of_text_may_begin_with_their_prompt(chat: Chat, tmp_path: Path) -
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=6), st.text("ab \n", max_size=6))
 def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str, one: str, other: str) -> None:
     a, b = begun + one, begun + other
-    found = shared(a, b)
+    found = shared_prefix(a, b)
     for text in (a, b):
         rest = text[len(found) :]
         assert text.startswith(found) and (rest or not text)
@@ -185,13 +185,15 @@ def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str,
         ({"prompt": "Hi", "chosen": "x", "rejected": [HEY]}, "a text and messages to choose between"),
     ],
 )
-def test_a_row_that_compares_nothing_is_told(row: dict[str, Any], told: str, chat: Chat, tmp_path: Path) -> None:
-    assert told in refused(Preferences(), write(tmp_path / "a.jsonl", row), chat)
+def test_a_row_that_compares_nothing_is_told(
+    row: dict[str, Any], told: str, chat: ChatRenderer, tmp_path: Path
+) -> None:
+    assert told in refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
 
 
-def test_a_column_that_was_named_and_is_not_there_is_told(chat: Chat, tmp_path: Path) -> None:
+def test_a_column_that_was_named_and_is_not_there_is_told(chat: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"chosen": "a b", "rejected": "a c"})
-    told = refused(Preferences(columns=PreferenceColumns(prompt="question")), file, chat)
+    told = refused(PreferenceDataConfig(columns=PreferenceColumns(prompt="question")), file, chat)
     assert "no column `question`; it has chosen, rejected" in told
 
 
@@ -200,67 +202,69 @@ def test_a_column_that_was_named_and_is_not_there_is_told(chat: Chat, tmp_path: 
 LONG = {"prompt": "a" * 9, "completion": "b" * 9}
 
 
-def test_rows_that_are_too_long_are_left_out_cut_or_refused(chat: Chat, tmp_path: Path, warned: Warned) -> None:
+def test_rows_that_are_too_long_are_left_out_cut_or_refused(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
-    assert len(read(Demonstrations(max_tokens=12), file, chat)) == 1
+    assert len(read(DemonstrationDataConfig(max_tokens=12), file, chat)) == 1
     told = warned()
     assert "1 of 2 rows in data.train are longer than `data.max_tokens=12`: left out. The first is" in told
     assert "a.jsonl, row 1" in told
-    kept = read(Demonstrations(max_tokens=12, overlong="truncate"), file, chat)
+    kept = read(DemonstrationDataConfig(max_tokens=12, overlong="truncate"), file, chat)
     assert kept[1] == [["a" * 9 + "[bbb]"]] and ": cut at the end." in warned()
-    told = refused(Demonstrations(max_tokens=12, overlong="error"), file, chat)
+    told = refused(DemonstrationDataConfig(max_tokens=12, overlong="error"), file, chat)
     assert "row 1 has 19 tokens; 12 are allowed" in told
 
 
-def test_a_row_that_is_cut_to_nothing_is_left_out(chat: Chat, tmp_path: Path) -> None:
+def test_a_row_that_is_cut_to_nothing_is_left_out(chat: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
-    found = Demonstrations(max_tokens=9, overlong="truncate").read("data.train", [file], chat, CONTEXT)
-    counts = found.counts().reduce()
-    assert len(found) == 1 and counts == {"overlong_rows": 1, "left_out_rows": 1}
+    found = DemonstrationDataConfig(max_tokens=9, overlong="truncate").load_examples(
+        "data.train", [file], chat, CONTEXT
+    )
+    counts = found.skip_metrics().reduce()
+    assert len(found) == 1 and counts == {"overlong_rows": 1, "skipped_rows": 1}
 
 
-def test_without_a_limit_the_context_is_one(chat: Chat, tmp_path: Path, warned: Warned) -> None:
+def test_without_a_limit_the_context_is_one(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
-    assert len(read(Demonstrations(), file, chat, context=19)) == 2
-    assert len(read(Demonstrations(), file, chat, context=18)) == 1
+    assert len(read(DemonstrationDataConfig(), file, chat, context=19)) == 2
+    assert len(read(DemonstrationDataConfig(), file, chat, context=18)) == 1
     assert "longer than this model's context of 18 tokens" in warned()
     with pytest.raises(ConfigError, match=r"`data\.max_tokens=19` does not fit into this model's context of 18"):
-        read(Demonstrations(max_tokens=19), file, chat, context=18)
+        read(DemonstrationDataConfig(max_tokens=19), file, chat, context=18)
 
 
-def test_rows_that_teach_nothing_are_left_out_and_told(chat: Chat, tmp_path: Path, warned: Warned) -> None:
+def test_rows_that_teach_nothing_are_left_out_and_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     good = {"prompt": "a", "completion": "b"}
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": ""}, good, {"prompt": "a", "completion": None})
-    assert len(read(Demonstrations(), file, chat)) == 1
+    assert len(read(DemonstrationDataConfig(), file, chat)) == 1
     assert "2 of 3 rows in data.train have nothing to learn: left out. The first is" in warned()
 
 
-def test_pairs_that_prefer_nothing_are_left_out_and_told(chat: Chat, tmp_path: Path, warned: Warned) -> None:
+def test_pairs_that_prefer_nothing_are_left_out_and_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     pairs = [("b", "b"), ("b", "c"), ("b", ""), ("", "")]
     rows = [{"prompt": "a", "chosen": one, "rejected": other} for one, other in pairs]
-    assert len(read(Preferences(), write(tmp_path / "a.jsonl", *rows), chat)) == 1
+    assert len(read(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)) == 1
     told = warned()
     assert "1 of 4 rows in data.train prefer an answer to itself: left out" in told
     assert "2 of 4 rows in data.train have nothing to learn: left out" in told
 
 
-def test_files_of_which_nothing_is_left_are_refused(chat: Chat, tmp_path: Path) -> None:
+def test_files_of_which_nothing_is_left_are_refused(chat: ChatRenderer, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "", "rejected": "b"}]
-    told = refused(Preferences(), write(tmp_path / "a.jsonl", *rows), chat)
+    told = refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)
     assert "None of the 2 rows in data.train can be learned from" in told
     assert "with nothing to learn: 1; preferring an answer to itself: 1" in told and "row 0 prefers an answer" in told
 
 
-def test_every_row_is_told_of_as_it_is_read(chat: Chat, tmp_path: Path) -> None:
+def test_every_row_is_told_of_as_it_is_read(chat: ChatRenderer, tmp_path: Path) -> None:
     told: list[int] = []
     file = write(tmp_path / "a.jsonl", *[{"prompt": "a", "completion": "b", "data_source": "x"}] * 3)
-    found = Demonstrations().read("data.train", [file], chat, CONTEXT, lambda: told.append(1))
+    found = DemonstrationDataConfig().load_examples("data.train", [file], chat, CONTEXT, lambda: told.append(1))
     assert len(told) == 3 and found.sources() == ["x"] * 3
 
 
-def test_an_error_names_the_row_of_its_file(chat: Chat, tmp_path: Path) -> None:
+def test_an_error_names_the_row_of_its_file(chat: ChatRenderer, tmp_path: Path) -> None:
     files = [
         write(tmp_path / f"{n}.jsonl", {"messages": [by(role, "?"), HELLO]}) for n, role in enumerate(("user", "x"))
     ]
     with pytest.raises(ChatError, match=r"1\.jsonl, row 0: Message 0"):
-        Demonstrations().read("data.train", files, chat, CONTEXT)
+        DemonstrationDataConfig().load_examples("data.train", files, chat, CONTEXT)

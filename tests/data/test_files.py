@@ -18,7 +18,7 @@ from datasets import DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data.files import JsonRows, TableRows, lookup, names, read, rows_of
+from etude.data.files import ArrowRows, JsonRows, column_paths, lookup, read_rows, rows_from_iterable
 from etude.errors import ConfigError, DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -42,7 +42,7 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json", "directory"])
 def test_every_format_gives_the_rows_as_they_are(name: str, tmp_path: Path) -> None:
-    rows = read(write(tmp_path / name))
+    rows = read_rows(write(tmp_path / name))
     assert [rows.row(i) for i in range(len(rows))] == ROWS
     assert rows.values("reward_model.ground_truth", 0, 2) == ["4", "5"]
     assert rows.values("prompt", 1, 2) == [ROWS[1]["prompt"]]
@@ -53,7 +53,7 @@ def test_every_format_gives_the_rows_as_they_are(name: str, tmp_path: Path) -> N
 def test_json_may_hold_a_row_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "n": 1}\n')
-    rows = read(path)
+    rows = read_rows(path)
     assert [rows.row(i) for i in range(2)] == [{"prompt": "a"}, {"prompt": "b", "n": 1}]
 
 
@@ -61,21 +61,21 @@ def test_json_may_hold_a_row_on_each_line(tmp_path: Path) -> None:
 def test_json_may_be_one_row(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    rows = read(path)
+    rows = read_rows(path)
     assert [rows.row(i) for i in range(len(rows))] == [json.loads(text)]
 
 
 def test_lines_may_be_compressed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'))
-    rows = read(path)
+    rows = read_rows(path)
     assert [rows.row(i) for i in range(len(rows))] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_csv_is_text_throughout(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer,note\n"two\nlines",007,\nb,1.50,NA\n')
-    rows = read(path)
+    rows = read_rows(path)
     assert rows.row(0) == {"prompt": "two\nlines", "answer": "007", "note": ""}
     assert rows.row(1) == {"prompt": "b", "answer": "1.50", "note": "NA"}
 
@@ -89,15 +89,17 @@ json_values = st.recursive(
 
 @given(st.lists(st.dictionaries(st.text(), json_values, max_size=4), min_size=1, max_size=4))
 def test_rows_of_an_iterable_come_back_equal_however_unlike_each_other(rows: list[dict[str, Any]]) -> None:
-    kept = rows_of(iter(rows), "rows")
+    kept = rows_from_iterable(iter(rows), "rows")
     assert [kept.row(i) for i in range(len(kept))] == rows
 
 
 def test_what_json_does_not_have_becomes_text_or_lists() -> None:
-    row = rows_of([{"a": np.int64(3), "b": np.array([1.5]), "c": date(2024, 1, 2), "d": Decimal("1.10")}], "x").row(0)
+    row = rows_from_iterable(
+        [{"a": np.int64(3), "b": np.array([1.5]), "c": date(2024, 1, 2), "d": Decimal("1.10")}], "x"
+    ).row(0)
     assert row == {"a": 3, "b": [1.5], "c": "2024-01-02", "d": "1.10"}
     odd = {"when": [datetime(2024, 1, 2, 3)], "cost": {"exact": Decimal("1.10")}, "took": timedelta(seconds=90)}
-    assert TableRows("x", pa.Table.from_pylist([odd])).row(0) == {
+    assert ArrowRows("x", pa.Table.from_pylist([odd])).row(0) == {
         "when": ["2024-01-02T03:00:00"],
         "cost": {"exact": "1.10"},
         "took": "0:01:30",
@@ -105,7 +107,7 @@ def test_what_json_does_not_have_becomes_text_or_lists() -> None:
 
 
 def test_a_large_iterable_is_kept_in_chunks() -> None:
-    rows = rows_of(({"n": n} for n in range(70_000)), "many")
+    rows = rows_from_iterable(({"n": n} for n in range(70_000)), "many")
     assert isinstance(rows, JsonRows) and len(rows) == 70_000
     assert [rows.row(i)["n"] for i in (0, 65_535, 65_536, 69_999)] == [0, 65_535, 65_536, 69_999]
     assert rows.values("n", 65_530, 65_540) == list(range(65_530, 65_540))
@@ -115,7 +117,7 @@ def test_a_name_with_a_dot_is_not_a_path() -> None:
     row = {"a.b": 1, "a": {"b": 2, "c": {"d": None}}}
     assert lookup(row, "a.b") == 1
     assert lookup(row, "a.c.d") is None
-    assert list(names(row)) == ["a.b", "a", "a.b", "a.c", "a.c.d"]
+    assert list(column_paths(row)) == ["a.b", "a", "a.b", "a.c", "a.c.d"]
 
 
 @pytest.mark.parametrize(
@@ -136,37 +138,37 @@ def test_a_name_with_a_dot_is_not_a_path() -> None:
 def test_a_broken_file_is_told_where(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
-        read(tmp_path / name)
+        read_rows(tmp_path / name)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        read(tmp_path / "absent.jsonl")
+        read_rows(tmp_path / "absent.jsonl")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"`\.txt` cannot be read\. What can: \.parquet, \.jsonl, \.jsonl\.gz"):
-        read(tmp_path / "a.txt")
+        read_rows(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match=r"without a `state\.json`"):
-        read(tmp_path)
+        read_rows(tmp_path)
 
 
 def test_of_several_splits_one_must_be_named(tmp_path: Path) -> None:
     split = Saved.from_list(ROWS)
     DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "all"))
     with pytest.raises(ConfigError, match=r"several splits.*`.*/all/train`, `.*/all/test`"):
-        read(tmp_path / "all")
-    assert len(read(tmp_path / "all" / "test")) == 2
+        read_rows(tmp_path / "all")
+    assert len(read_rows(tmp_path / "all" / "test")) == 2
 
 
 def test_a_directory_with_a_missing_shard_is_not_read(tmp_path: Path) -> None:
     path = write(tmp_path / "saved")
     (path / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match=r"`data-00001-of-00002\.arrow` is missing"):
-        read(path)
+        read_rows(path)
 
 
 def test_bytes_and_objects_have_no_place_in_a_task(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": {"bytes": b"png"}}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row 0 has bytes in the column `image`"):
-        read(tmp_path / "a.parquet").row(0)
+        read_rows(tmp_path / "a.parquet").row(0)
     with pytest.raises(DataError, match="given, row 1 cannot be written as JSON: it holds a value of type set"):
-        rows_of([{"prompt": "a"}, {"prompt": "a", "tags": {"x"}}], "given")
+        rows_from_iterable([{"prompt": "a"}, {"prompt": "a", "tags": {"x"}}], "given")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.batch import Batch, Pack
-from etude.data.pack import micro_batches, tree
+from etude.data.pack import micro_batches, pack_prefix_tree
 from etude.errors import BatchError
 from tests.batches import batches, same
 
@@ -43,8 +43,8 @@ trees = st.lists(groups, min_size=1, max_size=3).map(batch_of)
 
 def check_paths(batch: Batch, pack: Pack) -> None:
     """Each token's predictor sees the tokens of its row before it, in order, and nothing else."""
-    seen = pack.attends()
-    for row in range(batch.rows):
+    seen = pack.attention_mask()
+    for row in range(batch.num_rows):
         start, end = batch.offsets[row : row + 2].tolist()
         for token in range(start, end):
             source = int(pack.source[token])
@@ -56,9 +56,9 @@ def check_paths(batch: Batch, pack: Pack) -> None:
                 assert torch.equal(pack.ids[path], batch.ids[start:token])
                 assert int(path[-1]) == source
         if end == start:
-            assert int(pack.ends[row]) == -1
+            assert int(pack.row_ends[row]) == -1
         else:
-            path = seen[int(pack.ends[row])].nonzero()[:, 0]
+            path = seen[int(pack.row_ends[row])].nonzero()[:, 0]
             assert torch.equal(pack.ids[path[pack.positions[path].argsort()]], batch.ids[start:end])
 
 
@@ -67,7 +67,7 @@ def trie_size(batch: Batch) -> int:
     group = batch.group[batch.unit].tolist()
     prefixes: set[tuple[int, tuple[int, ...]]] = set()
     rest = 0
-    for row in range(batch.rows):
+    for row in range(batch.num_rows):
         start, end = batch.offsets[row : row + 2].tolist()
         acts = batch.action[start:end].nonzero()[:, 0].tolist()
         context = batch.ids[start : start + acts[0] if acts else end].tolist()
@@ -78,42 +78,42 @@ def trie_size(batch: Batch) -> int:
 
 @given(trees)
 def test_every_prediction_is_made_from_exactly_the_rows_past(batch: Batch) -> None:
-    check_paths(batch, tree(batch))
+    check_paths(batch, pack_prefix_tree(batch))
 
 
 @given(batches)
 def test_rows_with_tool_output_and_many_turns_too(batch: Batch) -> None:
-    pack = tree(batch)
+    pack = pack_prefix_tree(batch)
     check_paths(batch, pack)
     assert len(pack.ids) == trie_size(batch)
 
 
 @given(trees)
 def test_what_is_shared_stands_once(batch: Batch) -> None:
-    pack = tree(batch)
+    pack = pack_prefix_tree(batch)
     assert len(pack.ids) == trie_size(batch)
     assert bool((pack.offsets[1:] > pack.offsets[:-1]).all())  # no segment is empty
 
 
 @given(trees)
 def test_unpacking_gives_each_token_the_one_before_it(batch: Batch) -> None:
-    pack = tree(batch)
+    pack = pack_prefix_tree(batch)
     found = pack.unpack(pack.ids.double())
-    apart = Pack.of(batch)
+    apart = Pack.from_batch(batch)
     assert torch.equal(found.nan_to_num(-1), apart.unpack(apart.ids.double()).nan_to_num(-1))
 
 
 @given(trees)
 def test_action_tokens_of_two_rows_never_share_a_place(batch: Batch) -> None:
     """A token's own place is where the next one is predicted: two rows' gradients meet in contexts alone."""
-    pack = tree(batch)
+    pack = pack_prefix_tree(batch)
     inner = pack.source[1:][batch.action[:-1] & (pack.source[1:] >= 0)]
     assert len(inner.unique()) == len(inner)
 
 
 def test_a_group_with_one_prompt_has_it_once() -> None:
     prompt = list(range(10, 15))
-    pack = tree(batch_of([[[(prompt, [1, 2])], [(prompt, [3])], [(prompt, [])]]]))
+    pack = pack_prefix_tree(batch_of([[[(prompt, [1, 2])], [(prompt, [3])], [(prompt, [])]]]))
     assert pack.ids.tolist() == [*prompt, 1, 2, 3]
     assert pack.parent.tolist() == [-1, 0, 0]
     assert pack.offsets.tolist() == [0, 5, 7, 8]
@@ -122,24 +122,24 @@ def test_a_group_with_one_prompt_has_it_once() -> None:
 
 
 def test_a_rewritten_history_shares_at_any_depth() -> None:
-    pack = tree(batch_of([[[([1, 2], [7]), ([1, 2, 3, 4], [8])], [([1, 2, 3, 5], [9])]]]))
+    pack = pack_prefix_tree(batch_of([[[([1, 2], [7]), ([1, 2, 3, 4], [8])], [([1, 2, 3, 5], [9])]]]))
     assert pack.ids.tolist() == [1, 2, 7, 3, 4, 8, 5, 9]
     assert pack.parent.tolist() == [-1, 0, 0, 2, 2]
 
 
 def test_groups_do_not_share() -> None:
-    pack = tree(batch_of([[[([1, 2], [3])]], [[([1, 2], [3])]]]))
+    pack = pack_prefix_tree(batch_of([[[([1, 2], [3])]], [[([1, 2], [3])]]]))
     assert pack.ids.tolist() == [1, 2, 3, 1, 2, 3]
     assert pack.parent.tolist() == [-1, -1]
 
 
 def test_a_batch_without_a_row_has_an_empty_pack() -> None:
-    pack = tree(batch_of([[[], []]]))
+    pack = pack_prefix_tree(batch_of([[[], []]]))
     assert len(pack.ids) == len(pack.parent) == len(pack.source) == 0
 
 
 def test_a_thousand_nested_contexts_are_no_deep_recursion() -> None:
-    pack = tree(batch_of([[[([1] * n, [2]) for n in range(1, 1500)]]]))
+    pack = pack_prefix_tree(batch_of([[[([1] * n, [2]) for n in range(1, 1500)]]]))
     assert len(pack.ids) == 1499 + 1499
 
 
@@ -151,39 +151,39 @@ def names(batch: Batch) -> list[int]:
 
 def heavy(batch: Batch, by: str) -> int:
     """How many rollouts (or groups) of a batch have a token."""
-    has = batch.unit_tokens[1:] > batch.unit_tokens[:-1]
+    has = batch.rollout_token_offsets[1:] > batch.rollout_token_offsets[:-1]
     return len(batch.group[has].unique()) if by == "group" else int(has.sum())
 
 
 @given(trees, st.integers(1, 20), st.sampled_from(["rollout", "group"]))
 def test_micro_batches_are_whole_units_within_the_budget(batch: Batch, budget: int, by: str) -> None:
     parts = micro_batches(batch, budget, by)
-    assert sorted(name for part in parts for name in names(part)) == list(range(batch.rollouts))
+    assert sorted(name for part in parts for name in names(part)) == list(range(batch.num_rollouts))
     for part in parts:
         assert same(part, batch.select(names(part)))
-        assert len(tree(part).ids) <= budget or heavy(part, by) == 1
+        assert len(pack_prefix_tree(part).ids) <= budget or heavy(part, by) == 1
     if by == "group":
-        assert sum(part.groups for part in parts) == batch.groups
+        assert sum(part.num_groups for part in parts) == batch.num_groups
 
 
 @given(trees, st.integers(1, 40))
 def test_a_group_within_the_budget_stays_together(batch: Batch, budget: int) -> None:
     parts = micro_batches(batch, budget, "rollout")
-    for group in range(batch.groups):
+    for group in range(batch.num_groups):
         members = (batch.group == group).nonzero()[:, 0].tolist()
-        if len(tree(batch.select(members)).ids) <= budget:
+        if len(pack_prefix_tree(batch.select(members)).ids) <= budget:
             assert sum(not set(members).isdisjoint(names(part)) for part in parts) == 1
 
 
 def test_sharing_counts_once_in_the_budget() -> None:
     prompt = list(range(10, 20))
     batch = batch_of([[[(prompt, [1, 2])] for _ in range(4)]])
-    assert batch.tokens == 48
+    assert batch.num_tokens == 48
     assert len(micro_batches(batch, 18)) == 1
     halves = micro_batches(batch, 17)
-    assert [part.rollouts for part in halves] == [3, 1]
-    assert [len(tree(part).ids) for part in halves] == [16, 12]
-    assert [part.rollouts for part in micro_batches(batch, 17, "group")] == [4]
+    assert [part.num_rollouts for part in halves] == [3, 1]
+    assert [len(pack_prefix_tree(part).ids) for part in halves] == [16, 12]
+    assert [part.num_rollouts for part in micro_batches(batch, 17, "group")] == [4]
 
 
 def test_bins_are_filled_largest_first() -> None:
@@ -211,7 +211,7 @@ def test_a_large_batch_packs_in_milliseconds() -> None:
     took = []
     for _ in range(3):
         start = time.thread_time()
-        pack = tree(batch)
+        pack = pack_prefix_tree(batch)
         took.append(time.thread_time() - start)
     assert len(pack.ids) == 64 * 500 + 512 * 100
     assert min(took) < 0.1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from etude.data.prompts import plain_prompt, spoken
-from etude.records import Message, Part, ToolCall
+from etude.data.prompts import check_prompt, parse_prompt
+from etude.records import ContentPart, Message, ToolCall
 
 
 def test_text_stays_text() -> None:
-    assert spoken("2+2?") == "2+2?"
+    assert parse_prompt("2+2?") == "2+2?"
 
 
 def test_messages_as_openai_writes_them() -> None:
@@ -21,22 +21,22 @@ def test_messages_as_openai_writes_them() -> None:
         {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "name": "add", "content": "4", "weight": 0},
     ]
-    assert spoken(prompt) == (
+    assert parse_prompt(prompt) == (
         Message("system", "Be brief."),
-        Message("user", (Part("text", text="This?"), Part("image_url", url="u"))),
+        Message("user", (ContentPart("text", text="This?"), ContentPart("image_url", url="u"))),
         Message("assistant", "", reasoning="Hm.", tool_calls=(ToolCall("1", "add", '{"a": 2}'),)),
         Message("tool", "4", tool_call_id="1", name="add"),
     )
 
 
 def test_a_tool_call_may_hold_its_arguments_as_a_mapping() -> None:
-    (message,) = spoken([{"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"ä": 2}}]}])
+    (message,) = parse_prompt([{"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"ä": 2}}]}])
     assert isinstance(message, Message)
     assert message.tool_calls == (ToolCall("", "add", '{"ä": 2}'),)
 
 
 def test_nulls_are_taken_out_at_any_depth() -> None:
     parts = [{"type": "text", "text": "a", "image_url": None}]
-    assert plain_prompt([{"role": "user", "content": parts, "name": None}], "row 0") == [
+    assert check_prompt([{"role": "user", "content": parts, "name": None}], "row 0") == [
         {"role": "user", "content": [{"type": "text", "text": "a"}]}
     ]

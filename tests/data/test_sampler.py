@@ -12,39 +12,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data import Data, Order, Sampler
-from etude.data.sampler import SAMPLERS, Curriculum, Sequential, Shuffled, Sources, Weighted
+from etude.data import DataConfig, RowOrder, Sampler
+from etude.data.sampler import SAMPLERS, CurriculumSampler, SequentialSampler, ShuffledSampler, Sources, WeightedSampler
 from etude.errors import ConfigError
 
 
 class Backwards(Sampler):
     """A plug-in: the last row first."""
 
-    def start(self, rows: int, seed: int, sources: Sources = tuple) -> Order:
+    def start(self, rows: int, seed: int, sources: Sources = tuple) -> RowOrder:
         return _BackwardsOrder(rows, seed)
 
 
-class _BackwardsOrder(Order):
-    def following(self) -> int:
+class _BackwardsOrder(RowOrder):
+    def next_row(self) -> int:
         return -1 - self.position % self.rows + self.rows
 
 
-every = st.sampled_from([Sequential(), Shuffled(), Weighted(), Curriculum(), Curriculum(rest=1), Backwards()])
+every = st.sampled_from(
+    [
+        SequentialSampler(),
+        ShuffledSampler(),
+        WeightedSampler(),
+        CurriculumSampler(),
+        CurriculumSampler(cooldown=1),
+        Backwards(),
+    ]
+)
 sizes = st.integers(1, 12)
 seeds = st.integers(0, 2**63 - 1)
 
 
-def started(sampler: Sampler, rows: int, seed: int) -> Order:
+def started(sampler: Sampler, rows: int, seed: int) -> RowOrder:
     """An order over rows of three sources."""
     return sampler.start(rows, seed, lambda: [("a", "b", "c")[row % 3] for row in range(rows)])
 
 
-def asked(order: Order, first: int, count: int, rng: np.random.Generator) -> list[int]:
+def asked(order: RowOrder, first: int, count: int, rng: np.random.Generator) -> list[int]:
     """Rows asked one by one, each answered with rewards that are mixed or all equal by chance."""
     found = []
     for ordinal in range(first, first + count):
-        found.append(order.row(ordinal))
-        order.saw(found[-1], rng.integers(0, 2, 2).tolist())
+        found.append(order.advance_to(ordinal))
+        order.record_rewards(found[-1], rng.integers(0, 2, 2).tolist())
     return found
 
 
@@ -70,18 +79,18 @@ def test_what_a_journal_tells_is_gone_on_behind(sampler: Sampler, rows: int, see
     again = started(sampler, rows, seed)
     again.restore(tree)
     for ordinal, row in enumerate(journal, saved):
-        again.again(ordinal, row)
+        again.replay(ordinal, row)
     rng = np.random.default_rng(1)
     for row in journal:
-        again.saw(row, rng.integers(0, 2, 2).tolist())
+        again.record_rewards(row, rng.integers(0, 2, 2).tolist())
     assert again.state() == order.state()
 
 
-@given(st.sampled_from([Sequential(), Shuffled(), Backwards()]), sizes, seeds)
+@given(st.sampled_from([SequentialSampler(), ShuffledSampler(), Backwards()]), sizes, seeds)
 def test_every_epoch_has_every_row_once(sampler: Sampler, rows: int, seed: int) -> None:
     order = started(sampler, rows, seed)
     for epoch in range(3):
-        found = [order.row(epoch * rows + n) for n in range(rows)]
+        found = [order.advance_to(epoch * rows + n) for n in range(rows)]
         assert sorted(found) == list(range(rows))
 
 
@@ -90,18 +99,18 @@ def test_ordinals_passed_over_change_nothing_for_the_later(
     sampler: Sampler, rows: int, seed: int, ordinal: int
 ) -> None:
     one, other = started(sampler, rows, seed), started(sampler, rows, seed)
-    assert [one.row(n) for n in range(ordinal + 1)][-1] == other.row(ordinal)
+    assert [one.advance_to(n) for n in range(ordinal + 1)][-1] == other.advance_to(ordinal)
 
 
 def test_sequential_is_the_order_of_the_file() -> None:
-    order = Sequential().start(3, 0)
-    assert [order.row(n) for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    order = SequentialSampler().start(3, 0)
+    assert [order.advance_to(n) for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_shuffles_depend_on_the_seed_and_the_epoch_alone() -> None:
     def epochs(seed: int) -> list[list[int]]:
-        order = Shuffled().start(50, seed)
-        return [[order.row(epoch * 50 + n) for n in range(50)] for epoch in range(2)]
+        order = ShuffledSampler().start(50, seed)
+        return [[order.advance_to(epoch * 50 + n) for n in range(50)] for epoch in range(2)]
 
     assert epochs(1) == epochs(1)
     assert len({tuple(epoch) for seed in (1, 2) for epoch in epochs(seed)}) == 4
@@ -109,16 +118,16 @@ def test_shuffles_depend_on_the_seed_and_the_epoch_alone() -> None:
 
 def test_a_shuffle_is_the_same_on_every_machine_and_version() -> None:
     """A resumed run must find the order it left: these are the rows of seed 7, written down."""
-    order = Shuffled().start(8, 7)
-    assert [order.row(n) for n in range(16)] == [4, 3, 6, 2, 1, 0, 5, 7, 7, 6, 1, 4, 3, 2, 5, 0]
-    curriculum = Curriculum().start(8, 7)
-    assert [curriculum.row(n) for n in range(16)] == [1, 2, 3, 0, 6, 7, 4, 5, 1, 0, 2, 6, 4, 5, 7, 3]
+    order = ShuffledSampler().start(8, 7)
+    assert [order.advance_to(n) for n in range(16)] == [4, 3, 6, 2, 1, 0, 5, 7, 7, 6, 1, 4, 3, 2, 5, 0]
+    curriculum = CurriculumSampler().start(8, 7)
+    assert [curriculum.advance_to(n) for n in range(16)] == [1, 2, 3, 0, 6, 7, 4, 5, 1, 0, 2, 6, 4, 5, 7, 3]
 
 
 def test_shuffled_places_are_uniform() -> None:
     """Where row 0 of 5 stands, over 2000 epochs: the bound is five standard errors."""
-    order = Shuffled().start(5, 0)
-    places = Counter(n % 5 for n in range(10_000) if order.row(n) == 0)
+    order = ShuffledSampler().start(5, 0)
+    places = Counter(n % 5 for n in range(10_000) if order.advance_to(n) == 0)
     assert all(abs(count - 400) < 5 * (2000 * 0.2 * 0.8) ** 0.5 for count in places.values())
 
 
@@ -129,18 +138,18 @@ SOURCES = ["a"] * 3 + ["b"] * 10 + ["c"] * 2
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), seeds)
 def test_shares_are_kept_at_every_moment(weights: list[int], seed: int) -> None:
-    order = Weighted(weights=dict(zip("abc", map(float, weights), strict=True))).start(15, seed, lambda: SOURCES)
+    order = WeightedSampler(weights=dict(zip("abc", map(float, weights), strict=True))).start(15, seed, lambda: SOURCES)
     seen: Counter[str] = Counter()
     for n in range(60):
-        seen[SOURCES[order.row(n)]] += 1
+        seen[SOURCES[order.advance_to(n)]] += 1
         for source, weight in zip("abc", weights, strict=True):
             assert abs(seen[source] - (n + 1) * weight / sum(weights)) < 2
 
 
 @given(seeds)
 def test_no_row_of_a_source_comes_again_before_all_of_it(seed: int) -> None:
-    order = Weighted().start(15, seed, lambda: SOURCES)
-    found = [order.row(n) for n in range(90)]
+    order = WeightedSampler().start(15, seed, lambda: SOURCES)
+    found = [order.advance_to(n) for n in range(90)]
     for source in "abc":
         mine = [row for row in found if SOURCES[row] == source]
         size = SOURCES.count(source)
@@ -150,11 +159,11 @@ def test_no_row_of_a_source_comes_again_before_all_of_it(seed: int) -> None:
 
 def test_a_weight_that_fits_no_source_is_told() -> None:
     with pytest.raises(ConfigError, match="source `c` has no weight: the data is of `a`, `b`, `c`"):
-        Weighted(weights={"a": 1, "b": 2}).start(15, 0, lambda: SOURCES)
+        WeightedSampler(weights={"a": 1, "b": 2}).start(15, 0, lambda: SOURCES)
     with pytest.raises(ConfigError, match="source `d` has no rows"):
-        Weighted(weights={"a": 1, "b": 2, "c": 1, "d": 1}).start(15, 0, lambda: SOURCES)
+        WeightedSampler(weights={"a": 1, "b": 2, "c": 1, "d": 1}).start(15, 0, lambda: SOURCES)
     with pytest.raises(ConfigError, match="from 0 on, with one above 0"):
-        Weighted(weights={"a": 0.0})
+        WeightedSampler(weights={"a": 0.0})
 
 
 # -- the curriculum ---------------------------------------------------------------------------------------------------
@@ -167,11 +176,11 @@ def rewarded(row: int) -> Sequence[float]:
 
 @given(seeds)
 def test_level_rows_come_less_often_and_none_twice_in_an_epoch(seed: int) -> None:
-    order = Curriculum(rest=3).start(40, seed)
+    order = CurriculumSampler(cooldown=3).start(40, seed)
     found = []
     for ordinal in range(40 + 3 * 20 + 40):  # an epoch of all, three without the level rows, one of all
-        found.append(order.row(ordinal))
-        order.saw(found[-1], rewarded(found[-1]))
+        found.append(order.advance_to(ordinal))
+        order.record_rewards(found[-1], rewarded(found[-1]))
     teaching, everything = set(range(20)), set(range(40))
     epochs = [found[:40], found[40:60], found[60:80], found[80:100], found[100:]]
     for epoch, rows in zip(epochs, [everything, *[teaching] * 3, everything], strict=True):
@@ -179,30 +188,30 @@ def test_level_rows_come_less_often_and_none_twice_in_an_epoch(seed: int) -> Non
 
 
 def test_each_epoch_of_a_curriculum_has_an_order_of_its_own() -> None:
-    order = Curriculum().start(50, 0)
-    epochs = [tuple(order.row(epoch * 50 + n) for n in range(50)) for epoch in range(3)]
+    order = CurriculumSampler().start(50, 0)
+    epochs = [tuple(order.advance_to(epoch * 50 + n) for n in range(50)) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-    assert len({*epochs, tuple(Curriculum().start(50, 1).row(n) for n in range(50))}) == 4
+    assert len({*epochs, tuple(CurriculumSampler().start(50, 1).advance_to(n) for n in range(50))}) == 4
 
 
 def test_the_first_rows_of_a_curriculum_are_uniform() -> None:
     """Which of 4 rows comes first, over 2000 seeds: the bound is five standard errors."""
-    first = Counter(Curriculum().start(4, seed).row(0) for seed in range(2000))
+    first = Counter(CurriculumSampler().start(4, seed).advance_to(0) for seed in range(2000))
     assert all(abs(first[row] - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for row in range(4))
 
 
 def test_a_group_of_one_says_nothing() -> None:
-    order = Curriculum().start(4, 3)
+    order = CurriculumSampler().start(4, 3)
     for n in range(4):
-        row = order.row(n)
-        order.saw(row, (0.0,) if row < 2 else (0.0, 0.0))
-    assert {order.row(n) for n in range(4, 6)} == {0, 1}
+        row = order.advance_to(n)
+        order.record_rewards(row, (0.0,) if row < 2 else (0.0, 0.0))
+    assert {order.advance_to(n) for n in range(4, 6)} == {0, 1}
 
 
 def test_a_state_over_many_rows_is_small() -> None:
-    order = Curriculum().start(1_000_000, 0)
+    order = CurriculumSampler().start(1_000_000, 0)
     for n in range(1000):
-        order.saw(order.row(n), (1.0, 1.0))
+        order.record_rewards(order.advance_to(n), (1.0, 1.0))
     assert len(json.dumps(order.state())) < 200_000
 
 
@@ -212,20 +221,20 @@ def test_a_state_over_many_rows_is_small() -> None:
 @pytest.mark.parametrize(
     ("sampler", "rows", "seed", "message"),
     [
-        (Shuffled(), 9, 5, "saved with rows 10, and rows is now 9: .* Resume with the data"),
-        (Shuffled(), 10, 6, "saved with seed 5, and seed is now 6"),
-        (Sequential(), 10, 5, "now _SequentialOrder: .* Resume with the sampler"),
-        (Curriculum(), 10, 5, "with order _ShuffledOrder, and order is now _CurriculumOrder"),
+        (ShuffledSampler(), 9, 5, "saved with rows 10, and rows is now 9: .* Resume with the data"),
+        (ShuffledSampler(), 10, 6, "saved with seed 5, and seed is now 6"),
+        (SequentialSampler(), 10, 5, "now _SequentialOrder: .* Resume with the sampler"),
+        (CurriculumSampler(), 10, 5, "with order _ShuffledOrder, and order is now _CurriculumOrder"),
     ],
 )
 def test_another_order_is_not_gone_on_with(sampler: Sampler, rows: int, seed: int, message: str) -> None:
-    tree: dict[str, Any] = Shuffled().start(10, 5).state()
+    tree: dict[str, Any] = ShuffledSampler().start(10, 5).state()
     with pytest.raises(ConfigError, match=message):
         sampler.start(rows, seed).restore(tree)
 
 
 def test_samplers_are_chosen_by_name_or_as_a_plug_in() -> None:
-    assert [type(Data(sampler=name).sampler) for name in SAMPLERS] == list(SAMPLERS.values())  # type: ignore[arg-type]
-    chosen = Data.model_validate({"sampler": f"{__name__}:Backwards"}).sampler
+    assert [type(DataConfig(sampler=name).sampler) for name in SAMPLERS] == list(SAMPLERS.values())  # type: ignore[arg-type]
+    chosen = DataConfig.model_validate({"sampler": f"{__name__}:Backwards"}).sampler
     order = chosen.start(3, 0)
-    assert [order.row(n) for n in range(4)] == [2, 1, 0, 2]
+    assert [order.advance_to(n) for n in range(4)] == [2, 1, 0, 2]

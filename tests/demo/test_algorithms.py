@@ -26,7 +26,7 @@ def trained(tmp_path: Path, *overrides: str) -> list[float]:
     """J before the first step and after each."""
     run = compose(DemoRun, [*SMALL, *overrides])
     with RunLog([JsonlSink()], RunInfo("test", tmp_path)) as log:
-        return [at.expected for at in train(run, log)]
+        return [at.expected_reward for at in train(run, log)]
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
@@ -84,10 +84,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., float]:
         ["correction.weight=truncate"],
         ["correction.weight=truncate", "correction.level=sequence"],
         ["correction.weight=mask", "correction.level=geometric"],
-        ["correction.weight=truncate", "correction.normalise=tokens"],
+        ["correction.weight=truncate", "correction.normalize=tokens"],
         ["correction.reject=[{over:seq_mean,low:0.95,high:1.05}]"],
         ["correction.policies=two"],
-        ["correction.sequence_mask=0.01"],
+        ["correction.opsm_delta=0.01"],
         ["mask_truncated=true"],
         ["entropy.coefficient=0.1"],
         ["entropy.top_share=0.5"],

@@ -10,7 +10,7 @@ import pytest
 from etude.algorithms import LOSSES
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
-from etude.demo.compare import entries, new_directory, report, train_entry
+from etude.demo.compare import build_report, new_directory, select_runs, train_run
 from etude.errors import ConfigError, EtudeError
 from etude.observe import JsonlSink, RunInfo
 
@@ -18,26 +18,26 @@ SHORT = ["steps=2", "groups=2", "group_size=4", "updates=2"]
 
 
 def test_every_loss_is_an_entry_with_its_own_run() -> None:
-    found = entries(SHORT, None, sweep=False)
+    found = select_runs(SHORT, None, sweep=False)
     assert [entry.name for entry in found] == list(LOSSES)
     assert all(entry.run is not None and type(entry.run.loss) is LOSSES[entry.name] for entry in found)
 
 
 def test_what_every_loss_refuses_is_told_once() -> None:
     with pytest.raises(ConfigError, match="steps must be at least 1") as told:
-        entries(["steps=0"], None, sweep=False)
+        select_runs(["steps=0"], None, sweep=False)
     assert str(told.value).count("steps must be") == 1
 
 
 def test_a_file_is_asked_whether_it_chooses_the_loss(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("steps: 2\n")
     (tmp_path / "chosen.yaml").write_text("steps: 2\nloss: {name: cispo}\n")
-    assert len(entries(["updates=2"], tmp_path / "short.yaml", sweep=False)) == len(LOSSES)
-    assert [entry.name for entry in entries([], tmp_path / "chosen.yaml", sweep=False)] == ["cispo"]
+    assert len(select_runs(["updates=2"], tmp_path / "short.yaml", sweep=False)) == len(LOSSES)
+    assert [entry.name for entry in select_runs([], tmp_path / "chosen.yaml", sweep=False)] == ["cispo"]
 
 
 def test_a_sweep_is_named_by_what_differs() -> None:
-    found = entries(["steps=2", "seed=1,2"], None, sweep=True)
+    found = select_runs(["steps=2", "seed=1,2"], None, sweep=True)
     assert [entry.name for entry in found] == ["seed=1", "seed=2"]
     assert [entry.run.seed for entry in found if entry.run] == [1, 2]
 
@@ -46,22 +46,22 @@ def test_the_jobs_of_a_sweep_never_share_a_folder(tmp_path: Path) -> None:
     """Not where they are asked for twice, nor where their names differ only in what a folder cannot be called."""
     long = "observe.wandb.name=" + "x" * 300
     for sweep in (["seed=0,0"], ["observe.wandb.name='a:b','a|b'"], [f"{long}a,{'y' * 300}b"]):
-        found = entries([*SHORT, "loss=ppo", *sweep], None, sweep=True)
+        found = select_runs([*SHORT, "loss=ppo", *sweep], None, sweep=True)
         assert len({entry.folder for entry in found}) == len(found) == 2
         assert all(entry.name and len(entry.folder) <= 100 for entry in found)
         for entry in found:
-            train_entry(entry, tmp_path / sweep[0][:25] / entry.folder, lambda: None)
+            train_run(entry, tmp_path / sweep[0][:25] / entry.folder, lambda: None)
         for entry in found:
             rows = (tmp_path / sweep[0][:25] / entry.folder / "metrics.jsonl").read_text().splitlines()
             assert len(rows) == 2
-            assert report([entry], tmp_path, tmp_path)["runs"][0]["folder"] == entry.folder
+            assert build_report([entry], tmp_path, tmp_path)["runs"][0]["folder"] == entry.folder
 
 
 @pytest.mark.parametrize("option", ["directory=A,B", "observe.console=plain,off", "observe.level=info,error"])
 def test_a_sweep_over_what_its_jobs_share_is_refused(option: str) -> None:
     key, _, values = option.partition("=")
     with pytest.raises(ConfigError, match=f"several values of `{key}`: {values.replace(',', ', ')}. Give it one"):
-        entries([*SHORT, option], None, sweep=True)
+        select_runs([*SHORT, option], None, sweep=True)
 
 
 def test_the_options_are_kept_where_no_metrics_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,29 +69,29 @@ def test_the_options_are_kept_where_no_metrics_can_be(tmp_path: Path, monkeypatc
         raise OSError("no space left")
 
     monkeypatch.setattr(JsonlSink, "open", failing)
-    (entry,) = entries([*SHORT, "loss=ppo"], None, sweep=False)
-    train_entry(entry, tmp_path / "new" / "ppo", lambda: None)
+    (entry,) = select_runs([*SHORT, "loss=ppo"], None, sweep=False)
+    train_run(entry, tmp_path / "new" / "ppo", lambda: None)
     assert not entry.refused and compose(DemoRun, file=tmp_path / "new" / "ppo" / "run.yaml") == entry.run
 
 
 def test_a_trained_entry_leaves_its_metrics_and_its_options(tmp_path: Path) -> None:
-    (entry,) = entries([*SHORT, "loss=ppo", "kl=reverse"], None, sweep=False)
+    (entry,) = select_runs([*SHORT, "loss=ppo", "kl=reverse"], None, sweep=False)
     steps: list[int] = []
-    train_entry(entry, tmp_path / "ppo", lambda: steps.append(len(entry.curve)))
+    train_run(entry, tmp_path / "ppo", lambda: steps.append(len(entry.curve)))
     assert steps == [1, 2, 3]
     assert compose(DemoRun, file=tmp_path / "ppo" / "run.yaml") == entry.run
     logged = [json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()]
     assert [row["expected_reward"] for row in logged] == entry.curve[1:]
-    told = report([entry], tmp_path, tmp_path / "curves.png")
+    told = build_report([entry], tmp_path, tmp_path / "curves.png")
     assert told["runs"][0]["after"] == entry.curve[-1] and told["runs"][0]["optimum"] == 1.0
 
 
 def test_what_is_refused_while_training_is_kept_with_the_entry(tmp_path: Path) -> None:
     """GMPO takes one advantage a rollout, which only shows once GAE has given several."""
-    (entry,) = entries([*SHORT, "loss=gmpo", "advantage=gae"], None, sweep=False)
-    train_entry(entry, tmp_path, lambda: None)
+    (entry,) = select_runs([*SHORT, "loss=gmpo", "advantage=gae"], None, sweep=False)
+    train_run(entry, tmp_path, lambda: None)
     assert "GMPO takes one" in entry.refused and not entry.learnt
-    assert report([entry], tmp_path, tmp_path)["runs"] == [{"name": "gmpo", "refused": entry.refused}]
+    assert build_report([entry], tmp_path, tmp_path)["runs"] == [{"name": "gmpo", "refused": entry.refused}]
 
 
 def test_a_new_directory_is_new(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_a_new_directory_is_new(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_loss_learns(seed: int, tmp_path: Path) -> None:
     """With the options that the demonstration has by itself: nine tenths of the way, each of them."""
-    for entry in entries([f"seed={seed}"], None, sweep=False):
-        train_entry(entry, tmp_path / entry.folder, lambda: None)
+    for entry in select_runs([f"seed={seed}"], None, sweep=False):
+        train_run(entry, tmp_path / entry.folder, lambda: None)
         assert entry.learnt, (entry.name, entry.share)

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from etude.config.compose import compose
 from etude.demo.algorithms import DemoRun
-from etude.demo.compare import Entry
-from etude.demo.curves import Screen, draw
+from etude.demo.compare import ComparedRun
+from etude.demo.curves import LiveTable, draw_curves
 
 RUN = compose(DemoRun, ["steps=4"])
 
 
-def entry(name: str = "ppo", top: float = 0.95) -> Entry:
-    return Entry(name, RUN, curve=[0.1, 0.3, 0.2, 0.6, top], optimum=1.0, seconds=1.5)
+def entry(name: str = "ppo", top: float = 0.95) -> ComparedRun:
+    return ComparedRun(name, RUN, curve=[0.1, 0.3, 0.2, 0.6, top], optimum=1.0, seconds=1.5)
 
 
 def test_the_share_counts_from_the_start_to_the_optimum() -> None:
@@ -28,12 +28,12 @@ def test_the_share_counts_from_the_start_to_the_optimum() -> None:
 
 def test_elsewhere_than_on_a_terminal_an_entry_is_one_line_when_it_is_done() -> None:
     told = io.StringIO()
-    entries = [entry(), Entry("dppo", refused="It cannot be.")]
-    with Screen(Console(file=told, width=80), entries) as screen:
-        screen.stepped()
+    entries = [entry(), ComparedRun("dppo", refused="It cannot be.")]
+    with LiveTable(Console(file=told, width=80), entries) as screen:
+        screen.on_step()
         assert told.getvalue() == ""
         for each in entries:
-            screen.finished(each)
+            screen.on_finish(each)
     first, second = told.getvalue().splitlines()
     assert first.startswith("ppo ") and "0.100 → 0.950" in first and "94%" in first and "1.5 s" in first
     assert second.split() == ["dppo", "refused,", "see", "below"]
@@ -41,15 +41,15 @@ def test_elsewhere_than_on_a_terminal_an_entry_is_one_line_when_it_is_done() -> 
 
 def test_on_a_terminal_the_table_grows() -> None:
     told = io.StringIO()
-    with Screen(Console(file=told, width=100, force_terminal=True, force_interactive=True), [entry()]) as screen:
-        screen.stepped()
+    with LiveTable(Console(file=told, width=100, force_terminal=True, force_interactive=True), [entry()]) as screen:
+        screen.on_step()
     shown = told.getvalue()
     assert "trained by" in shown and "ppo" in shown and "▁" in shown
 
 
 def test_the_picture_has_a_panel_for_each(tmp_path: Path) -> None:
-    draw([entry()], tmp_path / "one.png")
-    draw([entry(str(i), 0.1 * i) for i in range(7)], tmp_path / "seven.png")
+    draw_curves([entry()], tmp_path / "one.png")
+    draw_curves([entry(str(i), 0.1 * i) for i in range(7)], tmp_path / "seven.png")
     one, seven = imread(tmp_path / "one.png"), imread(tmp_path / "seven.png")
     assert one.std() > 0.01  # something is drawn on it
     assert seven.shape[0] > one.shape[0] and seven.shape[1] > one.shape[1]

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from etude.chat import Chat
+from etude.chat import ChatRenderer
 from etude.cli import main
 from etude.demo import agent as module
-from etude.demo import novice, storeroom
+from etude.demo import storeroom_agent as storeroom
+from etude.demo import storeroom_model as novice
 from etude.records import Message, Task, ToolCall
 
 SHORT = ["steps=1", "collect.tasks=2", "collect.group_size=2", "evaluate.limit=4", "agent.runners=1"]
@@ -33,26 +34,26 @@ def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_storeroom_tells_whoever_asks() -> None:
-    for row in storeroom.rows(0, 50, held_out=True):
+    for row in storeroom.make_rows(0, 50, held_out=True):
         kind = next(kind for kind in storeroom.KINDS if kind in row["question"])
         task = Task(0, row)
-        shelf = storeroom.called(task, "find", json.dumps({"kind": kind}))
-        assert storeroom.called(task, "count", json.dumps({"shelf": shelf})) == row["answer"]
+        shelf = storeroom.call_tool(task, "find", json.dumps({"kind": kind}))
+        assert storeroom.call_tool(task, "count", json.dumps({"shelf": shelf})) == row["answer"]
         assert len(set(row["shelves"].values())) == len(storeroom.KINDS), "one kind on each shelf"
     for nonsense in ("{", "3", "{}", '{"kind": "wings"}', '{"kind": ["figs"]}'):
-        assert storeroom.called(task, "find", nonsense) == "?"
+        assert storeroom.call_tool(task, "find", nonsense) == "?"
 
 
 def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
-    train, held_out = (storeroom.rows(0, 200, held_out=held) for held in (False, True))
+    train, held_out = (storeroom.make_rows(0, 200, held_out=held) for held in (False, True))
     assert not [row for row in held_out if row in train]
-    assert train == storeroom.rows(0, 200, held_out=False) != storeroom.rows(1, 200, held_out=False)
+    assert train == storeroom.make_rows(0, 200, held_out=False) != storeroom.make_rows(1, 200, held_out=False)
 
 
 def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path) -> None:
     """What is imitated is, token for token, what the endpoint will show and read."""
     tokenizer = novice.make_tokenizer(tmp_path)
-    chat = Chat(tokenizer)
+    chat = ChatRenderer(tokenizer)
     find, count = (
         ToolCall(id="1", name="find", arguments='{"kind": "figs"}'),
         ToolCall(id="2", name="count", arguments='{"shelf": "C"}'),
@@ -64,7 +65,7 @@ def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path)
         Message("assistant", "", tool_calls=(count,)),
         Message("tool", "7", tool_call_id="2"),
     ]
-    shown = tokenizer.decode(chat.prompt_ids(messages), special=True)
+    shown = tokenizer.decode(chat.prompt_ids(messages), keep_special_tokens=True)
     lesson = novice.dialogue("figs", "C", "7", calls=2)
     assert "".join(text for text, _ in lesson[:-1]) == shown
     assert len(tokenizer.encode(shown)) < 40, "each piece is one token"
@@ -102,15 +103,17 @@ def test_what_the_model_called_is_shown_as_a_call() -> None:
         return {"by": by, "text": text}
 
     call = '<tool_call>\n{"name": "find", "arguments": {"kind": "figs"}}\n</tool_call>'
-    played = module.Scored("?", "7", [said("model", call), said("environment", "C"), said("model", "7")], right=True)
-    assert [(who, str(text)) for who, text in module.lines(played)] == [
+    played = module.ScoredTask(
+        "?", "7", [said("model", call), said("environment", "C"), said("model", "7")], right=True
+    )
+    assert [(who, str(text)) for who, text in module.format_conversation(played)] == [
         ("model", "find(kind='figs')"),
         ("find", "shelf C"),
         ("model", "7"),
     ]
     assert played.calls == 1
-    broken = module.Scored("?", "7", [said("model", '<tool_call>\n{"name": "find"}\n</tool_call>')], right=False)
-    assert [str(text) for _, text in module.lines(broken)] == ["find()"]
+    broken = module.ScoredTask("?", "7", [said("model", '<tool_call>\n{"name": "find"}\n</tool_call>')], right=False)
+    assert [str(text) for _, text in module.format_conversation(broken)] == ["find()"]
 
 
 @pytest.mark.soak

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.recipes.folder import read_metrics
+from etude.recipes.run.directory import read_metrics
 from tests.house.documents import ROOT, commands
 
 pytestmark = [pytest.mark.integration, pytest.mark.smoke]
 
 WAITS = {"chat", "serve"}
-"""These wait for a person; tests/tools/test_converse.py and tests/tools/test_hosting.py run them."""
+"""These wait for a person; tests/tools/test_chat.py and tests/tools/test_serve.py run them."""
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from etude.batch import Batch
+from etude.demo.enumerated_mdp import EnumeratedMDP
 from etude.demo.tabular import TabularPolicy
-from etude.demo.world import World
 from etude.errors import ConfigError
 
 COLUMNS = frozenset(
@@ -26,16 +26,16 @@ COLUMNS = frozenset(
 
 
 def sampled(seed: int = 0) -> tuple[TabularPolicy, Batch]:
-    policy = TabularPolicy(World(), seed)
+    policy = TabularPolicy(EnumeratedMDP(), seed)
     prompts = torch.arange(12) % 2
     return policy, policy.sample(policy.logp().detach(), prompts, torch.Generator().manual_seed(seed))
 
 
 def test_the_sampler_records_what_it_sampled_with() -> None:
     policy, batch = sampled()
-    assert torch.equal(batch.need("role"), torch.arange(12) % 2)
+    assert torch.equal(batch.require("role"), torch.arange(12) % 2)
     annotated = policy.annotate(batch, frozenset({"old_logp"}))
-    assert torch.equal(annotated.need("old_logp"), batch.need("behavior_logp"))
+    assert torch.equal(annotated.require("old_logp"), batch.require("behavior_logp"))
 
 
 def test_the_same_seed_samples_the_same() -> None:
@@ -50,16 +50,16 @@ def test_only_what_is_needed_is_filled() -> None:
 def test_every_column_agrees_with_the_table_token_by_token() -> None:
     policy, batch = sampled(1)
     batch = policy.annotate(batch, COLUMNS)
-    for t in range(batch.tokens):
-        state, token = int(batch.need("state")[t]), int(batch.ids[t])
+    for t in range(batch.num_tokens):
+        state, token = int(batch.require("state")[t]), int(batch.ids[t])
         pi = policy.table.detach()[state].softmax(0)
-        assert float(batch.need("old_logp")[t]) == pytest.approx(float(pi[token].log()))
-        assert float(batch.need("entropy")[t]) == pytest.approx(-float((pi * pi.log()).sum()))
-        assert float(batch.need("sum_pi_squared")[t]) == pytest.approx(float((pi * pi).sum()))
-        assert float(batch.need("ref_logp")[t]) == pytest.approx(float(policy.reference[state, token]))
-        assert float(batch.need("teacher_logp")[t]) == pytest.approx(float(policy.teacher[state, token]))
-        top = int(batch.need("teacher_topk_ids")[t, 0])
-        assert float(batch.need("teacher_topk_logp")[t, 0]) == pytest.approx(float(policy.teacher[state].max()))
+        assert float(batch.require("old_logp")[t]) == pytest.approx(float(pi[token].log()))
+        assert float(batch.require("entropy")[t]) == pytest.approx(-float((pi * pi.log()).sum()))
+        assert float(batch.require("sum_pi_squared")[t]) == pytest.approx(float((pi * pi).sum()))
+        assert float(batch.require("ref_logp")[t]) == pytest.approx(float(policy.reference[state, token]))
+        assert float(batch.require("teacher_logp")[t]) == pytest.approx(float(policy.teacher[state, token]))
+        top = int(batch.require("teacher_topk_ids")[t, 0])
+        assert float(batch.require("teacher_topk_logp")[t, 0]) == pytest.approx(float(policy.teacher[state].max()))
         assert float(policy.teacher[state, top]) == pytest.approx(float(policy.teacher[state].max()))
 
 
@@ -69,9 +69,9 @@ def test_the_forward_pass_gives_what_is_asked_for_with_a_gradient() -> None:
     names = frozenset({"logp", "entropy", "full_kl", "topk_logp"})
     outputs = policy.forward(batch, names)
     assert outputs.logp is not None and outputs.full_kl is not None and outputs.topk_logp is not None
-    assert torch.allclose(outputs.logp, batch.need("old_logp"))
-    assert torch.allclose(outputs.full_kl, torch.zeros(batch.tokens, dtype=torch.float64), atol=1e-12)
-    assert outputs.topk_logp.shape == (batch.tokens, 3)
+    assert torch.allclose(outputs.logp, batch.require("old_logp"))
+    assert torch.allclose(outputs.full_kl, torch.zeros(batch.num_tokens, dtype=torch.float64), atol=1e-12)
+    assert outputs.topk_logp.shape == (batch.num_tokens, 3)
     outputs.logp.sum().backward()
     assert policy.table.grad is not None
     assert outputs.value is None

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from etude.batch import Batch
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of
-from etude.dispatch.divide import divide
-from etude.dispatch.messages import Body
-from etude.dispatch.pools import Pool
+from etude.dispatch.messages import Payload
+from etude.dispatch.resource_pool import ResourcePool
+from etude.dispatch.split_call import split_call
 from etude.errors import ConfigError, CrewError, TrainingError
-from etude.protocols import spread_of
+from etude.protocols import get_dispatch_mode
 from tests.batches import random_batch, same
 from tests.dispatch.workers import WIDE, Clerk, Maker, counted, refusing
 from tests.processes import gone, rise_of
@@ -40,8 +40,8 @@ SLOW = 120.0
 
 
 def ray_crew(logs: Path, make: Callable[..., object] = counted, *args: Any, ranks: int = 2, **more: Any) -> RayCrew:
-    config = CrewConfig(silence=more.pop("silence", SLOW), timeout=more.pop("timeout", 2 * SLOW))
-    made: RayCrew = crew_of("ray")(make, *args, ranks=ranks, share=shares, logs=logs, config=config, **more)  # type: ignore[assignment]
+    config = CrewConfig(heartbeat_timeout=more.pop("heartbeat_timeout", SLOW), timeout=more.pop("timeout", 2 * SLOW))
+    made: RayCrew = crew_of("ray")(make, *args, ranks=ranks, share=partition_rollouts, logs=logs, config=config, **more)  # type: ignore[assignment]
     return made
 
 
@@ -70,19 +70,19 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
 ) -> None:
     """Tens of megabytes, from rank to rank and on to another crew that shares its places out anew."""
     batch = random_batch(0, (40, 30, 30))
-    size = batch.tokens * WIDE * 8
+    size = batch.num_tokens * WIDE * 8
     assert size > 2e7
-    wanted = float(batch.ids.double().sum() * WIDE + batch.tokens * WIDE * (WIDE - 1) / 2)
+    wanted = float(batch.ids.double().sum() * WIDE + batch.num_tokens * WIDE * (WIDE - 1) / 2)
     with closing(ray_crew(tmp_path, Maker, ranks=1, role="reader")) as reader:
         crews = (crew, reader)
 
         def handed_on(made: Batch) -> list[dict[str, float]]:
-            assert (made.tokens, made.rollouts) == (batch.tokens, batch.rollouts)
+            assert (made.num_tokens, made.num_rollouts) == (batch.num_tokens, batch.num_rollouts)
             return [each.call(Maker.weigh, made.split(3)).reduce() for each in crews]
 
-        handed_on(crew.hold(Maker.widen, batch))  # whatever is loaded at the first time
+        handed_on(crew.call_for_ref(Maker.widen, batch))  # whatever is loaded at the first time
         seen: list[dict[str, float]] = []
-        risen = rise_of(lambda: seen.extend(handed_on(crew.hold(Maker.widen, batch))))
+        risen = rise_of(lambda: seen.extend(handed_on(crew.call_for_ref(Maker.widen, batch))))
         through = rise_of(lambda: seen.extend(handed_on(crew.call(Maker.widen, batch))))
     assert [(told["sum"], told["bytes"]) for told in seen] == [(wanted, size)] * 4
     assert risen < size / 8 and through > size, (risen, through, size)
@@ -91,31 +91,31 @@ def test_what_one_rank_makes_and_another_reads_does_not_pass_through_the_control
 def test_what_ranks_compute_together_is_stored_once(crew: RayCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     """And told by one of them."""
     batch = random_batch(3, (3, 2))
-    put, sent = crew._depot.put, list[Body]()
+    put, sent = crew._object_store.put, list[Payload]()
 
-    def putting(body: Body, **how: Any) -> Any:
+    def putting(body: Payload, **how: Any) -> Any:
         sent.append(body)
         return put(body, **how)
 
     monkeypatch.setattr(crew, "_repeats", 2)
-    monkeypatch.setattr(crew._depot, "put", putting)
-    held = crew.hold(Maker.widen, batch)
+    monkeypatch.setattr(crew._object_store, "put", putting)
+    held = crew.call_for_ref(Maker.widen, batch)
     assert same(crew.call(Maker.narrow, held), Maker().narrow(wide(batch)))
     assert len(sent) == 2, "one for each call"
-    first, second = crew._answers(Maker.widen, _division(crew, batch, repeats=2), keep=True)
-    assert first.outline.rollouts == batch.rollouts and crew._unpack(second) is None
+    first, second = crew._call_ranks(Maker.widen, _division(crew, batch, repeats=2), keep=True)
+    assert first.outline.num_rollouts == batch.num_rollouts and crew._deserialize(second) is None
 
 
 def test_a_batch_that_is_held_is_the_batch_however_it_is_split(crew: RayCrew) -> None:
     batch = random_batch(1, (3, 1, 4, 2))
-    held = crew.hold(Maker.widen, batch)
+    held = crew.call_for_ref(Maker.widen, batch)
     plain = wide(batch)
     assert same(crew.call(Maker.narrow, held), Maker().narrow(plain))
     for theirs, ours in zip(held.split(2, by="group"), plain.split(2, by="group"), strict=True):
         assert same(crew.call(Maker.narrow, theirs), Maker().narrow(ours))
     order = [4, 0, 7, 2]
     assert same(crew.call(Maker.narrow, held.select(order)), Maker().narrow(plain.select(order)))
-    again = crew.hold(Maker.narrow, held)
+    again = crew.call_for_ref(Maker.narrow, held)
     assert same(crew.call(Maker.widen, again), crew.call(Maker.widen, Maker().narrow(plain)))
     assert crew.call(Maker.weigh, [held, plain]).reduce()["parts"] == 4
 
@@ -124,15 +124,15 @@ def test_what_is_read_in_place_is_not_copied(crew: RayCrew) -> None:
     """A rank's answer lies in the object store, and the controller that does ask for it looks at it there."""
     batch = random_batch(2, (8, 8))
     before = heap()
-    found = crew._answers(Maker.widen, _division(crew, batch))
-    pieces = [crew._unpack(each) for each in found]
-    assert sum(piece.rollouts for piece in pieces) == 16
-    assert heap() - before < 1e6 < pieces[0].need("teacher_topk_ids").nbytes
-    assert torch.equal(pieces[0].need("teacher_topk_ids")[:, 0], pieces[0].ids.long())
+    found = crew._call_ranks(Maker.widen, _division(crew, batch))
+    pieces = [crew._deserialize(each) for each in found]
+    assert sum(piece.num_rollouts for piece in pieces) == 16
+    assert heap() - before < 1e6 < pieces[0].require("teacher_topk_ids").nbytes
+    assert torch.equal(pieces[0].require("teacher_topk_ids")[:, 0], pieces[0].ids.long())
 
 
 def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
-    return divide(spread_of(Maker.widen), [batch], {}, crew.ranks, shares, repeats)
+    return split_call(get_dispatch_mode(Maker.widen), [batch], {}, crew.ranks, partition_rollouts, repeats)
 
 
 # -- where they stand -------------------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def _session() -> Path:
 
 @pytest.mark.soak
 def test_two_roles_share_the_places_of_a_pool(crew: RayCrew, tmp_path: Path) -> None:
-    from etude.dispatch.ray_crew import Placed
+    from etude.dispatch.ray_reservation import PoolReservation
 
-    with closing(Placed(Pool(("policy", "critic"), 2, 1))) as placed:
+    with closing(PoolReservation(ResourcePool(("policy", "critic"), 2, 1))) as placed:
         crews = [ray_crew(tmp_path, role=role, placed=placed) for role in ("policy", "critic")]
         with closing(crews[0]), closing(crews[1]):
             assert crews[0].nodes == crews[1].nodes and not set(crews[0].pids) & set(crews[1].pids)
@@ -240,9 +240,11 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     """By its role, its number, its process and its node, with the last that it said."""
     with caplog.at_level(logging.INFO, "etude"):
         crew = ray_crew(tmp_path)
-    pids, asked, node = crew.pids, crew.ask(0, Clerk.wonder, 600.0), crew._members[1].address
-    answers = crew._answers(Clerk.recite, divide(spread_of(Clerk.recite), [10**6], {}, 2, shares))
-    crew._config = CrewConfig(silence=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
+    pids, asked, node = crew.pids, crew.submit(0, Clerk.wonder, 600.0), crew._members[1].address
+    answers = crew._call_ranks(
+        Clerk.recite, split_call(get_dispatch_mode(Clerk.recite), [10**6], {}, 2, partition_rollouts)
+    )
+    crew._config = CrewConfig(heartbeat_timeout=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
     with closing(crew):
         began = time.perf_counter()
         with pytest.raises(CrewError) as raised:
@@ -265,7 +267,9 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
 def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: Path) -> None:
     """And not by Ray's own error, whoever notices first."""
     with closing(ray_crew(tmp_path)) as crew:
-        answers = crew._answers(Clerk.recite, divide(spread_of(Clerk.recite), [10**6], {}, 2, shares))
+        answers = crew._call_ranks(
+            Clerk.recite, split_call(get_dispatch_mode(Clerk.recite), [10**6], {}, 2, partition_rollouts)
+        )
         os.kill(crew.pids[1], signal.SIGKILL)
         told = r"Rank 1 of policy \(process \d+ on node .*\) ended while it was answering"
         assert re.match(told, str(lost(crew, answers[1])))
@@ -276,7 +280,7 @@ def lost(crew: RayCrew, sent: Any) -> CrewError:
     until = time.monotonic() + SLOW
     with pytest.raises(CrewError) as raised:
         while time.monotonic() < until:
-            crew._unpack(sent)
+            crew._deserialize(sent)
     return raised.value
 
 

@@ -14,30 +14,30 @@ from tests.rays import a_head, program, told_by
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
     require("ray")
-    from etude.dispatch.ray_cluster import PREFIX, REACH, WITHIN, _short
+    from etude.dispatch.ray_cluster import LONGEST_RELATIVE_PATH, MAX_SOCKET_PATH, PREFIX, _short_directory
 
-    longest = REACH - len(f"/{PREFIX}{WITHIN}")
+    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}{LONGEST_RELATIVE_PATH}")
     assert 15 < longest < 40
     for length in range(5, 60):
         directory = "/" + "d" * (length - 1)
-        assert _short(directory) == (directory if length <= longest else "/tmp")
-    assert _short("/" + "\u00e9" * 15) == "/tmp", "bytes count"
+        assert _short_directory(directory) == (directory if length <= longest else "/tmp")
+    assert _short_directory("/" + "\u00e9" * 15) == "/tmp", "bytes count"
 
 
 def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """And nothing that somebody holds, or that is somebody else's."""
     require("ray")
-    from etude.dispatch.ray_cluster import PREFIX, _hold, _sweep
+    from etude.dispatch.ray_cluster import PREFIX, _lock_directory, _remove_stale_directories
 
     here, left, starting, other = (tmp_path / name for name in (f"{PREFIX}1", f"{PREFIX}2", f"{PREFIX}3", "ray-4"))
     for place in (here, left, starting, other):
         (place / "r" / "session").mkdir(parents=True)
-    with _hold(here):
-        _hold(left).close()
-        _hold(other).close()
-        _sweep(tmp_path)
+    with _lock_directory(here):
+        _lock_directory(left).close()
+        _lock_directory(other).close()
+        _remove_stale_directories(tmp_path)
         assert sorted(tmp_path.iterdir()) == sorted((here, starting, other))
-    _sweep(tmp_path)
+    _remove_stale_directories(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted((starting, other))
 
 
@@ -56,7 +56,7 @@ from contextlib import closing
 del os.environ["RAY_AUTH_MODE"]
 from etude.dispatch import crew_of
 crew_of("ray")
-from etude.dispatch.ray_cluster import Cluster
+from etude.dispatch.ray_cluster import RayCluster
 import ray
 
 def seen():
@@ -67,10 +67,10 @@ def left():
 
 told = []
 for _ in range(2):
-    with closing(Cluster(1)) as cluster:
+    with closing(RayCluster(1)) as cluster:
         told.append([*ray.get(ray.remote(seen).remote()), left(), cluster.ours])
 ray.init(address=sys.argv[1], log_to_driver=False)
-told.append([*ray.get(ray.remote(seen).remote()), left(), Cluster(1).ours])
+told.append([*ray.get(ray.remote(seen).remote()), left(), RayCluster(1).ours])
 ray.shutdown()
 print(json.dumps({"told": told}))
 """

@@ -33,21 +33,21 @@ LOSES = """
 import json, sys
 from contextlib import closing
 from pathlib import Path
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of, ray_crew
 from etude.errors import CrewError
 from tests.dispatch.workers import Clerk, counted
 
-ray_crew.ENDING = 120.0  # a machine that has much else to do takes its time
-logs, how, config = Path(sys.argv[1]), sys.argv[2], CrewConfig(silence=300, timeout=600)
-with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=logs, config=config)) as crew:
+ray_crew.EXIT_TIMEOUT = 120.0  # a machine that has much else to do takes its time
+logs, how, config = Path(sys.argv[1]), sys.argv[2], CrewConfig(heartbeat_timeout=300, timeout=600)
+with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=logs, config=config)) as crew:
     (far,) = (member for member in crew._members if not member._is_here)
     told = {"rank": far.rank, "pid": far.pid, "address": far.address, "log": str(far.log), "seen": far.log.exists()}
-    told |= {"meet": [member.meets_at for member in crew._members]}
+    told |= {"rendezvous": [member.bind_address for member in crew._members]}
     told |= {"heard": [each.tolist() for each in crew.call(Clerk.exchange, 2)]}
     print(json.dumps(told), flush=True)
     sys.stdin.readline()
-    crew._config = CrewConfig(silence=15, timeout=5)
+    crew._config = CrewConfig(heartbeat_timeout=15, timeout=5)
     try:
         crew.call(Clerk.hang, far.rank) if how == "hang" else crew.call(Clerk.end, far.rank, how)
     except CrewError as error:
@@ -100,7 +100,7 @@ def test_a_rank_on_another_machine_that_is_lost_is_named_and_ended_there(how: st
     assert line, process.communicate()[1][-4000:]
     told, (far,) = json.loads(line), actors(machines.apart)
     assert far != told["pid"], "it has another number here"
-    assert not told["seen"] and len(set(told["meet"])) == 2 and told["heard"] == [[10, 12]] * 2
+    assert not told["seen"] and len(set(told["rendezvous"])) == 2 and told["heard"] == [[10, 12]] * 2
     ended = told_by(process)["error"]
     named = f"Rank {told['rank']} of policy (process {told['pid']} on node {told['address']}) "
     assert ended.startswith(named) and re.search(HOW[how], ended), ended

@@ -26,7 +26,7 @@ from contextlib import closing
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of
 from etude.dispatch.ray_cluster import SLOW
 from etude.errors import CrewError
@@ -40,14 +40,15 @@ if __name__ == "__main__":
     cluster = Cluster(initialize_head=True, head_node_args=head)
     other = cluster.add_node(**small | agents())
     ray.init(address=cluster.address, log_to_driver=False)
-    config = CrewConfig(silence=300, timeout=600)
+    config = CrewConfig(heartbeat_timeout=300, timeout=600)
     told = {}
-    with closing(crew_of("ray")(Maker, ranks=2, share=shares, logs=Path(sys.argv[1]) / "a", config=config)) as crew:
+    with closing(crew_of("ray")(Maker, ranks=2, share=partition_rollouts, config=config,
+                                logs=Path(sys.argv[1]) / "a")) as crew:
         told["nodes"] = crew.nodes
         batch = random_batch(0, (3, 4, 2))
         found = crew.call(Maker.narrow, crew.hold(Maker.widen, batch))
         told["same"] = same(found, Maker().narrow(Maker().widen(batch)))
-    crew = crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]) / "b", config=config)
+    crew = crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]) / "b", config=config)
     lost = next(m for m in crew._members if m.here.node == other.node_id)
     told["lost"] = [lost.rank, lost.pid]
     crew.call(Clerk.add, 1)
@@ -69,12 +70,12 @@ JOINS = """
 import json, os, sys
 from pathlib import Path
 from contextlib import closing
-from etude.data.share import shares
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of
 from tests.dispatch.workers import Clerk, Maker, counted
 
-config = CrewConfig(silence=300, timeout=600)
-with closing(crew_of("ray")(counted, ranks=2, share=shares, logs=Path(sys.argv[1]), config=config)) as crew:
+config = CrewConfig(heartbeat_timeout=300, timeout=600)
+with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]), config=config)) as crew:
     told = {"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}
     told["given"] = crew.call(Clerk.given, "HF_HOME", "HF_TOKEN")
     print(json.dumps(told), flush=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from etude.batch import Batch
 from etude.errors import ConfigError, TrainingError
-from etude.observe import Last, Max, Mean, Metrics, Sum, get_log
-from etude.protocols import Gather, Split, spread
+from etude.observe import Last, Max, Mean, Metrics, Sum, get_logger
+from etude.protocols import Gather, Split, dispatch_mode
 
 
 def total(values: Tensor) -> Tensor:
@@ -38,76 +38,76 @@ class Clerk:
         """Its own."""
         return dist.get_rank() if dist.is_initialized() else 0
 
-    @spread()
+    @dispatch_mode()
     def add(self, amount: int, *, twice: bool = False) -> int:
         """Count on; every rank has counted alike."""
         self.count += amount * (2 if twice else 1)
         return self.count
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def everyone(self) -> list[int]:
         """One entry a rank: its process."""
         return os.getpid()  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def given(self, *names: str) -> list[dict[str, str]]:
         """What the environment of each has of these variables."""
         return {name: os.environ[name] for name in names if name in os.environ}  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def recite(self, size: int) -> list[Tensor]:
         """A long answer of each."""
         return torch.arange(size) + self.rank  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def threads(self) -> list[int]:
         """With how many each computes."""
         return torch.get_num_threads()  # type: ignore[return-value]
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def centre(self, batch: Batch) -> Batch:
         """Rewards beside the mean of their group, which only whole groups tell."""
-        reward = batch.need("reward")
-        total = torch.zeros(batch.groups, dtype=reward.dtype).index_add(0, batch.group, reward)
+        reward = batch.require("reward")
+        total = torch.zeros(batch.num_groups, dtype=reward.dtype).index_add(0, batch.group, reward)
         count = torch.zeros_like(total).index_add(0, batch.group, torch.ones_like(reward))
         return batch.replace(reward=reward - (total / count)[batch.group])
 
-    @spread(Split.ROLLOUTS, Gather.CONCAT)
+    @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
     def double(self, batch: Batch, by: int = 2) -> Batch:
         """Twice the reward."""
-        return batch.replace(reward=batch.need("reward") * by)
+        return batch.replace(reward=batch.require("reward") * by)
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(self, parts: list[Batch], factor: float) -> Metrics:
         """What is seen of several batches, each of which is shared out."""
         metrics = Metrics()
         for part in parts:
-            reward = part.need("reward")
-            metrics.merge({"mean": Mean.over(reward.sum() * factor, len(reward)), "tokens": Sum.of(part.tokens)})
+            reward = part.require("reward")
+            metrics.merge({"mean": Mean.over(reward.sum() * factor, len(reward)), "tokens": Sum.of(part.num_tokens)})
             if len(reward):
                 metrics.add("highest", Max.of(reward.max()))
             metrics.merge({"whole": Sum.of(total(reward.sum())), "factor": Last.of(factor)})
         return metrics
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def exchange(self, size: int) -> list[Tensor]:
         """What each rank hears of the others."""
         return total(torch.arange(size) + 10 * self.rank)  # type: ignore[return-value]
 
-    @spread()
+    @dispatch_mode()
     def refuse(self, rank: int | None = None) -> None:
         """An error of ours, on one rank or on all of them."""
         if rank in (None, self.rank):
             raise TrainingError("The gradient is not finite.")
 
-    @spread()
+    @dispatch_mode()
     def stumble(self, rank: int) -> None:
         """An error of nobody's on one rank; the others wait for it."""
         if self.rank == rank:
             raise ZeroDivisionError("a slip")
         total(torch.ones(1))
 
-    @spread()
+    @dispatch_mode()
     def end(self, rank: int, how: str) -> None:
         """One rank ends, or stops; the others wait for it in an exchange."""
         if self.rank == rank:
@@ -118,39 +118,39 @@ class Clerk:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}[how])
         total(torch.ones(1))
 
-    @spread()
+    @dispatch_mode()
     def work(self, seconds: float) -> None:
         """Compute for a while, as far as anybody can see."""
         time.sleep(seconds)
 
-    @spread()
+    @dispatch_mode()
     def hang(self, *ranks: int) -> None:
         """Some ranks go on for ever, and breathe; the others have nothing to do."""
         if self.rank in ranks:
             time.sleep(600)
 
-    @spread()
+    @dispatch_mode()
     def stop_here(self) -> None:
         """Wait for a debugger, on the first rank."""
         if self.rank == 0:
             breakpoint()
 
-    @spread()
+    @dispatch_mode()
     def late(self, rank: int) -> None:
         """The others wait in an exchange for one that never comes."""
         if self.rank == rank:
             time.sleep(600)
         total(torch.ones(1))
 
-    @spread()
+    @dispatch_mode()
     def warn(self) -> None:
         """Say something that is worth a warning."""
-        get_log("train").warning("the weather is bad")
-        get_log("train").warning("and here it is rank %d", self.rank)
+        get_logger("train").warning("the weather is bad")
+        get_logger("train").warning("and here it is rank %d", self.rank)
 
-    async def wonder(self, seconds: float, *, begun: Callable[[], None]) -> tuple[int, int]:
+    async def wonder(self, seconds: float, *, on_start: Callable[[], None]) -> tuple[int, int]:
         """Take some time, beside others."""
-        begun()
+        on_start()
         if seconds < 0:
             raise ConfigError("Time goes on.")
         await asyncio.sleep(seconds)
@@ -160,7 +160,7 @@ class Clerk:
         """Not declared."""
         return self.count
 
-    @spread()
+    @dispatch_mode()
     def generator(self) -> Any:
         """What cannot travel."""
         return (number for number in range(3))
@@ -189,41 +189,47 @@ WIDE = 4096
 class Maker:
     """Makes batches that are too large to be carried about, and looks at them."""
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def widen(self, batch: Batch) -> Batch:
         """The batch with many numbers for each token: the token itself, and those after it."""
         return batch.replace(teacher_topk_ids=batch.ids.long()[:, None] + torch.arange(WIDE))
 
-    @spread(Split.ROLLOUTS, Gather.METRICS)
+    @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)
     def weigh(self, parts: list[Batch]) -> Metrics:
         """What all numbers add up to, how many there are, and how many bytes of address space they took."""
         metrics = Metrics()
         for part in parts:
-            wide = part.need("teacher_topk_ids")
+            wide = part.require("teacher_topk_ids")
             metrics.merge({"sum": Sum.of(float(wide.sum())), "bytes": Sum.of(wide.nbytes), "parts": Sum.of(1)})
         return metrics
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def narrow(self, batch: Batch) -> Batch:
         """The batch without them, each reward the sum of what is left out."""
-        wide = batch.need("teacher_topk_ids").double().sum(1)
-        units = torch.repeat_interleave(torch.arange(batch.rollouts), batch.unit_tokens.diff())
-        reward = torch.zeros(batch.rollouts, dtype=torch.float64).index_add(0, units, wide)
+        wide = batch.require("teacher_topk_ids").double().sum(1)
+        units = torch.repeat_interleave(torch.arange(batch.num_rollouts), batch.rollout_token_offsets.diff())
+        reward = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add(0, units, wide)
         return batch.replace(teacher_topk_ids=None, reward=reward)
 
 
 class Reader:
     """Looks at batches, and says what is in them."""
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def look(self, batch: Batch) -> Metrics:
         """How much of it there is on all ranks, and what it adds up to."""
-        place = torch.arange(batch.tokens) - batch.unit_tokens[:-1].repeat_interleave(batch.unit_tokens.diff())
-        found = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.need("reward").sum()}
-        found |= {"tokens": batch.tokens, "rollouts": batch.rollouts, "version": batch.need("trainer_version").sum()}
+        place = torch.arange(batch.num_tokens) - batch.rollout_token_offsets[:-1].repeat_interleave(
+            batch.rollout_token_offsets.diff()
+        )
+        found = {"ids": (batch.ids.double() * (place + 1)).sum(), "reward": batch.require("reward").sum()}
+        found |= {
+            "tokens": batch.num_tokens,
+            "rollouts": batch.num_rollouts,
+            "version": batch.require("trainer_version").sum(),
+        }
         return Metrics({name: Sum.of(float(value)) for name, value in found.items()})
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def mark(self, batch: Batch) -> Batch:
         """The batch with a column more."""
         return batch.replace(advantage=batch.ids.double())

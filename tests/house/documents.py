@@ -69,7 +69,7 @@ def broken_names(page: Path, root: Path = ROOT) -> Iterator[str]:
             if not _is_name(code):
                 yield f"{page.name} names {code}, which cannot be imported."
         elif code.startswith(METERED) and "." not in code:
-            continue  # tests/recipes/test_agents.py compares them with what a run measures
+            continue  # tests/recipes/collect/test_agent_rollouts.py compares them with what a run measures
         elif _looks_like_path(code, root) and not any((base / code).exists() for base in bases):
             yield f"{page.name} names {code}, which does not exist."
 

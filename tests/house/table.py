@@ -12,7 +12,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 # The one function whose signature and documented arguments are what an editor completes.
 MAX_FUNCTION_LINES_OF = {"launch.py train": 90}
-MAX_LINES_OF = {"recipes/loop.py": 150}
+MAX_LINES_OF = {"recipes/run/loop.py": 150}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ WORDS = frozenset({"lazy", "records", "errors", "integrity", "batch", "protocols
 INSTRUMENTS = frozenset({"algorithms", "models", "chat", "data", "rewards", "store", "checkpoint", "dispatch"})
 MACHINES = frozenset({"train", "rollout", "sync", "agents"})
 SCORES = frozenset({"recipes", "envs"})
-DOORS = frozenset({"trainer", "launch", "easy", "demo", "tools", "dashboard"})
+DOORS = frozenset({"trainer", "launch", "ppo_trainer", "demo", "tools", "dashboard"})
 NO_BATCH = WORDS - {"batch"}
 
 ROOMS: dict[str, Room] = {
@@ -64,21 +64,23 @@ ROOMS: dict[str, Room] = {
     # floor 4: doors; the two front doors open onto the others
     "trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "launch": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "trainer"),
-    "easy": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
+    "ppo_trainer": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "demo": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES, "tools"),
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "help_texts": _room(5),
     "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
-    "services": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
-    "cli": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "services", "__init__"),
+    "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
+    "cli": _room(
+        5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "service_commands", "__init__"
+    ),
     "__main__": _room(5, "cli"),
     "__init__": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS),
 }
 
 # Within a room that may import another, the files that do.
 ROOM_ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
-    ("rollout", "models"): ("rollout/torch_engine.py", "rollout/kv.py", "rollout/steady.py"),
+    ("rollout", "models"): ("rollout/torch_engine.py", "rollout/kv_cache.py", "rollout/steady.py"),
 }
 
 # The libraries that are ruled, and the files that may import them. Any other library is free.
@@ -93,24 +95,24 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "dispatch/rank.py",
         "train",
         "rollout/torch_engine.py",
-        "rollout/kv.py",
+        "rollout/kv_cache.py",
         "rollout/steady.py",
         "rollout/sampling.py",
         "sync",
         "recipes",
         "envs",
         "trainer",
-        "easy",
+        "ppo_trainer",
         "demo",
         "tools",
         "cli",
     ),
     "transformers": ("models",),
     "peft": ("models/lora.py",),
-    "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py"),
+    "ray": ("dispatch/ray_crew.py", "dispatch/ray_cluster.py", "dispatch/ray_reservation.py"),
     "megatron": ("train/megatron.py",),
     "sqlalchemy": ("store/sql.py", "store/tables.py"),
-    "fastapi": ("store/server.py", "agents/proxy/app.py", "dashboard"),
+    "fastapi": ("store/server.py", "store/openapi.py", "agents/proxy/app.py", "dashboard"),
     "tensorboardX": ("observe/tensorboard.py",),
     "wandb": ("observe/wandb.py",),
     "mlflow": ("observe/mlflow.py",),
@@ -130,7 +132,7 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "__init__": ("torch", "transformers", "ray"),
     "cli": ("torch", "transformers", "ray"),
     "commands": ("torch", "transformers", "ray"),
-    "services": ("torch", "transformers", "ray"),
+    "service_commands": ("torch", "transformers", "ray"),
     "records": ("torch",),
     "protocols": ("torch",),
     "config": ("torch",),
@@ -140,23 +142,28 @@ NEVER_LOADED: dict[str, tuple[str, ...]] = {
     "store": ("torch",),
     "agents": ("torch", "transformers"),
     "agents/runner.py": ("fastapi", "sqlalchemy"),
-    "recipes/loop.py": ("torch",),
-    "recipes/scheduler.py": ("torch",),
-    "recipes/sources.py": ("torch",),
+    "recipes/run/loop.py": ("torch",),
+    "recipes/collect/scheduler.py": ("torch",),
+    "recipes/collect/sources.py": ("torch",),
     "recipes/evaluate.py": ("torch",),
 }
 
 # The scheduler is a pure function of events: no clock, no chance, no input or output of its own.
 NEVER_NAMED: dict[str, tuple[str, ...]] = {
-    "recipes/scheduler.py": (
+    "recipes/collect/scheduler.py": (
         *("time", "datetime", "random", "secrets", "asyncio", "threading", "multiprocessing", "subprocess"),
         *("os", "io", "pathlib", "shutil", "socket", "open", "input"),
     ),
 }
 
 ENVIRONMENT_IN = ("config/env.py",)
-PRINT_IN = ("cli", "commands", "services", "observe/console.py")
-STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/inside/candidate.py")
+PRINT_IN = ("cli", "commands", "service_commands", "observe/console.py")
+STREAMS_IN = (*PRINT_IN, "observe/log.py", "rewards/sandbox/guest/program_under_test.py")
 # Beside these, a room's `__init__.py`: the chooser that imports the one implementation asked for.
-LATE_IMPORTS_IN = ("__init__", "cli", "commands", "services", "recipes/build.py")
-NO_RANKS_IN = ("recipes/loop.py", "recipes/scheduler.py", "recipes/sources.py", "recipes/evaluate.py")
+LATE_IMPORTS_IN = ("__init__", "cli", "commands", "service_commands", "recipes/run/build.py")
+NO_RANKS_IN = (
+    "recipes/run/loop.py",
+    "recipes/collect/scheduler.py",
+    "recipes/collect/sources.py",
+    "recipes/evaluate.py",
+)

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from etude.config.compose import compose
-from etude.config.show import leaves
+from etude.config.show import list_options
 from etude.errors import ConfigError, UnknownChoiceError, UnknownKeyError
-from etude.recipes.elsewhere import TRL, VERL
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
+from etude.recipes.run.verl_trl_options import TRL, VERL
 from tests.house.documents import INLINE, ROOT
 from tests.sweeps import sweep
 
@@ -76,7 +76,7 @@ def test_what_is_named_without_a_value_exists() -> None:
     for words in (options(code) for _, _, codes in ROWS for code in codes):
         told = tuple(word for word in words if "=" in word)
         beside.setdefault(told, set()).update(word for word in words if "=" not in word)
-    choices = {leaf.path for leaf in leaves(Run) if leaf.type.startswith("one of ")}
+    choices = {leaf.path for leaf in list_options(Run) if leaf.type.startswith("one of ")}
     for told, names in beside.items():
         together, alone = sorted(names - choices), sorted(names & choices)
         for tried in filter(None, [together, *([each] for each in alone)]):
@@ -94,7 +94,7 @@ def test_a_page_shows_the_table_that_errors_are_made_of(page: str, table: Mappin
 
 @pytest.mark.parametrize("table", [VERL, TRL], ids=["verl", "trl"])
 def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[str, str]) -> None:
-    same = {theirs for theirs in table if theirs in Run.model_fields}
+    same = {theirs for theirs, ours in table.items() if theirs in Run.model_fields or theirs == ours}
     assert all(table[theirs] == theirs for theirs in same), "what is called the same here does the same"
     with pytest.raises(UnknownKeyError) as caught:
         compose(Run, [f"{theirs}=1" for theirs in table if theirs not in same])
@@ -112,7 +112,7 @@ def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[
             ("trainer.save_freq", "checkpoint.every"),
         ),
         *(("train_batch_size", "collect.tasks"), ("timeout_seconds", "agent.timeout"), ("n_runners", "agent.runners")),
-        *(("unresponsive_seconds", "agent.silence"), ("max_attempts", "collect.retries")),
+        *(("unresponsive_seconds", "agent.heartbeat_timeout"), ("max_attempts", "collect.retries")),
     ],
 )
 def test_the_end_of_a_name_and_names_of_agent_lightning_are_answered_too(theirs: str, ours: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from etude.config.show import all_paths, free_form, leaves, undocumented
+from etude.config.show import find_undocumented_fields, find_untyped_fields, list_option_paths, list_options
 from etude.demo.algorithms import DemoRun
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
 
 MAX_OPTIONS = 163
 MAX_PATHS = 300
@@ -20,22 +20,22 @@ ROOTS = pytest.mark.parametrize("root", [Run, DemoRun])
 
 @ROOTS
 def test_a_composed_run_has_few_options(root: type[BaseModel]) -> None:
-    assert 0 < len(leaves(root)) <= MAX_OPTIONS
+    assert 0 < len(list_options(root)) <= MAX_OPTIONS
 
 
 @ROOTS
 def test_all_choices_together_have_few_fields(root: type[BaseModel]) -> None:
-    assert len(leaves(root)) < len(all_paths(root)) <= MAX_PATHS
+    assert len(list_options(root)) < len(list_option_paths(root)) <= MAX_PATHS
 
 
 @ROOTS
 def test_no_field_is_free_form(root: type[BaseModel]) -> None:
-    assert not free_form(root)
+    assert not find_untyped_fields(root)
 
 
 @ROOTS
 def test_every_field_says_what_it_means(root: type[BaseModel]) -> None:
-    assert not undocumented(root)
+    assert not find_undocumented_fields(root)
 
 
 class Loose(BaseModel):
@@ -51,4 +51,4 @@ class LooseRun(BaseModel):
 
 
 def test_a_free_form_field_without_meaning_is_told() -> None:
-    assert free_form(LooseRun) == undocumented(LooseRun) == ["loose.anything"]
+    assert find_untyped_fields(LooseRun) == find_undocumented_fields(LooseRun) == ["loose.anything"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.lazy import loading
+from etude.lazy import pause_gc
 from tests.house import table
 from tests.house.rules import RULES, Modules
 from tests.house.source import read_package
@@ -17,7 +17,7 @@ PACKAGE = Path(etude.__file__).parent
 
 @pytest.fixture(scope="module")
 def modules() -> Modules:
-    with loading():  # half a million nodes stay, and the collector of garbage would walk them again and again
+    with pause_gc():  # half a million nodes stay, and the collector of garbage would walk them again and again
         return read_package(PACKAGE)
 
 

@@ -53,13 +53,13 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     ),
     ("torch", rules.library_imports, {"config/a.py": "import torch.nn"}, "config/a.py:1 imports torch"),
     ("torch in data", rules.library_imports, {"data/dataset.py": "from torch import Tensor"}, "imports torch"),
-    ("torch in the loop", rules.loads, {"recipes/loop.py": "import torch"}, "recipes/loop.py loads torch"),
+    ("torch in the loop", rules.loads, {"recipes/run/loop.py": "import torch"}, "recipes/run/loop.py loads torch"),
     ("transformers", rules.library_imports, {"chat/template.py": "import transformers"}, "imports transformers"),
     (
         "ray",
         rules.library_imports,
-        {"dispatch/pools.py": "import ray"},
-        "dispatch/ray_crew.py, dispatch/ray_cluster.py.",
+        {"dispatch/resource_pool.py": "import ray"},
+        "dispatch/ray_crew.py, dispatch/ray_cluster.py, dispatch/ray_reservation.py.",
     ),
     ("the library of vLLM", rules.library_imports, {"rollout/vllm.py": "import vllm"}, "whose place is: nowhere."),
     (
@@ -101,7 +101,7 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
     ("late in a method", rules.late_imports, {"batch.py": "class A:\n  def f(self):\n    import json"}, "batch.py:3"),
     ("deep chooser", rules.late_imports, {"agents/proxy/__init__.py": LATE}, "imports json inside a function"),
     ("long file", rules.budgets, {"batch.py": "x = 1\n" * 451}, "batch.py has 451 lines; 450 are allowed."),
-    ("long loop", rules.budgets, {"recipes/loop.py": "x = 1\n" * 151}, "150 are allowed"),
+    ("long loop", rules.budgets, {"recipes/run/loop.py": "x = 1\n" * 151}, "150 are allowed"),
     ("long function", rules.budgets, {"batch.py": LONG_FUNCTION}, "batch.py:1 f has 61 lines; 60 are allowed."),
     ("long async method", rules.budgets, {"batch.py": "async " + LONG_FUNCTION}, "f has 61 lines"),
     (
@@ -171,10 +171,15 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         {"batch.py": '"""B."""\nclass A:\n  """A."""\nclass B(A):\n  """B."""\n  def f(self): ...'},
         "batch.py:6 B.f has no docstring.",
     ),
-    ("rank", rules.ranks, {"recipes/loop.py": "def f(local_rank): ..."}, "names a rank (local_rank)"),
-    ("rank read", rules.ranks, {"recipes/sources.py": "x = crew.rank"}, "names a rank (rank)"),
-    ("clock", rules.named, {"recipes/scheduler.py": "import time"}, "recipes/scheduler.py:1 imports time."),
-    ("file", rules.named, {"recipes/scheduler.py": "open('a')"}, "calls open."),
+    ("rank", rules.ranks, {"recipes/run/loop.py": "def f(local_rank): ..."}, "names a rank (local_rank)"),
+    ("rank read", rules.ranks, {"recipes/collect/sources.py": "x = crew.rank"}, "names a rank (rank)"),
+    (
+        "clock",
+        rules.named,
+        {"recipes/collect/scheduler.py": "import time"},
+        "recipes/collect/scheduler.py:1 imports time.",
+    ),
+    ("file", rules.named, {"recipes/collect/scheduler.py": "open('a')"}, "calls open."),
 ]
 
 ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
@@ -200,7 +205,7 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
         rules.cycles,
         {"data/__init__.py": "def f():\n  import etude.data.a", "data/a.py": "import etude.data"},
     ),
-    ("chooser", rules.late_imports, {"observe/__init__.py": LATE, "cli.py": LATE, "recipes/build.py": LATE}),
+    ("chooser", rules.late_imports, {"observe/__init__.py": LATE, "cli.py": LATE, "recipes/run/build.py": LATE}),
     ("full length", rules.budgets, {"batch.py": LONG_FUNCTION.removesuffix("    x = 1\n") + "\n" * 390}),
     ("one reader", rules.environment, {"config/env.py": "import os\nx = os.environ"}),
     ("another os", rules.environment, {"batch.py": "import os\nx = os.cpu_count()"}),
@@ -225,8 +230,8 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
             "batch.py": '"""B."""\nclass B(etude.A[int]):\n  """B."""\nclass C(B):\n  """C."""\n  def f(self): ...\n',
         },
     ),
-    ("no rank", rules.ranks, {"recipes/loop.py": "frank = 1", "train/fsdp.py": "rank = 1"}),
-    ("pure", rules.named, {"recipes/scheduler.py": "import heapq", "recipes/build.py": "import time"}),
+    ("no rank", rules.ranks, {"recipes/run/loop.py": "frank = 1", "train/fsdp.py": "rank = 1"}),
+    ("pure", rules.named, {"recipes/collect/scheduler.py": "import heapq", "recipes/run/build.py": "import time"}),
 ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.lazy import loading
+from etude.lazy import pause_gc
 from tests.house import table
 
 HEAVY = (
@@ -35,7 +35,7 @@ COMMANDS = {
     "demo agent": ["demo", "agent", "learning_rte=3"],
     "show": ["config", "show", "grpo", "loss.clp_high=0.3"],
 }
-LATER = {"a preset": ("hydra", "pydantic", "numpy"), "train": ("etude.recipes.loop", "etude.recipes.build")}
+LATER = {"a preset": ("hydra", "pydantic", "numpy"), "train": ("etude.recipes.run.loop", "etude.recipes.run.build")}
 """What a command loads after that, though it is not heavy."""
 IN_TURN = """
 import contextlib, io, json, sys
@@ -98,7 +98,7 @@ def test_the_garbage_collector_is_as_it_was_after_modules_have_loaded() -> None:
 
     for was_on in (True, False):
         (gc.enable if was_on else gc.disable)()
-        with pytest.raises(ValueError, match="broken"), loading():
+        with pytest.raises(ValueError, match="broken"), pause_gc():
             assert not gc.isenabled()
             raise ValueError("broken")
         assert gc.isenabled() is was_on

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from etude.algorithms.reduce import Reduction
 from etude.config import load_plugin
 from etude.config.choice import options_of
-from etude.config.tree import fields_within
+from etude.config.tree import iter_possible_fields
 from tests.house.documents import INLINE, ROOT, prose
 from tests.pages import algorithms, configuration
 from tests.pages.document import PAGES
@@ -41,7 +41,7 @@ def known() -> dict[str, set[str]]:
     """Every option and section of every command by its path, with the names that it can be set to if it is a choice."""
     found: dict[str, set[str]] = {}
     for root in configuration.roots():
-        for path, field in fields_within(load_plugin(root, BaseModel)):
+        for path, field in iter_possible_fields(load_plugin(root, BaseModel)):
             choice = options_of(field.annotation, field.metadata)
             found.setdefault(path, set()).update(choice.names if choice else ())
     return found

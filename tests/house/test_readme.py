@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import parser, spelled_out
+from etude.cli import build_parser, expand_shorthand
 from etude.errors import EtudeError
 from etude.recipes.presets import PRESETS
 from tests.commands import composed
@@ -84,7 +84,7 @@ def test_a_command_that_is_shown_exists(page: str, words: tuple[str, ...]) -> No
 def understood(*words: str) -> bool:
     """Whether the command line takes these, `--help` and its like too, and knows the options they set."""
     try:
-        asked = parser().parse_args(spelled_out(words))
+        asked = build_parser().parse_args(expand_shorthand(words))
     except SystemExit as end:
         return not end.code
     names = [word for word in vars(asked).get("overrides", ()) if "=" not in word]

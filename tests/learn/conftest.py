@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.demo.beginner import warm_up
+from etude.demo.sorting_model import warm_up
 
 
 @pytest.fixture(scope="session")

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from etude.cli import main as etude
-from etude.demo.beginner import warm_up
+from etude.demo.sorting_model import warm_up
 from etude.observe import make_console, progress
-from etude.recipes.build import build
-from etude.recipes.loop import practise
 from etude.recipes.presets import PRESETS
-from etude.tools.history import read
+from etude.recipes.run.build import build
+from etude.recipes.run.loop import run_loop
+from etude.tools.metric_curves import read_curves
 from etude.tools.plot import draw
 from tests.learn.practice import practice
 from tests.pages.recipes import CURVES
@@ -35,7 +35,7 @@ def practised(directory: Path, model: Path, preset: str, rate: float = 3e-4, **m
     given = {"steps": LENGTH, "evaluate.every": 3, "evaluate.first": "true", **more}
     run = practice(directory, model, preset, rate, **given)
     with build(run) as parts:
-        practise(parts)
+        run_loop(parts)
         return parts.directory
 
 
@@ -47,7 +47,7 @@ def main(names: Sequence[str]) -> int:
         base = Path(folder)
         with progress("warming up", None, console):
             warm_up(base / "warm", 0, lambda: None)
-        control = read(practised(base / "control", base / "warm", "grpo", 0.0))
+        control = read_curves(practised(base / "control", base / "warm", "grpo", 0.0))
         teacher = base / "teacher"
         with progress("curves", len(names), console) as bar:
             for name in names:
@@ -56,7 +56,7 @@ def main(names: Sequence[str]) -> int:
                     run = practised(base / "lessons", base / "warm", "grpo")
                     assert etude(["export", str(run), str(teacher)]) == 0
                     given = {"teacher.path": teacher, "reward": "exact"}
-                learned = read(practised(base / name, base / "warm", name, **given))
+                learned = read_curves(practised(base / name, base / "warm", name, **given))
                 CURVES.mkdir(exist_ok=True)
                 draw([learned, control], [name, "nothing is learned"], [METRIC], CURVES / f"{name}.png")
                 bar.advance()

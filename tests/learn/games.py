@@ -17,10 +17,10 @@ from etude.batch import Batch
 from etude.chat import Tokenizer as Chats
 from etude.data.collate import collate
 from etude.envs import Observation, TextEnv
-from etude.models import create, save, tiny
-from etude.recipes.workers import Minimise
+from etude.models import create, save, tiny_config
+from etude.recipes.workers.policy_worker import LossObjective
 from etude.records import Rollout, Sample, Task
-from etude.train import Learner, Train
+from etude.train import Learner, TrainConfig
 
 KEYS, DIGITS = "abcdefgh", "0123456789"
 CALL = ("<tool_call>", '\n{"name": "look", "arguments": {"key": "', '"}}\n', "</tool_call>")
@@ -78,12 +78,14 @@ def make_tokenizer(directory: Path, more: str = "") -> Chats:
 def make_speaker(directory: Path, steps: int = 200) -> Path:
     """A model that imitates a teacher who looks things up now and then, and guesses else."""
     tokenizer = make_tokenizer(directory)
-    config = tiny(tokenizer.size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48)
+    config = tiny_config(
+        tokenizer.vocab_size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48
+    )
     model = create(config, seed=0, dtype=torch.float32)
-    training = Train(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=10)
+    training = TrainConfig(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=10)
     learner, shown = Learner(model, training, steps=steps), _shown(tokenizer)
     for _ in range(steps):
-        learner.update(next(shown), Minimise(SFT()))
+        learner.update(next(shown), LossObjective(SFT()))
     save(model, directory)
     return directory
 
@@ -116,7 +118,7 @@ class Seek(TextEnv):
         self.highest = highest
 
     def begin(self) -> str:
-        self.secret = self.chance.randint(0, self.highest)
+        self.secret = self.rng.randint(0, self.highest)
         return "?"
 
     def play(self, answer: str) -> Observation:

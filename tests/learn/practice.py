@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from etude.config.compose import compose
-from etude.demo import digits
+from etude.demo import sorting_task as digits
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
 
 __all__ = ["HELD_OUT", "OWN", "STEPS", "practice"]
 
@@ -35,13 +35,13 @@ def practice(directory: Path, model: Path, preset: str, learning_rate: float, **
     """A run of a preset in a directory, and the problems that it practises and is scored on."""
     directory.mkdir(parents=True)
     for name, count, held_out in (("train", TRAINED, False), ("held_out", HELD_OUT, True)):
-        rows = digits.rows(0, count, held_out=held_out)
+        rows = digits.make_rows(0, count, held_out=held_out)
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options: dict[str, Any] = {
         "model.path": model,
         "data.train": f"[{directory / 'train.jsonl'}]",
         "data.val": f"[{directory / 'held_out.jsonl'}]",
-        "data.max_prompt": 16,
+        "data.max_prompt_length": 16,
         "reward": "exact",
         "sampling.max_tokens": 8,
         "evaluate.first": "false",

@@ -30,7 +30,7 @@ def trained(directory: Path, strategy: Any) -> list[dict[str, Any]]:
         "collect.tasks": 16,
         "collect.group_size": 8,
         "sampling.max_tokens": 8,
-        "data.max_prompt": 16,
+        "data.max_prompt_length": 16,
         "train.precision": "fp32",
         "train.learning_rate": 2e-3,
         "threads": 1,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.demo.beginner import warm_up
+from etude.demo.sorting_model import warm_up
 from tests.learn.test_presets import accuracy, beats
 from tests.served import AT_START, on, options_of
 
-CLUSTER: dict[str, Any] = {"cluster": "ray", "ranks": 2, "crew.silence": 120, "crew.timeout": 600}
+CLUSTER: dict[str, Any] = {"cluster": "ray", "ranks": 2, "crew.heartbeat_timeout": 120, "crew.timeout": 600}
 KINDS = [
     pytest.param("vllm", marks=on("vllm")),
     pytest.param("sglang", marks=[*on("sglang"), pytest.mark.soak]),

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from etude.config.compose import compose
-from etude.recipes.build import build
-from etude.recipes.loop import practise
-from etude.recipes.run import Run
+from etude.recipes.run.build import build
+from etude.recipes.run.config import Run
+from etude.recipes.run.loop import run_loop
 from tests.learn import games
 from tests.worlds import make_model
 
@@ -29,7 +29,7 @@ def earned(directory: Path, learning_rate: float, **changes: Any) -> list[float]
         "data.train": directory / "train.jsonl",
         "data.val": directory / "held_out.jsonl",
         "model.path": directory / "model",
-        "data.max_prompt": 16,
+        "data.max_prompt_length": 16,
         "evaluate.first": "false",
         "collect.tasks": 16,
         "collect.group_size": 8,
@@ -42,9 +42,9 @@ def earned(directory: Path, learning_rate: float, **changes: Any) -> list[float]
     }
     options |= {name.replace("__", "."): value for name, value in changes.items()}
     with build(compose(Run, [f"{key}={value}" for key, value in options.items()])) as parts:
-        practise(parts)
+        run_loop(parts)
         assert parts.evaluate.evaluator is not None
-        return [answer.reward for answer in parts.evaluate.evaluator.answers()]
+        return [answer.reward for answer in parts.evaluate.evaluator.answer_all()]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:

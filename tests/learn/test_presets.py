@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.recipes.build import build
-from etude.recipes.loop import practise
 from etude.recipes.presets import PRESETS
+from etude.recipes.run.build import build
+from etude.recipes.run.loop import run_loop
 from tests.learn.practice import HELD_OUT, OWN, STEPS, practice
 
 FAMILIES = ("grpo", "dapo", "ppo")
@@ -22,9 +22,9 @@ def accuracy(directory: Path, model: Path, preset: str, learning_rate: float, **
     """What each held-out problem earned after a short run."""
     run = practice(directory, model, preset, learning_rate, **more)
     with build(run) as parts:
-        practise(parts)
+        run_loop(parts)
         assert parts.evaluate.evaluator is not None
-        return [float(answer.reward == 1) for answer in parts.evaluate.evaluator.answers()]
+        return [float(answer.reward == 1) for answer in parts.evaluate.evaluator.answer_all()]
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ import pytest
 
 from etude.cli import main
 from etude.config.compose import compose
-from etude.demo import digits
-from etude.demo.beginner import make_tokenizer, new_model
+from etude.demo import sorting_task as digits
+from etude.demo.sorting_model import make_tokenizer, new_model
 from etude.models import save
-from etude.recipes.commands import SUPERVISED
-from etude.recipes.school import study
+from etude.recipes.registry import SUPERVISED
+from etude.recipes.supervised.builder import train_supervised
 
 TRAINED, HELD_OUT = 1000, 200
 
@@ -28,7 +28,7 @@ def lessons(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`shown`, `pairs` and `tasks`, each with others that are held out."""
     directory = tmp_path_factory.mktemp("lessons")
     for name, count, held_out in (("", TRAINED, False), ("held_out_", HELD_OUT, True)):
-        rows = digits.rows(0, count, held_out=held_out)
+        rows = digits.make_rows(0, count, held_out=held_out)
         shown = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
         pairs = [{**one, "chosen": one["completion"], "rejected": one["completion"][::-1]} for one in shown]
         distinct = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
@@ -56,7 +56,7 @@ def learned(
         "observe.level": "error",
         "directory": directory,
     } | more
-    study(compose(SUPERVISED[recipe], [f"{key}={value}" for key, value in options.items()]))
+    train_supervised(compose(SUPERVISED[recipe], [f"{key}={value}" for key, value in options.items()]))
     last: dict[str, float] = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
     return last, directory
 
@@ -65,7 +65,9 @@ def accuracy(run: Path, lessons: Path, capsys: pytest.CaptureFixture[str]) -> fl
     """How many held-out problems the model of a run solves when it takes the likeliest token."""
     capsys.readouterr()
     words = [f"data.val=[{lessons / 'held_out_tasks.jsonl'}]", "reward=exact", "sampling.max_tokens=8"]
-    assert main(["eval", str(run), *words, "data.max_prompt=16", "evaluate.sampling.temperature=0", "--json"]) == 0
+    assert (
+        main(["eval", str(run), *words, "data.max_prompt_length=16", "evaluate.sampling.temperature=0", "--json"]) == 0
+    )
     return float(json.loads(capsys.readouterr().out.splitlines()[-1])["eval/mean@1"])
 
 

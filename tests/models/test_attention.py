@@ -28,7 +28,7 @@ def qkv(tokens: int, dtype: torch.dtype = torch.float64, heads: tuple[int, int] 
 
 def plain(pack: Pack, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> Tensor:
     """What is meant, with every score of every pair."""
-    seen = pack.attends()
+    seen = pack.attention_mask()
     if window is not None:
         seen = seen & (pack.positions[:, None] - pack.positions < window)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.models import Model, PackedAttention, create, load, save, tiny
+from etude.models import Model, PackedAttention, create, load, save, tiny_config
 from tests.models.packs import FOREST, pack_of
 
 PACK = pack_of(FOREST)
@@ -20,7 +20,7 @@ def run(model: Model) -> Tensor:
 
 
 def test_frozen_parts_get_no_gradient_and_the_others_the_same_one() -> None:
-    whole, half = (create(tiny(50), seed=1, dtype=torch.float64) for _ in range(2))
+    whole, half = (create(tiny_config(50), seed=1, dtype=torch.float64) for _ in range(2))
     half.freeze(("embed_tokens", "q_proj", "layers.1.mlp", "q_norm"))
     for model in (whole, half):
         run(model).square().sum().backward()
@@ -33,10 +33,10 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same_one() -> None:
 
 
 def test_frozen_weights_are_held_in_one_precision(tmp_path: Path) -> None:
-    save(create(tiny(50), seed=1), tmp_path)
-    model = load(tmp_path, dtype=torch.bfloat16, exact=True)
+    save(create(tiny_config(50), seed=1), tmp_path)
+    model = load(tmp_path, dtype=torch.bfloat16, keep_float32=True)
     model.freeze(("layers.0",))
-    assert set(model.take_exact()) == {n for n, w in model.trained_weights() if w.ndim == 2}
+    assert set(model.take_float32_weights()) == {n for n, w in model.trained_weights() if w.ndim == 2}
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_frozen_weights_are_held_in_one_precision(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_frozen_is_refused(parts: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        create(tiny(50), seed=0).freeze(parts)
+        create(tiny_config(50), seed=0).freeze(parts)

@@ -15,17 +15,17 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.errors import ConfigError, UnknownChoiceError
-from etude.models import create, load, save, tiny
+from etude.models import create, load, save, tiny_config
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    save(create(tiny(50, tied=False), seed=0), tmp_path)
+    save(create(tiny_config(50, tied=False), seed=0), tmp_path)
     return tmp_path
 
 
 def test_what_was_saved_is_what_is_loaded(directory: Path) -> None:
-    model, again = create(tiny(50, tied=False), seed=0), load(directory, dtype=torch.float32)
+    model, again = create(tiny_config(50, tied=False), seed=0), load(directory, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     for (name, weight), (same, loaded) in zip(model.named_weights(), again.named_weights(), strict=True):
         assert name == same and torch.equal(weight, loaded) and torch.equal(weight, theirs[name])
@@ -34,8 +34,8 @@ def test_what_was_saved_is_what_is_loaded(directory: Path) -> None:
 def test_a_seed_makes_the_same_model_in_any_dtype_and_leaves_chance_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    one, same, other = (create(tiny(50), seed=seed) for seed in (1, 1, 2))
-    half = create(tiny(50), seed=1, dtype=torch.bfloat16)
+    one, same, other = (create(tiny_config(50), seed=seed) for seed in (1, 1, 2))
+    half = create(tiny_config(50), seed=1, dtype=torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one.head_weight, same.head_weight) and not torch.equal(one.head_weight, other.head_weight)
     assert torch.equal(half.head_weight, one.head_weight.bfloat16())
@@ -49,18 +49,18 @@ def test_a_loaded_model_computes_in_the_dtype_asked_for_and_keeps_its_rotary_fre
 
 def test_a_model_to_be_trained_hands_over_what_rounding_took(directory: Path) -> None:
     whole = dict(load(directory, dtype=torch.float32).named_weights())
-    model = load(directory, dtype=torch.bfloat16, exact=True)
-    taken = model.take_exact()
+    model = load(directory, dtype=torch.bfloat16, keep_float32=True)
+    taken = model.take_float32_weights()
     for name, weight in model.named_weights():
         assert torch.equal(weight, whole[name].bfloat16())
         rounded = not torch.equal(weight.float(), whole[name])
         assert rounded == (name in taken) and (not rounded or torch.equal(taken[name], whole[name]))
     assert 0 < len(taken) < len(whole)  # norms begin as ones
-    assert not model.take_exact()
+    assert not model.take_float32_weights()
     for dtype, exact in ((torch.bfloat16, False), (torch.float32, True), (torch.float64, True)):
-        assert not load(directory, dtype=dtype, exact=exact).take_exact()
+        assert not load(directory, dtype=dtype, keep_float32=exact).take_float32_weights()
     save(model, directory)
-    assert not load(directory, dtype=torch.bfloat16, exact=True).take_exact()
+    assert not load(directory, dtype=torch.bfloat16, keep_float32=True).take_float32_weights()
 
 
 def test_a_missing_directory_is_told(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_weights_of_another_shape_are_named(directory: Path) -> None:
 def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(directory: Path) -> None:
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
     words.save(str(directory / "tokenizer.json"))
-    assert load(directory, dtype=torch.float32).vocabulary == 50
+    assert load(directory, dtype=torch.float32).vocab_size == 50
     words.add_special_tokens(["<extra>"])
     words.save(str(directory / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"has the token id 50, but the model embeds 50 tokens \(0 to 49\)"):
@@ -197,12 +197,12 @@ def test_a_recurrent_model_on_disk_is_refused_before_its_weights_are_read(tmp_pa
 def test_positions_that_depend_on_the_batch_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     with pytest.raises(ConfigError, match="`dynamic` rotary positions"):
-        create(tiny(50, rope_parameters=rope), seed=0)
+        create(tiny_config(50, rope_parameters=rope), seed=0)
 
 
 def test_a_family_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(UnknownChoiceError, match="no tiny model of the family 'gpt5'; there are llama"):
-        tiny(50, family="gpt5")
+        tiny_config(50, family="gpt5")
 
 
 def test_the_directory_is_what_transformers_writes(directory: Path) -> None:

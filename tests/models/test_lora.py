@@ -15,9 +15,19 @@ from torch import Tensor
 
 from etude.checkpoint import export_adapter
 from etude.errors import ConfigError
-from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
-from etude.models.layers import Fused, FusedLinear
-from etude.models.sizes import FAMILIES
+from etude.models import (
+    LoraAdapterConfig,
+    Model,
+    PackedAttention,
+    adapt,
+    adapter_config,
+    create,
+    load,
+    save,
+    tiny_config,
+)
+from etude.models.fused_layers import FusedBackbone, FusedLinear
+from etude.models.tiny import FAMILIES
 from tests.components import require
 from tests.models.packs import FOREST, pack_of
 from tests.sweeps import sweep
@@ -40,7 +50,11 @@ def adapted(
     family: str = "qwen3", dtype: torch.dtype = torch.float64, *, seed: int = 0, moved: bool = True, **options: Any
 ) -> Model:
     """A model with adapters; `moved` from where they begin, so that all of them matter."""
-    model = adapt(create(tiny(50, family=family), seed=1, dtype=dtype), Lora(**{"rank": 4, **options}), seed=seed)
+    model = adapt(
+        create(tiny_config(50, family=family), seed=1, dtype=dtype),
+        LoraAdapterConfig(**{"rank": 4, **options}),
+        seed=seed,
+    )
     if moved:
         move(model)
     return model
@@ -60,7 +74,7 @@ def written(model: Model, directory: Path) -> Path:
 @pytest.mark.parametrize("family", FIRST)
 def test_an_adapter_begins_as_nothing_to_the_bit(family: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        plain = create(tiny(50, family=family), seed=1, dtype=dtype)
+        plain = create(tiny_config(50, family=family), seed=1, dtype=dtype)
         assert torch.equal(run(adapted(family, dtype, moved=False)), run(plain))
 
 
@@ -76,7 +90,7 @@ def test_only_adapters_get_a_gradient_and_all_of_them_do(family: str) -> None:
 
 
 def test_weights_keep_their_published_names() -> None:
-    plain = {name for name, _ in create(tiny(50), seed=1).named_weights()}
+    plain = {name for name, _ in create(tiny_config(50), seed=1).named_weights()}
     names = {name for name, _ in adapted().named_weights()}
     assert plain < names
     assert (
@@ -110,7 +124,7 @@ def test_merged_weights_are_the_same_model_without_adapters(family: str, tmp_pat
     model = adapted(family)
     save(model, tmp_path)
     plain = load(tmp_path, dtype=torch.float64)
-    assert not plain.adapted and [n for n, _ in plain.named_weights()] == [n for n, _ in model.merged_weights()]
+    assert not plain.has_adapters and [n for n, _ in plain.named_weights()] == [n for n, _ in model.merged_weights()]
     torch.testing.assert_close(run(plain), run(model), rtol=1e-9, atol=1e-9)
 
 
@@ -131,8 +145,8 @@ def test_parts_of_a_fused_product_may_have_no_adapter(targets: tuple[str, ...], 
 
 def test_the_first_factors_of_a_fused_product_are_one_storage() -> None:
     model = adapted()
-    assert isinstance(model._body, Fused)
-    for layer in model._body.layers:
+    assert isinstance(model._backbone, FusedBackbone)
+    for layer in model._backbone.layers:
         assert isinstance(layer.qkv, FusedLinear) and layer.qkv.low is not None
         assert torch.equal(layer.qkv.low.down, torch.cat([*layer.qkv.low.downs])) and layer.qkv.low.down.shape == (
             12,
@@ -163,12 +177,12 @@ def test_a_target_that_matches_nothing_is_told_what_there_is(targets: tuple[str,
 )
 def test_options_that_would_do_nothing_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Lora(**options)
+        LoraAdapterConfig(**options)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 def test_without_adapters_it_is_the_model_it_began_as_on_this_thread_alone(family: str) -> None:
-    model, plain = adapted(family), create(tiny(50, family=family), seed=1, dtype=torch.float64)
+    model, plain = adapted(family), create(tiny_config(50, family=family), seed=1, dtype=torch.float64)
     with torch.no_grad():
         wanted = run(model)
         elsewhere: list[Tensor] = []
@@ -203,8 +217,8 @@ def test_a_copy_has_adapters_of_its_own() -> None:
 def test_an_adapter_goes_on_from_its_directory(family: str, tmp_path: Path) -> None:
     model = adapted(family, rank=3, rslora=True, alpha=5)
     written(model, tmp_path / "adapter")
-    base = create(tiny(50, family=family), seed=1, dtype=torch.float64)
-    again = adapt(base, Lora(path=tmp_path / "adapter"), seed=9)
+    base = create(tiny_config(50, family=family), seed=1, dtype=torch.float64)
+    again = adapt(base, LoraAdapterConfig(path=tmp_path / "adapter"), seed=9)
     assert torch.equal(run(again), run(model))
     assert [n for n, _ in again.trained_weights()] == [n for n, _ in model.trained_weights()]
 
@@ -213,8 +227,10 @@ def test_what_half_precision_rounds_of_it_is_kept_for_its_learner(tmp_path: Path
     model = adapted(dtype=torch.float32)
     wanted = dict(model.trained_weights())
     written(model, tmp_path / "adapter")
-    half = adapt(create(tiny(50), seed=1, dtype=torch.bfloat16), Lora(path=tmp_path / "adapter"), seed=0)
-    exact = half.take_exact()
+    half = adapt(
+        create(tiny_config(50), seed=1, dtype=torch.bfloat16), LoraAdapterConfig(path=tmp_path / "adapter"), seed=0
+    )
+    exact = half.take_float32_weights()
     assert exact and all(torch.equal(exact[name], wanted[name]) for name in exact)
     assert all(torch.equal(weight, wanted[name].bfloat16()) for name, weight in half.trained_weights())
 
@@ -258,4 +274,4 @@ def test_an_adapter_that_cannot_be_run_as_it_is_meant_is_refused(name: str, adap
     shutil.copytree(adapter, broken)
     spoil(broken)
     with pytest.raises(ConfigError, match=told):
-        adapt(create(tiny(50), seed=1, dtype=torch.float64), Lora(path=broken), seed=0)
+        adapt(create(tiny_config(50), seed=1, dtype=torch.float64), LoraAdapterConfig(path=broken), seed=0)

@@ -11,8 +11,8 @@ from torch.autograd import grad
 from torch.nn.functional import linear
 from transformers import AutoConfig
 
-from etude.models import Model, PackedAttention, create, load, save, tiny
-from etude.models.layers import Fused, FusedLinear
+from etude.models import Model, PackedAttention, create, load, save, tiny_config
+from etude.models.fused_layers import FusedBackbone, FusedLinear
 from tests.autograd import kept_for_backward
 from tests.models.packs import FOREST, pack_of
 
@@ -24,19 +24,19 @@ def run(model: Model) -> Tensor:
 
 
 def parts(model: Model) -> list[FusedLinear]:
-    assert isinstance(model._body, Fused)
-    return [fused for layer in model._body.layers for fused in (layer.qkv, layer.gate_up)]
+    assert isinstance(model._backbone, FusedBackbone)
+    return [fused for layer in model._backbone.layers for fused in (layer.qkv, layer.gate_up)]
 
 
 def test_a_model_tells_its_sizes() -> None:
-    model = create(tiny(50, layers=3, heads=6, kv_heads=2, head_dim=10, context=99), seed=0)
-    assert (model.layers, model.query_heads, model.kv_heads, model.head_dim) == (3, 6, 2, 10)
-    assert (model.vocabulary, model.context, model.dtype, str(model.device)) == (50, 99, torch.float32, "cpu")
+    model = create(tiny_config(50, layers=3, heads=6, kv_heads=2, head_dim=10, context=99), seed=0)
+    assert (model.num_layers, model.query_heads, model.kv_heads, model.head_dim) == (3, 6, 2, 10)
+    assert (model.vocab_size, model.context_length, model.dtype, str(model.device)) == (50, 99, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_q_k_and_v_are_views_of_one_storage_under_their_published_names(family: str) -> None:
-    model = create(tiny(50, family=family), seed=0)
+    model = create(tiny_config(50, family=family), seed=0)
     weights = dict(model.named_weights())
     for layer in range(2):
         for block, names in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
@@ -46,14 +46,14 @@ def test_q_k_and_v_are_views_of_one_storage_under_their_published_names(family: 
 
 
 def test_tied_weights_are_named_once() -> None:
-    names = [name for name, _ in create(tiny(50), seed=0).named_weights()]
+    names = [name for name, _ in create(tiny_config(50), seed=0).named_weights()]
     assert len(names) == len(set(names)) and "lm_head.weight" not in names
-    assert "lm_head.weight" in dict(create(tiny(50, tied=False), seed=0).named_weights())
+    assert "lm_head.weight" in dict(create(tiny_config(50, tied=False), seed=0).named_weights())
 
 
 @pytest.mark.parametrize("more", [{}, {"attention_bias": True}], ids=["plain", "bias"])
 def test_an_optimizer_step_reaches_the_fused_storage(more: dict[str, bool]) -> None:
-    model = create(tiny(50, **more), seed=0)
+    model = create(tiny_config(50, **more), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = run(model)
     before.square().mean().backward()
@@ -66,7 +66,7 @@ def test_an_optimizer_step_reaches_the_fused_storage(more: dict[str, bool]) -> N
 
 
 def test_gradients_add_up_over_backward_passes() -> None:
-    model = create(tiny(50), seed=0, dtype=torch.float64)
+    model = create(tiny_config(50), seed=0, dtype=torch.float64)
     run(model).square().sum().backward()
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     run(model).square().sum().backward()
@@ -75,7 +75,7 @@ def test_gradients_add_up_over_backward_passes() -> None:
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
-    model = create(tiny(50), seed=0)
+    model = create(tiny_config(50), seed=0)
     for name, parameter in model.named_weights():
         parameter.requires_grad_("k_proj" in name)
     run(model).square().sum().backward()
@@ -83,7 +83,7 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
 
 
 def test_a_state_dict_goes_in_and_out(tmp_path: Path) -> None:
-    model, other = create(tiny(50), seed=0), create(tiny(50), seed=1)
+    model, other = create(tiny_config(50), seed=0), create(tiny_config(50), seed=1)
     other.module.load_state_dict(model.module.state_dict())
     assert torch.equal(run(model), run(other))
     save(other, tmp_path)
@@ -91,7 +91,7 @@ def test_a_state_dict_goes_in_and_out(tmp_path: Path) -> None:
 
 
 def test_a_copy_has_weights_of_its_own() -> None:
-    model = create(tiny(50), seed=0)
+    model = create(tiny_config(50), seed=0)
     model.activation_checkpointing = True
     copied = model.copy()
     assert copied.activation_checkpointing and torch.equal(run(model), run(copied))
@@ -99,7 +99,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
         for parameter in copied.parameters():
             parameter.add_(1)
     assert not torch.allclose(run(model), run(copied))
-    assert torch.equal(run(model), run(create(tiny(50), seed=0)))
+    assert torch.equal(run(model), run(create(tiny_config(50), seed=0)))
     half = model.copy(dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16 and model.dtype == torch.float32
 
@@ -107,8 +107,8 @@ def test_a_copy_has_weights_of_its_own() -> None:
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 CHANCE = {
-    "qwen3": lambda: tiny(50, family="qwen3", attention_dropout=0.5),
-    "gpt2": lambda: tiny(50, family="gpt2", attn_pdrop=0.5, resid_pdrop=0.5),
+    "qwen3": lambda: tiny_config(50, family="qwen3", attention_dropout=0.5),
+    "gpt2": lambda: tiny_config(50, family="gpt2", attn_pdrop=0.5, resid_pdrop=0.5),
     "opt": lambda: AutoConfig.for_model("opt", **SIZES, **NO_ENDS, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5),
     "starcoder2": lambda: AutoConfig.for_model(
         "starcoder2", **SIZES, **NO_ENDS, num_key_value_heads=2, intermediate_size=64, residual_dropout=0.5
@@ -155,7 +155,7 @@ def test_checkpoints_keep_little(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_logits_are_float32_or_wider_and_rounded_to_half_at_most_once(dtype: torch.dtype) -> None:
-    model = create(tiny(50, family="gemma2", final_logit_softcapping=3.0), seed=0, dtype=dtype)
+    model = create(tiny_config(50, family="gemma2", final_logit_softcapping=3.0), seed=0, dtype=dtype)
     hidden = torch.randn(9, model.head_weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype) * 4
     hidden.requires_grad_()
     raw, logits = model.raw_logits(hidden), model.logits(hidden)
@@ -170,7 +170,7 @@ def test_logits_are_float32_or_wider_and_rounded_to_half_at_most_once(dtype: tor
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gpu_forms_logits_in_float32(dtype: torch.dtype, family: str) -> None:
-    model = create(tiny(50, family=family), seed=0, dtype=dtype, device="cuda")
+    model = create(tiny_config(50, family=family), seed=0, dtype=dtype, device="cuda")
     hidden = 20 * torch.randn(9, model.head_weight.shape[1], dtype=dtype, device="cuda").requires_grad_()
     raw, exact = model.raw_logits(hidden), linear(hidden.double(), model.head_weight.double())
     assert raw.dtype == torch.float32
@@ -181,14 +181,14 @@ def test_a_gpu_forms_logits_in_float32(dtype: torch.dtype, family: str) -> None:
 
 
 def test_moving_the_module_from_under_its_storage_is_noticed() -> None:
-    model = create(tiny(50), seed=0)
+    model = create(tiny_config(50), seed=0)
     model.module.to(torch.float64)
     with pytest.raises(AssertionError, match="was given other memory"):
         run(model)
 
 
 def test_without_grad_nothing_is_kept() -> None:
-    model = create(tiny(50), seed=0)
+    model = create(tiny_config(50), seed=0)
     with torch.no_grad():
         assert not run(model).requires_grad
     with torch.inference_mode():

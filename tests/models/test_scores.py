@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from etude.errors import ConfigError
 from etude.models import PackedAttention, create, load, save
-from etude.models.sizes import FAMILIES, tiny
+from etude.models.tiny import FAMILIES, tiny_config
 from tests.models.packs import FOREST, pack_of
 
 PACK = pack_of(FOREST, vocabulary=32)
@@ -19,7 +19,7 @@ PACK = pack_of(FOREST, vocabulary=32)
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers_at_every_token(family: str, tmp_path: Path) -> None:
-    model = create(tiny(32, family=family), seed=0, dtype=torch.float64, head="score")
+    model = create(tiny_config(32, family=family), seed=0, dtype=torch.float64, head="score")
     save(model, tmp_path / "judge")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge", dtype=torch.float64)
     line = pack_of([(-1, 5)], vocabulary=32)
@@ -30,26 +30,26 @@ def test_scores_are_those_of_transformers_at_every_token(family: str, tmp_path: 
 
 
 def test_a_critic_begins_at_zero_on_the_policys_body_and_a_judge_must_have_its_head(tmp_path: Path) -> None:
-    policy = create(tiny(32), seed=0)
+    policy = create(tiny_config(32), seed=0)
     save(policy, tmp_path / "policy")
     critic = load(tmp_path / "policy", dtype=torch.float32, head="value")
     hidden = critic.hidden(PACK.ids, PACK.positions, PackedAttention(PACK))
     assert torch.equal(hidden, policy.hidden(PACK.ids, PACK.positions, PackedAttention(PACK)))
-    assert critic.scores and not critic.logits(hidden).any()
-    assert critic.vocabulary == policy.vocabulary == 32
+    assert critic.has_score_head and not critic.logits(hidden).any()
+    assert critic.vocab_size == policy.vocab_size == 32
     with pytest.raises(ConfigError, match=r"no score head \(`score.weight`\).*reward model"):
         load(tmp_path / "policy", dtype=torch.float32, head="score")
 
 
 def test_a_trained_head_is_read_by_either(tmp_path: Path) -> None:
-    judge = create(tiny(32), seed=0, head="score")
+    judge = create(tiny_config(32), seed=0, head="score")
     save(judge, tmp_path / "judge")
     for head in ("score", "value"):
         assert torch.equal(load(tmp_path / "judge", dtype=torch.float32, head=head).head_weight, judge.head_weight)  # type: ignore[arg-type]
 
 
 def test_a_classifier_of_several_labels_is_no_judge(tmp_path: Path) -> None:
-    config = tiny(32)
+    config = tiny_config(32)
     config.num_labels = 3
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "labels")
     with pytest.raises(ConfigError, match=r"score.weight: \[3, 64\] instead of \[1, 64\]"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from etude.observe.log import configure
+from etude.observe.log import configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def configured_log() -> Iterator[None]:
     root = logging.getLogger("etude")
     before = (list(root.handlers), root.level, root.propagate)
     root.handlers = []
-    configure("info")
+    configure_logging("info")
     yield
     for handler in root.handlers:
         handler.close()

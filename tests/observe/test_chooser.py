@@ -11,12 +11,12 @@ import pytest
 
 import etude.observe
 from etude.errors import MissingPackageError
-from etude.observe import Mean, Observe, RunInfo, choose_sinks, open_run_log
+from etude.observe import Mean, ObserveConfig, RunInfo, choose_sinks, open_run_log
 
 
 def test_the_lines_are_always_written_and_the_console_may_be_off() -> None:
-    assert [sink.name for sink in choose_sinks(Observe())] == ["jsonl", "console"]
-    assert [sink.name for sink in choose_sinks(Observe(console="off"))] == ["jsonl"]
+    assert [sink.name for sink in choose_sinks(ObserveConfig())] == ["jsonl", "console"]
+    assert [sink.name for sink in choose_sinks(ObserveConfig(console="off"))] == ["jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_a_missing_package_is_a_sentence_with_the_remedy(
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"etude.observe.{package.lower().removesuffix('x')}", raising=False)
     with pytest.raises(MissingPackageError) as caught:
-        choose_sinks(Observe.model_validate(asked))
+        choose_sinks(ObserveConfig.model_validate(asked))
     assert str(caught.value).startswith(f"{key} needs the package {package}, which cannot be imported here (")
     assert str(caught.value).endswith("Install it with: pip install 'etude[trackers]'")
 
 
 def test_no_tracker_and_no_torch_is_loaded_unasked() -> None:
     check = (
-        "import sys, etude.observe as o; o.choose_sinks(o.Observe()); "
+        "import sys, etude.observe as o; o.choose_sinks(o.ObserveConfig()); "
         "print([m for m in ('torch', 'wandb', 'mlflow', 'tensorboardX') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
@@ -51,7 +51,7 @@ def test_no_tracker_and_no_torch_is_loaded_unasked() -> None:
 
 def test_a_whole_run_from_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunInfo(name="demo", directory=tmp_path, steps=4)
-    with open_run_log(Observe(console="plain", every=2), run, headline=["reward"]) as log:
+    with open_run_log(ObserveConfig(console="plain", every=2), run, headline=["reward"]) as log:
         for step in range(1, 5):
             with log.step(step) as at:
                 at.add({"reward": Mean.of(step)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from etude.observe.config import MlflowConfig, Observe, WandbConfig
+from etude.observe.config import MlflowConfig, ObserveConfig, WandbConfig
 
 
 def leaves(model: type[BaseModel]) -> int:
@@ -14,20 +14,20 @@ def leaves(model: type[BaseModel]) -> int:
 
 
 def test_the_options_stay_few() -> None:
-    assert leaves(Observe) <= 14
+    assert leaves(ObserveConfig) <= 14
 
 
-@pytest.mark.parametrize("model", [Observe, WandbConfig, MlflowConfig])
+@pytest.mark.parametrize("model", [ObserveConfig, WandbConfig, MlflowConfig])
 def test_every_option_says_what_it_means(model: type[BaseModel]) -> None:
     assert all(field.description for field in model.model_fields.values())
 
 
 def test_an_observe_is_frozen_and_knows_its_keys() -> None:
-    observe = Observe()
+    observe = ObserveConfig()
     with pytest.raises(ValidationError, match="frozen"):
         observe.every = 2
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        Observe.model_validate({"tensorbord": True})
+        ObserveConfig.model_validate({"tensorbord": True})
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_an_observe_is_frozen_and_knows_its_keys() -> None:
 )
 def test_impossible_values_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        Observe.model_validate(wrong)
+        ObserveConfig.model_validate(wrong)

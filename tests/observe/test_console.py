@@ -251,11 +251,11 @@ def test_an_ascii_terminal_gets_ascii() -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from etude.observe import Mean, Observe, RunInfo, configure, open_run_log, progress
-configure("info")
+from etude.observe import Mean, ObserveConfig, RunInfo, configure_logging, open_run_log, progress
+configure_logging("info")
 with progress("setting up", total=1) as bar:
     bar.advance()
-with open_run_log(Observe(), RunInfo("demo", Path(sys.argv[1]), 500), headline=["reward"]) as log:
+with open_run_log(ObserveConfig(), RunInfo("demo", Path(sys.argv[1]), 500), headline=["reward"]) as log:
     for step in range(1, 501):
         with log.step(step) as at:
             at.add({"reward": Mean.of(step / 500)})
@@ -297,11 +297,11 @@ def test_a_terminal_shows_what_a_step_is_at_and_how_far_it_has_come() -> None:
     console, out = terminal()
     sink = ConsoleSink(console)
     sink.open(run(steps=10))
-    sink.phase(3, "collect")
+    sink.show_phase(3, "collect")
     with sink.progress("step 3: answers", 8) as bar:
         bar.advance(6)
         wait_until_drawn(out, r"step 3: answers ━.* 75%")
-    sink.phase(3, "update")
+    sink.show_phase(3, "update")
     sink.close()
     shown = without_escapes(out.getvalue())
     assert re.search(r"step 3: collect ━", shown) and re.search(r"step 3: answers ━.* 75%", shown)
@@ -313,7 +313,7 @@ def test_elsewhere_a_step_says_now_and_then_how_far_it_has_come(monkeypatch: pyt
     monkeypatch.setattr("etude.observe.console.time.monotonic", clock)
     sink = ConsoleSink(make_console("plain", out))
     sink.open(run(steps=10))
-    sink.phase(3, "collect")
+    sink.show_phase(3, "collect")
     with sink.progress("step 3: answers", 8) as bar:
         for _ in range(8):
             clock.wait(10.0)

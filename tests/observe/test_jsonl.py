@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import DataError
-from etude.observe import configure
-from etude.observe.jsonl import NUMBERS, JsonlSink, last_step, read_steps
+from etude.observe import configure_logging
+from etude.observe.jsonl import METRICS_FILE, JsonlSink, read_last_step, read_steps
 from etude.observe.sinks import RunInfo
 
 
@@ -95,16 +95,16 @@ def test_a_killed_writer_leaves_lines_that_the_next_one_continues(tmp_path: Path
 
 
 def test_the_last_step_that_has_its_line(tmp_path: Path) -> None:
-    assert last_step(tmp_path) == -1
+    assert read_last_step(tmp_path) == -1
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 7}\n{"step": 8, "lo')
-    assert last_step(tmp_path) == 7
+    assert read_last_step(tmp_path) == 7
 
 
 def test_a_number_beyond_all_that_a_float_holds_is_damage_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / NUMBERS).write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
-    configure("info")
-    assert last_step(tmp_path) == 1 and "line 2, is not a step with its metrics" in capsys.readouterr().err
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1' + "0" * 400 + "}\n")
+    configure_logging("info")
+    assert read_last_step(tmp_path) == 1 and "line 2, is not a step with its metrics" in capsys.readouterr().err
     with pytest.raises(DataError, match="line 2, is not a step with its metrics"):
-        list(read_steps(tmp_path / NUMBERS))
+        list(read_steps(tmp_path / METRICS_FILE))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from etude.observe.log import configure, get_log
+from etude.observe.log import configure_logging, get_logger
 
 
 def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("info", role="trainer", rank=3)
-    get_log("store").info("opened %d shards", 4)
-    get_log("store").error("lost one")
+    configure_logging("info", role="trainer", rank=3)
+    get_logger("store").info("opened %d shards", 4)
+    get_logger("store").error("lost one")
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d trainer\[3\] INFO  opened 4 shards", lines[0])
     assert re.fullmatch(r"\d\d:\d\d:\d\d trainer\[3\] ERROR lost one", lines[1])
@@ -23,8 +23,8 @@ def test_a_line_says_when_who_and_how_serious(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("level", "shown"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
 def test_the_level_is_the_least_serious_that_shows(level: str, shown: int, capsys: pytest.CaptureFixture[str]) -> None:
-    configure(level)  # type: ignore[arg-type]
-    log = get_log("x")
+    configure_logging(level)  # type: ignore[arg-type]
+    log = get_logger("x")
     for say in (log.debug, log.info, log.warning, log.error):
         say("hello")
     assert capsys.readouterr().err.count("hello") == shown
@@ -32,12 +32,12 @@ def test_the_level_is_the_least_serious_that_shows(level: str, shown: int, capsy
 
 def test_secrets_are_masked_in_arguments_and_tracebacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "logs" / "main.log"
-    configure("info", file=file, mask=lambda text: text.replace("sk-123", "***"))
-    get_log("agents").info("the key is %s", "sk-123")
+    configure_logging("info", file=file, mask=lambda text: text.replace("sk-123", "***"))
+    get_logger("agents").info("the key is %s", "sk-123")
     try:
         raise ValueError("refused sk-123")
     except ValueError:
-        get_log("agents").exception("the call failed")
+        get_logger("agents").exception("the call failed")
     shown, written = capsys.readouterr().err, file.read_text(encoding="utf-8")
     assert shown == written
     assert "sk-123" not in shown
@@ -48,9 +48,9 @@ def test_secrets_are_masked_in_arguments_and_tracebacks(capsys: pytest.CaptureFi
 def test_configuring_again_replaces_and_touches_nobody_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     root, other = logging.getLogger(), logging.getLogger("somebody.else")
     before = (list(root.handlers), root.level, list(other.handlers), other.level)
-    configure("info", file=tmp_path / "a.log")
-    configure("info", role="worker", file=tmp_path / "b.log")
-    get_log("x").info("once")
+    configure_logging("info", file=tmp_path / "a.log")
+    configure_logging("info", role="worker", file=tmp_path / "b.log")
+    get_logger("x").info("once")
     other.warning("not ours")
     assert (list(root.handlers), root.level, list(other.handlers), other.level) == before
     assert capsys.readouterr().err.count("once") == 1
@@ -61,11 +61,11 @@ def test_configuring_again_replaces_and_touches_nobody_else(capsys: pytest.Captu
 def test_lines_follow_standard_error_and_survive_its_absence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure("info")
+    configure_logging("info")
     monkeypatch.setattr(sys, "stderr", None)
-    get_log("x").info("nobody hears")
+    get_logger("x").info("nobody hears")
     monkeypatch.undo()
-    get_log("x").info("heard")
+    get_logger("x").info("heard")
     assert "heard" in capsys.readouterr().err
 
 
@@ -76,27 +76,27 @@ def test_what_comes_from_outside_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "main.log"
-    configure("info", file=file)
+    configure_logging("info", file=file)
     for name in ("etude.x", "etude.one_that_nobody_got"):
         logging.getLogger(name).info("it says %s", ODD)
-    get_log("x").info("it says %s", ODD)
-    get_log("x").info(f"it says {ODD}")
+    get_logger("x").info("it says %s", ODD)
+    get_logger("x").info(f"it says {ODD}")
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     assert len(lines) == 4 and all(line.isprintable() and line.endswith("\\xa0b é") for line in lines)
     assert r"a\n21:04:11 main[0] INFO  forged\x1b[31m\x9b\u2028\u2029\x85\u202e\ud800" in lines[0]
     assert capsys.readouterr().err == file.read_text(encoding="utf-8")
     with caplog.at_level("INFO", logger="etude.x"):
         logging.getLogger("etude").propagate = True
-        get_log("x").info("it says %s", ODD)  # to handlers that are not ours
+        get_logger("x").info("it says %s", ODD)  # to handlers that are not ours
     assert caplog.records[-1].getMessage().isprintable()
 
 
 def test_no_line_of_a_traceback_looks_like_one_of_the_log(tmp_path: Path) -> None:
-    configure("info", file=tmp_path / "main.log")
+    configure_logging("info", file=tmp_path / "main.log")
     try:
         raise ValueError(ODD)
     except ValueError:
-        get_log("x").exception("the call failed")
+        get_logger("x").exception("the call failed")
     first, *others = (tmp_path / "main.log").read_text(encoding="utf-8").split("\n")[:-1]
     assert first.endswith("ERROR the call failed")
     assert others and all(line.startswith("  ") and line.isprintable() for line in others)

@@ -160,7 +160,7 @@ def test_a_value_is_not_read_before_it_is_reduced(make: Callable[[Watched], Metr
     first, second = Watched(1.0), Watched(2.0)
     metrics = Metrics({"x": make(first)})
     metrics.add("x", make(second))
-    longer = metrics.prefixed("actor/")
+    longer = metrics.with_prefix("actor/")
     assert first.reads == second.reads == 0
     assert longer.reduce() == {"actor/x": expected}
     assert second.reads > 0
@@ -224,6 +224,6 @@ def test_metrics_keep_their_order_and_merge_by_name() -> None:
     metrics = Metrics({"b": Sum.of(1), "a": Sum.of(2)})
     metrics.merge({"c": Max.of(5), "b": Sum.of(10)})
     assert list(metrics.reduce().items()) == [("b", 11.0), ("a", 2.0), ("c", 5.0)]
-    assert list(metrics.prefixed("p/")) == ["p/b", "p/a", "p/c"]
+    assert list(metrics.with_prefix("p/")) == ["p/b", "p/a", "p/c"]
     assert len(metrics) == 3
     assert "Sum" in repr(metrics)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.observe.sinks import Background, Guarded, RunInfo
+from etude.observe.sinks import BackgroundSink, RunInfo, SafeSink
 
 RUN = RunInfo(name="demo", directory=Path("unused"))
 
@@ -40,7 +40,7 @@ class Recorder:
         self._do("close")
 
 
-def drive(sink: Guarded) -> None:
+def drive(sink: SafeSink) -> None:
     sink.open(RUN)
     sink.log(1, {"a": 1.0})
     sink.log(2, {"a": 2.0})
@@ -53,7 +53,7 @@ ALL = ["open demo", "log 1 {'a': 1.0}", "log 2 {'a': 2.0}", "close"]
 @pytest.mark.parametrize("fails_in", ALL)
 def test_a_failing_sink_warns_once_and_is_left_out(fails_in: str, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(fails_in)
-    drive(Guarded(recorder))
+    drive(SafeSink(recorder))
     failed = ALL.index(fails_in)
     assert recorder.calls == [*ALL[: failed + 1], "close"]
     warned = capsys.readouterr().err
@@ -65,21 +65,21 @@ def test_a_failing_sink_warns_once_and_is_left_out(fails_in: str, capsys: pytest
 
 def test_a_sound_sink_gets_everything_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    drive(Guarded(recorder))
+    drive(SafeSink(recorder))
     assert recorder.calls == ALL
     assert capsys.readouterr().err == ""
 
 
 def test_a_background_sink_gets_the_same_calls_on_its_own_thread() -> None:
     recorder = Recorder()
-    drive(Guarded(Background(recorder)))
+    drive(SafeSink(BackgroundSink(recorder)))
     assert recorder.calls == ALL
     assert recorder.threads == {"etude-recorder"}
 
 
 def test_values_are_copied_when_they_are_queued() -> None:
     recorder, values = Recorder(), {"a": 1.0}
-    sink = Background(recorder)
+    sink = BackgroundSink(recorder)
     sink.open(RUN)
     sink.log(1, values)
     values["a"] = 9.0
@@ -90,7 +90,7 @@ def test_values_are_copied_when_they_are_queued() -> None:
 @pytest.mark.parametrize("fails_in", ALL)
 def test_a_failure_in_the_background_is_reported_once(fails_in: str, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder(fails_in)
-    drive(Guarded(Background(recorder)))
+    drive(SafeSink(BackgroundSink(recorder)))
     warned = capsys.readouterr().err
     assert warned.count("WARNING") == 1
     assert f"OSError: no space left for {fails_in}" in warned
@@ -111,7 +111,7 @@ class Leaving(Recorder):
 
 def test_a_library_that_wants_to_leave_is_waited_for_and_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Leaving()
-    sink = Guarded(Background(recorder))
+    sink = SafeSink(BackgroundSink(recorder))
     drive(sink)
     assert recorder.calls == ["open demo", "close"] and not sink.alive
     assert "It was ended by SystemExit: no licence" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_a_failure_is_told_even_where_the_closing_after_it_never_ends(
     recorder = Recorder(ALL[1])
     recorder.close = lambda: bool(release.wait()) and None  # type: ignore[method-assign]
     began = time.monotonic()
-    drive(Guarded(Background(recorder, patience=0.2)))
+    drive(SafeSink(BackgroundSink(recorder, close_timeout=0.2)))
     assert time.monotonic() - began < 10
     assert f"OSError: no space left for {ALL[1]}" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_a_sink_that_never_answers_costs_a_bounded_wait_at_the_end(
     release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    drive(Guarded(Background(Silent(release), patience=0.2)))
+    drive(SafeSink(BackgroundSink(Silent(release), close_timeout=0.2)))
     assert 0.2 <= time.monotonic() - began < 10
     warned = capsys.readouterr().err
     assert warned.count("WARNING") == 1
@@ -161,7 +161,7 @@ def test_a_sink_that_never_answers_costs_a_bounded_wait_at_the_end(
 def test_a_sink_that_never_answers_is_given_up_when_the_queue_is_full(
     release: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = Guarded(Background(Silent(release), patience=60.0, capacity=3))
+    sink = SafeSink(BackgroundSink(Silent(release), close_timeout=60.0, capacity=3))
     began = time.monotonic()
     sink.open(RUN)
     for step in range(1, 50):

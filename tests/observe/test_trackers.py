@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from etude.observe import Observe, RunInfo, Sink, choose_sinks
+from etude.observe import ObserveConfig, RunInfo, Sink, choose_sinks
 from etude.observe.config import MlflowConfig, WandbConfig
-from etude.observe.sinks import Background, Guarded
+from etude.observe.sinks import BackgroundSink, SafeSink
 from tests.components import require
 from tests.observe.terminal import in_terminal
 
 STEPS: dict[int, dict[str, float]] = {1: {"reward": 0.25, "time/step": 2.0}, 2: {"reward": 0.5, "kl": math.nan}}
 
 
-def record(directory: Path, config: Observe) -> None:
+def record(directory: Path, config: ObserveConfig) -> None:
     """A two-step run through the one sink that `config` adds to the always present ones."""
     sink: Sink = choose_sinks(config)[-1]
     sink.open(RunInfo(name="demo", directory=directory, steps=2, config={"loss": {"clip": 0.2}, "seed": 7}))
@@ -36,7 +36,7 @@ def test_tensorboard_events_hold_every_number(tmp_path: Path) -> None:
     require("tensorboard")
     from tensorboardX.proto.event_pb2 import Event
 
-    record(tmp_path, Observe(console="off", tensorboard=True))
+    record(tmp_path, ObserveConfig(console="off", tensorboard=True))
     (file,) = (tmp_path / "tensorboard").iterdir()
     scalars: dict[tuple[int, str], float] = {}
     texts: list[bytes] = []
@@ -75,7 +75,7 @@ def test_an_offline_wandb_run_keeps_its_history(tmp_path: Path) -> None:
     require("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    record(tmp_path, Observe(console="off", wandb=WandbConfig(mode="offline", project="p")))
+    record(tmp_path, ObserveConfig(console="off", wandb=WandbConfig(mode="offline", project="p")))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history: list[dict[str, float]] = []
     config: dict[str, object] = {}
@@ -115,9 +115,9 @@ def leveldb_log(data: bytes) -> Iterator[bytes]:
 ASK = """
 import sys
 from pathlib import Path
-from etude.observe import Observe, RunInfo, RunLog, choose_sinks, configure
-configure("info")
-config = Observe.model_validate({"console": "off", "wandb": {"mode": "online"}})
+from etude.observe import ObserveConfig, RunInfo, RunLog, choose_sinks, configure_logging
+configure_logging("info")
+config = ObserveConfig.model_validate({"console": "off", "wandb": {"mode": "online"}})
 with RunLog(choose_sinks(config), RunInfo(name="demo", directory=Path(sys.argv[1]))) as log, log.step(1):
     pass
 print("finished")
@@ -139,7 +139,7 @@ def test_mlflow_gives_back_metrics_and_parameters(tmp_path: Path) -> None:
     require("mlflow")
     from mlflow.tracking import MlflowClient
 
-    record(tmp_path, Observe(console="off", mlflow=MlflowConfig(enabled=True, experiment="études")))
+    record(tmp_path, ObserveConfig(console="off", mlflow=MlflowConfig(enabled=True, experiment="études")))
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("études")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -161,7 +161,7 @@ def test_mlflow_leaves_the_environment_as_it_was(
     monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv(name, before)
-    record(tmp_path, Observe(console="off", mlflow=MlflowConfig(enabled=True)))
+    record(tmp_path, ObserveConfig(console="off", mlflow=MlflowConfig(enabled=True)))
     assert os.environ.get(name) == before
     (status,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
     assert "status: 3" in status.read_text()
@@ -172,7 +172,7 @@ def test_mlflow_runs_share_an_experiment_and_odd_names_are_made_fit(tmp_path: Pa
     from mlflow.tracking import MlflowClient
 
     uri = (tmp_path / "shared").as_uri()
-    config = Observe(console="off", mlflow=MlflowConfig(enabled=True, uri=uri))
+    config = ObserveConfig(console="off", mlflow=MlflowConfig(enabled=True, uri=uri))
     for name in ("one", "two"):
         sink = choose_sinks(config)[-1]
         sink.open(RunInfo(name=name, directory=tmp_path / name, config={f"k{i}": i for i in range(150)}))
@@ -188,8 +188,8 @@ def test_mlflow_runs_share_an_experiment_and_odd_names_are_made_fit(tmp_path: Pa
 
 def test_an_mlflow_uri_that_leads_nowhere_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require("mlflow")
-    config = Observe(console="off", mlflow=MlflowConfig(enabled=True, uri="nowhere://else"))
-    sink = Guarded(choose_sinks(config)[-1])
+    config = ObserveConfig(console="off", mlflow=MlflowConfig(enabled=True, uri="nowhere://else"))
+    sink = SafeSink(choose_sinks(config)[-1])
     sink.open(RunInfo(name="demo", directory=tmp_path))
     sink.close()
     assert not sink.alive
@@ -199,7 +199,7 @@ def test_an_mlflow_uri_that_leads_nowhere_is_a_warning(tmp_path: Path, capsys: p
 def test_trackers_that_may_wait_for_a_network_work_in_the_background() -> None:
     require("wandb")
     require("mlflow")
-    config = Observe(console="off", wandb=WandbConfig(mode="offline"), mlflow=MlflowConfig(enabled=True))
+    config = ObserveConfig(console="off", wandb=WandbConfig(mode="offline"), mlflow=MlflowConfig(enabled=True))
     kinds = {sink.name: type(sink) for sink in choose_sinks(config)}
-    assert kinds["wandb"] is kinds["mlflow"] is Background
-    assert kinds["jsonl"] is not Background
+    assert kinds["wandb"] is kinds["mlflow"] is BackgroundSink
+    assert kinds["jsonl"] is not BackgroundSink

@@ -10,11 +10,11 @@ import etude.algorithms.corrections
 import etude.algorithms.kl
 from etude.algorithms import LOSSES
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.corrections import Correction, Rejection
-from etude.algorithms.entropy import Entropy
-from etude.algorithms.filters import Overlong
+from etude.algorithms.corrections import CorrectionConfig, RejectionRule
+from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.kl import CONTROLLERS, KLS
 from etude.algorithms.losses import SUPERVISED
+from etude.algorithms.overlong import OverlongPenalty
 from tests.pages.options import options
 from tests.pages.text import docstring, note
 
@@ -76,13 +76,13 @@ def page() -> str:
         family("", KLS, "kl"),
         family("The coefficient moves, or not, by `kl.controller=NAME`:", CONTROLLERS, "kl.controller"),
         "## Corrections\n\n" + docstring(etude.algorithms.corrections),
-        options(Correction, "correction"),
+        options(CorrectionConfig, "correction"),
         "A rule of `correction.reject`:",
-        options(Rejection, ""),
-        "## Entropy\n\n" + docstring(Entropy),
-        options(Entropy, "entropy"),
-        "## Answers that are cut off\n\n" + docstring(Overlong),
-        options(Overlong, "overlong"),
+        options(RejectionRule, ""),
+        "## Entropy\n\n" + docstring(EntropyConfig),
+        options(EntropyConfig, "entropy"),
+        "## Answers that are cut off\n\n" + docstring(OverlongPenalty),
+        options(OverlongPenalty, "overlong"),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 

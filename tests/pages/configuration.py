@@ -8,10 +8,10 @@ from inspect import cleandoc
 
 from pydantic import BaseModel
 
-from etude.cli import parser
+from etude.cli import build_parser
 from etude.config import load_plugin
-from etude.config.choice import Options, options_of
-from etude.config.tree import default_of, join, model_of
+from etude.config.choice import ChoiceOptions, options_of
+from etude.config.tree import find_section_class, join_path, read_default
 from tests.pages.options import HEAD, options, row
 from tests.pages.text import cell, note
 
@@ -58,7 +58,7 @@ def _alike(kind: type[BaseModel], other: type[BaseModel]) -> list[str]:
         for name, field, theirs in fields
         if theirs is not None
         and (field.annotation, field.description) == (theirs.annotation, theirs.description)
-        and default_of(field) == default_of(theirs)
+        and read_default(field) == read_default(theirs)
     ]
 
 
@@ -72,7 +72,7 @@ def _as_before(shared: Mapping[str, str]) -> str:
 def roots() -> dict[str, list[str]]:
     """Every class whose fields are options, as `module:Name`, with the commands whose options they are."""
     found: dict[str, list[str]] = {}
-    for command, told in _commands(parser(), ""):
+    for command, told in _commands(build_parser(), ""):
         for word, root in told.items():
             if root not in found or not word:
                 found.setdefault(root, []).append(f"{command} {word}".strip())
@@ -98,7 +98,7 @@ def _section(
     choices = {name for name, choice in chosen.items() if choice is not None}
     yield options(kind, path, without={*without, *choices}, held=held)
     for name, field in fields.items():
-        here, choice, section = join(path, name), chosen[name], model_of(field.annotation)
+        here, choice, section = join_path(path, name), chosen[name], find_section_class(field.annotation)
         if choice is not None:
             yield f"{'#' * level} `{here}`"
             yield "\n".join([HEAD, row(here, field)])
@@ -106,11 +106,11 @@ def _section(
         elif section is not None:
             yield f"{'#' * level} `{here}`"
             yield _sentence(field.description or "")
-            default = default_of(field) if held is None else getattr(held, name)
+            default = read_default(field) if held is None else getattr(held, name)
             yield from _section(section, here, level + 1, held=default if isinstance(default, section) else None)
 
 
-def _choices(choice: Options, path: str, level: int) -> Iterator[str]:
+def _choices(choice: ChoiceOptions, path: str, level: int) -> Iterator[str]:
     """What each choice is, the options that all of them have, and those that each has besides."""
     kinds = choice.table
     told = [f"| `{name}` | {cell(cleandoc(kind.__doc__ or '').split(PARAGRAPH)[0])} |" for name, kind in kinds.items()]

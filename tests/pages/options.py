@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from etude.config.choice import options_of
-from etude.config.tree import REQUIRED, default_of, join, model_of, plain, words
+from etude.config.tree import REQUIRED, describe_type, find_section_class, join_path, read_default, to_plain
 from tests.pages.text import cell
 
 __all__ = ["HEAD", "options", "row"]
@@ -23,7 +23,7 @@ def options(kind: type[BaseModel], path: str, without: Collection[str] = (), hel
     """The fields of a class as a table of options below a path; empty where it has none of its own. held: the object
     that stands there if nothing is asked, whose values may be others than its class has by itself."""
     rows = [
-        row(join(path, name), field, REQUIRED if held is None else getattr(held, name))
+        row(join_path(path, name), field, REQUIRED if held is None else getattr(held, name))
         for name, field in kind.model_fields.items()
         if name not in without and not _is_section(field)
     ]
@@ -42,17 +42,17 @@ def _takes(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [(sign, getattr(mark, name, None)) for mark in field.metadata for name, sign in signs.items()]
     told = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and bound < HUGE]
-    return words(field.annotation) + (f", {' and '.join(told)}" if told else "")
+    return describe_type(field.annotation) + (f", {' and '.join(told)}" if told else "")
 
 
 def _default(field: FieldInfo, held: Any) -> str:
-    value = default_of(field) if held is REQUIRED else held
+    value = read_default(field) if held is REQUIRED else held
     if value is REQUIRED:
         return "must be given"
     choice = options_of(field.annotation, field.metadata)
     if choice is not None:
         return f"`{choice.name_of(value)}`"
-    return f"`{_spoken(plain(value, field.annotation, field.metadata))}`"
+    return f"`{_spoken(to_plain(value, field.annotation, field.metadata))}`"
 
 
 def _spoken(value: Any) -> str:
@@ -67,4 +67,4 @@ def _spoken(value: Any) -> str:
 
 
 def _is_section(field: FieldInfo) -> bool:
-    return options_of(field.annotation, field.metadata) is None and model_of(field.annotation) is not None
+    return options_of(field.annotation, field.metadata) is None and find_section_class(field.annotation) is not None

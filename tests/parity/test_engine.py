@@ -104,7 +104,7 @@ def test_long_beginnings_in_common_are_attended_once_and_change_nothing(family: 
         together = engine.generate_all(prompts, samplings)
         for prompt, sampling, one in zip(prompts, samplings, together, strict=True):
             assert_follows(model, prompt, one, sampling)
-            asyncio.run(engine.swap((), 0))
+            asyncio.run(engine.update_weights((), 0))
             assert same(one, engine.generate_all([prompt], [sampling])[0]) or not engine.exact
 
 

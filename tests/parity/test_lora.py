@@ -13,9 +13,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from etude.checkpoint import export, export_adapter
-from etude.models import Lora, Model, PackedAttention, adapt, adapter_config, create, load, save, tiny
-from etude.models.layers import Fused, FusedLinear
-from etude.models.sizes import FAMILIES
+from etude.models import (
+    LoraAdapterConfig,
+    Model,
+    PackedAttention,
+    adapt,
+    adapter_config,
+    create,
+    load,
+    save,
+    tiny_config,
+)
+from etude.models.fused_layers import FusedBackbone, FusedLinear
+from etude.models.tiny import FAMILIES
 from tests.autograd import kept_for_backward
 from tests.components import require
 from tests.models.packs import FOREST, apart, pack_of, paths
@@ -33,8 +43,8 @@ def _there() -> None:
 
 def adapted(family: str, dtype: torch.dtype, **options: Any) -> Model:
     """A model with adapters, all of whose weights are large enough to matter."""
-    base = create(tiny(50, family=family), seed=1, dtype=dtype)
-    model = adapt(base, Lora(**{"rank": 4, "alpha": 6, **options}), seed=0)
+    base = create(tiny_config(50, family=family), seed=1, dtype=dtype)
+    model = adapt(base, LoraAdapterConfig(**{"rank": 4, "alpha": 6, **options}), seed=0)
     chance = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():
@@ -66,7 +76,7 @@ def wide_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def norms() -> frozenset[type[nn.Module]]:
     """The classes of norms that families have."""
-    models = (create(tiny(50, family=family, layers=1), seed=0) for family in FAMILIES)
+    models = (create(tiny_config(50, family=family, layers=1), seed=0) for family in FAMILIES)
     kinds = {type(part) for model in models for part in model.module.modules()}
     return frozenset(kind for kind in kinds if kind.__name__.endswith("RMSNorm"))
 
@@ -121,8 +131,8 @@ def same_gradients(model: Model, reference: nn.Module, close: float) -> None:
 def test_a_fused_product_is_that_of_its_parts_by_peft(family: str) -> None:
     """One product at a time, the input's gradient too."""
     model = adapted(family, torch.float64)
-    body, layer = model._body, model.module.model.layers[0]
-    assert isinstance(body, Fused)
+    body, layer = model._backbone, model.module.model.layers[0]
+    assert isinstance(body, FusedBackbone)
     x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     parts = {
         body.layers[0].qkv: [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
@@ -152,8 +162,8 @@ def test_frozen_weights_cost_no_memory_of_activations_and_no_work() -> None:
     """Beside the whole model: less is kept for the backward pass, which makes two thirds of the operations."""
     tree, counted, kept = pack_of(FOREST), [], []
     for model in (
-        create(tiny(50, hidden=128), seed=1),
-        adapt(create(tiny(50, hidden=128), seed=1), Lora(rank=1), seed=0),
+        create(tiny_config(50, hidden=128), seed=1),
+        adapt(create(tiny_config(50, hidden=128), seed=1), LoraAdapterConfig(rank=1), seed=0),
     ):
         kept.append(kept_for_backward(lambda m=model: m.hidden(tree.ids, tree.positions, PackedAttention(tree))))
         loss = model.hidden(tree.ids, tree.positions, PackedAttention(tree)).square().sum()

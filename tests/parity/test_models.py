@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from etude.batch import Pack
-from etude.models import Model, PackedAttention, create, save, tiny
+from etude.models import Model, PackedAttention, create, save, tiny_config
 from tests.models.packs import FOREST, apart, pack_of, paths
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def made(name: str, dtype: torch.dtype) -> Model:
     """A model whose weights are large enough that everything in it matters."""
     family, more = CASES[name]
     more = {"layers": 3, "head_dim": None if family == "gpt2" else 16, "family": family, **more}
-    model = create(tiny(50, **more), seed=1, dtype=dtype)
+    model = create(tiny_config(50, **more), seed=1, dtype=dtype)
     chance = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,7 +97,7 @@ def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypat
     model, tree = made(name, torch.float64), pack_of(FOREST)
     keep_norms_wide(model, monkeypatch)
     rows, separate = paths(tree), apart(tree)
-    weights = torch.randn(len(separate.ids), model.vocabulary, dtype=torch.float64)
+    weights = torch.randn(len(separate.ids), model.vocab_size, dtype=torch.float64)
     ends = [0, *separate.offsets[1:].tolist()]
 
     tree_logits = run(model, tree)
@@ -118,7 +118,7 @@ def test_every_gradient_is_the_same_however_rows_are_packed(name: str, monkeypat
 def test_the_gradient_is_the_one_that_transformers_gives(name: str, tmp_path: Path) -> None:
     model, pack = made(name, torch.float32), pack_of([(-1, 12)])
     reference = theirs(model, tmp_path)
-    weights = torch.randn(12, model.vocabulary)
+    weights = torch.randn(12, model.vocab_size)
     (run(model, pack) * weights).sum().backward()
     (reference(pack.ids[None].long()).logits[0] * weights).sum().backward()
     wanted = dict(reference.named_parameters())

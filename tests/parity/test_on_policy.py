@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from etude.algorithms import Algorithm
+from etude.algorithms import AlgorithmConfig
 from etude.batch import Batch
-from etude.data.adapt import samples
 from etude.data.collate import collate
-from etude.models import Lora, Model, adapt, create, tiny
-from etude.models.sizes import FAMILIES
-from etude.recipes.workers import Improve
+from etude.data.samples import build_samples
+from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
+from etude.models.tiny import FAMILIES
+from etude.recipes.workers.policy_worker import PolicyObjective
 from etude.records import Completion, Rollout, SamplingParams, Turn
-from etude.rollout import EngineConfig, TorchEngine
-from etude.sync import LocalCarrier
-from etude.train import Learner, Train
+from etude.rollout import TorchEngine, TorchEngineConfig
+from etude.sync import LocalWeightSync
+from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 from tests.components import require
 
@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 @contextmanager
 def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
     """An engine over a model's own weights."""
-    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.05, prefill_tokens=64), merge=merge)
+    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.05, prefill_tokens=64), merge=merge)
     try:
         yield engine
     finally:
@@ -48,7 +48,7 @@ def collected(engine: TorchEngine, temperature: float) -> tuple[Batch, list[Comp
     rows = [
         sample
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        for sample in samples([Turn(prompt, completion, 0)], i)
+        for sample in build_samples([Turn(prompt, completion, 0)], i)
     ]
     rollouts = [Rollout(i, i // SIZE, i // SIZE, float(i % 2)) for i in range(len(prompts))]
     return collate(rows, rollouts), completions
@@ -70,8 +70,8 @@ def gap(batch: Batch) -> float:
     ],
 )
 def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
-    model = create(tiny(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
-    learner = Learner(model, Train(precision="fp32", micro_tokens=64), temperature=temperature)
+    model = create(tiny_config(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
+    learner = Learner(model, TrainConfig(precision="fp32", micro_tokens=64), temperature=temperature)
     with engine_of(model) as engine:
         batch, completions = collected(engine, temperature)
     assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
@@ -80,19 +80,19 @@ def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp64"))])
 def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> None:
-    config = tiny(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
+    config = tiny_config(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2)
     model = create(config, seed=1, dtype=PRECISIONS[precision])  # type: ignore[index]
-    learner = Learner(model, Train(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
-    algorithm = Algorithm()
+    learner = Learner(model, TrainConfig(precision=precision, learning_rate=1e-2), steps=4)  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig()
     with engine_of(model) as engine:
-        carrier, before = LocalCarrier(engine), None
+        carrier, before = LocalWeightSync(engine), None
         for version in range(1, 4):
             batch, _ = collected(engine, 1.0)
             batch = learner.annotate(batch, frozenset({"old_logp"}))
             assert gap(batch) < TOLERANCE[precision]
             assert before is None or not torch.equal(before, model.head_weight)
             before = model.head_weight.detach().clone()
-            objective = Improve(algorithm)
+            objective = PolicyObjective(algorithm)
             found = algorithm.estimate(batch, objective.state)
             learner.update(found.batch, objective)
             told = asyncio.run(carrier.publish(learner.weights(), version)).reduce()
@@ -115,14 +115,14 @@ def test_they_agree_after_updates_and_without_moving_a_byte(precision: str) -> N
 def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, merge: bool, precision: str) -> None:
     """An engine that merges rounds W + B A to the precision it computes in, where the trainer rounds W x and B A x."""
     require("lora")
-    config = tiny(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2)
-    model = adapt(create(config, seed=1, dtype=PRECISIONS[precision]), Lora(rank=4), seed=0)  # type: ignore[index]
+    config = tiny_config(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2)
+    model = adapt(create(config, seed=1, dtype=PRECISIONS[precision]), LoraAdapterConfig(rank=4), seed=0)  # type: ignore[index]
     with torch.no_grad():
         for name, weight in model.trained_weights():
             if ".lora_B." in name:
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
                 weight.copy_(0.02 * noise)
-    learner = Learner(model, Train(precision=precision, micro_tokens=64))  # type: ignore[arg-type]
+    learner = Learner(model, TrainConfig(precision=precision, micro_tokens=64))  # type: ignore[arg-type]
     with engine_of(model, merge=merge) as engine:
         batch, _ = collected(engine, 1.0)
     told = learner.annotate(batch, frozenset({"old_logp"}))

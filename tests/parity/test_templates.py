@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from etude.chat import Template, Tokenizer, message_of
+from etude.chat import ChatTemplate, Tokenizer, message_from_dict
 from etude.errors import ChatError
 from tests.chat.conversations import CONVERSATIONS, Form, conversations, texts
 from tests.chat.made import byte_level, common_first, published, save, sentencepiece
@@ -40,8 +40,10 @@ def ours(directory: Path) -> Tokenizer:
 
 
 @cache
-def compiled(name: str) -> Template:
-    return Template(published()[name], {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+def compiled(name: str) -> ChatTemplate:
+    return ChatTemplate(
+        published()[name], {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    )
 
 
 def expected(
@@ -56,9 +58,9 @@ def expected(
         return None
 
 
-def rendered(template: Template, messages: list[Any], tools: list[Form], **more: Any) -> str | None:
+def rendered(template: ChatTemplate, messages: list[Any], tools: list[Form], **more: Any) -> str | None:
     try:
-        return template.text(messages, tools, **more)
+        return template.render(messages, tools, **more)
     except ChatError:
         return None
 
@@ -92,14 +94,14 @@ def test_a_published_template_gives_the_same_text_and_ids(
         forms = shaped(name, plain)
         for generate in (True, False):
             text = expected(theirs, name, forms, tools, add_generation_prompt=generate)
-            assert rendered(template, forms, tools, generate=generate) == text
+            assert rendered(template, forms, tools, add_generation_prompt=generate) == text
             if generate:
-                messages = [message_of(form) for form in plain]
+                messages = [message_from_dict(form) for form in plain]
                 assert rendered(template, messages, tools) == text, "messages are shown in the form that it reads"
             if text is not None:
                 shown += 1
                 assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
-                assert ours.decode(ours.encode(text), special=True) == text
+                assert ours.decode(ours.encode(text), keep_special_tokens=True) == text
     assert shown >= 8
 
 
@@ -110,7 +112,7 @@ def test_any_conversation_gives_the_same_text(
 ) -> None:
     forms, tools = conversation
     text = expected(theirs, name, forms, tools, add_generation_prompt=generate)
-    assert rendered(compiled(name), forms, tools, generate=generate) == text
+    assert rendered(compiled(name), forms, tools, add_generation_prompt=generate) == text
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_any_text_gives_the_same_ids(
     (ours, theirs), text = pairs[which], "".join(pieces)
     ids = theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.encode(text).tolist() == ids
-    assert ours.encode(text, special=True).tolist() == theirs(text)["input_ids"]
+    assert ours.encode(text, add_special_tokens=True).tolist() == theirs(text)["input_ids"]
     for special in (True, False):
         assert ours.decode(ids, special) == theirs.decode(ids, skip_special_tokens=not special)
 
@@ -163,13 +165,13 @@ def test_a_directory_is_read_as_transformers_reads_it(
     directory: Path, theirs: PreTrainedTokenizerBase, ours: Tokenizer
 ) -> None:
     assert ours.template == theirs.chat_template
-    assert ours.specials == theirs.special_tokens_map
+    assert ours.special_tokens == theirs.special_tokens_map
     assert (ours.bos_id, ours.pad_id, ours.eos_ids) == (
         theirs.bos_token_id,
         theirs.pad_token_id,
         (theirs.eos_token_id,),
     )
-    assert ours.size == len(theirs)
-    ids = list(range(ours.size))
+    assert ours.vocab_size == len(theirs)
+    ids = list(range(ours.vocab_size))
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    assert ours.decode(ids, special=True) == theirs.decode(ids, skip_special_tokens=False)
+    assert ours.decode(ids, keep_special_tokens=True) == theirs.decode(ids, skip_special_tokens=False)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.models import load, save
-from etude.train import Learner, Train
+from etude.train import Learner, TrainConfig
 from tests.train.tasks import Imitate, gradient, model, rollouts
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
@@ -28,7 +28,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("model")
     save(model("fp32", request.param, heads=4, kv_heads=2), directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float64).eval()
-    config = Train(precision="fp64", learning_rate=0.0, clip=None, micro_tokens=60)
+    config = TrainConfig(precision="fp64", learning_rate=0.0, clip=None, micro_tokens=60)
     return Learner(load(directory, dtype=torch.float64), config, temperature=0.8), theirs
 
 
@@ -48,8 +48,8 @@ def test_log_probs_and_entropies_are_those_of_transformers(pair: tuple[Learner, 
     logp = torch.cat([told.gather(1, ids[:, None])[:, 0][acts] for ids, acts, told in judged])
     entropy = torch.cat([-(told.exp() * told).sum(1)[acts] for _, acts, told in judged])
     # Their norms and rotary angles are taken in float32 whatever the weights are.
-    assert torch.allclose(found.need("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
-    assert torch.allclose(found.need("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
+    assert torch.allclose(found.require("old_logp")[batch.action], logp, rtol=0, atol=1e-5)
+    assert torch.allclose(found.require("entropy")[batch.action], entropy, rtol=0, atol=1e-5)
 
 
 def test_the_gradient_is_that_of_transformers(pair: tuple[Learner, PreTrainedModel]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.models import Model
-from etude.recipes.build import policy
-from etude.recipes.commands import SUPERVISED
-from etude.recipes.folder import kind_of, read_kind
-from etude.recipes.supervised import Supervised
+from etude.recipes.registry import SUPERVISED
+from etude.recipes.run.build import load_policy
+from etude.recipes.run.directory import read_recipe, read_recipe_class
+from etude.recipes.supervised.config import SupervisedRun
 from etude.train import load_weights
 from tests.recipes.runs import Captured, composed, refused
 
@@ -79,7 +79,7 @@ def options(recipe: str, world: Path, **changes: Any) -> list[str]:
     return [f"{name}={value}" for name, value in chosen.items() if value is not None]
 
 
-def run_of(recipe: str, world: Path, **changes: Any) -> Supervised:
+def run_of(recipe: str, world: Path, **changes: Any) -> SupervisedRun:
     """The same, composed."""
     return composed(SUPERVISED[recipe], tuple(options(recipe, world, **changes)))
 
@@ -99,14 +99,14 @@ def refusal(capsys: Captured, recipe: str, world: Path, directory: Path, **chang
 
 def began(directory: Path) -> dict[str, Any]:
     """The weights that a run began with."""
-    model, _ = policy(read_kind(kind_of(directory), directory))
+    model, _ = load_policy(read_recipe(read_recipe_class(directory), directory))
     return {name: weight.detach() for name, weight in model.named_weights()}
 
 
 def loaded(directory: Path) -> Model:
     """The model that a run's newest checkpoint holds."""
-    model, _ = policy(read_kind(kind_of(directory), directory))
-    kept = Checkpoints(directory / "checkpoints")
+    model, _ = load_policy(read_recipe(read_recipe_class(directory), directory))
+    kept = CheckpointManager(directory / "checkpoints")
     newest = kept.newest()
     assert newest is not None
     load_weights(model, kept, newest)

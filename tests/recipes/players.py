@@ -26,7 +26,7 @@ TALKS: dict[str, Any] = {
 """The options of a short run by `talker`."""
 PLAYED: list[tuple[int, int]] = []
 """Which attempts were played in this process."""
-at_once, most = [0], [0]
+max_concurrency, most = [0], [0]
 """How many are under way, and how many were at most."""
 cancel: list[Callable[[int], Awaitable[None]]] = []
 """How a rollout is cancelled by somebody else."""
@@ -50,8 +50,8 @@ async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any
 async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]:
     """Plan, go on from the plan, and begin anew with what came of it: two rows of three turns."""
     PLAYED.append((rollout.id, rollout.attempt))
-    at_once[0] += 1
-    most[0] = max(most[0], at_once[0])
+    max_concurrency[0] += 1
+    most[0] = max(most[0], max_concurrency[0])
     try:
         asked = str(task["prompt"])
         plan = await say(llm, asked, "planner", "start", top_p=0.2)
@@ -62,7 +62,7 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
         etude.emit.event("said", {"last": last})
         return {"first": float("1" in last), "odd": len(done) / 8 + share(last) / 4}
     finally:
-        at_once[0] -= 1
+        max_concurrency[0] -= 1
 
 
 @etude.agent

@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.algorithms import Algorithm, Loss
+from etude.algorithms import AlgorithmConfig, Loss
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
-from etude.checkpoint import Checkpoint, Checkpoints
+from etude.checkpoint import Checkpoint, CheckpointManager
 from etude.errors import ConfigError
-from etude.models import Lora, Model, adapt, create, tiny
-from etude.models.generic import _Alone
+from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
+from etude.models.transformers_backbone import _SelfOnlyAttention
 from etude.models.visit import Visits
 from etude.observe import Max, Metrics
-from etude.protocols import Gather, Split, spread
-from etude.recipes.checks import BY_THE_MODEL, BY_THE_REFERENCE
-from etude.recipes.workers import Beside, PolicyWorker
+from etude.protocols import Gather, Split, dispatch_mode
+from etude.recipes.run.checks import POLICY_COLUMNS, REFERENCE_COLUMNS
+from etude.recipes.workers.policy_worker import AuxiliaryModels, PolicyWorker
 from etude.records import Completion, SamplingParams
-from etude.rollout import EngineConfig, TorchEngine
-from etude.train import Frozen, Learner, Mesh, MeshConfig, Train
-from etude.train.offload import Resting
-from etude.train.optim import PRECISIONS, Masters
-from etude.train.ranks import Together, of_group, place
+from etude.rollout import TorchEngine, TorchEngineConfig
+from etude.train import FrozenModel, Learner, Mesh, MeshConfig, TrainConfig
+from etude.train.offload import OffloadedTensors
+from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
+from etude.train.ranks import DistributedRanks, current_ranks, rank_of
 from etude.train.shards import BUCKET, Shards, kept
 from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
@@ -46,11 +46,11 @@ class Pupil:
     def __init__(self) -> None:
         self.begin()
 
-    @spread()
+    @dispatch_mode()
     def begin(
         self,
         precision: str = "fp64",
-        algorithm: Algorithm | None = None,
+        algorithm: AlgorithmConfig | None = None,
         epochs: int = 1,
         *,
         policy: Callable[[str], Model] = model,
@@ -59,15 +59,19 @@ class Pupil:
         **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
-        config = Train(precision=precision, **{"learning_rate": 1e-2, "clip": 0.5, **options})
+        config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "clip": 0.5, **options})
         shape, learns = Mesh(mesh, timeout=60), policy(precision)
-        other = learns if learns.adapted else model(precision, seed=7)
-        self.reference = Frozen(other, 50, unadapted=learns.adapted, mesh=shape)
-        held = self.reference if "full_kl" in (algorithm or Algorithm()).outputs() else None
+        other = learns if learns.has_adapters else model(precision, seed=7)
+        self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, mesh=shape)
+        held = self.reference if "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs() else None
         self.learner = Learner(learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket)
-        beside = Beside({"ref_logp": self.reference})
-        self.worker = PolicyWorker(algorithm or Algorithm(), self.learner, seed=0, epochs=epochs, beside=beside)
-        self.wanted = (algorithm or Algorithm()).needs() & (BY_THE_MODEL | BY_THE_REFERENCE) | {"old_logp"}
+        beside = AuxiliaryModels({"ref_logp": self.reference})
+        self.worker = PolicyWorker(
+            algorithm or AlgorithmConfig(), self.learner, seed=0, epochs=epochs, auxiliary=beside
+        )
+        self.wanted = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
+            "old_logp"
+        }
         self.step = 0
         self.sent = {"during": 0, "after": 0}
         if (shards := self.learner._masters._shards) is not None:
@@ -82,7 +86,7 @@ class Pupil:
 
         return sending
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def buckets(self) -> list[dict[str, int]]:
         """How many were sent when, how many there are, and how many leaves stand in more than one of them."""
         shards = self.learner._masters._shards
@@ -91,19 +95,19 @@ class Pupil:
         cut = sum(count > 1 for count in pieces.values())
         return {**self.sent, "all": len(shards._buckets), "cut": cut}  # type: ignore[return-value]
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def ready(self, batch: Batch) -> Batch:
         """Annotated and estimated."""
         batch = self.worker.annotate(batch, self.wanted)
         self.step += 1
         return self.worker.estimate(batch, self.step)
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: list[Batch]) -> Metrics:
         """A step on each of them."""
         return self.worker.update(parts)
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def disturbed(self, parts: list[Batch]) -> Metrics:
         """The same, by weights that an engine shares: it is within a step for an answer that nobody waits for any
         more, and is asked for another while the update is made. Which version gave that, and whether they met."""
@@ -125,7 +129,7 @@ class Pupil:
         return metrics
 
     async def _left(self, halting: Halting) -> None:
-        answer = asyncio.create_task(self.worker.generate(PROMPT, SamplingParams(max_tokens=50), begun=lambda: None))
+        answer = asyncio.create_task(self.worker.generate(PROMPT, SamplingParams(max_tokens=50), on_start=lambda: None))
         await asyncio.to_thread(halting.inside.wait, 30)
         answer.cancel()
         with suppress(asyncio.CancelledError):
@@ -133,23 +137,23 @@ class Pupil:
 
     async def _late(self, halting: Halting) -> Completion:
         assert await asyncio.to_thread(halting.trains.wait, 30)
-        return await self.worker.generate(PROMPT, SamplingParams(max_tokens=4), begun=lambda: None)
+        return await self.worker.generate(PROMPT, SamplingParams(max_tokens=4), on_start=lambda: None)
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def another(self) -> list[str]:
         """What another thread is told that computes with divided weights during a pass."""
-        model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _Alone())
+        model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _SelfOnlyAttention())
         with ThreadPoolExecutor(1) as other, self.learner._masters.played(backward=False):
             told = str(other.submit(model.hidden, *asked).exception(30))
             with torch.no_grad():
                 model.hidden(*asked)
         return told  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def beside(self, odd: int) -> list[tuple[str, bool, int]]:
         """Publish to an engine with weights of its own, whose model is another on one rank: what went wrong, whether it
         has all of them, and how many of them the rank brought together."""
-        own = model("fp32", seed=5, layers=3 if place(of_group()) == odd else 2)
+        own = model("fp32", seed=5, layers=3 if rank_of(current_ranks()) == odd else 2)
         shards = self.learner._masters._shards
         assert shards is not None
         gathered, calls, wrong = shards.gathered, Counter[str](), ""
@@ -159,7 +163,7 @@ class Pupil:
             return gathered(name)
 
         shards.gathered = counted  # type: ignore[method-assign]
-        with TorchEngine(own, None, EngineConfig(kv_gib=0.001)) as self.worker._engine:
+        with TorchEngine(own, None, TorchEngineConfig(kv_gib=0.001)) as self.worker._engine:
             try:
                 self.worker.publish(3)
             except ConfigError as error:
@@ -169,17 +173,17 @@ class Pupil:
         there = all(torch.equal(weight, held[name]) for name, weight in brought.items())
         return wrong, there, calls.total()  # type: ignore[return-value]
 
-    @spread()
+    @dispatch_mode()
     def rest(self) -> None:
         """Have the optimizer rest between updates, in other memory of the processor's."""
         self.learner._resting = self.resting = Watched(self.learner)
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def woken(self) -> list[list[bool]]:
         """Whether the weights were divided already, each time that the optimizer came home."""
         return self.resting.divided  # type: ignore[return-value]
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def ordered(self, batch: Batch) -> Batch:
         """What the model says of a batch, of which the next micro-batch is made when the last was computed."""
         cut, passed, seen = self.learner._micro_batches, self.learner._forward, list[str]()
@@ -199,95 +203,95 @@ class Pupil:
         assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
         return told
 
-    @spread()
+    @dispatch_mode()
     def waited(self, seconds: float) -> None:
         """Have so much been waited for, as for another rank whose server is slow to take what is published."""
         shards = self.learner._masters._shards
         assert shards is not None
         shards._seconds += seconds
 
-    @spread(Split.GROUPS, Gather.METRICS)
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def imitate(self, batch: Batch, seen: int | None = None, loss: Loss | None = None) -> Metrics:
         """A step of supervised learning, from so many of the actions."""
-        action = batch.action & (batch.action.cumsum(0) <= (batch.tokens if seen is None else seen))
+        action = batch.action & (batch.action.cumsum(0) <= (batch.num_tokens if seen is None else seen))
         return self.learner.update(batch.replace(action=action), Imitate(loss or SFT()))
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def tell(self, batch: Batch, columns: frozenset[str]) -> Batch:
         """What the model says of a batch."""
         return self.learner.annotate(batch, columns)
 
-    @spread(Split.GROUPS, Gather.CONCAT)
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def teach(self, batch: Batch) -> Batch:
         """What the reference thinks likeliest."""
-        ids, logp = self.reference.likeliest(batch, 4, VOCABULARY)
+        ids, logp = self.reference.top_tokens(batch, 4, VOCABULARY)
         return batch.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
-    @spread()
+    @dispatch_mode()
     def gradient(self) -> dict[str, Tensor]:
         """Of the first update, if it was not clipped: whole, whoever has which rows of it."""
         moments = self.learner.state()["exp_avg"]
         assert isinstance(moments, Mapping)
         return {name: _whole(moment) / (1 - 0.9) for name, moment in moments.items()}
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def weights(self) -> list[dict[str, Tensor]]:
         """What every rank computes with."""
         return {name: weight.clone() for name, weight in self.learner.weights()}  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def assembled(self) -> list[bool]:
         """Have the weights be whole on every rank, as for an engine; whether they are what they are told to be."""
         self.learner.assemble()
         told = dict(self.learner.weights())
         return all(torch.equal(weight, told[name]) for name, weight in self.learner.model.named_weights())  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def taken(self) -> list[int]:
         """Bytes that each rank has taken of the system's memory and not given back, by the C library's own count."""
         gc.collect()
         return _in_use()  # type: ignore[return-value]
 
-    @spread()
+    @dispatch_mode()
     def watch(self) -> None:
         """Note how much of the weights is there while they are used."""
         self.learner.model.visits = self.watching = Watching(self.learner.model)
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def watched(self) -> list[tuple[int, int]]:
         """How many bytes of the weights are there now, and were at most."""
         return self.watching.there(), self.watching.most  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def named(self) -> list[bool]:
         """Whether rows that lie elsewhere than their leaf are named for a checkpoint where they lie."""
-        ranks = of_group()
-        assert isinstance(ranks, Together)
+        ranks = current_ranks()
+        assert isinstance(ranks, DistributedRanks)
         shards = Shards({"leaf": torch.empty(6, 3, device="meta")}, ranks, widen=False)
         part = torch.arange(9.0).view(3, 3)
         return kept(shards.named("leaf", part)).data_ptr() == part.data_ptr()  # type: ignore[return-value]
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def kept(self) -> list[int]:
         """How many numbers each rank keeps of the masters."""
         masters = self.learner.state()["weights"]
         assert isinstance(masters, Mapping)
         return sum(_local(each).numel() for each in masters.values())  # type: ignore[return-value]
 
-    @spread()
-    def save(self, checkpoints: Checkpoints, step: int) -> Checkpoint:
+    @dispatch_mode()
+    def save(self, checkpoints: CheckpointManager, step: int) -> Checkpoint:
         """Write a checkpoint."""
         return self.worker.save(checkpoints, step, {"learner": self.worker.facts()})
 
-    @spread()
+    @dispatch_mode()
     def resume(self, directory: Path) -> None:
         """Go on from the newest one."""
-        checkpoints = Checkpoints(directory)
+        checkpoints = CheckpointManager(directory)
         newest = checkpoints.newest()
         assert newest is not None
         self.worker.resume(checkpoints, newest)
 
-    @spread(gather=Gather.ALL)
+    @dispatch_mode(gather=Gather.ALL)
     def spent(self, megabytes: int, bucket: int) -> list[dict[str, float]]:
         """What exchanging the gradients and the weights of so large a model took at most, beside what was there, in
         buckets."""
@@ -296,20 +300,22 @@ class Pupil:
             "large": nn.Parameter(torch.ones(rows // 2, 1024)),
             **{f"small.{i}": nn.Parameter(torch.ones(rows // 40, 1024)) for i in range(20)},
         }
-        masters = Masters(leaves.items(), Train(precision="fp32"), ranks=of_group(), bucket=bucket)
+        masters = MixedPrecisionOptimizer(
+            leaves.items(), TrainConfig(precision="fp32"), ranks=current_ranks(), bucket=bucket
+        )
         found = {}
         for leaf in leaves.values():
             leaf.grad = torch.ones_like(leaf)
         for weight in masters._weights.values():
             weight.grad = torch.ones_like(weight)
         found["gradients"] = rise_of(masters.gather) / bucket
-        found["weights"] = rise_of(masters.refresh) / bucket
+        found["weights"] = rise_of(masters.refresh_copy) / bucket
         return found  # type: ignore[return-value]
 
 
 def adapted(precision: str) -> Model:
     """A policy with adapters that do something already."""
-    made = adapt(model(precision), Lora(rank=4), seed=0)
+    made = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
     chance = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, weight in made.trained_weights():
@@ -319,7 +325,7 @@ def adapted(precision: str) -> Model:
 
 def judge(precision: str) -> Model:
     """One that gives scores."""
-    return create(tiny(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
+    return create(tiny_config(VOCABULARY, layers=2, hidden=32), seed=0, dtype=PRECISIONS[precision], head="score")
 
 
 PROMPT = np.arange(5, dtype=np.int32)
@@ -350,7 +356,7 @@ class Halted(TorchEngine):
     """The engine that is kept so."""
 
     def __init__(self, model: Model, halting: Halting) -> None:
-        super().__init__(model, None, EngineConfig(kv_gib=0.001))
+        super().__init__(model, None, TorchEngineConfig(kv_gib=0.001))
         self._halting = halting
 
     async def pause(self) -> None:
@@ -358,16 +364,16 @@ class Halted(TorchEngine):
         await super().pause()
 
 
-class Watched(Resting):
+class Watched(OffloadedTensors):
     """Notes whether a learner's weights are divided when its optimizer comes home."""
 
     def __init__(self, learner: Learner) -> None:
-        super().__init__(learner._masters.at_rest(), learner.model.device, learner.model.device)
+        super().__init__(learner._masters.offloadable_tensors(), learner.model.device, learner.model.device)
         self._learner, self.divided = learner, list[bool]()
 
-    def working(self) -> AbstractContextManager[None]:
+    def loaded(self) -> AbstractContextManager[None]:
         self.divided.append(self._learner.divided)
-        return super().working()
+        return super().loaded()
 
 
 class Watching:

@@ -11,14 +11,14 @@ import pytest
 from pydantic import BaseModel
 from torch import Tensor
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.cli import main
 from etude.config.compose import compose
 from etude.models import Model
-from etude.recipes.build import policy
-from etude.recipes.collecting import Groups
-from etude.recipes.folder import read_run
-from etude.recipes.run import Run
+from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.run.build import load_policy
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_run
 from etude.records import Sample
 from etude.train import load_weights
 
@@ -34,7 +34,7 @@ def options(world: Path, **changes: Any) -> list[str]:
     chosen: dict[str, Any] = {
         "model.path": world / "model",
         "data.train": f"[{world / 'tasks.jsonl'}]",
-        "data.max_prompt": 16,
+        "data.max_prompt_length": 16,
         "reward": "function",
         "reward.path": f"{REWARDS}:digits",
         "sampling.max_tokens": 6,
@@ -81,7 +81,7 @@ def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **c
     return refused(capsys, "train", *words, *options(world, directory=directory, **changes))
 
 
-def rows_of(groups: Groups) -> list[Sample]:
+def rows_of(groups: StepGroups) -> list[Sample]:
     """The token sequences of a step, where they lie here."""
     return [sample for rows in groups.rows for sample in rows.kept]
 
@@ -94,9 +94,9 @@ def measured(directory: Path) -> list[dict[str, Any]]:
 
 def loaded(directory: Path, step: int | None = None) -> Model:
     """The model that a run's checkpoint of a step holds, or its newest one."""
-    model, _ = policy(read_run(directory))
-    kept = Checkpoints(directory / "checkpoints")
-    wanted = kept.newest() if step is None else {each.step: each for each in kept.kept()}[step]
+    model, _ = load_policy(read_run(directory))
+    kept = CheckpointManager(directory / "checkpoints")
+    wanted = kept.newest() if step is None else {each.step: each for each in kept.list_complete()}[step]
     assert wanted is not None
     load_weights(model, kept, wanted)
     return model

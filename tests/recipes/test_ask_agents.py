@@ -51,7 +51,7 @@ def test_a_model_is_scored_by_an_agent_without_a_run(
 ) -> None:
     place, options = world
     asked = [word for word in options if word.partition("=")[0] in ("model.path", "data.val", "train.precision")]
-    words = [*asked, "data.max_prompt=16", "sampling.max_tokens=8", f"agent.path={LOOKER}", "evaluate.samples=2"]
+    words = [*asked, "data.max_prompt_length=16", "sampling.max_tokens=8", f"agent.path={LOOKER}", "evaluate.samples=2"]
     found = scored(capsys, *words, "agent.strategy=cs", "observe.console=plain")
     assert found["tasks"] == 3 and found["samples"] == 2 and "eval/mean@2" in found and found["eval/failed"] == 0
     assert not (place / "journal.sqlite").exists()

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from etude.recipes.carrying import Carriage, Courier
-from etude.rollout.remote import Remote
-from etude.rollout.vllm import Vllm
+from etude.recipes.workers.weight_sender import SendPlan, WeightSender
+from etude.rollout.server_client import ServerClient
+from etude.rollout.vllm import VllmBackend
 from etude.sync import SyncConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "vllm_weights"))
@@ -32,7 +32,7 @@ class Taker(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.remote = Remote(f"http://127.0.0.1:{self.server_port}", Vllm())
+        self.remote = ServerClient(f"http://127.0.0.1:{self.server_port}", VllmBackend())
         self.joined = 0
         self.begin()
 
@@ -88,9 +88,9 @@ def takers(count: int) -> Iterator[list[Taker]]:
 def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
-    how = Carriage(SyncConfig(carrier="gloo", timeout=20, address="127.0.0.1"), (0, 1), untied=False)
+    how = SendPlan(SyncConfig(weight_transport="gloo", timeout=20, address="127.0.0.1"), (0, 1), untied=False)
     with ExitStack() as stack:
-        ranks = [stack.enter_context(closing(Courier(how.sync, torch.device("cpu")))) for _ in how.ranks]
+        ranks = [stack.enter_context(closing(WeightSender(how.sync, torch.device("cpu")))) for _ in how.ranks]
         three = stack.enter_context(takers(3))
 
         def publish(version: int, *places: int) -> None:
@@ -100,9 +100,9 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
             told = [
                 each
                 for rank in how.ranks
-                for each in ranks[rank].carry(how.share(there, rank), weights, version).servers
+                for each in ranks[rank].send(how.share(there, rank), weights, version).servers
             ]
-            assert [each.why for each in told if not each.took] == [] and len(told) == len(places)
+            assert [each.error for each in told if not each.updated] == [] and len(told) == len(places)
             assert all(three[place].holds == version for place in places)
 
         publish(1, 0, 1, 2)
@@ -111,7 +111,7 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
         assert [each.joined for each in three] == [1, 1, 1]
         for place in (1, 2):
             three[place].begin()
-            three[place].remote.moves(three[place].remote.url)
+            three[place].remote.relocate(three[place].remote.url)
         publish(3, 1)  # one is brought to the newest weights at once, and the other with all
         publish(4, 0, 1, 2)
         assert [each.joined for each in three] == [1, 2, 2]

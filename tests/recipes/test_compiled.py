@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.models import create, save, tiny
+from etude.models import create, save, tiny_config
 from tests.recipes.runs import Captured, measured, refused_run, train, weights
 from tests.worlds import make_tokenizer
 
@@ -25,6 +25,6 @@ def test_it_learns_the_same_and_goes_on(world: Path, whole: Path, tmp_path: Path
 
 def test_a_family_that_runs_by_itself_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "model")
-    save(create(tiny(size, family="gpt2", layers=1, hidden=16, heads=2), seed=0), tmp_path / "model")
+    save(create(tiny_config(size, family="gpt2", layers=1, hidden=16, heads=2), seed=0), tmp_path / "model")
     options = {"train.compile": "true", "model.path": tmp_path / "model"}
     assert "this is a gpt2 model" in refused_run(capsys, world, tmp_path / "run", **options)

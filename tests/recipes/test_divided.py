@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from etude.checkpoint import Checkpoints
-from etude.data.share import shares
+from etude.checkpoint import CheckpointManager
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.train import MeshConfig
@@ -57,7 +57,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Proces
     try:
         for ranks in (2, 4):
             logs, config = tmp_path_factory.mktemp("ranks"), CrewConfig(timeout=120)
-            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=shares, logs=logs, config=config)
+            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
         yield made
     finally:
         for crew in made.values():
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
 ) -> None:
     crew = begun(crews, "2", weights="divided")
     practised(crew, 2)
-    crew.call(Pupil.save, Checkpoints(tmp_path), 2)
+    crew.call(Pupil.save, CheckpointManager(tmp_path), 2)
     four, one = begun(crews, "4", weights="divided"), alone()
     for other in (one, four):
         other.call(Pupil.resume, tmp_path)
@@ -222,7 +222,7 @@ def test_what_rests_elsewhere_is_kept_and_read_where_it_rests(crews: dict[int, P
     crew = begun(crews, "2", weights="divided")
     assert crew.call(Pupil.named) == [True, True]
     practised(crew, 1)
-    crew.call(Pupil.save, Checkpoints(tmp_path), 1)
+    crew.call(Pupil.save, CheckpointManager(tmp_path), 1)
     other = begun(crews, "4", weights="divided")
     other.call(Pupil.rest)
     other.call(Pupil.resume, tmp_path)

@@ -12,9 +12,9 @@ from etude.cli import main
 from etude.errors import EngineError
 from tests.recipes.lessons import learned, loaded
 from tests.recipes.runs import Captured, measured, options, refused, same, train, weights
-from tests.recipes.test_carrying import answers, ask, world_of
 from tests.recipes.test_ranks_run import children, drawn
 from tests.recipes.test_ray_run import PATIENT
+from tests.recipes.workers.test_weight_sender import answers, ask, world_of
 
 TOLD = ("loss", "grad_norm", "eval/loss")
 DIVIDED: dict[str, Any] = {"ranks": 2, "train__weights": "divided"}
@@ -99,7 +99,7 @@ def test_ranks_bring_divided_weights_to_servers_together(servers: int, tmp_path:
             with pytest.raises(EngineError, match="the weights do not fit"):
                 world.publish(2)
         else:
-            assert world.publish(2).reduce()["publish_withdrawn"] == 1
+            assert world.publish(2).reduce()["publish_failed_replicas"] == 1
         world.be({"poor": False}, 0)
         world.publish(3)
         assert all(each["weights"] == world.weights() for each in world.carried())

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from etude.data import Dataset
 from etude.protocols import Ids
-from etude.recipes.evaluate import Answer, Evaluation, Evaluator, best_of, scores, write_answers
-from etude.recipes.play import Player
-from etude.recipes.sampling import Sampling, ScoringSampling, derived_seed
+from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.sampling import EvaluationSampling, SamplingConfig, derived_seed
+from etude.recipes.evaluate import EvaluatedAnswer, EvaluationConfig, Evaluator, best_of, compute_scores, write_answers
 from etude.records import Completion, SamplingParams, Task
 from etude.rewards import Judge
 
 
-def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> Answer:
+def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> EvaluatedAnswer:
     """An answer of three tokens, all of it extracted."""
     told = {"extracted": text.strip(), **more}
-    return Answer(task, source, "?", text, reward, {}, 3, "stop", **told)  # type: ignore[arg-type]
+    return EvaluatedAnswer(task, source, "?", text, reward, {}, 3, "stop", **told)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.data())
@@ -47,7 +47,7 @@ def test_for_right_and_wrong_it_is_pass_at_k(n: int, data: st.DataObject) -> Non
 def test_scores_are_told_by_task_and_by_source() -> None:
     answers = [answer(0, "4", 1.0), answer(0, "5", 0.0), answer(0, "5 ", 0.0), answer(0, "4", 1.0)]
     answers += [answer(1, "x", 0.0, "b"), answer(1, "y", 1.0, "b"), answer(1, "y", 1.0, "b"), answer(1, "z", 0.0, "b")]
-    found = scores(answers).reduce()
+    found = compute_scores(answers).reduce()
     assert found["eval/mean@4"] == 0.5 and found["eval/a/mean@4"] == 0.5
     assert found["eval/best@4"] == 1.0 and found["eval/best@2"] == pytest.approx(1 - math.comb(2, 2) / math.comb(4, 2))
     assert found["eval/maj@4"] == 1.0  # 4 was given first, y most often
@@ -55,11 +55,11 @@ def test_scores_are_told_by_task_and_by_source() -> None:
 
 
 def test_one_source_is_not_told_twice() -> None:
-    assert not any(name.startswith("eval/a/") for name in scores([answer(0, "4", 1.0)]).reduce())
+    assert not any(name.startswith("eval/a/") for name in compute_scores([answer(0, "4", 1.0)]).reduce())
 
 
 def test_an_answer_that_failed_is_counted() -> None:
-    assert scores([answer(0, "", 0.0, error="No answer.", failed=True)]).reduce()["eval/failed"] == 1
+    assert compute_scores([answer(0, "", 0.0, error="No answer.", failed=True)]).reduce()["eval/failed"] == 1
 
 
 def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
@@ -72,10 +72,10 @@ def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
         ("?", None, 0.0),
     ]
     voted = [answer(0, text, reward, extracted=read) for text, read, reward in said]
-    assert scores(voted).reduce()["eval/maj@6"] == 1.0, "who says nothing has no vote"
+    assert compute_scores(voted).reduce()["eval/maj@6"] == 1.0, "who says nothing has no vote"
     silent = [answer(0, "one thing", 1.0, extracted=None), answer(0, "another", 0.0, extracted=None)]
-    assert "eval/maj@2" not in scores(silent).reduce()
-    found = scores([*silent, answer(1, "4", 1.0), answer(1, "4", 1.0)]).reduce()
+    assert "eval/maj@2" not in compute_scores(silent).reduce()
+    found = compute_scores([*silent, answer(1, "4", 1.0), answer(1, "4", 1.0)]).reduce()
     assert found["eval/maj@2"] == 0.5, "a task without a vote is not won"
 
 
@@ -86,11 +86,11 @@ class Slow:
         self.seconds, self.under_way, self.most = seconds, 0, 0
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """One token."""
-        assert begun is not None
-        begun()
+        assert on_start is not None
+        on_start()
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
@@ -110,20 +110,33 @@ def slowly(task: Task, answer: str) -> float:
 def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected: float) -> None:
     engine = Slow(seconds)
     with Judge(slowly) as judge, asyncio.Runner() as runner:
-        player = Player(
-            prompt_ids=lambda _: np.ones(3, np.int32), engine=engine, judge=judge, timeout=0.1, at_once=3, episodes=None
+        player = EnginePlayer(
+            prompt_ids=lambda _: np.ones(3, np.int32),
+            engine=engine,
+            judge=judge,
+            timeout=0.1,
+            max_concurrency=3,
+            episodes=None,
         )
         dataset = Dataset.load([{"prompt": "2+2="}] * 12)
         found = Evaluator(
-            Evaluation(), sampling=Sampling(), seed=0, dataset=dataset, player=player, judge=judge, runner=runner
-        ).answers()
+            EvaluationConfig(),
+            sampling=SamplingConfig(),
+            seed=0,
+            dataset=dataset,
+            player=player,
+            judge=judge,
+            runner=runner,
+        ).answer_all()
     assert engine.most == 3 and engine.under_way == 0
     assert {a.reward for a in found} == {expected} and {a.failed for a in found} == {not expected}
 
 
 def test_answers_for_scoring_are_as_long_as_in_training_unless_told_otherwise() -> None:
-    assert ScoringSampling(temperature=0.5).beside(Sampling(max_tokens=7)) == Sampling(max_tokens=7, temperature=0.5)
-    assert ScoringSampling(max_tokens=3).beside(Sampling(max_tokens=7)).max_tokens == 3
+    assert EvaluationSampling(temperature=0.5).fill_from(SamplingConfig(max_tokens=7)) == SamplingConfig(
+        max_tokens=7, temperature=0.5
+    )
+    assert EvaluationSampling(max_tokens=3).fill_from(SamplingConfig(max_tokens=7)).max_tokens == 3
 
 
 def test_answers_are_kept_to_be_looked_at(tmp_path: Path) -> None:
@@ -142,5 +155,5 @@ def test_seeds_follow_from_what_they_are_for_and_nothing_else() -> None:
 
 
 def test_sampling_becomes_parameters() -> None:
-    params = Sampling(max_tokens=7, temperature=0.5, stop=("\n",)).params(11)
+    params = SamplingConfig(max_tokens=7, temperature=0.5, stop=("\n",)).params(11)
     assert (params.max_tokens, params.temperature, params.stop, params.seed) == (7, 0.5, ("\n",), 11)

@@ -16,25 +16,26 @@ from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from etude.cli import main
-from etude.data.adapt import samples
+from etude.data.samples import build_samples
 from etude.integrity import write_text
-from etude.recipes.folder import read_run
+from etude.recipes.run.directory import read_run
 from etude.records import Completion, Outcome, Turn
 from etude.store import (
-    Admitted,
     AttemptEnded,
+    AttemptRewarded,
     AttemptStarted,
     Journal,
-    Noted,
-    Rewarded,
+    NoteRecorded,
     RolloutQueued,
+    RolloutsAdmitted,
     TaskIssued,
     TurnRecorded,
     open_store,
     otlp,
 )
-from etude.tools.answers import answers
-from etude.tools.rollouts import Export, export, files
+from etude.tools.answers import load_answers
+from etude.tools.rollouts import ExportOptions, export_rollouts
+from etude.tools.rollouts import writers as files
 from tests.alone import alone
 from tests.recipes import players
 from tests.recipes.lessons import learned, refusal
@@ -74,7 +75,7 @@ def test_demonstrations_are_the_very_tokens_of_what_earned_enough(talked: Path, 
         enough = float(np.median(list(totals(store).values())))
         good = sorted(id for id, earned in totals(store).items() if earned >= enough)
         assert 0 < len(good) < 32, "some earn enough, and some do not"
-        wanted = [sample for id in good for sample in samples(store.turns(id), id)]
+        wanted = [sample for id in good for sample in build_samples(store.turns(id), id)]
         earned = totals(store)
     rows = written(talked, tmp_path / "good.parquet", "--as", "sft", "--min-reward", str(enough))
     assert [row["rollout"] for row in rows] == [sample.rollout for sample in wanted]
@@ -119,7 +120,7 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(recipe: str, school: Path, 
             tries = [earned[id] for id in store.task(row["task"]).rollouts]
             assert row["chosen_reward"] == max(tries) > row["rejected_reward"] == min(tries)
             for side in ("chosen", "rejected"):
-                wanted = samples(store.turns(row[f"{side}_rollout"]), 0)
+                wanted = build_samples(store.turns(row[f"{side}_rollout"]), 0)
                 found = [(each["input_ids"], each["assistant_masks"]) for each in row[f"{side}_tokens"]]
                 assert found == [(each.ids.tolist(), each.action.tolist()) for each in wanted]
     assert 4 <= len(rows) <= 8
@@ -192,7 +193,11 @@ def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> Non
     odd = {"best": float("nan"), "worst": [1, float("-inf")], "why": "x"}
     sent = {"name": "s", "trace_id": "0" * 31 + "1", "span_id": "0" * 15 + "1", "parent_span_id": "", "kind": 3}
     sent |= {"start_ns": 1, "end_ns": 2, "attributes": odd, "events": [], "status": {"code": 1, "message": ""}}
-    made(tmp_path, 1, notes=[Noted(0, 0, "seen", odd), Noted(0, 0, "span", sent | {"scope": "", "resource": {}})])
+    made(
+        tmp_path,
+        1,
+        notes=[NoteRecorded(0, 0, "seen", odd), NoteRecorded(0, 0, "span", sent | {"scope": "", "resource": {}})],
+    )
     write_text(tmp_path / "run.yaml", "model: {path: nowhere, tokenizer: null}\n")
     (line,) = written(tmp_path, tmp_path / "lines.jsonl")
     first, _ = line["attempts"][0]["events"]
@@ -210,12 +215,12 @@ def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp
     fails = {"agent.path": f"{players.__name__}:late_failure", "agent.failed": -1.0, "collect.retries": 0, "steps": 1}
     scored = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 1}
     run = train(world, tmp_path / "run", **TALKS | fails | scored)
-    _, told = answers(run)
+    _, told = load_answers(run)
     assert len(told) == 16 and [each["reward"] for each in told if not each["parts"]].count(-1.0) == 8
-    done = export(Export(run, tmp_path / "pairs.jsonl", "dpo"))
+    done = export_rollouts(ExportOptions(run, tmp_path / "pairs.jsonl", "dpo"))
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["rejected_reward"] == -1.0 and row["rejected_rollout"] % 2 for row in rows)
-    assert not done.left_out
+    assert not done.skipped
 
 
 # -- traces -----------------------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ def test_traces_are_what_opentelemetry_reads(talked: Path, tmp_path: Path) -> No
         assert rollout.start_time_unix_nano == attempt.start_time_unix_nano > 1.6e18 and times == sorted(times)
         assert attempt.start_time_unix_nano < times[0] and times[-1] <= attempt.end_time_unix_nano
         assert attempt.events[-1].name == "said"
-    read = otlp.spans(json.dumps(lines[0]).encode(), otlp.JSON)
+    read = otlp.parse_spans(json.dumps(lines[0]).encode(), otlp.JSON)
     told = read[2].data["attributes"]
     with closing(journal(talked)) as store:
         turn = store.turns(read[0].data["attributes"]["etude.rollout"])[0]
@@ -261,9 +266,9 @@ def test_spans_that_an_agent_sent_are_passed_on(tmp_path: Path) -> None:
         "events": [{"name": "found", "time_ns": 5, "attributes": {}}],
         "status": {"code": 1, "message": ""},
     }
-    made(tmp_path, 1, notes=[Noted(0, 0, "span", sent | {"scope": "mine", "resource": {}})])
+    made(tmp_path, 1, notes=[NoteRecorded(0, 0, "span", sent | {"scope": "mine", "resource": {}})])
     (line,) = written(tmp_path, tmp_path / "traces.jsonl", "--as", "otlp")
-    spans = {each.data["name"]: each.data for each in otlp.spans(json.dumps(line).encode(), otlp.JSON)}
+    spans = {each.data["name"]: each.data for each in otlp.parse_spans(json.dumps(line).encode(), otlp.JSON)}
     assert {name: spans["search"][name] for name in sent} == sent and spans["search"]["scope"] == "mine"
     assert spans["attempt"]["events"] == []
 
@@ -283,7 +288,7 @@ def in_base64(document: Any) -> Any:
 # -- runs that go on, and large ones ----------------------------------------------------------------------------------
 
 
-def made(run: Path, count: int, notes: list[Noted] | None = None) -> Path:
+def made(run: Path, count: int, notes: list[NoteRecorded] | None = None) -> Path:
     """A journal of so many rollouts in groups of two, each of 400 tokens, the last group not yet admitted."""
     rng = np.random.default_rng(0)
     with closing(open_store(run / "journal.sqlite")) as store:
@@ -295,11 +300,11 @@ def made(run: Path, count: int, notes: list[Noted] | None = None) -> Path:
                 story = [RolloutQueued(id, task, id % 2), AttemptStarted(id, 0, at=1.0), *(notes or [])]
                 story += [
                     TurnRecorded(id, 0, Turn(np.arange(9, dtype=np.int32), said, 0), 2.0),
-                    Rewarded(id, 0, float(id % 2)),
+                    AttemptRewarded(id, 0, float(id % 2)),
                 ]
                 store.append([*story, AttemptEnded(id, 0, Outcome.SUCCEEDED, at=3.0)])
             if task + 1 < count // 2:
-                store.append([Admitted(task + 1, (2 * task, 2 * task + 1))])
+                store.append([RolloutsAdmitted(task + 1, (2 * task, 2 * task + 1))])
     return run
 
 
@@ -316,13 +321,13 @@ def test_what_is_there_of_a_run_that_goes_on(world: Path, tmp_path: Path) -> Non
         writer.append([AttemptEnded(99, 0, Outcome.FAILED, "no", at=5.0)])
 
 
-def peak(wanted: Export) -> int:
+def peak(wanted: ExportOptions) -> int:
     """Bytes at most while something is exported, in pieces of a few rows."""
     files.MOST_ROWS = 16
-    export(wanted)
+    export_rollouts(wanted)
     wanted.to.unlink()
     tracemalloc.start()  # once that is loaded which is loaded by the first
-    export(wanted)
+    export_rollouts(wanted)
     return tracemalloc.get_traced_memory()[1]
 
 
@@ -337,7 +342,7 @@ def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, 
     for count in (60, 240):
         (tmp_path / str(count)).mkdir()
         run = made(tmp_path / str(count), count)
-        peaks.append(alone(peak, Export(run, run / f"all.{suffix}", kind, model=model)))
+        peaks.append(alone(peak, ExportOptions(run, run / f"all.{suffix}", kind, model=model)))
     assert peaks[1] < 1.5 * peaks[0], peaks
 
 
@@ -379,5 +384,5 @@ def test_what_was_written_is_said_with_what_to_type_next(talked: Path, tmp_path:
     assert main(["export", "rollouts", str(talked), str(file), "--as", "sft", "--min-reward", "1.7", "--json"]) == 0
     out = capsys.readouterr().out
     told = json.loads(out.splitlines()[-1])
-    assert told["rows"] == pq.read_table(file).num_rows and told["left_out"].keys() == {"earned less than 1.7"}
+    assert told["rows"] == pq.read_table(file).num_rows and told["skipped"].keys() == {"earned less than 1.7"}
     assert f"etude sft model.path=MODEL data.train=[{file}]" in out

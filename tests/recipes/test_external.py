@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 import etude
 from etude.agents import LLM
 from etude.errors import ConfigError
-from etude.models import create, save, tiny
+from etude.models import create, save, tiny_config
 from etude.records import Task
 from etude.store import open_store
 from tests.agents.proxy.listening import served
@@ -50,8 +50,14 @@ async def judged(task: Task, llm: LLM) -> float:
 def options(directory: Path, **more: Any) -> dict[str, Any]:
     tokenizer = make_tokenizer(directory / "model")
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "context": 48}
-    save(create(tiny(tokenizer.size, **sizes), seed=0, dtype=torch.float32), directory / "model")
-    few = {"steps": 1, "collect.tasks": 2, "collect.group_size": 2, "sampling.max_tokens": 4, "data.max_prompt": 16}
+    save(create(tiny_config(tokenizer.vocab_size, **sizes), seed=0, dtype=torch.float32), directory / "model")
+    few = {
+        "steps": 1,
+        "collect.tasks": 2,
+        "collect.group_size": 2,
+        "sampling.max_tokens": 4,
+        "data.max_prompt_length": 16,
+    }
     return {"model.path": directory / "model", "train.precision": "fp32", "threads": 1, **few, **more}
 
 

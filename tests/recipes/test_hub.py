@@ -16,10 +16,10 @@ import pytest
 from etude.cli import main
 from etude.config.compose import compose
 from etude.errors import ConfigError, RunError
-from etude.recipes.folder import read_run
-from etude.recipes.hub import check_push, located, push
-from etude.recipes.run import Run
-from etude.recipes.sft import SFTRun
+from etude.recipes.hub import check_push, push, resolve_hub_names
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import read_run
+from etude.recipes.supervised.sft import SFTRun
 from tests.hub import COMMIT, TOKEN, Hub, hub
 from tests.worlds import make_model, make_tasks
 
@@ -85,7 +85,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch, served: Hub) -> Hub:
 
 
 def run_of(*options: str) -> Run:
-    return located(compose(Run, options))
+    return resolve_hub_names(compose(Run, options))
 
 
 def cached(kind: str, name: str) -> Path:
@@ -233,7 +233,7 @@ def test_a_split_is_the_files_that_the_card_lists(allowed: Hub) -> None:
     assert names_of(run.data.train) == ["main/train-00000-of-00002.jsonl", "main/train-00001-of-00002.jsonl"]
     assert names_of(run.data.val) == ["main/test-00000-of-00001.jsonl"]
     assert names_of(run_of("data.train=[owner/sums/socratic]").data.train) == ["socratic/all.jsonl"]
-    supervised = located(compose(SFTRun, ["data.train=[owner/sums/main]"]))
+    supervised = resolve_hub_names(compose(SFTRun, ["data.train=[owner/sums/main]"]))
     assert supervised.data.train == run.data.train
 
 
@@ -362,7 +362,7 @@ def test_a_run_is_trained_from_names_and_goes_on_with_the_same_snapshot(served: 
     command = [sys.executable, "-m", "etude", "train", "grpo", "model.path=owner/tiny"]
     command += ["data.train=[owner/sums/main:train]", "reward=exact", "steps=1", "collect.tasks=1", "device=cpu"]
     command += ["collect.group_size=2", "sampling.max_tokens=2", "train.precision=fp32", "directory=run"]
-    command += ["data.max_prompt=16", "threads=1"]
+    command += ["data.max_prompt_length=16", "threads=1"]
     seen = os.environ | {"HF_ENDPOINT": served.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "ETUDE_DOWNLOAD": "1"}
     done = subprocess.run(command, env=seen, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from etude.checkpoint.storage import read_table
+from etude.checkpoint.storage import read_tensor_index
 from etude.cli import main
 from etude.models import load, save
-from etude.recipes.build import build
-from etude.recipes.workers import PolicyWorker
+from etude.recipes.run.build import build
+from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.components import require
 from tests.recipes.runs import Captured, loaded, measured, refused, refused_run, run_of, same, train, weights
 from tests.rollout.engines import logits_of
@@ -36,7 +36,7 @@ def logits(module: torch.nn.Module) -> Tensor:
 def stored(directory: Path) -> set[str]:
     """The names of what the newest checkpoint of a run holds."""
     newest = max((directory / "checkpoints").glob("step-*"))
-    return set(read_table(newest).state_dict_metadata)
+    return set(read_tensor_index(newest).state_dict_metadata)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, ad
     held = LORA | {"kl": "reverse", "kl.coefficient": 0.5}
     with build(run_of(world, directory=tmp_path / "looked", **held)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
-        assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._beside.frozen
-        assert worker._beside.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
+        assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._auxiliary.frozen
+        assert worker._auxiliary.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
     first, second = measured(train(world, tmp_path / "run", steps=2, **held))
     assert first["kl"] == 0, "the adapter begins as nothing"
     assert abs(second["kl"]) > 1e-5

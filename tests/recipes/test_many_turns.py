@@ -14,7 +14,7 @@ import torch
 from etude.cli import main
 from etude.integrity import read_text, write_text
 from etude.models import load
-from etude.recipes.build import build
+from etude.recipes.run.build import build
 from etude.store import open_store
 from tests.recipes import partners
 from tests.recipes.runs import Captured, measured, options, refused, rows_of, run_of, same, train, weights
@@ -27,7 +27,7 @@ ECHO = {
 }
 REMAX = {"advantage": "remax"}
 CREDIT = ("gigpo", "step_rewards", "mt_grpo")
-"""Ways to give turns credit, beside the first of them. `recipes/test_agents.py` has all of them too."""
+"""Ways to give turns credit, beside the first of them. `recipes/collect/test_agent_rollouts.py` has all of them too."""
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from etude.algorithms import Algorithm
+from etude.algorithms import AlgorithmConfig
 from etude.algorithms.kl import KLS
-from etude.algorithms.losses.pairs import RewardModel
-from etude.checkpoint import Checkpoints
-from etude.data.share import shares
+from etude.algorithms.losses.preference import RewardModelLoss
+from etude.checkpoint import CheckpointManager
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError
 from etude.train import MeshConfig
 from etude.train.shards import BUCKET
@@ -51,9 +51,9 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "windows": {"policy": partial(model, family="mistral", sliding_window=4)},
     "adapters, held to what they adapt": {
         "policy": adapted,
-        "algorithm": Algorithm(kl=KLS["reverse"](coefficient=0.3)),
+        "algorithm": AlgorithmConfig(kl=KLS["reverse"](coefficient=0.3)),
     },
-    "whole distributions": {"algorithm": Algorithm(kl=KLS["full"](coefficient=0.3)), "micro_tokens": 40},
+    "whole distributions": {"algorithm": AlgorithmConfig(kl=KLS["full"](coefficient=0.3)), "micro_tokens": 40},
 }
 NEAR = 1e-10
 SHORT = [
@@ -74,7 +74,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Proces
     try:
         for ranks in (2, 4):
             logs, config = tmp_path_factory.mktemp("ranks"), CrewConfig(timeout=120)
-            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=shares, logs=logs, config=config)
+            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
         yield made
     finally:
         for crew in made.values():
@@ -165,10 +165,10 @@ def test_scores_and_values_are_those_of_one_rank(crews: dict[int, ProcessCrew], 
     one, many = alone(policy=judge), meshed(crews, shape, policy=judge)
     told = [crew.call(Pupil.tell, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
     for name in ("value", "final_value"):
-        mine, theirs = (each.need(name) for each in told)
+        mine, theirs = (each.require(name) for each in told)
         torch.testing.assert_close(theirs, mine, rtol=0, atol=NEAR, equal_nan=True)
     for crew in (one, many):
-        crew.call(Pupil.imitate, pairs(), loss=RewardModel())
+        crew.call(Pupil.imitate, pairs(), loss=RewardModelLoss())
     assert apart(one, many) <= NEAR
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_one_mesh_is_one_of_any(crews: dict[int, ProcessCrew], t
     """And its weights are whole on every rank."""
     four = meshed(crews, "tp2 x sp2")
     practised(four, 2)
-    four.call(Pupil.save, Checkpoints(tmp_path), 2)
+    four.call(Pupil.save, CheckpointManager(tmp_path), 2)
     one, two = alone(), meshed(crews, "sp2")
     for other in (one, two):
         other.call(Pupil.resume, tmp_path)
@@ -243,6 +243,6 @@ def test_shapes_that_do_not_divide_are_refused_with_the_arithmetic(
 
 def test_ranks_that_make_no_whole_meshes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"are 4 ranks to the same rollouts, and `ranks=6` is no multiple.*`ranks=4`"):
-        BOTH.refuse(6)
+        BOTH.check_ranks(6)
     with pytest.raises(ConfigError, match=r"Set `ranks=2`"):
-        TENSOR.refuse(1)
+        TENSOR.check_ranks(1)

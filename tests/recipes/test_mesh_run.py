@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.observe import configure
-from etude.recipes import checks
+from etude.observe import configure_logging
+from etude.recipes.run import checks
 from tests.recipes.lessons import learned
 from tests.recipes.lessons import weights as learned_weights
+from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import Captured, measured, options, refused, run_of, train
-from tests.recipes.test_loop import EVERY_STEP
 from tests.recipes.test_ranks_run import children, drawn, furthest
 
 TWO_PARTS: dict[str, Any] = {"ranks": 2, "mesh__tensor": 2}
@@ -46,8 +46,8 @@ def test_what_a_mesh_cannot_be_is_refused_or_told(world: Path, tmp_path: Path, c
     told = refused(capsys, "train", *options(world, **given))
     assert "are 2 ranks to the same rollouts, and `ranks=3` is no multiple of that. Set `ranks=2`" in told
     assert not (tmp_path / "run").exists()
-    configure("info")
-    checks.before(run_of(world, ranks=4, mesh__sequence=2, collect__tasks=1, threads=1))
+    configure_logging("info")
+    checks.check_run(run_of(world, ranks=4, mesh__sequence=2, collect__tasks=1, threads=1))
     assert "A step has 1 groups, each of which 2 ranks train together on, and there are 4" in capsys.readouterr().err
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from etude.checkpoint import Checkpoints
+from etude.checkpoint import CheckpointManager
 from etude.cli import main
-from etude.models import create, load, save, tiny
-from etude.recipes.build import build
-from etude.recipes.workers import PolicyWorker
+from etude.models import create, load, save, tiny_config
+from etude.recipes.run.build import build
+from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
 from tests.worlds import make_tokenizer
 
@@ -85,11 +85,11 @@ def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -
     steps = measured(run)
     assert [step["optimizer_steps"] for step in steps] == [0, 0, 1]
     assert all("critic/loss" in step for step in steps) and "grad_norm" not in steps[1]
-    kept = Checkpoints(run / "checkpoints").kept()
+    kept = CheckpointManager(run / "checkpoints").list_complete()
     start = dict(load(world / "model", dtype=torch.float32).named_weights())
     for checkpoint, rested in zip(kept, (True, True, False), strict=True):
         held = {name: torch.empty_like(weight) for name, weight in start.items()}
-        Checkpoints(run / "checkpoints").load(checkpoint, {"weights": held})
+        CheckpointManager(run / "checkpoints").load(checkpoint, {"weights": held})
         assert same(held, {name: weight.detach() for name, weight in start.items()}) is rested
 
 
@@ -108,9 +108,9 @@ def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> N
     assert step["explained_variance"] != pytest.approx(0, abs=1e-6), "its head foresees something from the start"
     with build(run_of(world, directory=tmp_path / "other", **PPO)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
-        assert isinstance(worker, PolicyWorker) and worker._beside.critic is not None
-        ours = worker._beside.critic.model
-        assert ours.scores and ours.module is not parts.engine.model
+        assert isinstance(worker, PolicyWorker) and worker._auxiliary.critic is not None
+        ours = worker._auxiliary.critic.model
+        assert ours.has_score_head and ours.module is not parts.engine.model
 
 
 def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -144,7 +144,7 @@ def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Pa
 
 def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
+    save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
     told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": tmp_path / "large"})
     assert f"knows {size} tokens" in told and "`teacher.path` of the same tokenizer" in told
     turned = other_model(world, tmp_path / "turned")
@@ -160,7 +160,7 @@ def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Pa
     """Rows may have 16 + 6 tokens."""
     for context, refuses in ((21, True), (22, False)):
         short = tmp_path / f"reads-{context}"
-        config = tiny(make_tokenizer(short), layers=1, hidden=16, heads=2, kv_heads=1, context=context)
+        config = tiny_config(make_tokenizer(short), layers=1, hidden=16, heads=2, kv_heads=1, context=context)
         save(create(config, seed=0, dtype=torch.float32), short)
         for role, options in (("critic", PPO), ("teacher", TAUGHT), ("reference", {"kl": "reverse"})):
             given = {**options, f"{role}.path": short}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import ADVANTAGES, KLS, LOSSES
-from etude.recipes.build import build
-from etude.recipes.loop import practise
-from etude.recipes.workers import PolicyWorker
+from etude.recipes.run.build import build
+from etude.recipes.run.loop import run_loop
+from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.recipes.runs import REWARDS, run_of
 
 SUMMED = {"loss.reduction": "seq-mean-token-sum"}
@@ -33,7 +33,7 @@ OF_TURNS = {"step_rewards", "turn_baseline", "turn_baseline_biased", "gigpo", "m
 def moment(world: Path, directory: Path, **options: Any) -> Tensor:
     """What AdamW remembers of the gradients of a short run: all of them, end to end."""
     with build(run_of(world, directory=directory, **BASE | {"train.clip": 1e9} | options)) as parts:
-        practise(parts)
+        run_loop(parts)
         kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
         return torch.cat([value.flatten() for value in kept.values()])
 
@@ -126,9 +126,9 @@ def test_every_correction(world: Path, tmp_path: Path) -> None:
             "mask": {"correction.weight": "mask", "correction.low": 0.9995, "correction.high": 1.0005},
             "sequence": {"correction.weight": "truncate", "correction.level": "sequence"},
             "geometric": {"correction.weight": "truncate", "correction.level": "geometric"},
-            "normalised": {"correction.weight": "truncate", "correction.high": 1.0, "correction.normalise": "tokens"},
+            "normalised": {"correction.weight": "truncate", "correction.high": 1.0, "correction.normalize": "tokens"},
             "reject": {"correction.reject": f"[{narrow}]"},
-            "opsm": {"correction.sequence_mask": 1e-4},
+            "opsm": {"correction.opsm_delta": 1e-4},
         },
     )
 

@@ -7,19 +7,19 @@ import re
 
 import pytest
 
-from etude.cli import main, parser
+from etude.cli import build_parser, main
 from etude.config.compose import compose
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, UnknownChoiceError
-from etude.recipes.presets import PRESETS, split
-from etude.recipes.run import Run
+from etude.recipes.presets import PRESETS, split_preset
+from etude.recipes.run.config import Run
 from tests.recipes.runs import Captured
 from tests.sweeps import sweep
 
 
 def test_the_presets_are_those_that_the_help_names(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
-        parser().parse_args(["train", "--help"])
+        build_parser().parse_args(["train", "--help"])
     named = capsys.readouterr().out.partition("presets, each")[2].partition("examples:")[0].partition("\n")[2]
     assert set(named.replace(",", " ").split()) == set(PRESETS)
 
@@ -51,12 +51,12 @@ def test_dapo_is_its_four_changes_and_can_be_changed() -> None:
 
 
 def test_a_preset_is_found_among_the_options() -> None:
-    assert split(["seed=1", "grpo", "steps=2"]) == (PRESETS["grpo"], ["seed=1", "steps=2"])
-    assert split(["seed=1"]) == (None, ["seed=1"])
+    assert split_preset(["seed=1", "grpo", "steps=2"]) == (PRESETS["grpo"], ["seed=1", "steps=2"])
+    assert split_preset(["seed=1"]) == (None, ["seed=1"])
     with pytest.raises(UnknownChoiceError, match=r"presets are .*dapo, .*grpo"):
-        split(["steps=2", "groo"])
+        split_preset(["steps=2", "groo"])
     with pytest.raises(ConfigError, match="grpo and dapo"):
-        split(["grpo", "dapo"])
+        split_preset(["grpo", "dapo"])
 
 
 def test_a_preset_is_shown_with_its_options(capsys: Captured) -> None:

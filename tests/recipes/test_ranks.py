@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm
+from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages import ADVANTAGES
-from etude.algorithms.entropy import Entropy
+from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
-from etude.checkpoint import Checkpoints
-from etude.data.share import shares
+from etude.checkpoint import CheckpointManager
+from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, LocalCrew
-from etude.dispatch.processes import ProcessCrew
+from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
 from etude.protocols import Crew
 from etude.train import load_weights
@@ -29,14 +29,14 @@ from tests.train.tasks import answered, model, rollouts
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
 
-EVERYTHING = Algorithm(
+EVERYTHING = AlgorithmConfig(
     loss=PPO(reduction="seq-mean-token-mean"),
     advantage=ADVANTAGES["reinforce++"](),
-    entropy=Entropy(coefficient=0.1, top_share=0.8),
-    correction={"weight": "truncate", "high": 2.0, "normalise": "tokens"},
+    entropy=EntropyConfig(coefficient=0.1, top_share=0.8),
+    correction={"weight": "truncate", "high": 2.0, "normalize": "tokens"},
     echo=0.3,
 )
-COVARIANCE = Algorithm(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
+COVARIANCE = AlgorithmConfig(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
 """How far a weight may be off after five steps of four updates at a rate of 1e-2: each moves it by up to as much."""
 TIMES = {"update_seconds", "trained_tokens_per_second", "exchange_seconds", "peak_memory_gb", "mfu", "micro_batches"}
@@ -44,7 +44,7 @@ TIMES = {"update_seconds", "trained_tokens_per_second", "exchange_seconds", "pea
 
 
 def crew_of(ranks: int, logs: Path) -> ProcessCrew:
-    return ProcessCrew(Pupil, ranks=ranks, share=shares, logs=logs, config=CrewConfig(timeout=120))
+    return ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("precision", sorted(TOLERANCE))
-@pytest.mark.parametrize("algorithm", [Algorithm(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"])
-def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: Algorithm, precision: str) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [AlgorithmConfig(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"]
+)
+def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: AlgorithmConfig, precision: str) -> None:
     """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
     options: dict[str, Any] = {"precision": precision, "algorithm": algorithm, "epochs": 2, "micro_tokens": 60}
     one = alone(**options)
@@ -131,7 +133,7 @@ def test_ranks_without_a_rollout_take_part(many: ProcessCrew) -> None:
 
 
 def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(many: ProcessCrew) -> None:
-    options = {"algorithm": Algorithm(), "micro_tokens": 1}
+    options = {"algorithm": AlgorithmConfig(), "micro_tokens": 1}
     one = alone(**options)
     many.call(Pupil.begin, **options)
     lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one
@@ -148,7 +150,7 @@ def test_half_precision_is_the_masters_rounded_on_every_rank(many: ProcessCrew, 
     assert all(same(weights[0], each) for each in weights)
     assert sum(many.call(Pupil.kept)) == sum(weight.numel() for weight in weights[0].values())
     assert max(many.call(Pupil.kept)) <= 1.2 * min(many.call(Pupil.kept))
-    many.call(Pupil.save, Checkpoints(tmp_path), 1)
+    many.call(Pupil.save, CheckpointManager(tmp_path), 1)
     one = alone("bf16")
     one.call(Pupil.resume, tmp_path)
     assert same(one.call(Pupil.weights)[0], weights[0])
@@ -158,7 +160,7 @@ def test_a_scale_that_overflows_is_lowered_on_every_rank_at_once(two: ProcessCre
     one = alone("fp16", learning_rate=0.0)
     two.call(Pupil.begin, "fp16", learning_rate=0.0)
     batch = rollouts()
-    batch = batch.replace(reward=batch.need("reward") * 1e6)
+    batch = batch.replace(reward=batch.require("reward") * 1e6)
     for crew in (one, two):
         told = [crew.call(Pupil.update, [crew.call(Pupil.ready, batch)]).reduce() for _ in range(3)]
         assert [each["skipped_updates"] for each in told] == [0] * 3  # advantages do not grow with rewards
@@ -192,7 +194,7 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
     """Others go on from it as the two do; and a model is read from it alone."""
     two.call(Pupil.begin, algorithm=EVERYTHING)
     practised(two, 2)
-    two.call(Pupil.save, Checkpoints(tmp_path), 2)
+    two.call(Pupil.save, CheckpointManager(tmp_path), 2)
     if readers == 1:
         other: Crew = alone(algorithm=EVERYTHING)
     else:
@@ -201,7 +203,7 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
     assert apart(two, other) > 0.01
     other.call(Pupil.resume, tmp_path)
     assert apart(two, other) == 0
-    policy, checkpoints = model(seed=5), Checkpoints(tmp_path)
+    policy, checkpoints = model(seed=5), CheckpointManager(tmp_path)
     newest = checkpoints.newest()
     assert newest is not None
     load_weights(policy, checkpoints, newest)
@@ -213,7 +215,7 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
 def test_a_checkpoint_of_one_rank_is_read_by_two(two: ProcessCrew, tmp_path: Path) -> None:
     one = alone()
     practised(one, 2)
-    one.call(Pupil.save, Checkpoints(tmp_path), 2)
+    one.call(Pupil.save, CheckpointManager(tmp_path), 2)
     two.call(Pupil.begin)
     two.call(Pupil.resume, tmp_path)
     assert apart(one, two) == 0
@@ -258,5 +260,5 @@ def work(prompt: int, answers: list[int]) -> float:
     head = policy.head_weight.numel()
     layers = sum(weight.numel() for _, weight in policy.named_weights() if weight.ndim == 2) - head
     pairs = prompt * (prompt + 1) / 2 + sum(answer * prompt + answer * (answer + 1) / 2 for answer in answers)
-    attended = 2 * policy.layers * policy.query_heads * policy.head_dim * pairs
+    attended = 2 * policy.num_layers * policy.query_heads * policy.head_dim * pairs
     return layers * (prompt + sum(answers)) + head * sum(answers) + attended

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from etude.cli import main
-from etude.observe import configure
-from etude.recipes import checks
+from etude.observe import configure_logging
+from etude.recipes.run import checks
 from etude.store import open_store
 from tests.processes import gone
 from tests.recipes.rewards import planned
+from tests.recipes.run.test_interrupt import CODE
+from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, same, train, weights
-from tests.recipes.test_interrupt import CODE
-from tests.recipes.test_loop import EVERY_STEP
 
 
 def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
@@ -90,7 +90,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
         assert step.keys() >= EVERY_STEP | {"exchange_seconds", "imbalance"}, EVERY_STEP - step.keys()
         assert all(math.isfinite(step[name]) for name in EVERY_STEP)
         assert step["rollouts"] == 12 and step["trained_tokens"] == step["tokens"]
-        assert step["mismatch/largest_gap"] < 1e-5 and 0 < step["device_utilisation"] < 1.5
+        assert step["mismatch/largest_gap"] < 1e-5 and 0 < step["device_utilization"] < 1.5
         assert step["publish_bytes"] == 0 and step["engine/finished"] == 12
     assert [(ids, logp) for ids, logp, _ in drawn(run, 1)] == [(ids, logp) for ids, logp, _ in drawn(whole, 1)]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]
@@ -106,19 +106,19 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
 
 
 def test_what_more_ranks_are_not_good_for_is_told(world: Path, capsys: Captured) -> None:
-    configure("info")
+    configure_logging("info")
     cores = os.cpu_count() or 1
     for changes, sentence in (
         ({"ranks": 4, "threads": cores}, f"`ranks=4` want {4 * cores} processors, {cores} each, and this machine has"),
         ({"ranks": 4, "collect__tasks": 3}, "A step has 3 groups, each of which one rank trains on, and there are 4"),
-        ({"crew.silence": 5}, "`crew` says how several ranks wait for each other, and there is one"),
+        ({"crew.heartbeat_timeout": 5}, "`crew` says how several ranks wait for each other, and there is one"),
     ):
         capsys.readouterr()
-        checks.before(run_of(world, **changes))
+        checks.check_run(run_of(world, **changes))
         told = capsys.readouterr().err
         assert sentence in told
     capsys.readouterr()
-    checks.before(run_of(world, ranks=1, threads=1))
+    checks.check_run(run_of(world, ranks=1, threads=1))
     assert capsys.readouterr().err == ""
 
 
@@ -169,7 +169,10 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
     number: signal.Signals, world: Path, paired: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "run"
-    words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, checkpoint__every=1, **{"crew.silence": 3})]
+    words = [
+        "train",
+        *options(world, directory=run, ranks=2, steps=STEPS, checkpoint__every=1, **{"crew.heartbeat_timeout": 3}),
+    ]
     with upset(number, 2, run) as ranks:
         told = refused(capsys, *words)
     assert told.startswith(f"Rank 1 (process {ranks[1]}) ") and "Start the run again" in told
@@ -183,7 +186,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path: Path) -> None:
     """For longer than its ranks may be silent: they are not, it is only not heard."""
     run, silence = tmp_path / "run", 3.0
-    words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, **{"crew.silence": silence})]
+    words = ["train", *options(world, directory=run, ranks=2, steps=STEPS, **{"crew.heartbeat_timeout": silence})]
     with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:
         try:
             until = time.monotonic() + 120

@@ -46,7 +46,10 @@ def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 ) -> None:
     """With ranks on this machine, to the weights of a run that nobody disturbed, bit for bit."""
     run = tmp_path / "run"
-    with two_nodes() as two, started(world, run, STEPS, address=two.address, **{"crew.silence": 15}) as process:
+    with (
+        two_nodes() as two,
+        started(world, run, STEPS, address=two.address, **{"crew.heartbeat_timeout": 15}) as process,
+    ):
         ours, ranks, (lost,) = descendants(process.pid), two.ranks(), actors(two.raylets[1])
         assert len(ranks) == 2
         if not stopped:

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.observe import configure
-from etude.recipes import checks
+from etude.observe import configure_logging
+from etude.recipes.run import checks
 from tests.processes import descendants, gone
 from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS
+from tests.recipes.run.test_interrupt import CODE
+from tests.recipes.run.test_loop import EVERY_STEP
 from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, train
-from tests.recipes.test_interrupt import CODE
-from tests.recipes.test_loop import EVERY_STEP
 from tests.recipes.test_ranks_run import drawn, furthest
 
-PATIENT = {"crew.silence": 120, "crew.timeout": 600}
+PATIENT = {"crew.heartbeat_timeout": 120, "crew.timeout": 600}
 AGENTS = 180.0
 """Seconds within which Ray's own agents notice that there is no Ray any more: they wait a minute for another."""
 
@@ -59,12 +59,12 @@ def test_agents_are_not_trained_over_ray_yet(world: Path, tmp_path: Path, capsys
 
 
 def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys: Captured) -> None:
-    configure("info")
+    configure_logging("info")
     crowded = {"ranks": 4, "threads": os.cpu_count() or 1, "collect.tasks": 8}
-    checks.before(run_of(world, **crowded))
+    checks.check_run(run_of(world, **crowded))
     assert "they will get in each other's way" in capsys.readouterr().err
-    checks.before(run_of(world, **crowded, cluster="ray"))
-    checks.before(run_of(world, cluster="ray", **{"crew.silence": 5}))
+    checks.check_run(run_of(world, **crowded, cluster="ray"))
+    checks.check_run(run_of(world, cluster="ray", **{"crew.heartbeat_timeout": 5}))
     assert capsys.readouterr().err == ""
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 ) -> None:
     """To the weights of a run that nobody disturbed, bit for bit."""
     run = tmp_path / "run"
-    with started(world, run, STEPS, **{"crew.silence": 10}) as process:
+    with started(world, run, STEPS, **{"crew.heartbeat_timeout": 10}) as process:
         ours, ranks = descendants(process.pid), actors(process.pid)
         os.kill(ranks[-1], number)
         assert process.wait(120) == 2
@@ -135,7 +135,7 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
 def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, paired: Path, tmp_path: Path) -> None:
     """For longer than its ranks may be silent: they are not, it is only not heard."""
     run = tmp_path / "run"
-    with started(world, run, STEPS, **{"crew.silence": 10}) as process:
+    with started(world, run, STEPS, **{"crew.heartbeat_timeout": 10}) as process:
         process.send_signal(signal.SIGSTOP)
         done = len(measured(run))
         time.sleep(20)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from etude.algorithms import KLS
-from etude.models import create, load, save, tiny
-from etude.recipes import folder
-from etude.recipes.build import build
-from etude.recipes.workers import PolicyWorker
-from etude.train import Frozen
+from etude.models import create, load, save, tiny_config
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import build
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.train import FrozenModel
 from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
-from tests.recipes.test_workers import batch_of
+from tests.recipes.workers.test_policy_worker import batch_of
 from tests.worlds import make_tokenizer
 
 HELD = {"kl": "reverse", "kl.coefficient": 0.5}
@@ -76,8 +76,8 @@ def test_every_term_changes_what_is_learned(
 
 def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
     batch = batch_of()
-    found = Frozen(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
-    cut = Frozen(load(world / "model", dtype=torch.float32), 10).logp(batch)
+    found = FrozenModel(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
+    cut = FrozenModel(load(world / "model", dtype=torch.float32), 10).logp(batch)
     assert torch.equal(torch.isfinite(found), batch.action)
     assert torch.allclose(found, cut, atol=1e-6, equal_nan=True)
 
@@ -105,7 +105,7 @@ def test_another_reference_may_be_named(world: Path, other: Path, tmp_path: Path
 
 def test_a_reference_of_another_vocabulary_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    save(create(tiny(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
+    save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
     told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "large"})
     assert f"knows {size} tokens" in told and "`reference.path` of the same tokenizer" in told
     told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "nowhere"})
@@ -115,5 +115,5 @@ def test_a_reference_of_another_vocabulary_is_refused(world: Path, tmp_path: Pat
 def test_no_reference_is_loaded_where_none_is_needed(world: Path, tmp_path: Path) -> None:
     with build(run_of(world, directory=tmp_path / "run")) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
-        assert isinstance(worker, PolicyWorker) and not worker._beside.frozen
+        assert isinstance(worker, PolicyWorker) and not worker._auxiliary.frozen
     assert folder.OPTIONS in {path.name for path in (tmp_path / "run").iterdir()}

@@ -15,18 +15,18 @@ import pytest
 
 from etude.data import SAMPLERS, Dataset
 from etude.errors import StoreError
-from etude.recipes.agents import AgentConfig, Agents
-from etude.recipes.collecting import Collector
-from etude.recipes.collection import Collection
-from etude.recipes.environment import EnvConfig
-from etude.recipes.sources import AgentSource
+from etude.recipes.collect.agent_rollouts import AgentConfig, AgentRollouts
+from etude.recipes.collect.collector import Collector
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.sources import AgentSource
 from etude.records import Outcome, Task
-from etude.rewards import Judge, Judging
-from etude.store import Event, Journal, Mark, TaskDropped, open_store
-from etude.store.desk import Ended, Keeper
-from etude.store.events import Admitted
-from etude.store.local_desk import LocalDesk
-from tests.recipes.test_sources import CHAT, ECHO, TASKS, Scripted, even, sourced, told
+from etude.rewards import Judge, JudgingConfig
+from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
+from etude.store.events import RolloutsAdmitted
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptReport, QueueOwner
+from tests.recipes.collect.test_sources import CHAT, ECHO, TASKS, Scripted, even, sourced, told
 from tests.store.made import turn
 
 ADMITTED, STEPS = 3, 4
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
 
     step: int = 0
     state: Any = None
-    mark: Mark = Mark(0, 0)
+    mark: JournalMark = JournalMark(0, 0)
 
 
 def saved(source: Collector, step: int) -> Saved:
@@ -96,7 +96,7 @@ def admitted(batches: Sequence[Sequence[Event]], step: int) -> int:
 
 
 def _admits(event: Event, step: int) -> bool:
-    return isinstance(event, Admitted) and event.step == step
+    return isinstance(event, RolloutsAdmitted) and event.step == step
 
 
 @pytest.mark.parametrize(("env", "greedy"), [(None, False), (ECHO, True)])
@@ -110,7 +110,7 @@ def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvCo
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         for last in (1, 2, 3, STEPS):
             with sourced(Scripted(), store, judged, **given, **kept._asdict()) as source:
-                assert source.replays == (ADMITTED if kept.step < ADMITTED else 0)
+                assert source.last_replayed_step == (ADMITTED if kept.step < ADMITTED else 0)
                 for step in range(kept.step + 1, last + 1):
                     groups = source.next(step)
                     assert told(groups) == straight.groups[step - 1], f"step {step}, saved after {kept.step}"
@@ -171,15 +171,19 @@ def test_an_admission_before_the_mark_that_is_damaged_is_refused(tmp_path: Path)
 # -- what agents play -------------------------------------------------------------------------------------------------
 
 
-async def played(desk: LocalDesk) -> None:
+async def played(desk: LocalRolloutQueue) -> None:
     """Play every queued rollout. A rollout has the same answer each time."""
     while True:
         for claim in await desk.claim("runner", 16, 10.0):
-            await desk.turn(claim.key, turn(seed=claim.key.rollout))
-            reward = float(np.random.default_rng(claim.key.rollout).integers(2))
+            await desk.record_turn(claim.attempt_id, turn(seed=claim.attempt_id.rollout))
+            reward = float(np.random.default_rng(claim.attempt_id.rollout).integers(2))
             fails = claim.task.ordinal in (0, 4)
-            ended = Ended(Outcome.FAILED, "not this one") if fails else Ended(Outcome.SUCCEEDED, reward=reward)
-            await desk.finish(claim.key, ended)
+            ended = (
+                AttemptReport(Outcome.FAILED, "not this one")
+                if fails
+                else AttemptReport(Outcome.SUCCEEDED, reward=reward)
+            )
+            await desk.finish(claim.attempt_id, ended)
 
 
 @contextmanager
@@ -187,12 +191,12 @@ def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
     """A source of rollouts that a runner plays, over the same tasks; opened as a run does."""
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
-    desk = LocalDesk(store)
-    with Judge(even, Judging()) as judge, asyncio.Runner() as runner:
-        runner.run(desk.keep(Keeper("this run", "here")))
-        asked = Agents(AgentConfig(), 0, desk, judge, CHAT.tokenizer, store.position)
+    desk = LocalRolloutQueue(store)
+    with Judge(even, JudgingConfig()) as judge, asyncio.Runner() as runner:
+        runner.run(desk.acquire_lease(QueueOwner("this run", "here")))
+        asked = AgentRollouts(AgentConfig(), 0, desk, judge, CHAT.tokenizer, store.position)
         source = AgentSource(
-            Collection(tasks=2, group_size=2, refill=1),
+            CollectionConfig(tasks=2, group_size=2, refill=1),
             asked,
             seed=5,
             dataset=dataset,
@@ -201,7 +205,7 @@ def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
             store=store,
             runner=runner,
         )
-        source.take_up(*kept)
+        source.resume_from(*kept)
         playing = runner.get_loop().create_task(played(desk))
         yield source
         playing.cancel()

@@ -115,7 +115,7 @@ def test_how_fast_a_judge_is_asked_may_change_under_a_run(world: Path, tmp_path:
     with serving(lambda n, body: Reply(f"Score: {n % 11}")) as served:
         given = {"reward": "judge", "reward.path": None, "reward.base_url": served.url, "reward.model": "small"}
         run = train(world, tmp_path / "run", steps=1, **given)
-        assert main(["train", "--resume", str(run), "steps=2", "reward.at_once=2", "reward.prices=[1,2]"]) == 0
+        assert main(["train", "--resume", str(run), "steps=2", "reward.max_concurrency=2", "reward.prices=[1,2]"]) == 0
         capsys.readouterr()
         assert main(["train", "--resume", str(run), "steps=3", "reward.model=large"]) == 2
     assert "reward.model was small, is large" in capsys.readouterr().err

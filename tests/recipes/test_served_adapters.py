@@ -16,13 +16,13 @@ import torch
 
 from etude.chat import Tokenizer
 from etude.checkpoint import export_adapter
-from etude.models import Lora, Model, adapt, adapter_config, load
+from etude.models import LoraAdapterConfig, Model, adapt, adapter_config, load
 from etude.records import SamplingParams
-from etude.rollout import Served
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from etude.rollout import ServerPool
+from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.processes import started_by
 from tests.recipes.runs import measured, train
-from tests.rollout.test_served import until
+from tests.rollout.test_server_pool import until
 from tests.served import joined, on, options_of, started
 from tests.worlds import make_tasks
 
@@ -36,7 +36,7 @@ Said = tuple[list[int], list[float]]
 class World:
     """A server of a model, which takes adapters."""
 
-    server: Served
+    server: ServerPool
     model: Path
 
     def says(self) -> Said:
@@ -51,7 +51,7 @@ def world(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 def adapted(model: Path, seed: int) -> Model:
     """The model with adapters that say something."""
-    made = adapt(load(model, dtype=torch.float32), Lora(rank=4, alpha=8), seed=seed)
+    made = adapt(load(model, dtype=torch.float32), LoraAdapterConfig(rank=4, alpha=8), seed=seed)
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in made.adapter_weights().values():
@@ -60,11 +60,11 @@ def adapted(model: Path, seed: int) -> Model:
 
 
 def embedded(model: Model, directory: Path) -> Said:
-    with TorchEngine(model, Tokenizer.load(directory), EngineConfig(kv_gib=0.01)) as engine:
+    with TorchEngine(model, Tokenizer.load(directory), TorchEngineConfig(kv_gib=0.01)) as engine:
         return _said(engine)
 
 
-def _said(engine: Served | TorchEngine) -> Said:
+def _said(engine: ServerPool | TorchEngine) -> Said:
     said = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
     assert all(each.raw_logp is not None for each in said)
     return (
@@ -107,9 +107,9 @@ def test_one_that_is_started_again_has_the_newest_adapter(world: World, tmp_path
     written = export_adapter(model.adapter_weights(), adapter_config(model, world.model), tmp_path / "7")
     asyncio.run(world.server.load(written, 7))
     replica = world.server.replicas[0]
-    assert replica._warden._keeper is not None
-    os.kill(started_by(replica._warden._keeper.pid), signal.SIGKILL)
-    until(lambda: replica.started == 1 and replica.server.up and replica.server.version == 7, 300)
+    assert replica._process._reaper is not None
+    os.kill(started_by(replica._process._reaper.pid), signal.SIGKILL)
+    until(lambda: replica.restart_count == 1 and replica.server.is_up and replica.server.version == 7, 300)
     ids, logp = world.says()
     wanted_ids, wanted = embedded(model, world.model)
     assert ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)

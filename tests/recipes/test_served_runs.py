@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.rollout import Served
+from etude.rollout import ServerPool
 from tests.components import require
 from tests.recipes.runs import Captured, measured, options, refused_run, train
 from tests.served import bring, joined, on, options_of, started
@@ -37,7 +37,7 @@ def test_a_run_is_sampled_for_by_a_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each step's answers are drawn by its weights: the trainer's log-probs are the server's."""
-    engine: Served = request.getfixturevalue(f"{kind}_server")
+    engine: ServerPool = request.getfixturevalue(f"{kind}_server")
     reached = joined(engine, monkeypatch)
     given = {"rollout": kind, "rollout.max_running": 32, **reached}
     try:
@@ -70,34 +70,39 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
 def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> None:
     """The server is started with what it takes, and with a model whose head is its embedding."""
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
-    given |= {"model.path": make_model(sums / "tied", hidden=64), "rollout.carrier": "shm", "rollout.bucket_mib": 1}
+    given |= {
+        "model.path": make_model(sums / "tied", hidden=64),
+        "rollout.weight_transport": "shm",
+        "rollout.bucket_mib": 1,
+    }
     run = train(sums, sums / "run", rollout=kind, **given, steps=3)
     for line in measured(run):
-        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_hold_ms"] > 0
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_pause_ms"] > 0
     assert not (run / "published").exists()
 
 
 @pytest.fixture(scope="module")
-def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def plugged(served_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     """vLLM's server, which carriers can bring weights to."""
     with started("vllm", served_models[0], tmp_path_factory.mktemp("plugged"), plugged=True) as engine:
         yield engine
 
 
 @pytest.mark.parametrize(
-    ("cluster", "carrier"), [("local", "shm"), ("ray", "shm"), pytest.param("local", "gloo", marks=pytest.mark.soak)]
+    ("cluster", "weight_transport"),
+    [("local", "shm"), ("ray", "shm"), pytest.param("local", "gloo", marks=pytest.mark.soak)],
 )
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(900)
 def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
-    cluster: str, carrier: str, plugged: Served, sums: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: str, weight_transport: str, plugged: ServerPool, sums: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cluster == "ray":
         require("ray")
     given = {"rollout": "vllm", "rollout.max_running": 32, **joined(plugged, monkeypatch)}
-    given |= {"rollout.carrier": carrier, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
+    given |= {"rollout.weight_transport": weight_transport, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
     for line in measured(train(sums, sums / "run", **given, steps=3)):
-        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_withdrawn"] == 0
+        assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_failed_replicas"] == 0
 
 
 def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None:
@@ -109,11 +114,11 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
         capsys, sums, place, **server, lora__rank=2, lora__publish="merged"
     )
     for name, value in (("bucket_mib", 8), ("running", "finish"), ("update_timeout", 9)):
-        assert "`rollout.carrier=files` has none" in refused_run(
+        assert "`rollout.weight_transport=files` has none" in refused_run(
             capsys, sums, place, **server, **{f"rollout.{name}": value}
         )
-    carried = {**server, "rollout.carrier": "shm"}
-    assert "where servers reach the trainer, and by `rollout.carrier=shm` they do not" in refused_run(
+    carried = {**server, "rollout.weight_transport": "shm"}
+    assert "where servers reach the trainer, and by `rollout.weight_transport=shm` they do not" in refused_run(
         capsys, sums, place, **carried, rollout__address="10.0.0.1"
     )
     only = {"rollout.adapters": "only"}

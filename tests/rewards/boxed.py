@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from etude.rewards.box import Box, Ended, Limits
-from etude.rewards.probe import Protection, protections
+from etude.rewards.sandbox.probe import Protection, probe_protections
+from etude.rewards.sandbox.sandbox import ProgramResult, Sandbox, SandboxLimits
 
 WAYS = {"namespaces": (), "without namespaces": ("namespaces",)}
 """The means with which a program is kept here, and what is left where the kernel grants no namespace."""
@@ -21,11 +21,13 @@ ctypes.CDLL(None).prctl(15, b"{name}")  # what the system calls this process, an
 """
 
 
-def run(code: str, text: str = "", seconds: float = 10.0, *, without: Sequence[str] = (), **limits: Any) -> Ended:
+def run(
+    code: str, text: str = "", seconds: float = 10.0, *, without: Sequence[str] = (), **limits: Any
+) -> ProgramResult:
     """Run a program once."""
 
-    async def once() -> Ended:
-        async with Box(code, Limits(**limits), without=without) as box:
+    async def once() -> ProgramResult:
+        async with Sandbox(code, SandboxLimits(**limits), without=without) as box:
             return await box.run(text, seconds)
 
     return asyncio.run(once())
@@ -33,7 +35,7 @@ def run(code: str, text: str = "", seconds: float = 10.0, *, without: Sequence[s
 
 def needs(protection: Protection, without: Sequence[str] = ()) -> None:
     """Skip a test of what this machine does not grant."""
-    if protection not in protections(tuple(without)):
+    if protection not in probe_protections(tuple(without)):
         pytest.skip(f"this machine grants programs no protection of the kind '{protection}'")
 
 

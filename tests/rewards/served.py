@@ -35,7 +35,7 @@ class Served:
     """The requests' bodies, in order."""
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    at_once: int = 0
+    max_concurrency: int = 0
     """The most requests that were under way together."""
     connections: set[tuple[str, int]] = field(default_factory=set)
 
@@ -52,7 +52,7 @@ def serving(answer: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Served]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
                 under_way[0] += 1
-                served.at_once = max(served.at_once, under_way[0])
+                served.max_concurrency = max(served.max_concurrency, under_way[0])
                 served.asked.append({**body, "path": self.path})
                 served.headers.append({name.lower(): value for name, value in self.headers.items()})
                 served.times.append(time.monotonic())

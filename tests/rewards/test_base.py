@@ -6,8 +6,8 @@ import pytest
 
 from etude.errors import RewardError
 from etude.records import Task
-from etude.rewards import score_of
-from etude.rewards.base import named
+from etude.rewards import parse_score
+from etude.rewards.base import describe_task
 from tests.rewards import functions
 from tests.rewards.tasks import task
 
@@ -22,13 +22,13 @@ from tests.rewards.tasks import task
     ],
 )
 def test_numbers_and_parts(answer: str, reward: float, parts: dict[str, float]) -> None:
-    found = score_of(functions.returned(task(), answer))
+    found = parse_score(functions.returned(task(), answer))
     assert found == (reward, parts)
     assert {type(value) for value in [found[0], *found[1].values()]} == {float}
 
 
 def test_a_score_is_the_reward_and_its_text_is_left_out() -> None:
-    assert score_of(functions.compute_score("sums", "4", "4")) == (1.0, {"acc": 1.0, "seen": 0.0})
+    assert parse_score(functions.compute_score("sums", "4", "4")) == (1.0, {"acc": 1.0, "seen": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_a_score_is_the_reward_and_its_text_is_left_out() -> None:
 )
 def test_anything_else_is_refused_in_words(answer: str, sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
-        score_of(functions.returned(task(), answer))
+        parse_score(functions.returned(task(), answer))
 
 
 def test_parts_that_overflow_are_refused() -> None:
     with pytest.raises(RewardError, match="its parts sum to"):
-        score_of({"a": 1e308, "b": 1e308})
+        parse_score({"a": 1e308, "b": 1e308})
 
 
 def test_a_task_is_named() -> None:
-    assert named(task()) == "task 7 of sums" and named(Task(3, {})) == "task 3"
+    assert describe_task(task()) == "task 7 of sums" and describe_task(Task(3, {})) == "task 3"

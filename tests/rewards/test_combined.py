@@ -14,19 +14,19 @@ import pytest
 
 from etude.config.compose import compose
 from etude.config.show import to_yaml
-from etude.errors import ConfigError, DataError, PlugInError, UnknownKeyError
-from etude.recipes.run import Run
+from etude.errors import ConfigError, DataError, PluginError, UnknownKeyError
+from etude.recipes.run.config import Run
 from etude.records import Outcome, Task
 from etude.rewards import (
-    PARTS,
+    COMBINABLE_REWARDS,
     REWARDS,
-    Combined,
+    CombinedReward,
     Exact,
     Format,
-    Function,
+    FunctionReward,
     Gsm8k,
     Judge,
-    Judging,
+    JudgingConfig,
     Math,
     Program,
     Regex,
@@ -35,8 +35,8 @@ from etude.rewards import (
 )
 from tests.rewards.tasks import task
 
-MISBEHAVES = Function(path="tests.rewards.functions:misbehaves")
-WAITED = Function(path="tests.rewards.functions:waited")
+MISBEHAVES = FunctionReward(path="tests.rewards.functions:misbehaves")
+WAITED = FunctionReward(path="tests.rewards.functions:waited")
 
 
 class Slow(RewardFunction):
@@ -76,36 +76,36 @@ def test_parts_of_every_kind_are_judged_each_in_its_place() -> None:
         "thread": Blocking(seconds=0.1),
         "processes": Regex(pattern=r"(\d)"),
     }
-    with Judge(Combined(parts=parts, weights={"waits": 2.0, "processes": -0.5})) as judge:
+    with Judge(CombinedReward(parts=parts, weights={"waits": 2.0, "processes": -0.5})) as judge:
         assert judge.one_by_one
         right, wrong = judged(judge, "4", "5")
     assert right.parts == {"quick": 1.0, "waits": 1.0, "thread": 1.0, "processes": -0.5} and right.reward == 2.5
     assert wrong.parts == {"quick": 0.0, "waits": 1.0, "thread": 1.0, "processes": 0.0} and wrong.reward == 2.0
-    assert right.extracted == "4" and right.outcome is Outcome.SUCCEEDED and not right.part
+    assert right.extracted_answer == "4" and right.outcome is Outcome.SUCCEEDED and not right.failed_part
 
 
 def test_a_program_is_a_part_too() -> None:
-    reward = Combined(parts={"runs": Program(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
+    reward = CombinedReward(parts={"runs": Program(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
     with Judge(reward) as judge:
         verdict = asyncio.run(judge.judge(task({"inputs": ["1"], "outputs": ["1"]}), "```python\nprint(input())\n```"))
     assert verdict.parts == {"runs": 1.0, "form": 0.1}
 
 
 def test_parts_are_judged_at_the_same_time() -> None:
-    with Judge(Combined(parts={"one": Slow(), "two": Slow(), "three": Blocking()})) as judge:
+    with Judge(CombinedReward(parts={"one": Slow(), "two": Slow(), "three": Blocking()})) as judge:
         began = time.perf_counter()
         (verdict,) = judged(judge, "x")
     assert time.perf_counter() - began < 1.7 and 0.5 < verdict.seconds < 1.7
 
 
 def test_workers_are_for_those_that_can_use_them() -> None:
-    parts = {"process": Function(path="tests.rewards.functions:process"), "program": Program()}
+    parts = {"process": FunctionReward(path="tests.rewards.functions:process"), "program": Program()}
     truth = task({"inputs": [""], "outputs": ["1"]})
-    with Judge(Combined(parts=parts), Judging(workers=1)) as judge:
+    with Judge(CombinedReward(parts=parts), JudgingConfig(workers=1)) as judge:
         verdict = asyncio.run(judge.judge(truth, "print(1)"))
     assert verdict.parts["process"] != os.getpid() and verdict.parts["program"] == 1.0
     with pytest.raises(ConfigError, match=r"`judging\.workers=1` judges in processes"):
-        Judge(Combined(parts={"program": Program()}), Judging(workers=1))
+        Judge(CombinedReward(parts={"program": Program()}), JudgingConfig(workers=1))
 
 
 @pytest.mark.parametrize(
@@ -117,44 +117,46 @@ def test_workers_are_for_those_that_can_use_them() -> None:
     ],
 )
 def test_one_part_that_fails_is_named(parts: dict[str, Any], answer: str, outcome: Outcome, told: str) -> None:
-    with Judge(Combined(parts=parts), Judging(timeout=0.6)) as judge:
+    with Judge(CombinedReward(parts=parts), JudgingConfig(timeout=0.6)) as judge:
         (verdict,) = judged(judge, answer)
-    assert verdict.outcome is outcome and verdict.part == "b" and math.isnan(verdict.reward)
+    assert verdict.outcome is outcome and verdict.failed_part == "b" and math.isnan(verdict.reward)
     assert told in verdict.error and verdict.error.endswith("It is the part `b` of the reward.")
 
 
 def test_a_process_that_dies_is_named_and_replaced() -> None:
-    with Judge(Combined(parts={"b": MISBEHAVES}), Judging(workers=1)) as judge:
+    with Judge(CombinedReward(parts={"b": MISBEHAVES}), JudgingConfig(workers=1)) as judge:
         (lost,) = judged(judge, "die")
         (fine,) = judged(judge, "fine")
-    assert lost.part == "b" and lost.outcome is Outcome.INFRA_ERROR and fine.reward == 1.0
+    assert lost.failed_part == "b" and lost.outcome is Outcome.INFRA_ERROR and fine.reward == 1.0
 
 
 def test_a_failure_may_have_a_score() -> None:
-    with Judge(Combined(parts={"b": MISBEHAVES}), Judging(on_error="score", error_score=-1.0)) as judge:
+    with Judge(CombinedReward(parts={"b": MISBEHAVES}), JudgingConfig(on_error="score", error_score=-1.0)) as judge:
         (verdict,) = judged(judge, "raise")
-    assert verdict.reward == -1.0 and verdict.part == "b"
+    assert verdict.reward == -1.0 and verdict.failed_part == "b"
 
 
 def test_by_itself_it_gives_its_parts() -> None:
-    reward = Combined(parts={"right": Exact(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
+    reward = CombinedReward(parts={"right": Exact(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
     assert asyncio.run(reward(task(), "4")) == {"right": 1.0, "later": 2.0}
     assert reward.extract(" 4 ") == "4" and reward.title == "combined (right, later)"
 
 
 def test_what_a_part_refuses_the_whole_refuses() -> None:
     with pytest.raises(DataError, match="needs a right answer"):
-        Combined(parts={"form": Format(), "right": Exact()}).check(task(None))
-    with pytest.raises(PlugInError, match="there is no file nowhere"):
-        Judge(Combined(parts={"mine": Function(path="nowhere.py:f")}))
+        CombinedReward(parts={"form": Format(), "right": Exact()}).check(task(None))
+    with pytest.raises(PluginError, match="there is no file nowhere"):
+        Judge(CombinedReward(parts={"mine": FunctionReward(path="nowhere.py:f")}))
     with pytest.raises(ConfigError, match=r"may take 40 seconds"):
-        Judge(Combined(parts={"p": Program(total=40.0)}))
+        Judge(CombinedReward(parts={"p": Program(total_timeout=40.0)}))
 
 
 def test_files_of_parts_are_known() -> None:
-    reward = Combined(parts={"mine": Function(path="a.py:f"), "module": Function(path="a.b:f"), "right": Exact()})
+    reward = CombinedReward(
+        parts={"mine": FunctionReward(path="a.py:f"), "module": FunctionReward(path="a.b:f"), "right": Exact()}
+    )
     assert reward.files() == [Path("a.py")]
-    moved = reward.rooted(lambda path: Path("/here") / path)
+    moved = reward.with_absolute_paths(lambda path: Path("/here") / path)
     assert moved.files() == [Path("/here/a.py")] and moved.parts["module"] == reward.parts["module"]
 
 
@@ -166,22 +168,22 @@ GSM = Gsm8k(method="flexible")
 @pytest.mark.parametrize(
     ("overrides", "reward"),
     [
-        (["reward.parts.right=math"], Combined(parts={"right": Math()})),
+        (["reward.parts.right=math"], CombinedReward(parts={"right": Math()})),
         (
             ["reward.parts.right=math", "reward.parts.form=format", "reward.weights.form=0.2"],
-            Combined(parts={"right": Math(), "form": Format()}, weights={"form": 0.2}),
+            CombinedReward(parts={"right": Math(), "form": Format()}, weights={"form": 0.2}),
         ),
         (
             ["reward.parts={right: math, form: {name: format, tags: [a]}}"],
-            Combined(parts={"right": Math(), "form": Format(tags=("a",))}),
+            CombinedReward(parts={"right": Math(), "form": Format(tags=("a",))}),
         ),
-        (["reward.parts.right=gsm8k", "reward.parts.right.method=flexible"], Combined(parts={"right": GSM})),
-        (["reward.parts.right.method=flexible", "reward.parts.right=gsm8k"], Combined(parts={"right": GSM})),
-        (["reward.parts.right.name=gsm8k", "reward.parts.right.method=flexible"], Combined(parts={"right": GSM})),
-        (["reward.parts.own=tests.rewards.test_combined:Slow"], Combined(parts={"own": Slow()})),
+        (["reward.parts.right=gsm8k", "reward.parts.right.method=flexible"], CombinedReward(parts={"right": GSM})),
+        (["reward.parts.right.method=flexible", "reward.parts.right=gsm8k"], CombinedReward(parts={"right": GSM})),
+        (["reward.parts.right.name=gsm8k", "reward.parts.right.method=flexible"], CombinedReward(parts={"right": GSM})),
+        (["reward.parts.own=tests.rewards.test_combined:Slow"], CombinedReward(parts={"own": Slow()})),
     ],
 )
-def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combined) -> None:
+def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: CombinedReward) -> None:
     assert compose(Run, ["reward=combined", *overrides]).reward == reward
 
 
@@ -192,7 +194,7 @@ def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combi
         (["reward.parts.right.method=strict"], {"right": Gsm8k(), "form": Format()}),
         (["reward.parts.right=math"], {"right": Math(), "form": Format()}),
         (["reward.parts.right=regex", "reward.parts.right.pattern=a"], {"right": Regex(pattern="a"), "form": Format()}),
-        (["reward.parts.right={name: f1}"], {"right": PARTS["f1"](), "form": Format()}),
+        (["reward.parts.right={name: f1}"], {"right": COMBINABLE_REWARDS["f1"](), "form": Format()}),
         (["reward.parts.more=exact"], {"right": GSM, "form": Format(), "more": Exact()}),
         (["reward.parts={only: exact}"], {"only": Exact()}),
     ],
@@ -200,7 +202,7 @@ def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combi
 def test_a_file_lies_beneath(tmp_path: Path, overrides: list[str], parts: dict[str, Any]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("reward: {name: combined, parts: {right: {name: gsm8k, method: flexible}, form: format}}")
-    assert compose(Run, overrides, file=file).reward == Combined(parts=parts)
+    assert compose(Run, overrides, file=file).reward == CombinedReward(parts=parts)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -243,5 +245,5 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigE
 
 
 def test_every_other_reward_may_be_a_part() -> None:
-    assert REWARDS.keys() - PARTS.keys() == {"combined", "environment", "nothing"}
-    assert all(REWARDS[name] is PARTS[name] for name in PARTS)
+    assert REWARDS.keys() - COMBINABLE_REWARDS.keys() == {"combined", "environment", "nothing"}
+    assert all(REWARDS[name] is COMBINABLE_REWARDS[name] for name in COMBINABLE_REWARDS)

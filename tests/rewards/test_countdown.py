@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DataError
 from etude.rewards import REWARDS, Countdown
-from etude.rewards.countdown import LONGEST, evaluated
+from etude.rewards.countdown import MAX_EXPRESSION_CHARS, evaluate_expression
 from tests.rewards.tasks import task
 
 PROBLEM = task({"target": 24, "numbers": [3, 3, 8, 8]})
@@ -58,7 +58,7 @@ def test_the_value_is_that_of_python(numbers: list[int], data: st.DataObject) ->
         sign = data.draw(st.sampled_from("+-*/" if b else "+-*"))
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
         parts.append((f"({left} {sign} {right})", value))
-    found = evaluated(parts[0][0])
+    found = evaluate_expression(parts[0][0])
     assert found is not None and found[0] == parts[0][1]
     assert sorted(found[1].elements()) == sorted(numbers)
 
@@ -66,7 +66,7 @@ def test_the_value_is_that_of_python(numbers: list[int], data: st.DataObject) ->
 @pytest.mark.parametrize("text", ["(" * 190, "-" * 190 + "1", "9" * 190, "9*" * 90 + "9", "+".join("1" * 90)])
 def test_nothing_takes_long(text: str) -> None:
     began = time.perf_counter()
-    assert len(text) <= LONGEST and Countdown()(PROBLEM, f"<answer>{text}</answer>") == 0
+    assert len(text) <= MAX_EXPRESSION_CHARS and Countdown()(PROBLEM, f"<answer>{text}</answer>") == 0
     assert Countdown()(PROBLEM, f"<answer>{text * 1000}</answer>") == 0
     assert time.perf_counter() - began < 5
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from etude.rewards import PARTS, REWARDS
+from etude.rewards import COMBINABLE_REWARDS, REWARDS
 from etude.rewards.constraints import CONSTRAINTS
-from etude.rewards.probe import PROTECTIONS
+from etude.rewards.sandbox.probe import PROTECTIONS
 from tests.house.documents import ROOT
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
@@ -24,7 +24,7 @@ def table(page: str, heading: str) -> list[str]:
 
 def test_every_reward_is_in_both_tables() -> None:
     assert set(table(TRAINING, "The reward")) == set(REWARDS) == set(table(PAGE, "Rewards"))
-    assert REWARDS.keys() - PARTS.keys() == {"combined", "environment", "nothing"}
+    assert REWARDS.keys() - COMBINABLE_REWARDS.keys() == {"combined", "environment", "nothing"}
 
 
 @pytest.mark.parametrize("name", ["choice", "instructions", "program", "judge", "combined"])

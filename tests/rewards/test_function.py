@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from etude.config import Choice, Config
-from etude.errors import ConfigError, PlugInError
-from etude.rewards import REWARDS, Function
-from etude.rewards.function import Adapted
+from etude.errors import ConfigError, PluginError
+from etude.rewards import REWARDS, FunctionReward
+from etude.rewards.function import FunctionAdapter
 from tests.rewards import functions
 from tests.rewards.tasks import task
 
@@ -21,8 +21,8 @@ MODULE = "tests.rewards.functions"
 
 
 def test_a_function_by_its_module() -> None:
-    reward = Function(path=f"{MODULE}:length")
-    assert reward(task(), "four") == 4.0 and not reward.waits and reward.title == f"{MODULE}:length"
+    reward = FunctionReward(path=f"{MODULE}:length")
+    assert reward(task(), "four") == 4.0 and not reward.is_async and reward.title == f"{MODULE}:length"
     assert pickle.loads(pickle.dumps(reward))(task(), "four") == 4.0
 
 
@@ -32,28 +32,28 @@ def test_a_function_by_its_file(tmp_path: Path) -> None:
         "from dataclasses import dataclass\n\n@dataclass\nclass Held:\n    value: float\n\n"
         "def half(task, answer):\n    return Held(len(answer) / 2).value\n"
     )
-    assert Function(path=f"{path}:half")(task(), "four") == 2.0
+    assert FunctionReward(path=f"{path}:half")(task(), "four") == 2.0
 
 
 def test_verls_signature_gets_what_verl_gives() -> None:
-    reward = Function(path=f"{MODULE}:compute_score")
+    reward = FunctionReward(path=f"{MODULE}:compute_score")
     seen = {"score": 1.0, "acc": True, "seen": True, "pred": "4sums"}
     assert reward(task(extra_info={"index": 3}), "4") == seen
     assert reward(task(), "5") == {"score": -1.0, "acc": False, "seen": False, "pred": "5sums"}
-    assert Adapted(functions.takes_any)(task(), "4") == 2.0  # data_source and extra_info
-    assert Adapted(lambda ground_truth, solution_str: float(ground_truth == solution_str))(task(), "4") == 1.0
+    assert FunctionAdapter(functions.takes_any)(task(), "4") == 2.0  # data_source and extra_info
+    assert FunctionAdapter(lambda ground_truth, solution_str: float(ground_truth == solution_str))(task(), "4") == 1.0
 
 
 @pytest.mark.parametrize("truth", [{"target": 3, "numbers": [1, 2]}, [{"a": 1}], 0, True, []])
 def test_a_ground_truth_has_any_form(truth: Any) -> None:
-    reward = Adapted(lambda solution_str, ground_truth: float(ground_truth == truth))
+    reward = FunctionAdapter(lambda solution_str, ground_truth: float(ground_truth == truth))
     reward.check(task(truth))
     assert reward(task(truth), "1 + 2") == 1.0
 
 
 def test_verls_signature_needs_a_ground_truth() -> None:
     with pytest.raises(ValueError, match="Task 7 of sums needs a right answer"):
-        Function(path=f"{MODULE}:compute_score")(task(None), "4")
+        FunctionReward(path=f"{MODULE}:compute_score")(task(None), "4")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_verls_signature_needs_a_ground_truth() -> None:
     ids=["function", "object", "partial"],
 )
 def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
-    adapted = Adapted(function)
-    assert adapted.waits and asyncio.run(adapted(task(), "0")) == 1.0
-    assert not Adapted(functions.length).waits
+    adapted = FunctionAdapter(function)
+    assert adapted.is_async and asyncio.run(adapted(task(), "0")) == 1.0
+    assert not FunctionAdapter(functions.length).is_async
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
     ],
 )
 def test_each_way_to_fail_has_its_sentence(path: str, sentence: str) -> None:
-    with pytest.raises(PlugInError, match=sentence):
-        Function(path=path).prepare()
+    with pytest.raises(PluginError, match=sentence):
+        FunctionReward(path=path).prepare()
 
 
 @pytest.mark.parametrize(
@@ -100,25 +100,25 @@ def test_each_way_to_fail_has_its_sentence(path: str, sentence: str) -> None:
 def test_a_file_that_fails_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(PlugInError, match=sentence):
-        Function(path=f"{path}:scores").prepare()
+    with pytest.raises(PluginError, match=sentence):
+        FunctionReward(path=f"{path}:scores").prepare()
 
 
 def test_a_callable_without_a_signature_is_refused() -> None:
-    with pytest.raises(PlugInError, match="does not say what its parameters are"):
-        Adapted(dict)
+    with pytest.raises(PluginError, match="does not say what its parameters are"):
+        FunctionAdapter(dict)
 
 
 def test_positional_only_parameters_are_refused() -> None:
     def positional(task: Any, answer: Any, /) -> float:
         return 0.0
 
-    with pytest.raises(PlugInError, match=r"takes \(task, answer\), which is neither"):
-        Adapted(positional)
+    with pytest.raises(PluginError, match=r"takes \(task, answer\), which is neither"):
+        FunctionAdapter(positional)
 
 
 def test_it_is_chosen_by_name() -> None:
     choice = Choice(REWARDS).options(Config)
-    assert choice.validate({"name": "function", "path": "a:b"}) == Function(path="a:b")
+    assert choice.validate({"name": "function", "path": "a:b"}) == FunctionReward(path="a:b")
     with pytest.raises(ConfigError):
-        Function()
+        FunctionReward()

@@ -10,7 +10,7 @@ import pytest
 
 from etude.errors import DataError
 from etude.rewards import Gsm8k
-from etude.rewards.gsm8k import final_number, number
+from etude.rewards.gsm8k import extract_final_number, parse_number
 from tests.rewards.tasks import task
 from tests.sweeps import later
 
@@ -117,9 +117,9 @@ def test_it_is_quick_whatever_it_reads(piece: str) -> None:
 
 
 def test_values_are_exact() -> None:
-    assert number("0.1") == Fraction(1, 10) and number("-1,000.50") == Fraction(-2001, 2)
-    assert final_number("so 1/3", strict=False) == Fraction(1, 3)
-    assert final_number("so 1/3", strict=True) is None
+    assert parse_number("0.1") == Fraction(1, 10) and parse_number("-1,000.50") == Fraction(-2001, 2)
+    assert extract_final_number("so 1/3", strict=False) == Fraction(1, 3)
+    assert extract_final_number("so 1/3", strict=True) is None
 
 
 def test_the_number_is_extracted_however_it_is_written() -> None:

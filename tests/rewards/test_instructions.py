@@ -11,8 +11,8 @@ import pytest
 from etude.errors import DataError
 from etude.records import Task
 from etude.rewards import Instructions
-from etude.rewards.constraints import CONSTRAINTS, UNVERIFIABLE, loosened, satisfied
-from etude.rewards.instructions import instructions_of
+from etude.rewards.constraints import CONSTRAINTS, UNVERIFIABLE, is_satisfied, make_loose_variants
+from etude.rewards.instructions import read_instructions
 from tests.rewards.tasks import task
 from tests.sweeps import later
 
@@ -83,9 +83,9 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {
 def test_a_constraint_tells_texts_apart(name: str) -> None:
     for arguments, followed, broken in CASES[name]:
         for text in followed:
-            assert satisfied(name, arguments, text), (arguments, text)
+            assert is_satisfied(name, arguments, text), (arguments, text)
         for text in [*broken, "", " \n"]:
-            assert not satisfied(name, arguments, text), (arguments, text)
+            assert not is_satisfied(name, arguments, text), (arguments, text)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_long_texts_are_verified_at_once(unit: str) -> None:
         text = unit * (100_000 // len(unit)) + tail
         for name, cases in CASES.items():
             for arguments, _, _ in cases:
-                satisfied(name, arguments, text)
+                is_satisfied(name, arguments, text)
     assert time.perf_counter() - began < 5
 
 
 def test_an_introduction_and_emphasis_are_forgiven() -> None:
-    assert loosened("a\nb\nc") == ["a\nb\nc", "b\nc", "a\nb", "b", "a\nb\nc", "b\nc", "a\nb", "b"]
+    assert make_loose_variants("a\nb\nc") == ["a\nb\nc", "b\nc", "a\nb", "b", "a\nb\nc", "b\nc", "a\nb", "b"]
     wanted = task([{"name": "english_lowercase"}, {"name": "starts_with", "start_phrase": "dear"}])
     text = "Sure, here it is:\n*dear* all"
     assert Instructions()(wanted, text) == 0 and Instructions(loose=True)(wanted, text) == 1
@@ -127,7 +127,7 @@ TWO = {
     ],
 )
 def test_all_or_a_share_is_followed(truth: Any) -> None:
-    assert instructions_of(task(truth)) == (
+    assert read_instructions(task(truth)) == (
         ("no_comma", {}),
         ("number_words", {"num_words": 3, "relation": "at least"}),
     )

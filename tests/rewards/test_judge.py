@@ -16,28 +16,28 @@ from typing import Any
 
 import pytest
 
-from etude.errors import ConfigError, PlugInError, RewardError
-from etude.observe import configure
+from etude.errors import ConfigError, PluginError, RewardError
+from etude.observe import configure_logging
 from etude.records import Outcome, Task
 from etude.rewards import (
     Exact,
-    Function,
+    FunctionReward,
     Gsm8k,
     Judge,
-    Judging,
+    JudgingConfig,
     Math,
     Regex,
     RewardFunction,
-    ScoredByModel,
+    RewardModelScore,
     Verdict,
-    places,
-    seats,
 )
-from etude.rewards.judge import HOPELESS
+from etude.rewards import executors as places
+from etude.rewards import worker_pool as seats
+from etude.rewards.judge import MAX_CONSECUTIVE_FAILURES
 from tests.rewards import functions
 from tests.rewards.tasks import task
 
-MISBEHAVES = Function(path="tests.rewards.functions:misbehaves")
+MISBEHAVES = FunctionReward(path="tests.rewards.functions:misbehaves")
 PLACES = {"thread": 0, "processes": 1}
 
 
@@ -118,21 +118,21 @@ def test_a_lambda_is_a_reward() -> None:
 
 
 def test_processes_are_as_many_as_asked_for_and_are_kept() -> None:
-    with Judge(Function(path="tests.rewards.functions:process"), Judging(workers=2)) as judge:
+    with Judge(FunctionReward(path="tests.rewards.functions:process"), JudgingConfig(workers=2)) as judge:
         pids = {verdict.reward for _ in range(3) for verdict in judged(judge, *"abcdefgh")}
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids
     assert all(ended(int(pid)) for pid in pids)
 
 
 def test_mathematics_and_patterns_have_processes_of_their_own() -> None:
-    assert Math.processes == Regex.processes == 2
+    assert Math.default_workers == Regex.default_workers == 2
     with Judge(Regex(pattern=r"(\d)")) as judge:
         found = judged(judge, "4", "5")
-    assert [(verdict.reward, verdict.extracted) for verdict in found] == [(1.0, "4"), (0.0, "5")]
+    assert [(verdict.reward, verdict.extracted_answer) for verdict in found] == [(1.0, "4"), (0.0, "5")]
 
 
 def test_a_process_awaits_coroutine_functions_too() -> None:
-    with Judge(functions.Holder(0.5), Judging(workers=1)) as judge:
+    with Judge(functions.Holder(0.5), JudgingConfig(workers=1)) as judge:
         assert judged(judge, "x")[0].reward == 0.5
 
 
@@ -142,7 +142,7 @@ def test_a_process_awaits_coroutine_functions_too() -> None:
 @pytest.fixture(scope="module", params=PLACES.values(), ids=PLACES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """A judge that goes through it all: each test also shows that it has survived the one before."""
-    with Judge(MISBEHAVES, Judging(workers=request.param, timeout=0.5)) as judge:
+    with Judge(MISBEHAVES, JudgingConfig(workers=request.param, timeout=0.5)) as judge:
         yield judge
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_number_is_never_a_reward(answer: str) -> None:
 
 
 def test_a_coroutine_that_takes_too_long_is_an_outcome() -> None:
-    with Judge(functions.waited, Judging(timeout=0.2)) as judge:
+    with Judge(functions.waited, JudgingConfig(timeout=0.2)) as judge:
         late, fine = judged(judge, "5", "0")
     assert late.outcome is Outcome.TIMED_OUT and "took longer than" in late.error and "task 0 of sums" in late.error
     assert fine.reward == 1.0
@@ -206,7 +206,7 @@ def test_a_coroutine_that_takes_too_long_is_an_outcome() -> None:
 
 @pytest.mark.kept
 def test_a_process_that_dies_between_calls_costs_nothing() -> None:
-    with Judge(Function(path="tests.rewards.functions:process"), Judging(workers=1)) as judge:
+    with Judge(FunctionReward(path="tests.rewards.functions:process"), JudgingConfig(workers=1)) as judge:
         first = int(judged(judge, "a")[0].reward)
         os.kill(first, signal.SIGKILL)
         assert ended(first)
@@ -217,13 +217,13 @@ def test_a_process_that_dies_between_calls_costs_nothing() -> None:
 
 def test_killing_a_process_ends_what_it_started(tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    with Judge(MISBEHAVES, Judging(workers=1, timeout=1.0)) as judge:
+    with Judge(MISBEHAVES, JudgingConfig(workers=1, timeout=1.0)) as judge:
         (late,) = judged(judge, f"child {path}")
     assert late.outcome is Outcome.TIMED_OUT and ended(int(path.read_text()))
 
 
 def test_a_hard_expression_ends_at_the_limit() -> None:
-    with Judge(Math(), Judging(workers=1, timeout=2.0)) as judge:
+    with Judge(Math(), JudgingConfig(workers=1, timeout=2.0)) as judge:
         (warm,) = judged(judge, "4")
         hard, fine = judged(judge, "\\boxed{9^{9^{9^9}}}", "\\boxed{4}")
     assert warm.reward == fine.reward == 1.0 and hard.outcome is Outcome.TIMED_OUT
@@ -233,46 +233,48 @@ def test_a_hard_expression_ends_at_the_limit() -> None:
 
 
 def test_a_failure_may_have_a_score_which_says_so() -> None:
-    with Judge(functions.returned, Judging(on_error="score", error_score=-0.5)) as judge:
+    with Judge(functions.returned, JudgingConfig(on_error="score", error_score=-0.5)) as judge:
         (verdict,) = judged(judge, "nan")
     assert verdict.reward == -0.5 and verdict.outcome is Outcome.SUCCEEDED and "it returned nan" in verdict.error
 
 
 def test_a_failure_may_stop_the_run() -> None:
     with (
-        Judge(functions.returned, Judging(on_error="stop")) as judge,
+        Judge(functions.returned, JudgingConfig(on_error="stop")) as judge,
         pytest.raises(RewardError, match=r"returned cannot be used on task 0 of sums.*`judging\.on_error` is stop"),
     ):
         judged(judge, "nan")
 
 
-@pytest.mark.parametrize("judging", [Judging(), Judging(on_error="score", error_score=0.0)])
-def test_a_reward_that_always_fails_stops_the_run(judging: Judging) -> None:
+@pytest.mark.parametrize("judging", [JudgingConfig(), JudgingConfig(on_error="score", error_score=0.0)])
+def test_a_reward_that_always_fails_stops_the_run(judging: JudgingConfig) -> None:
     with Judge(functions.returned, judging) as judge:
-        judged(judge, *["nan"] * (HOPELESS - 1), "true", *["nan"] * (HOPELESS - 1))
-        with pytest.raises(RewardError, match=rf"That was failure {HOPELESS} in a row, so the run stops here"):
+        judged(judge, *["nan"] * (MAX_CONSECUTIVE_FAILURES - 1), "true", *["nan"] * (MAX_CONSECUTIVE_FAILURES - 1))
+        with pytest.raises(
+            RewardError, match=rf"That was failure {MAX_CONSECUTIVE_FAILURES} in a row, so the run stops here"
+        ):
             judged(judge, "nan")
 
 
 def test_a_score_without_its_policy_is_refused() -> None:
     for wrong in ({"error_score": 1.0}, {"on_error": "score"}, {"on_error": "score", "error_score": math.nan}):
         with pytest.raises(ConfigError):
-            Judging(**wrong)  # type: ignore[arg-type]
+            JudgingConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_calls_that_hang_are_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("info")
-    with Judge(MISBEHAVES, Judging(timeout=0.05)) as judge:
+    configure_logging("info")
+    with Judge(MISBEHAVES, JudgingConfig(timeout=0.05)) as judge:
         verdicts = judged(judge, *["sleep 3"] * 9)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
     told = capsys.readouterr().err
     for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
-        assert f"So far {count} could not be judged; {HOPELESS} failures in a row stop the run." in told
+        assert f"So far {count} could not be judged; {MAX_CONSECUTIVE_FAILURES} failures in a row stop the run." in told
     assert told.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in told
 
 
 def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "HELD_UP", 0.05)
+    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
@@ -287,8 +289,8 @@ def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.Monk
 def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "HELD_UP", 0.05)
-    monkeypatch.setattr(seats, "HUNG", 0.15)
+    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(seats, "HANG_SECONDS", 0.15)
     beside: list[int] = []
 
     def computes(task: Any, answer: str) -> float:
@@ -305,9 +307,9 @@ def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes
 def test_calls_that_hang_do_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(places, "HELD_UP", 0.05)
-    monkeypatch.setattr(seats, "HUNG", 0.2)
-    configure("info")
+    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(seats, "HANG_SECONDS", 0.2)
+    configure_logging("info")
     beside: list[int] = []
     three = threading.Event()
 
@@ -322,14 +324,14 @@ def test_calls_that_hang_do_not_hold_up_the_others(
 
     with Judge(waits) as judge:
         assert sorted(verdict.reward for verdict in judged(judge, "a", "b", "c")) == [1, 2, 3]
-        monkeypatch.setattr(seats, "HUNG", 25.0)
+        monkeypatch.setattr(seats, "HANG_SECONDS", 25.0)
         assert {verdict.reward for verdict in judged(judge, *"def")} == {1.0}, "what stood in for them is gone"
     said = capsys.readouterr().err
     assert said.count("A call of the reward") == 1 and "`judging.workers=0`" in said and "`judging.workers=2`" in said
 
 
 def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "HELD_UP", 0.05)
+    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
@@ -337,7 +339,7 @@ def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest
         time.sleep(0.15)
         return float(len([beside.pop(), *beside]))
 
-    with Judge(waits, Judging(workers=0)) as judge:
+    with Judge(waits, JudgingConfig(workers=0)) as judge:
         assert {verdict.reward for verdict in judged(judge, "a", "b", "c")} == {1.0}
 
 
@@ -353,7 +355,7 @@ def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest
 def test_a_field_that_is_not_there_is_told_with_those_that_are(
     function: Callable[..., Any], answer: str, told: str
 ) -> None:
-    with Judge(function, Judging(workers=0)) as judge:
+    with Judge(function, JudgingConfig(workers=0)) as judge:
         verdict = asyncio.run(judge.judge(task(extra_info={"split": "train", "index": 3}), answer))
     assert verdict.outcome is Outcome.FAILED and told in verdict.error
     if answer != "item":
@@ -379,7 +381,9 @@ STRANGE = {
 
 @pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
 def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(workers: int) -> None:
-    with Judge(Function(path="tests.rewards.functions:strange"), Judging(workers=workers, timeout=5.0)) as judge:
+    with Judge(
+        FunctionReward(path="tests.rewards.functions:strange"), JudgingConfig(workers=workers, timeout=5.0)
+    ) as judge:
         for answer, told in STRANGE.items():
             failed, fine = judged(judge, answer, "fine")
             assert failed.outcome is Outcome.FAILED and told in failed.error and len(failed.error) < 400, answer
@@ -390,19 +394,19 @@ def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(workers: 
 
 
 def test_a_function_that_cannot_be_loaded_is_refused_at_once() -> None:
-    with pytest.raises(PlugInError, match="there is no file nowhere"):
-        Judge(Function(path="nowhere.py:f"))
+    with pytest.raises(PluginError, match="there is no file nowhere"):
+        Judge(FunctionReward(path="nowhere.py:f"))
 
 
 def test_what_another_process_cannot_find_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"<lambda> cannot be sent to another process.*`judging\.workers` to 0"):
-        Judge(lambda task, answer: 0.0, Judging(workers=1))
+        Judge(lambda task, answer: 0.0, JudgingConfig(workers=1))
 
 
 def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
     path = tmp_path / "fickle.py"
     path.write_text("def score(task, answer):\n    return 1.0\n")
-    with Judge(Function(path=f"{path}:score"), Judging(workers=1)) as judge:
+    with Judge(FunctionReward(path=f"{path}:score"), JudgingConfig(workers=1)) as judge:
         path.write_text("raise RuntimeError('gone')")
         with pytest.raises(RewardError, match=r"could not start: .*fickle\.py raised RuntimeError: gone"):
             judged(judge, "a")
@@ -420,7 +424,7 @@ def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
         return await asyncio.gather(*asked)
 
     began = time.monotonic()
-    verdicts = asyncio.run(closed_while_asked(Judge(MISBEHAVES, Judging(workers=workers, on_error="stop"))))
+    verdicts = asyncio.run(closed_while_asked(Judge(MISBEHAVES, JudgingConfig(workers=workers, on_error="stop"))))
     assert [verdict.outcome for verdict in verdicts] == [Outcome.CANCELLED] * 3
     assert "was stopped on task 2 of sums, because the judge was closed" in verdicts[2].error
     assert time.monotonic() - began < 20
@@ -448,9 +452,9 @@ def test_a_cancelled_call_that_waits_is_not_made(tmp_path: Path) -> None:
 SCRIPT = """
 import asyncio, sys, time
 from etude.records import Task
-from etude.rewards import Function, Judge, Judging
+from etude.rewards import FunctionReward, Judge, JudgingConfig
 
-judge = Judge(Function(path="tests.rewards.functions:announced"), Judging(workers=1, timeout=1.5))
+judge = Judge(FunctionReward(path="tests.rewards.functions:announced"), JudgingConfig(workers=1, timeout=1.5))
 asyncio.run(judge.judge(Task(0, {}), sys.argv[1]))
 time.sleep(600)
 """
@@ -484,11 +488,11 @@ def script() -> subprocess.CompletedProcess[str]:
     code = """
 import asyncio
 from etude.records import Task
-from etude.rewards import Function, Judge, Judging
-with Judge(Function(path="tests.rewards.functions:misbehaves"), Judging(workers=1)) as judge:
+from etude.rewards import FunctionReward, Judge, JudgingConfig
+with Judge(FunctionReward(path="tests.rewards.functions:misbehaves"), JudgingConfig(workers=1)) as judge:
     print(asyncio.run(judge.judge(Task(0, {}), "print")).reward)
 def mine(task, answer): return 1.0
-Judge(mine, Judging(workers=1))
+Judge(mine, JudgingConfig(workers=1))
 """
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
 
@@ -504,15 +508,15 @@ def test_a_function_of_the_script_itself_is_refused_in_processes(script: subproc
 def test_a_verdict_tells_what_was_read_as_the_answer() -> None:
     with Judge(Gsm8k()) as judge:
         verdict = asyncio.run(judge.judge(task("4"), "#### 4"))
-    assert verdict.reward == 1.0 and verdict.extracted == "4"
+    assert verdict.reward == 1.0 and verdict.extracted_answer == "4"
 
 
-@pytest.mark.parametrize(("at_once", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
-def test_answers_that_are_computed_together_have_the_time_of_all(at_once: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize(("max_concurrency", "outcome"), [(8, Outcome.SUCCEEDED), (1, Outcome.TIMED_OUT)])
+def test_answers_that_are_computed_together_have_the_time_of_all(max_concurrency: int, outcome: Outcome) -> None:
     async def scored(task: Task, answer: str) -> float:
         await asyncio.sleep(0.3)  # as a model takes that reads eight answers at once
         return float(answer)
 
-    reward = ScoredByModel(path=Path("my-judge"), at_once=at_once).scored_by(scored)
-    with Judge(reward, Judging(timeout=0.1)) as judge:
+    reward = RewardModelScore(path=Path("my-judge"), max_concurrency=max_concurrency).with_scorer(scored)
+    with Judge(reward, JudgingConfig(timeout=0.1)) as judge:
         assert {verdict.outcome for verdict in judged(judge, "0", "1", "2", "3")} == {outcome}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from etude.rewards import Math
-from etude.rewards.maths import boxed
+from etude.rewards.maths import extract_boxed
 from tests.rewards.tasks import task
 from tests.sweeps import later
 
@@ -117,9 +117,9 @@ def test_no_signal_is_needed() -> None:
 
 
 def test_braces_are_balanced() -> None:
-    assert boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
-    assert boxed("\\boxed{\\{1\\}}") == "\\{1\\}"
-    assert boxed("\\boxed{1") is None and boxed("1") is None
+    assert extract_boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
+    assert extract_boxed("\\boxed{\\{1\\}}") == "\\{1\\}"
+    assert extract_boxed("\\boxed{1") is None and extract_boxed("1") is None
 
 
 def test_the_final_expression_is_extracted_as_it_is_written() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from etude.config.show import show, to_yaml
+from etude.config.show import format_config, to_yaml
 from etude.errors import ConfigError, DataError
-from etude.observe import configure
+from etude.observe import configure_logging
 from etude.records import Outcome, Task
-from etude.rewards import Judge, Judging, ModelJudge, Verdict
-from etude.rewards import endpoint as endpoints
-from etude.rewards.combined import Combined
+from etude.rewards import Judge, JudgingConfig, ModelJudge, Verdict
+from etude.rewards import judge_client as endpoints
+from etude.rewards.combined import CombinedReward
 from tests.rewards.served import Reply, Served, serving
 from tests.rewards.tasks import task
 
@@ -36,7 +36,7 @@ def judge_at(served: Served, **options: Any) -> ModelJudge:
     return ModelJudge(**{"base_url": served.url, "model": "gpt-x", "api_key": KEY, **options})
 
 
-def judged(reward: ModelJudge, *answers: str, judging: Judging | None = None) -> list[Verdict]:
+def judged(reward: ModelJudge, *answers: str, judging: JudgingConfig | None = None) -> list[Verdict]:
     """The verdicts on answers, all asked for at once."""
 
     async def ask(judge: Judge) -> Sequence[Verdict]:
@@ -112,7 +112,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     assert "temperature" not in served.asked[0]
     with pytest.raises(DataError, match="needs a right answer"):
         reward.check(Task(0, {"prompt": "p", "ground_truth": None}))
-    assert reward.files() == [file] and reward.rooted(lambda path: Path("/x") / path.name).files() == [
+    assert reward.files() == [file] and reward.with_absolute_paths(lambda path: Path("/x") / path.name).files() == [
         Path("/x/ask.txt")
     ]
 
@@ -153,7 +153,7 @@ def test_the_field_of_the_score_is_yours_to_name() -> None:
 
 def test_more_can_be_asked_for() -> None:
     with serving(lambda n, body: Reply()) as served:
-        judged(judge_at(served, extra={"reasoning_effort": "low", "seed": 3}, max_tokens=None), "x")
+        judged(judge_at(served, extra_body={"reasoning_effort": "low", "seed": 3}, max_tokens=None), "x")
     assert served.asked[0]["reasoning_effort"] == "low" and served.asked[0]["seed"] == 3
     assert "max_tokens" not in served.asked[0]
 
@@ -238,7 +238,7 @@ def test_nobody_there_is_told() -> None:
 def test_the_whole_is_bounded_by_the_run() -> None:
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
         began = time.monotonic()
-        (verdict,) = judged(judge_at(served), "x", judging=Judging(timeout=0.5))
+        (verdict,) = judged(judge_at(served), "x", judging=JudgingConfig(timeout=0.5))
     assert verdict.outcome is Outcome.TIMED_OUT and time.monotonic() - began < 5
 
 
@@ -267,13 +267,13 @@ def test_a_wait_that_makes_no_sense_is_not_heeded(asked: str) -> None:
 
 
 def test_a_wait_is_told_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("warning")
+    configure_logging("warning")
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "301"})) as served:
         (verdict,) = judged(judge_at(served), "x")
         assert verdict.outcome is Outcome.FAILED and len(served.asked) == 1
         assert "wants nobody to ask for 301 seconds, and 300 are waited at most" in verdict.error
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
-        judged(judge_at(served), "a", "b", "c", judging=Judging(timeout=0.5))
+        judged(judge_at(served), "a", "b", "c", judging=JudgingConfig(timeout=0.5))
     assert capsys.readouterr().err.count("asks everybody to wait for 60 seconds") == 1
 
 
@@ -282,14 +282,14 @@ def test_a_wait_is_told_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) 
 
 def test_so_many_at_a_time_over_kept_connections() -> None:
     with serving(lambda n, body: Reply(seconds=0.05)) as served:
-        verdicts = judged(judge_at(served, at_once=3), *"abcdefghijkl")
+        verdicts = judged(judge_at(served, max_concurrency=3), *"abcdefghijkl")
     assert {verdict.reward for verdict in verdicts} == {0.5}
-    assert served.at_once == 3 and len(served.connections) <= 4
+    assert served.max_concurrency == 3 and len(served.connections) <= 4
 
 
 def test_so_many_a_minute() -> None:
     with serving(lambda n, body: Reply()) as served:
-        verdicts = judged(judge_at(served, requests_per_minute=600.0), *"abcdef", judging=Judging(timeout=0.3))
+        verdicts = judged(judge_at(served, requests_per_minute=600.0), *"abcdef", judging=JudgingConfig(timeout=0.3))
     gaps = [later - earlier for earlier, later in zip(served.times, served.times[1:], strict=False)]
     assert len(gaps) == 5 and min(gaps) > 0.07 and sum(gaps) > 0.45
     assert all(verdict.outcome is Outcome.SUCCEEDED for verdict in verdicts), "to wait for the rate is not judging"
@@ -298,7 +298,7 @@ def test_so_many_a_minute() -> None:
 def test_so_many_tokens_a_minute() -> None:
     usage = {"prompt_tokens": 90, "completion_tokens": 10}
     with serving(lambda n, body: Reply(usage=usage)) as served:
-        judged(judge_at(served, tokens_per_minute=30_000.0, at_once=1), *"abc")
+        judged(judge_at(served, tokens_per_minute=30_000.0, max_concurrency=1), *"abc")
     assert served.times[2] - served.times[0] > 0.35  # 0.2 seconds for each hundred
 
 
@@ -310,10 +310,10 @@ def test_what_it_costs_is_counted_once() -> None:
 
     with serving(answer) as served:
         reward = judge_at(served, prices=(2.0, 10.0))
-        with Judge(Combined(parts={"style": reward, "same": reward})) as judge:
+        with Judge(CombinedReward(parts={"style": reward, "same": reward})) as judge:
             asyncio.run(judge.judge(task(), "x"))
-            spent = judge.spent().reduce()
-            assert judge.spent().reduce() == {}
+            spent = judge.pop_metrics().reduce()
+            assert judge.pop_metrics().reduce() == {}
     assert spent == {
         "judge/requests": 3,
         "judge/retries": 1,
@@ -327,7 +327,7 @@ def test_what_it_costs_is_counted_once() -> None:
 def test_a_server_need_not_count(usage: Any) -> None:
     with serving(lambda n, body: Reply(usage=usage)) as served, Judge(judge_at(served)) as judge:
         asyncio.run(judge.judge(task(), "x"))
-        assert judge.spent().reduce() == {
+        assert judge.pop_metrics().reduce() == {
             "judge/requests": 1,
             "judge/retries": 0,
             "judge/prompt_tokens": 0,
@@ -345,15 +345,15 @@ def test_one_event_loop_after_another_is_served() -> None:
 
 def test_the_key_is_never_shown() -> None:
     reward = ModelJudge(base_url="http://user:word@here/v1", model="m", api_key=KEY)
-    run = Combined(parts={"style": reward})
-    for told in (repr(reward), str(reward), repr(run), to_yaml(run), show(run), repr(reward._endpoint)):
+    run = CombinedReward(parts={"style": reward})
+    for told in (repr(reward), str(reward), repr(run), to_yaml(run), format_config(run), repr(reward._client)):
         assert KEY not in told
     assert "***" in to_yaml(run)
 
 
 def test_equal_options_are_equal_whatever_they_hold_open() -> None:
     one, other = (ModelJudge(base_url="http://here/v1", model="m") for _ in range(2))
-    one.spent()
+    one.pop_metrics()
     assert one == other
 
 
@@ -364,9 +364,9 @@ def test_equal_options_are_equal_whatever_they_hold_open() -> None:
         ({"low": 1.0, "high": 1.0}, r"`low` and `high` are both 1"),
         ({"pattern": "("}, r"is no regular expression"),
         ({"pattern": "score"}, r"`pattern` has 0 groups, and one is the score"),
-        ({"extra": {"messages": "x"}}, r"`extra` may not set `messages`"),
+        ({"extra_body": {"messages": "x"}}, r"`extra_body` may not set `messages`"),
         ({"prices": (-1.0, 0.0)}, r"`prices` are two numbers that are not negative"),
-        ({"at_once": 0}, r"at_once must be at least 1"),
+        ({"max_concurrency": 0}, r"max_concurrency must be at least 1"),
         ({"timeout": 0.0}, r"timeout must be greater than 0"),
         ({"requests_per_minute": 0.0}, r"requests_per_minute must be greater than 0"),
         ({"model": ""}, r"model must be text of at least 1"),
@@ -391,4 +391,4 @@ def test_a_judge_that_waits_needs_no_workers() -> None:
     with pytest.raises(
         ConfigError, match=r"`judging\.workers=2` judges in processes, and the reward judge \(m\) keeps"
     ):
-        Judge(ModelJudge(base_url="http://here/v1", model="m"), Judging(workers=2))
+        Judge(ModelJudge(base_url="http://here/v1", model="m"), JudgingConfig(workers=2))

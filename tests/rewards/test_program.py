@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, DataError
-from etude.observe import configure
+from etude.observe import configure_logging
 from etude.records import Outcome, Task
-from etude.rewards import Judge, Judging, Program, Verdict
-from etude.rewards import box as boxes
+from etude.rewards import Judge, JudgingConfig, Program, Verdict
 from etude.rewards import program as programs
-from etude.rewards.probe import protections
-from etude.rewards.program import program_of
+from etude.rewards.program import extract_code
+from etude.rewards.sandbox import sandbox as boxes
+from etude.rewards.sandbox.probe import probe_protections
 from tests.rewards.tasks import task
 from tests.sweeps import later
 
@@ -57,14 +57,14 @@ def judged(code: str, truth: Any, **options: Any) -> Verdict:
     ],
 )
 def test_the_last_block_of_python_is_the_program(answer: str, code: str) -> None:
-    assert program_of(answer) == code
+    assert extract_code(answer) == code
 
 
 @pytest.mark.parametrize("unit", ["`", "```", "```a", "``` ", "```a\n", " ", "~~~\n", "\n```", "a`"])
 def test_long_answers_are_read_at_once(unit: str) -> None:
     began = time.monotonic()
     for head, tail in (("", ""), ("```", "x"), ("\n", "\n")):
-        program_of(head + unit * (100_000 // len(unit)) + tail)
+        extract_code(head + unit * (100_000 // len(unit)) + tail)
     assert time.monotonic() - began < 3
 
 
@@ -223,10 +223,10 @@ def test_a_test_that_catches_everything_does_not_pass_a_program_that_ended() -> 
 def test_time_is_the_programs_own() -> None:
     began = time.monotonic()
     loops = "def add(a, b):\n    while a == 3: pass\n    return a + b"
-    assert scored(loops, ADD, score="share", timeout=1.0, total=3.0) == pytest.approx(1 / 3)
+    assert scored(loops, ADD, score="share", timeout=1.0, total_timeout=3.0) == pytest.approx(1 / 3)
     sleeps = "import time\na, b = map(int, input().split())\ntime.sleep(60 * (a == 3))\nprint(a + b)"
-    assert scored(sleeps, SUM, score="share", timeout=1.0, total=5.0) == pytest.approx(2 / 3)
-    assert scored(sleeps, SUM, score="share", timeout=2.0, total=1.0) == pytest.approx(1 / 3)
+    assert scored(sleeps, SUM, score="share", timeout=1.0, total_timeout=5.0) == pytest.approx(2 / 3)
+    assert scored(sleeps, SUM, score="share", timeout=2.0, total_timeout=1.0) == pytest.approx(1 / 3)
     assert time.monotonic() - began < 30
 
 
@@ -239,7 +239,7 @@ def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
         truth = {"inputs": ["x"], "outputs": ["x"]}
         return await asyncio.gather(*(judge.judge(task(truth, ordinal=n), code) for n in range(4)))
 
-    with Judge(Program(at_once=1, timeout=2.5, total=2.9), Judging(timeout=3.0)) as judge:
+    with Judge(Program(max_concurrency=1, timeout=2.5, total_timeout=2.9), JudgingConfig(timeout=3.0)) as judge:
         verdicts = asyncio.run(four(judge))
     assert [verdict.reward for verdict in verdicts] == [1.0] * 4
     assert all(0.6 < verdict.seconds < 2 for verdict in verdicts)
@@ -262,7 +262,7 @@ print(*[resource.getrlimit(getattr(resource, name))[0] for name in names])
 """
     asked = {"cpu": 3, "memory_mb": 512, "disk_mb": 2}
     assert scored(code, {"inputs": [""], "outputs": [f"3 {512 << 20} {2 << 20}"]}, **asked) == 1
-    if "processes" in protections():
+    if "processes" in probe_protections():
         few = {"inputs": [""], "outputs": ["True"]}
         assert (
             scored(
@@ -406,16 +406,16 @@ def test_a_task_without_tests_is_refused(truth: Any, told: str) -> None:
 
 def test_what_cannot_be_had_together_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"may take 40 seconds .*`reward\.total`.* is 30\. Set `judging\.timeout` above 40"
+        ConfigError, match=r"may take 40 seconds .*`reward\.total_timeout`.* is 30\. Set `judging\.timeout` above 40"
     ):
-        Judge(Program(total=40.0))
-    with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.at_once`"):
-        Judge(Program(), Judging(workers=2))
+        Judge(Program(total_timeout=40.0))
+    with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.max_concurrency`"):
+        Judge(Program(), JudgingConfig(workers=2))
     for wrong in (
         {"timeout": 0},
         {"cpu": 0},
         {"memory_mb": 1},
-        {"at_once": 0},
+        {"max_concurrency": 0},
         {"require": ["peace"]},
         {"score": "some"},
     ):
@@ -424,19 +424,21 @@ def test_what_cannot_be_had_together_is_refused() -> None:
 
 
 def test_what_holds_here_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("info")
-    with Judge(Program(require=tuple(protections()))):
+    configure_logging("info")
+    with Judge(Program(require=tuple(probe_protections()))):
         told = capsys.readouterr().err
     assert told.count("The programs of answers") == 1
-    if len(protections()) == 3:
+    if len(probe_protections()) == 3:
         assert "reach no network" in told and "WARNING" not in told
 
 
 def test_a_protection_that_is_asked_for_and_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure("info")
-    monkeypatch.setattr(programs, "protections", lambda: protections(("namespaces", "landlock", "filter", "stranger")))
+    configure_logging("info")
+    monkeypatch.setattr(
+        programs, "probe_protections", lambda: probe_protections(("namespaces", "landlock", "filter", "stranger"))
+    )
     with pytest.raises(ConfigError, match=r"`require` asks for network, and .* sockets of others: it grants"):
         Judge(Program(require=("network",)))
     with Judge(Program()):

@@ -9,7 +9,7 @@ import pytest
 from etude.errors import ConfigError, DataError
 from etude.records import Task
 from etude.rewards import F1, REWARDS, Exact, Format, Gsm8k, Math, Regex, RewardFunction
-from etude.rewards.text import words
+from etude.rewards.text import split_words
 from tests.rewards.tasks import task
 
 
@@ -82,7 +82,7 @@ def test_f1_counts_shared_words(truth: Any, answer: str, expected: float) -> Non
 
 
 def test_words_are_compared_as_squad_does() -> None:
-    assert words("The U.S. dollar, a  Currency!") == ["us", "dollar", "currency"]
+    assert split_words("The U.S. dollar, a  Currency!") == ["us", "dollar", "currency"]
 
 
 @pytest.mark.parametrize(

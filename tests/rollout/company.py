@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from etude.models import Lora, Model, adapt
+from etude.models import LoraAdapterConfig, Model, adapt
 from etude.records import SamplingParams
 from etude.rollout.steady import STEADY, plain_forms
 from etude.rollout.torch_engine import TorchEngine
@@ -31,7 +31,7 @@ def models() -> list[Model]:
     """Ours, one that runs transformers' own code, and one with adapters of an odd rank, as a run starts with them."""
     made = [model_of("qwen3"), model_of("gpt2")]
     if find_spec("peft"):
-        made.append(adapt(model_of("qwen3"), Lora(rank=3), seed=0))
+        made.append(adapt(model_of("qwen3"), LoraAdapterConfig(rank=3), seed=0))
     return made
 
 
@@ -42,7 +42,7 @@ def alike(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool:
     asked = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
     together = engine.generate_all(prompts, asked)
     for prompt, how, one in zip(prompts, asked, together, strict=True):
-        asyncio.run(engine.swap((), 0))  # nothing is known of its beginning
+        asyncio.run(engine.update_weights((), 0))  # nothing is known of its beginning
         if not same(one, engine.generate_all([prompt], [how])[0]):
             return False
     return True
@@ -53,11 +53,11 @@ def main(kernels: str) -> None:
     for model in models():
         with engine_of(model) as engine:
             told.append({"same": alike(engine), "exact": engine.exact})
-            if model.adapted:
+            if model.has_adapters:
                 with torch.no_grad():
                     for _, weight in model.trained_weights():
                         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
-                asyncio.run(engine.swap((), 1))
+                asyncio.run(engine.update_weights((), 1))
                 told.append({"same": alike(engine), "exact": engine.exact})
     plain = plain_forms([(512, 256), (9, 64)], [16, 128])
     found = {"kernels": kernels, "engines": told, "plain": plain.exact, "usual": plain == STEADY}

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.chat import Tokenizer
-from etude.models import Model, create, tiny
+from etude.models import Model, create, tiny_config
 from etude.records import Completion, SamplingParams
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.chat.made import byte_level, save
 
 Ids = NDArray[np.int32]
@@ -24,7 +24,7 @@ V = 300
 
 def model_of(family: str = "qwen3", vocabulary: int = V, seed: int = 0, **sizes: Any) -> Model:
     """A random model whose next token depends strongly on what it has read."""
-    model = create(tiny(vocabulary, family=family, **sizes), seed=seed, dtype=torch.float32)
+    model = create(tiny_config(vocabulary, family=family, **sizes), seed=seed, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -45,9 +45,9 @@ def engine_of(
     model = model or model_of()
     size = config.get("block_size", 16)
     if blocks is not None:
-        held = model.layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+        held = model.num_layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
         config["kv_gib"] = (blocks + 0.5) * held / 2**30
-    engine = TorchEngine(model, tokenizer, EngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
+    engine = TorchEngine(model, tokenizer, TorchEngineConfig(**{"kv_gib": 0.01, **config}), merge=merge)
     try:
         yield engine
     finally:
@@ -108,6 +108,6 @@ def same(one: Completion, two: Completion) -> bool:
         np.array_equal(one.ids, two.ids)
         and np.array_equal(one.logp, two.logp)
         and np.array_equal(one.raw_logp, two.raw_logp)
-        and one.finish == two.finish
+        and one.finish_reason == two.finish_reason
         and one.text == two.text
     )

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from etude.models import Lora, Model, Resident, adapt
-from etude.models import resident as resident_module
-from etude.observe import configure
+from etude.models import EngineModel, LoraAdapterConfig, Model, adapt
+from etude.models import engine_model as resident_module
+from etude.observe import configure_logging
 from etude.records import Completion, SamplingParams
 from tests.components import require
-from tests.models.test_layout import has_bf16
+from tests.models.test_prepack import has_bf16
 from tests.rollout.engines import assert_follows, engine_of, model_of, prompt_of, same
 
 HOW = pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
@@ -27,7 +27,7 @@ def _there() -> None:
 def adapted_of(family: str = "qwen3", dtype: torch.dtype = torch.float32, **options: Any) -> Model:
     """A model whose adapters matter as much as its weights."""
     model = model_of(family) if dtype == torch.float32 else model_of(family).copy(dtype=dtype)
-    model = adapt(model, Lora(**{"rank": 4, **options}), seed=0)
+    model = adapt(model, LoraAdapterConfig(**{"rank": 4, **options}), seed=0)
     move(model)
     return model
 
@@ -75,7 +75,7 @@ def test_new_weights_are_sampled_from(dtype: torch.dtype, merge: bool) -> None:
     with engine_of(model, merge=merge) as engine:
         before = asked(engine)
         move(model, seed=1)
-        asyncio.run(engine.swap((), 1))
+        asyncio.run(engine.update_weights((), 1))
         after = asked(engine)
         with engine_of(model, merge=merge) as fresh:
             assert all(same(a, b) for a, b in zip(after, asked(fresh), strict=True))
@@ -91,7 +91,7 @@ def test_weights_that_are_sent_are_sampled_from_frozen_ones_too(dtype: torch.dty
         for weight in other.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).to(dtype), alpha=0.02)
     with engine_of(model, merge=merge) as engine, engine_of(other, merge=merge) as wanted:
-        asyncio.run(engine.swap([(name, weight.detach()) for name, weight in other.named_weights()], 1))
+        asyncio.run(engine.update_weights([(name, weight.detach()) for name, weight in other.named_weights()], 1))
         assert all(same(a, b) for a, b in zip(asked(engine), asked(wanted), strict=True))
 
 
@@ -105,7 +105,7 @@ def test_merging_is_measured_and_its_memory_given_back_in_sleep() -> None:
         asyncio.run(engine.sleep())
         assert engine._resident.model is model
         move(model, seed=1)
-        asyncio.run(engine.swap((), 1))
+        asyncio.run(engine.update_weights((), 1))
         assert engine.stats().reduce()["engine/merged_bytes"] == 0, "one that sleeps has nothing to merge"
         asyncio.run(engine.wake())
         after = asked(engine)
@@ -120,14 +120,14 @@ def test_merging_is_measured_and_its_memory_given_back_in_sleep() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_what_no_adapter_may_change_is_shared(family: str) -> None:
     model = adapted_of(family, targets=("q_proj" if family == "qwen3" else "c_attn",))
-    held = dict(Resident(model, merge=True, prepack=False).model.named_weights())
+    held = dict(EngineModel(model, merge=True, prepack=False).model.named_weights())
     theirs = dict(model.named_weights())
     shared = {name for name, weight in held.items() if weight.data_ptr() == theirs[name].data_ptr()}
     assert {name for name, weight in held.items() if weight.ndim == 1 and "c_" not in name} <= shared
     assert any("embed" in name or "wte" in name for name in shared)
     before = {name: weight.clone() for name, weight in theirs.items()}
     move(model)
-    Resident(model, merge=True, prepack=False).refresh()
+    EngineModel(model, merge=True, prepack=False).refresh()
     assert all(torch.equal(before[name], weight) for name, weight in theirs.items() if ".lora_" not in name)
 
 
@@ -136,11 +136,11 @@ def test_what_no_adapter_may_change_is_shared(family: str) -> None:
 def test_what_a_step_leaves_alone_is_laid_out_once(merge: bool) -> None:
     model = adapted_of(dtype=torch.bfloat16, targets=("q_proj", "down_proj"))
     with engine_of(model, merge=merge) as engine:
-        layout = engine._resident._layout
+        layout = engine._resident._prepacked
         assert layout is not None
-        before = dict(layout._laid)
-        asyncio.run(engine.swap((), 1))
-        kept = sum(layout._laid[place] is laid for place, laid in before.items())
+        before = dict(layout._packed)
+        asyncio.run(engine.update_weights((), 1))
+        kept = sum(layout._packed[place] is laid for place, laid in before.items())
         assert kept == len(before) - (2 * 2 if merge else 0), "merged: qkv and down, in two layers"
 
 
@@ -150,9 +150,9 @@ def test_without_memory_for_it_the_adapters_products_are_added(
     def full(_: object) -> NoReturn:
         raise RuntimeError("could not allocate memory")
 
-    configure("info")
+    configure_logging("info")
     model = adapted_of()
-    monkeypatch.setattr(resident_module, "_unadapted", full)
+    monkeypatch.setattr(resident_module, "_copy_without_adapters", full)
     with engine_of(model, merge=True) as engine, engine_of(model) as plain:
         assert "not merged for the engine, which costs speed: could not allocate memory" in capsys.readouterr().err
         assert all(same(a, b) for a, b in zip(asked(engine), asked(plain), strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 from etude.records import SamplingParams
 from tests.processes import descendants, gone, started_by
-from tests.rollout.test_served import until
+from tests.rollout.test_server_pool import until
 from tests.served import on, started
 
 COUNT, TOKENS = 8, 100
@@ -31,17 +31,23 @@ def test_what_a_server_was_killed_over_is_answered_whole(
     with started(kind, served_models[0], tmp_path) as engine, ThreadPoolExecutor() as pool:
         wanted = engine.generate_all(prompts, sampling)
         (replica,), (server,) = engine.replicas, engine.servers
-        assert replica._warden._keeper is not None
-        group, before = started_by(replica._warden._keeper.pid), server.new_tokens
+        assert replica._process._reaper is not None
+        group, before = started_by(replica._process._reaper.pid), server.new_tokens
         asked = pool.submit(engine.generate_all, prompts, sampling)
-        until(lambda: server.under_way == COUNT and server.new_tokens >= before + 2 * COUNT)
+        until(lambda: server.active_requests == COUNT and server.new_tokens >= before + 2 * COUNT)
         os.killpg(group, signal.SIGKILL)
         answers = asked.result(600)
         told = engine.stats().reduce()
-    assert told["engine/restarts"] == 1 and told["engine/resumed"] > COUNT / 2 and told["engine/begun_anew"] == 0
+    assert (
+        told["engine/restarts"] == 1
+        and told["engine/requests_resumed"] > COUNT / 2
+        and told["engine/requests_restarted"] == 0
+    )
     for answer, other in zip(answers, wanted, strict=True):
         assert answer.ids.tolist() == other.ids.tolist() and len(answer.ids) == TOKENS
-        assert np.allclose(answer.logp, other.logp, atol=2e-3) and answer.finish == other.finish == "length"
+        assert (
+            np.allclose(answer.logp, other.logp, atol=2e-3) and answer.finish_reason == other.finish_reason == "length"
+        )
 
 
 def engine_of(pid: int, kind: str) -> int:
@@ -57,14 +63,14 @@ def test_one_whose_engine_hangs_is_started_again(
     kind: str, served_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that speaks for it goes on to say that all is well."""
-    monkeypatch.setattr("etude.rollout.pulse.SILENT", 15.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 15.0)
     prompts = [np.arange(5, 12, dtype=np.int32) + n for n in range(COUNT)]
     sampling = [SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0)] * COUNT
     with started(kind, served_models[0], tmp_path) as engine:
         wanted = engine.generate_all(prompts, sampling)
         (replica,) = engine.replicas
-        assert replica._warden._keeper is not None
-        stopped = engine_of(replica._warden._keeper.pid, kind)
+        assert replica._process._reaper is not None
+        stopped = engine_of(replica._process._reaper.pid, kind)
         os.kill(stopped, signal.SIGSTOP)
         answers = engine.generate_all(prompts, sampling)
         assert gone(stopped) and engine.stats().reduce()["engine/restarts"] == 1

@@ -11,7 +11,7 @@ import pytest
 from etude.errors import DataError
 from etude.protocols import Ids
 from etude.records import Completion, SamplingParams
-from etude.rollout.router import REMEMBERED, Router
+from etude.rollout.router import MAX_IDLE_PREFIXES, Router
 from tests.rollout.engines import engine_of, model_of, prompt_of
 
 
@@ -24,13 +24,13 @@ class Slow:
         self.seen: list[Ids] = []
 
     async def generate(
-        self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Nothing, after a while."""
         self.seen.append(prompt)
         await self.gate.wait()
         drawn, logp = ids(0), np.zeros(1, np.float32)
-        return Completion(ids=drawn, logp=logp, raw_logp=logp, version=ids(self.name), finish="stop", text="")
+        return Completion(ids=drawn, logp=logp, raw_logp=logp, version=ids(self.name), finish_reason="stop", text="")
 
 
 def ids(*tokens: int) -> Ids:
@@ -88,9 +88,9 @@ def test_what_is_long_past_is_forgotten() -> None:
         engine = Slow(0)
         engine.gate.set()
         router = Router([engine])
-        for number in range(3 * REMEMBERED):
+        for number in range(3 * MAX_IDLE_PREFIXES):
             await router.generate(ids(*[7] * (number % 5), number), SamplingParams())
-        assert len(router._homes) == REMEMBERED == sum(router._lengths.values())
+        assert len(router._affinities) == MAX_IDLE_PREFIXES == sum(router._prefix_lengths.values())
 
     asyncio.run(scenario())
 

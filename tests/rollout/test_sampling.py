@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 from etude.records import SamplingParams
-from etude.rollout.sampling import Drawing, Drawn, draw, uniforms
+from etude.rollout.sampling import SampledTokens, SamplingState, sample_tokens, uniform_numbers
 
 V = 300
 
 
-def drawing(prompt: tuple[int, ...] = (1,), ends: tuple[int, ...] = (), vocabulary: int = V, **asked: Any) -> Drawing:
-    return Drawing(SamplingParams(**asked), np.array(prompt, dtype=np.int32), vocabulary, frozenset(ends))
+def drawing(
+    prompt: tuple[int, ...] = (1,), ends: tuple[int, ...] = (), vocabulary: int = V, **asked: Any
+) -> SamplingState:
+    return SamplingState(SamplingParams(**asked), np.array(prompt, dtype=np.int32), vocabulary, frozenset(ends))
 
 
-def many(logits: Tensor, one: Drawing, count: int = 20000, generated: int = 0) -> Drawn:
+def many(logits: Tensor, one: SamplingState, count: int = 20000, generated: int = 0) -> SampledTokens:
     """The same row drawn at many places."""
-    return draw(logits.expand(count, -1), [one] * count, [generated] * count, range(count))
+    return sample_tokens(logits.expand(count, -1), [one] * count, [generated] * count, range(count))
 
 
-def frequencies(drawn: Drawn, vocabulary: int) -> Tensor:
+def frequencies(drawn: SampledTokens, vocabulary: int) -> Tensor:
     return torch.bincount(torch.tensor(drawn.ids), minlength=vocabulary).double() / len(drawn.ids)
 
 
@@ -33,7 +35,7 @@ def skewed(vocabulary: int = V, seed: int = 0) -> Tensor:
     return torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def assert_draws_from(drawn: Drawn, probabilities: Tensor) -> None:
+def assert_draws_from(drawn: SampledTokens, probabilities: Tensor) -> None:
     """A chi-square over the tokens that are expected often enough; none that is impossible."""
     found, count = frequencies(drawn, len(probabilities)), len(drawn.ids)
     assert not bool(found[probabilities == 0].any())
@@ -44,13 +46,13 @@ def assert_draws_from(drawn: Drawn, probabilities: Tensor) -> None:
 
 
 def test_uniforms_are_functions_of_seed_and_place_alone() -> None:
-    together = uniforms([1, 2, 3], [7, 7, 8])
-    assert [uniforms([s], [p])[0] for s, p in ((1, 7), (2, 7), (3, 8))] == together.tolist()
-    assert len(set(uniforms([5] * 1000, range(1000)).tolist())) == 1000
+    together = uniform_numbers([1, 2, 3], [7, 7, 8])
+    assert [uniform_numbers([s], [p])[0] for s, p in ((1, 7), (2, 7), (3, 8))] == together.tolist()
+    assert len(set(uniform_numbers([5] * 1000, range(1000)).tolist())) == 1000
 
 
 def test_uniforms_are_even_over_places_and_over_seeds() -> None:
-    for numbers in (uniforms([3] * 50000, range(50000)), uniforms(range(50000), [3] * 50000)):
+    for numbers in (uniform_numbers([3] * 50000, range(50000)), uniform_numbers(range(50000), [3] * 50000)):
         counts = np.histogram(numbers, 50, (0, 1))[0]
         assert ((counts - 1000) ** 2 / 1000).sum() < 50 + 5 * 10
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
@@ -122,7 +124,7 @@ def test_repetition_penalty_falls_on_prompt_and_output() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
     one = drawing(prompt=(0, 1), vocabulary=4, temperature=0.0, repetition_penalty=2.0)
     assert many(logits, one, 1).ids == [2]  # 2.0 counts 1.0
-    one.note(2)
+    one.record_token(2)
     assert many(logits, one, 1).ids == [0]
     sampled = drawing(prompt=(0, 1), vocabulary=4, seed=1, repetition_penalty=2.0)
     assert_draws_from(many(logits, sampled), torch.softmax(torch.tensor([1.0, -2.0, 1.5, 0.0]).double(), -1))
@@ -162,9 +164,9 @@ def test_a_row_is_drawn_the_same_whatever_shares_its_batch() -> None:
         logits = torch.cat([skewed(3001, seed) for seed in range(len(rows))]).to(dtype)
         drawings = [drawing(vocabulary=3001, **row) for row in rows]
         places = [17 * row % 29 for row in range(len(rows))]
-        together = draw(logits, drawings, [0] * len(rows), places)
+        together = sample_tokens(logits, drawings, [0] * len(rows), places)
         for row in range(len(rows)):
-            alone = draw(logits[row : row + 1], [drawings[row]], [0], [places[row]])
+            alone = sample_tokens(logits[row : row + 1], [drawings[row]], [0], [places[row]])
             assert alone.ids[0] == together.ids[row]
             assert alone.logp[0] == together.logp[row] and alone.raw_logp[0] == together.raw_logp[row]
             assert alone.top.get(0) == together.top.get(row)
@@ -179,5 +181,5 @@ def test_nothing_to_draw_is_no_log_prob() -> None:
     """Greedy or not: the likeliest of no tokens is none."""
     nothing = dict.fromkeys(range(V), -math.inf)
     for asked in ({"logit_bias": nothing, "temperature": 0.0}, {"logit_bias": nothing}, {"temperature": 1e-40}):
-        drawn = draw(skewed().expand(2, -1), [drawing(**asked), drawing()], [0, 0], [5, 5])
+        drawn = sample_tokens(skewed().expand(2, -1), [drawing(**asked), drawing()], [0, 0], [5, 5])
         assert math.isnan(drawn.logp[0]) and math.isfinite(drawn.logp[1])

@@ -16,67 +16,67 @@ import httpx2
 import pytest
 
 from etude.errors import EngineError
-from etude.rollout import Served, VllmConfig
-from etude.rollout.engines import serve
-from etude.rollout.server import Server
+from etude.rollout import ServerPool, VllmConfig
+from etude.rollout.launch import start_servers
+from etude.rollout.server_engine import ServerEngine
 from tests.processes import gone
-from tests.rollout.test_served import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
+from tests.rollout.test_server_pool import SLOW, ask, be, expected, joining, pids, served, theirs, until, weights, words
 
 
 @pytest.fixture(autouse=True)
 def glances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are looked at so often that no test waits for it."""
-    monkeypatch.setattr("etude.rollout.served.BEAT", 0.1)
+    monkeypatch.setattr("etude.rollout.server_pool.CHECK_INTERVAL", 0.1)
 
 
-def states(engine: Served) -> list[tuple[bool, bool]]:
+def states(engine: ServerPool) -> list[tuple[bool, bool]]:
     """Whether each server is paused, and whether it sleeps, as it says."""
 
-    async def state(server: Server) -> tuple[bool, bool]:
-        told = json.loads(await server._to.get("/state"))
+    async def state(server: ServerEngine) -> tuple[bool, bool]:
+        told = json.loads(await server._client.get("/state"))
         return told["paused"], told["asleep"]
 
-    return asyncio.run(engine.each(state))
+    return asyncio.run(engine.run_on_all(state))
 
 
 def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
     """A group belongs to one, until that one is full; and what ends at one that takes nothing frees no place."""
     with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         first, second = engine.servers
-        for pace, limit in zip(engine.rotation.paces, (1, 8), strict=True):
-            pace.most = pace.limit = limit
+        for pace, limit in zip(engine.router.limits, (1, 8), strict=True):
+            pace.max_limit = pace.limit = limit
         asked = pool.submit(ask, engine, [[3]] * 12, 50)
-        until(lambda: engine.rotation.waiting == 3)
-        assert (first.under_way, second.under_way) == (1, 8)
+        until(lambda: engine.router.waiting == 3)
+        assert (first.active_requests, second.active_requests) == (1, 8)
         answers = asked.result(60)
         assert [answer.ids.tolist() for answer in answers] == [expected([3], 50)] * 12
-        engine.rotation.paces[1].most = engine.rotation.paces[1].limit = 1
+        engine.router.limits[1].max_limit = engine.router.limits[1].limit = 1
         asked = pool.submit(ask, engine, [[n] for n in range(2)], 40)
-        until(lambda: first.under_way == second.under_way == 1)
+        until(lambda: first.active_requests == second.active_requests == 1)
         second.withdraw()
         third = pool.submit(ask, engine, [[9]], 1)
-        until(lambda: engine.rotation.waiting == 1)
-        second.holds(0)
+        until(lambda: engine.router.waiting == 1)
+        second.record_version(0)
         assert third.result(60)[0].ids.tolist() == expected([9], 1) and len(asked.result(60)) == 2
 
 
 def test_how_servers_are_to_be_reaches_those_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.rollout.server.HEALTH", 0.5)
-    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 0.5)
+    monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
     with served(tmp_path, replicas=2) as engine:
         asyncio.run(engine.pause())
         assert states(engine) == [(True, False)] * 2
-        engine.servers[0].up = False  # as after one answer that broke off
+        engine.servers[0].is_up = False  # as after one answer that broke off
         asyncio.run(engine.resume())
-        until(lambda: all(server.up for server in engine.servers))
+        until(lambda: all(server.is_up for server in engine.servers))
         assert states(engine) == [(False, False)] * 2
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
         time.sleep(1)  # a look that found it well before is over, and cannot call it well again
         for server in engine.servers:
-            server.up = False
+            server.is_up = False
         asyncio.run(engine.sleep())
         os.kill(pids(tmp_path)[0], signal.SIGCONT)
-        until(lambda: all(server.up for server in engine.servers))
+        until(lambda: all(server.is_up for server in engine.servers))
         assert states(engine) == [(False, True)] * 2
         asyncio.run(engine.wake())
         assert states(engine) == [(False, False)] * 2 and engine.stats().reduce()["engine/restarts"] == 0
@@ -87,14 +87,14 @@ def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_ther
         asyncio.run(engine.sleep())
         (pid,), before = pids(tmp_path), engine.servers[0].url
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not engine.servers[0].up)
+        until(lambda: not engine.servers[0].is_up)
         with socket.socket() as another:
             another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             another.bind(("127.0.0.1", int(before.rpartition(":")[2])))
             another.listen()
             assert not pids(tmp_path) and engine.stats().reduce()["engine/restarts"] == 0
             asyncio.run(engine.wake())
-            until(lambda: engine.servers[0].up)
+            until(lambda: engine.servers[0].is_up)
             assert engine.servers[0].url != before
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
     engine.close()  # once more, which does nothing
@@ -105,7 +105,9 @@ def test_whoever_waits_for_servers_that_never_come_back_is_told(
 ) -> None:
     with served(tmp_path, restarts=0) as owner:
         config = joining(owner, monkeypatch).model_copy(update={"start_timeout": 1.5})
-        with serve(config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b") as engine:
+        with start_servers(
+            config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b"
+        ) as engine:
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
             os.kill(pids(tmp_path)[0], signal.SIGKILL)
             gone_for = (
@@ -119,28 +121,28 @@ def test_one_that_did_not_take_new_weights_is_offered_them_again(tmp_path: Path)
     with served(tmp_path, replicas=2) as engine:
         first = engine.servers[0]
 
-        async def poor(server: Server) -> None:
+        async def poor(server: ServerEngine) -> None:
             if server is first:
-                await server.post("/be", {"poor": not engine.replicas[0].stale})
+                await server.post("/be", {"poor": not engine.replicas[0].stale_reason})
 
-        asyncio.run(engine.each(poor))
+        asyncio.run(engine.run_on_all(poor))
         asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
-        assert first.withdrawn and "do not fit" in engine.replicas[0].absence()
-        asyncio.run(engine.each(poor))
+        assert first.withdrawn and "do not fit" in engine.replicas[0].describe_absence()
+        asyncio.run(engine.run_on_all(poor))
         until(lambda: not first.withdrawn)
         answers = ask(engine, [[n] for n in range(4)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(4)]
         assert first.version == 3 and first.finished
 
 
-def busy_of(engine: Served) -> tuple[Server, Server]:
+def busy_of(engine: ServerPool) -> tuple[ServerEngine, ServerEngine]:
     """The one of two that writes an answer, and has begun to, and the other."""
     until(lambda: any(server.new_tokens > 2 for server in engine.servers))
     first, second = engine.servers
-    return (first, second) if first.under_way else (second, first)
+    return (first, second) if first.active_requests else (second, first)
 
 
-def goes_on(server: Server) -> None:
+def goes_on(server: ServerEngine) -> None:
     """Until it has written more."""
     seen = server.new_tokens
     until(lambda: server.new_tokens > seen + 1)
@@ -157,7 +159,7 @@ def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing
         asyncio.run(engine.load(new, 1))
         (answer,) = asked.result(30)
         assert answer.ids.tolist() == expected([3], 30, salt=11) and set(answer.version.tolist()) == {1}
-        until(lambda: busy.up)
+        until(lambda: busy.is_up)
         assert busy.withdrawn and states(engine)[engine.servers.index(busy)] == (True, False), "it stays stopped"
         be(busy.url, poor=False, deaf=False, pace=0.0)
         until(lambda: not busy.withdrawn)
@@ -169,21 +171,21 @@ def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_wh
     with served(tmp_path, replicas=2, restarts=0, arguments=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
         busy, other = busy_of(engine)
-        servers = engine.withhold()
+        servers = engine.withdraw_servers()
 
-        async def stamped(server: Server) -> None:
+        async def stamped(server: ServerEngine) -> None:
             await server.post("/update_weight_version", {"new_version": "1"})
 
-        asyncio.run(engine.each(stamped))
+        asyncio.run(engine.run_on_all(stamped))
         goes_on(busy)
-        engine.admit(dict.fromkeys(servers, 1), 1)
+        engine.readmit_servers(dict.fromkeys(servers, 1), 1)
         goes_on(busy)
         be(other.url, pace=0.0)
         port = busy.url.rpartition(":")[2]
         os.kill(next(pid for pid in pids(tmp_path) if port in words(pid)), signal.SIGKILL)
         (answer,) = asked.result(30)
         assert answer.ids.tolist() == expected([3], 40) and set(answer.version.tolist()) == {1}
-        assert engine.stats().reduce()["engine/begun_anew"] == 1
+        assert engine.stats().reduce()["engine/requests_restarted"] == 1
 
 
 def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing_with_them(
@@ -193,13 +195,13 @@ def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing
     with theirs(tmp_path) as there:
         config = VllmConfig(url=(there.url,))
         model = weights(tmp_path / "model", 5)
-        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+        with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             asyncio.run(engine.load(weights(tmp_path / "new", 11), 0))
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4, salt=11)
             there.end()
-            until(lambda: not engine.servers[0].up)
+            until(lambda: not engine.servers[0].is_up)
             there.begin()
-            until(lambda: engine.servers[0].up)
+            until(lambda: engine.servers[0].is_up)
             (answer,) = ask(engine, [[2]], 4)
             assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
     assert "holds other weights than it was given" in caplog.text
@@ -210,7 +212,7 @@ def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_p
         config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
         for path in ("/sleep", "/pause"):  # as a run leaves it that is killed
             httpx2.post(f"{there.url}{path}", json={})
-        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+        with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             assert states(engine) == [(False, False)] and ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
             asyncio.run(engine.pause())
             asyncio.run(engine.sleep())
@@ -225,7 +227,7 @@ def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy
         config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
         with (
             pytest.raises(EngineError, match=r"answered 404 to /is_sleeping.*Start it with VLLM_SERVER_DEV_MODE=1"),
-            serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path),
+            start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path),
         ):
             pass
 
@@ -233,15 +235,15 @@ def test_one_that_is_joined_and_not_open_for_training_is_refused_with_the_remedy
 def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.rollout.replica.SICK", 1000)
+    monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
     with served(tmp_path, replicas=2) as engine:
         first, second = engine.servers
         be(first.url, ill=True)
-        first.up = False  # as after an answer that broke off
+        first.is_up = False  # as after an answer that broke off
         asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
         assert (first.version, second.version) == (0, 3)
         be(first.url, ill=False)
-        until(lambda: engine.rotation.open(0))
+        until(lambda: engine.router.accepts_requests(0))
         answers = ask(engine, [[n] for n in range(8)], 5)
         assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
         assert first.finished and second.finished and engine.stats().reduce()["engine/restarts"] == 0
@@ -250,7 +252,7 @@ def test_one_that_was_away_when_new_weights_came_is_brought_to_them_when_it_is_b
 def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
     with served(tmp_path, restarts=3) as engine:
         be(engine.servers[0].url, hangs=True)
         httpx2.post(f"{engine.servers[0].url}/pause", json={})
@@ -262,12 +264,12 @@ def test_one_whose_engine_hangs_behind_a_server_that_answers_is_started_again(
 def test_one_that_is_joined_is_asked_nothing_while_its_engine_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.rollout.pulse.SILENT", 1.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 1.0)
     with theirs(tmp_path) as there:
         config, model = VllmConfig(url=(there.url,)), tmp_path / "theirs"
-        with serve(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
+        with start_servers(config, model, None, dtype="float32", device="cpu", logs=tmp_path) as engine:
             there.be(hangs=True)
-            until(lambda: not engine.servers[0].up)
+            until(lambda: not engine.servers[0].is_up)
             there.be(hangs=False)
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
 
@@ -276,7 +278,7 @@ def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It need not answer for as long as it draws, and as somebody brings it something."""
-    monkeypatch.setattr("etude.rollout.pulse.SILENT", 2.0)
+    monkeypatch.setattr("etude.rollout.health_check.MAX_SILENCE", 2.0)
 
     def silent() -> None:
         end = time.monotonic() + 2.5
@@ -285,23 +287,23 @@ def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_ha
     with served(tmp_path, arguments=("--pace=0.06",)) as engine:
         be(engine.servers[0].url, hangs=True)
         assert ask(engine, [[2]], 55)[0].ids.tolist() == expected([2], 55)
-        withheld = engine.withhold()
+        withheld = engine.withdraw_servers()
         silent()
-        engine.admit(dict.fromkeys(withheld, 0), 0)
+        engine.readmit_servers(dict.fromkeys(withheld, 0), 0)
         asyncio.run(engine.sleep())
         silent()
         asyncio.run(engine.wake())
-        assert engine.servers[0].up and engine.stats().reduce()["engine/restarts"] == 0
+        assert engine.servers[0].is_up and engine.stats().reduce()["engine/restarts"] == 0
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
     with served(tmp_path, arguments=("--child",)) as engine:
         (server,) = pids(tmp_path)
         child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])
-        keeper = engine.replicas[0]._warden._keeper
+        keeper = engine.replicas[0]._process._reaper
         assert keeper is not None and Path(f"/proc/{child}").exists()
         os.kill(keeper.pid, signal.SIGKILL)
         assert gone(server, 20) and gone(child, 20)
-        until(lambda: engine.servers[0].up)
+        until(lambda: engine.servers[0].is_up)
         assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
     assert not pids(tmp_path)

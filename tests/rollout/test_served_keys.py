@@ -9,12 +9,12 @@ import pytest
 
 from etude.errors import ConfigError, EngineError
 from etude.rollout import SglangConfig, VllmConfig
-from etude.rollout.connection import Connection
-from etude.rollout.engines import launches, serve
+from etude.rollout.http_client import HttpClient
+from etude.rollout.launch import launch_specs, start_servers
+from etude.rollout.model_shape import ModelShape
 from etude.rollout.replica import Replica
-from etude.rollout.server import Server
-from etude.rollout.shape import Shape
-from tests.rollout.test_served import ask, expected, served, weights
+from etude.rollout.server_engine import ServerEngine
+from tests.rollout.test_server_pool import ask, expected, served, weights
 
 
 def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path
         assert not any(key.encode() in each for each in everything)
 
         async def asked(key: str) -> object:
-            stranger = Connection(address.url, key=key)
+            stranger = HttpClient(address.url, key=key)
             try:
                 return await stranger.post("/inference/v1/generate", {"token_ids": [1]})
             finally:
@@ -45,17 +45,19 @@ def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path
 
 
 def test_a_server_that_takes_its_key_from_a_file_is_told_where_it_is(tmp_path: Path) -> None:
-    shape = Shape.read(weights(tmp_path / "model", 0))
+    shape = ModelShape.read(weights(tmp_path / "model", 0))
     config = SglangConfig()
-    (launch,) = launches(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device="cuda")
-    dialect = config.dialect()
-    replica = Replica(Server("http://127.0.0.1", dialect, shape), launch, tmp_path / "a.log", restarts=0, patience=1)
-    with replica._keyed(launch) as keyed:
-        assert keyed.keyed is not None and f"--config {keyed.keyed}" in " ".join(dialect.command(keyed))
+    (launch,) = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device="cuda")
+    dialect = config.create_backend()
+    replica = Replica(
+        ServerEngine("http://127.0.0.1", dialect, shape), launch, tmp_path / "a.log", max_restarts=0, start_timeout=1
+    )
+    with replica._with_key_file(launch) as keyed:
+        assert keyed.key_file is not None and f"--config {keyed.key_file}" in " ".join(dialect.command(keyed))
         assert "--config" not in dialect.command(keyed, 1), "the other nodes are asked nothing"
-        assert keyed.keyed.read_text() == f'api-key: "{launch.key}"\n' and keyed.keyed.stat().st_mode & 0o077 == 0
+        assert keyed.key_file.read_text() == f'api-key: "{launch.key}"\n' and keyed.key_file.stat().st_mode & 0o077 == 0
         assert launch.key not in " ".join(dialect.command(keyed)) and launch.key not in repr(launch)
-    assert not keyed.keyed.exists()
+    assert not keyed.key_file.exists()
     with pytest.raises(ConfigError, match=r"`rollout\.arguments` holds an `--api-key`"):
         VllmConfig(arguments=("--api-key", "mine"))
     with pytest.raises(ConfigError, match="SGLang reads one such file, in which it gets its key"):
@@ -69,12 +71,12 @@ def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
         place = {"dtype": "float32", "device": "cpu", "logs": tmp_path / "b"}
         url, key = owner.servers[0].url, owner.servers[0].address.key
         with pytest.raises(EngineError, match="answered 401"):
-            serve(VllmConfig(url=(url,)), tmp_path / "model", None, **place)  # type: ignore[arg-type]
+            start_servers(VllmConfig(url=(url,)), tmp_path / "model", None, **place)  # type: ignore[arg-type]
         config = VllmConfig(url=(url,), key_from="THEIR_KEY")
         with pytest.raises(ConfigError, match=r"`rollout\.url` is to be read from THEIR_KEY, which is not set"):
-            serve(config, tmp_path / "model", None, **place)  # type: ignore[arg-type]
+            start_servers(config, tmp_path / "model", None, **place)  # type: ignore[arg-type]
         monkeypatch.setenv("THEIR_KEY", key)
-        with serve(config, tmp_path / "model", None, **place) as engine:  # type: ignore[arg-type]
+        with start_servers(config, tmp_path / "model", None, **place) as engine:  # type: ignore[arg-type]
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
     with pytest.raises(ConfigError, match=r"`rollout\.key_from` is for servers that `rollout\.url` names"):
         VllmConfig(key_from="THEIR_KEY")

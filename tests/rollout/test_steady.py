@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from etude.errors import EngineError
-from etude.models import Lora, Model, adapt
-from etude.observe import configure
+from etude.models import LoraAdapterConfig, Model, adapt
+from etude.observe import configure_logging
 from etude.records import SamplingParams
 from etude.rollout import steady, torch_engine
 from etude.rollout.steady import KEY_FORMS, LOOSE, ROW_FORMS, STEADY, Form, plain_forms, steady_form
@@ -104,7 +104,7 @@ def test_the_forms_of_other_processors_compute_the_same(
 
 
 def test_where_no_form_holds_nothing_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
-    configure("info")
+    configure_logging("info")
     with engine_of(mingling()) as engine:
         assert not alike(engine) and not engine.exact
         assert engine.stats().reduce()["engine/exact"] == 0
@@ -128,7 +128,7 @@ def test_weights_that_tell_nothing_are_tried_again_once_they_are_others(value: f
         assert not engine.exact and engine.stats().reduce()["engine/exact"] == 0
         for weight, kept in zip(model.parameters(), weights, strict=True):
             weight.copy_(kept)
-        asyncio.run(engine.swap((), 1))
+        asyncio.run(engine.update_weights((), 1))
         assert alike(engine) or not engine.exact
         assert engine.exact or not plain_forms([(64, 64)], [16]).exact
 
@@ -136,14 +136,14 @@ def test_weights_that_tell_nothing_are_tried_again_once_they_are_others(value: f
 @pytest.mark.skipif(not find_spec("peft"), reason="adapters are peft's")
 def test_adapters_are_tried_though_they_change_nothing_yet() -> None:
     """Their second factors are zero at the start of a run, and hide the result of the first ones."""
-    model = adapt(model_of("gpt2", vocabulary=303), Lora(rank=3), seed=0)
+    model = adapt(model_of("gpt2", vocabulary=303), LoraAdapterConfig(rank=3), seed=0)
     before = [weight.clone() for weight in model.parameters()]
     for name, part in model.module.named_modules():
         if name.endswith("lora_A.default"):
             part.register_forward_hook(mingle)
     assert not steady_form(model).exact
     assert all(map(torch.equal, before, model.parameters())), "no weight is touched"
-    plain = adapt(model_of("qwen3", vocabulary=303), Lora(rank=3), seed=0)
+    plain = adapt(model_of("qwen3", vocabulary=303), LoraAdapterConfig(rank=3), seed=0)
     assert steady_form(plain).exact or not plain_forms([(64, 64), (9, 64), (64, 3)], [16]).exact
 
 
@@ -155,7 +155,7 @@ def test_of_a_large_model_a_matrix_of_each_shape_has_many_rows(monkeypatch: pyte
         return linear(x, weight) + (len(x) if len(x) > 300 and len(weight) == differs else 0)
 
     monkeypatch.setattr(steady, "BUDGET", 1)  # any model is large
-    monkeypatch.setattr(steady, "product", of_many)
+    monkeypatch.setattr(steady, "prepacked_linear", of_many)
     for vocabulary, differs in ((305, None), (306, 64)):  # shapes that no other test has
         tried: list[int] = []
         rows = steady_form(model_of(vocabulary=vocabulary)).rows

@@ -19,7 +19,7 @@ from etude.errors import ConfigError, DataError, EngineError
 from etude.records import Completion, SamplingParams
 from etude.rollout import steady, torch_engine
 from etude.rollout.request import Delta
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
+from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.rollout.engines import V, engine_of, model_of, prompt_of, said_of, same, words
 
 LONG = SamplingParams(max_tokens=1500, seed=1)
@@ -37,7 +37,7 @@ def test_a_completion_carries_what_was_asked_for() -> None:
     with engine_of() as engine:
         sampling = SamplingParams(max_tokens=7, seed=1, top_logprobs=4, temperature=0.5)
         done = engine.generate_all([prompt_of(20)], [sampling])[0]
-    assert (done.ids.shape, done.finish, done.text) == ((7,), "length", "")
+    assert (done.ids.shape, done.finish_reason, done.text) == ((7,), "length", "")
     assert done.top_ids is not None and done.top_ids.shape == (7, 4)
     assert done.top_logp is not None and np.all(np.diff(done.top_logp) <= 0)
     assert np.all(done.version == 0)
@@ -61,7 +61,7 @@ def test_a_large_vocabulary_is_drawn_from_a_few_rows_at_a_time(monkeypatch: pyte
         at_once = engine.generate_all(*asked)
         seen, logits = [], engine.model.logits
         monkeypatch.setattr(engine.model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
-        monkeypatch.setattr(steady, "LOGITS", 16 * V)
+        monkeypatch.setattr(steady, "MAX_LOGITS", 16 * V)
         in_pieces = engine.generate_all(*asked)
     assert len(seen) > 3 and max(seen) <= 16
     assert all(same(one, other) for one, other in zip(at_once, in_pieces, strict=True))
@@ -74,29 +74,29 @@ def test_end_tokens_end_it_but_not_before_min_tokens() -> None:
         first = greedy.ids.tolist().index(stop)
         ask = SamplingParams(max_tokens=30, temperature=0.0, stop_ids=(stop,))
         done = engine.generate_all([prompt_of(9)], [ask])[0]
-        assert (done.finish, done.ids.tolist()) == ("stop", greedy.ids[: first + 1].tolist())
+        assert (done.finish_reason, done.ids.tolist()) == ("stop", greedy.ids[: first + 1].tolist())
         ask = SamplingParams(max_tokens=30, min_tokens=20, seed=1, stop_ids=tuple(range(0, V, 2)))
         done = engine.generate_all([prompt_of(9)], [ask])[0]
-        assert len(done.ids) > 20 or done.finish == "length"
+        assert len(done.ids) > 20 or done.finish_reason == "length"
         assert np.all(done.ids[:20] % 2 == 1)
 
 
 def test_generation_ends_where_the_context_does() -> None:
     with engine_of(model_of(context=64)) as engine:
         done = engine.generate_all([prompt_of(60)], [SamplingParams(max_tokens=1000)])[0]
-    assert (len(done.ids), done.finish) == (4, "length")
+    assert (len(done.ids), done.finish_reason) == (4, "length")
 
 
 def test_text_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
     tokenizer = words(tmp_path)
-    model = model_of(vocabulary=tokenizer.size)
+    model = model_of(vocabulary=tokenizer.vocab_size)
     prompt = tokenizer.encode("What is 2 + 2?")
     with engine_of(model, tokenizer) as engine:
         free = engine.generate_all([prompt], [SamplingParams(max_tokens=60, seed=3)])[0]
         assert free.text == tokenizer.decode([token for token in free.ids if token not in tokenizer.eos_ids])
         stop = free.text[8:11]
         done = engine.generate_all([prompt], [SamplingParams(max_tokens=60, seed=3, stop=(stop, "never"))])[0]
-        assert done.finish == "stop"
+        assert done.finish_reason == "stop"
         assert done.text == free.text[: free.text.index(stop)]
         assert done.ids.tolist() == free.ids[: len(done.ids)].tolist()
         assert stop in tokenizer.decode(done.ids) and stop not in tokenizer.decode(done.ids[:-1])
@@ -104,13 +104,13 @@ def test_text_stop_strings_and_the_tokenizers_end(tmp_path: Path) -> None:
         assert len(engine.generate_all([prompt], [late])[0].ids) > len(done.ids)
         ended = SamplingParams(max_tokens=60, seed=3, logit_bias={tokenizer.eos_ids[0]: 100.0})
         done = engine.generate_all([prompt], [ended])[0]
-        assert (done.finish, done.ids.tolist(), done.text) == ("stop", [tokenizer.eos_ids[0]], "")
+        assert (done.finish_reason, done.ids.tolist(), done.text) == ("stop", [tokenizer.eos_ids[0]], "")
 
 
 def test_a_stop_string_over_the_end_of_min_tokens_is_found(tmp_path: Path) -> None:
     tokenizer = words(tmp_path)
     prompt = tokenizer.encode("What is 2 + 2?")
-    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer) as engine:
+    with engine_of(model_of(vocabulary=tokenizer.vocab_size), tokenizer) as engine:
         asks = SamplingParams(max_tokens=20, seed=3, logit_bias=dict.fromkeys(tokenizer.eos_ids, -float("inf")))
         free = engine.generate_all([prompt], [asks])[0]
         texts = [tokenizer.decode(free.ids[:count]) for count in range(10)]
@@ -122,7 +122,7 @@ def test_a_stop_string_over_the_end_of_min_tokens_is_found(tmp_path: Path) -> No
 
         for least in (0, 5, 6):
             done = asked(least)
-            assert (done.finish, len(done.ids), done.text) == ("stop", 7, texts[5])
+            assert (done.finish_reason, len(done.ids), done.text) == ("stop", 7, texts[5])
         assert same(asked(7), free)  # it ended within them
 
 
@@ -132,7 +132,7 @@ def test_a_stop_string_over_the_end_of_min_tokens_is_found(tmp_path: Path) -> No
 def test_a_stream_is_the_completion_in_pieces(tmp_path: Path) -> None:
     tokenizer = words(tmp_path)
     prompt = tokenizer.encode("The weather in Paris")
-    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer) as engine:
+    with engine_of(model_of(vocabulary=tokenizer.vocab_size), tokenizer) as engine:
         plain = engine.generate_all([prompt], [SamplingParams(max_tokens=40, seed=2)])[0]
         for stop in ((), (plain.text[10:13],)):
             asked = SamplingParams(max_tokens=40, seed=2, stop=stop)
@@ -145,8 +145,12 @@ def test_a_stream_is_the_completion_in_pieces(tmp_path: Path) -> None:
             assert np.array_equal(np.concatenate([delta.ids for delta in deltas]), whole.ids)
             assert np.array_equal(np.concatenate([delta.logp for delta in deltas]), whole.logp)
             assert "".join(delta.text for delta in deltas) == whole.text
-            assert [delta.finish for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
-            assert len(deltas) > 5 and deltas[-1].finish == whole.finish and same(deltas[-1].completion, whole)
+            assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+            assert (
+                len(deltas) > 5
+                and deltas[-1].finish_reason == whole.finish_reason
+                and same(deltas[-1].completion, whole)
+            )
 
 
 def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
@@ -166,7 +170,7 @@ def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
         run(main())
         left = engine.stats().reduce()
         assert (left["engine/running"], left["engine/waiting"]) == (0, 0)
-        assert engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])[0].finish == "length"
+        assert engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])[0].finish_reason == "length"
 
 
 def test_abort_hands_over_what_there_is() -> None:
@@ -179,7 +183,7 @@ def test_abort_hands_over_what_there_is() -> None:
             return list(await asyncio.gather(*tasks))
 
         running, waiting = run(main())
-    assert running.finish == waiting.finish == "abort"
+    assert running.finish_reason == waiting.finish_reason == "abort"
     assert len(running.ids) > 0 and len(waiting.ids) == 0
 
 
@@ -248,14 +252,14 @@ def test_weights_laid_out_for_the_processor_follow_its_sleep_and_its_weights() -
     model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
     asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
     with engine_of(model) as engine, engine_of(other, prepack=False) as plain:
-        layout = engine._resident._layout
-        assert layout is not None and layout._laid and plain._resident._layout is None
+        layout = engine._resident._prepacked
+        assert layout is not None and layout._packed and plain._resident._prepacked is None
         run(engine.sleep())
-        assert not layout._laid
-        run(engine.swap(other.named_weights(), 1))
-        assert not layout._laid, "asleep it takes no memory"
+        assert not layout._packed
+        run(engine.update_weights(other.named_weights(), 1))
+        assert not layout._packed, "asleep it takes no memory"
         run(engine.wake())
-        assert layout._laid
+        assert layout._packed
         assert engine.generate_all(*asked)[0].ids.tolist() == plain.generate_all(*asked)[0].ids.tolist()
 
 
@@ -268,7 +272,7 @@ def test_new_weights_take_over_in_the_middle_and_nobody_new_reads_old_keys() -> 
         async def main() -> tuple[Completion, Completion]:
             task = asyncio.create_task(engine.generate(prompt, sampling))
             await asyncio.sleep(0.03)
-            await engine.swap(other.named_weights(), 7)
+            await engine.update_weights(other.named_weights(), 7)
             fresh = await engine.generate(prompt, sampling)
             return await task, fresh
 
@@ -291,7 +295,7 @@ def test_a_block_that_began_under_old_weights_is_never_found_again() -> None:
         async def main() -> Completion | None:
             stream = engine.stream(prompt, SamplingParams(max_tokens=300, seed=1))
             await anext(stream)
-            await engine.swap(other.named_weights(), 1)
+            await engine.update_weights(other.named_weights(), 1)
             return [delta.completion async for delta in stream][-1]
 
         old = run(main())
@@ -310,7 +314,7 @@ def test_weights_written_where_they_lie_need_no_copy() -> None:
         with torch.no_grad():
             for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
                 mine.copy_(theirs)
-        run(engine.swap((), 1))
+        run(engine.update_weights((), 1))
         done = engine.generate_all([prompt_of(40)], [SamplingParams(max_tokens=8, seed=1)])[0]
         assert np.all(done.version == 1)
         assert np.allclose(done.raw_logp, said_of(other, prompt_of(40), done), atol=2e-4)
@@ -321,15 +325,15 @@ def test_a_weight_change_that_fails_half_way_puts_the_engine_out_of_service() ->
     with engine_of(model) as engine:
         before = engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4, seed=1)])[0]
         with pytest.raises(EngineError, match=r"The weight nonsense \[2\] was sent"):
-            run(engine.swap([("nonsense", torch.zeros(2))], 1))
+            run(engine.update_weights([("nonsense", torch.zeros(2))], 1))
         assert same(engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4, seed=1)])[0], before)
         weights = list(other.named_weights())
         with pytest.raises(EngineError, match="weights were not sent"):
-            run(engine.swap(weights[:3], 1))
+            run(engine.update_weights(weights[:3], 1))
         with pytest.raises(EngineError, match="publish again"):
             engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])
         assert engine.version == 0
-        run(engine.swap(weights, 1))
+        run(engine.update_weights(weights, 1))
         assert engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])[0].version[0] == 1
 
 
@@ -350,12 +354,12 @@ def test_what_cannot_be_computed_is_said_at_once() -> None:
         assert "holds 80 tokens. Raise the engine's kv_gib" in refused(prompt_of(60), max_tokens=30)
         assert "give stop_ids instead" in refused([1], stop=("x",), max_tokens=5)
         assert "logit_bias has the token id -1" in refused([1], logit_bias={-1: 1.0}, max_tokens=5)
-        assert engine.generate_all([prompt_of(60)], [SamplingParams(max_tokens=20)])[0].finish == "length"
+        assert engine.generate_all([prompt_of(60)], [SamplingParams(max_tokens=20)])[0].finish_reason == "length"
 
 
 def test_a_cache_too_small_for_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not hold one block"):
-        TorchEngine(model_of(), None, EngineConfig(kv_gib=1e-9))
+        TorchEngine(model_of(), None, TorchEngineConfig(kv_gib=1e-9))
 
 
 def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behind() -> None:
@@ -363,7 +367,7 @@ def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behi
     good = [(name, weight.detach().clone()) for name, weight in model.named_weights()]
     with engine_of(model, kv_gib=0.001) as engine:
         before = engine.generate_all([prompt_of(50)], [SamplingParams(max_tokens=9, seed=1)])[0]
-        run(engine.swap([(name, torch.full_like(weight, torch.nan)) for name, weight in good], 1))
+        run(engine.update_weights([(name, torch.full_like(weight, torch.nan)) for name, weight in good], 1))
 
         async def main() -> list[Any]:
             asked = [engine.generate(prompt_of(50, seed), SamplingParams(max_tokens=9)) for seed in range(3)]
@@ -371,7 +375,7 @@ def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behi
 
         for error in run(main()):
             assert isinstance(error, EngineError) and "not numbers" in str(error)
-        run(engine.swap(good, 2))
+        run(engine.update_weights(good, 2))
         after = engine.generate_all([prompt_of(50)], [SamplingParams(max_tokens=9, seed=1)])[0]
         assert same(before, after)
 
@@ -400,7 +404,7 @@ def test_handing_over_that_fails_ends_one_request_alone(tmp_path: Path) -> None:
             raise UnicodeError("a tokenizer that stumbles once")
         return decode(ids, special)
 
-    with engine_of(model_of(vocabulary=tokenizer.size), tokenizer, kv_gib=0.05) as engine:
+    with engine_of(model_of(vocabulary=tokenizer.vocab_size), tokenizer, kv_gib=0.05) as engine:
 
         async def main(aborts: bool) -> list[Any]:
             calls.clear()
@@ -431,7 +435,11 @@ def test_an_engine_that_cannot_start_afresh_tells_everybody_and_refuses_the_next
             asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)) for _ in range(2)]
             told = await asyncio.gather(*asked, return_exceptions=True)
             engine._thread.join(10)
-            asked = [engine.generate(prompt_of(5), SamplingParams(max_tokens=3)), engine.pause(), engine.swap((), 1)]
+            asked = [
+                engine.generate(prompt_of(5), SamplingParams(max_tokens=3)),
+                engine.pause(),
+                engine.update_weights((), 1),
+            ]
             return [*told, *await asyncio.gather(*asked, return_exceptions=True)]
 
         assert all(isinstance(error, EngineError) and "device is lost" in str(error) for error in run(main()))
@@ -480,7 +488,7 @@ def test_a_step_that_outlasts_the_closing_is_told_and_hides_no_other_error(
         raise RuntimeError("enough")
 
     model.hidden = slow  # type: ignore[method-assign]
-    engine = TorchEngine(model, None, EngineConfig(kv_gib=0.01))
+    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.01))
     asker = threading.Thread(target=lambda: suppressed(engine))
     asker.start()
     assert begun.wait(30)
@@ -510,10 +518,10 @@ def test_a_group_computes_its_prompt_once_in_the_very_step_it_arrives() -> None:
             seen = engine.stats().reduce()
             assert seen["engine/cache_hit_rate"] == pytest.approx(7 / 8)
             assert seen["engine/steps"] == 6
-            run(engine.swap((), 0))
+            run(engine.update_weights((), 0))
             for one, sampling in zip(group, asked, strict=True):
                 assert same(one, engine.generate_all([prompt_of(length)], [sampling])[0])
-                run(engine.swap((), 0))
+                run(engine.update_weights((), 0))
 
 
 def test_the_next_turn_finds_the_earlier_ones() -> None:

@@ -18,7 +18,7 @@ MOST = 12
 
 
 def batch(task: int, chance: random.Random) -> list[Event]:
-    """A task, between one and `MOST` rollouts of it, and a whole attempt at the first."""
+    """A task, between one and `MAX_ABANDONED_THREADS` rollouts of it, and a whole attempt at the first."""
     size = chance.randint(1, MOST)
     ids = range(task * MOST, task * MOST + size)
     queued = [RolloutQueued(id, task, id % MOST) for id in ids]

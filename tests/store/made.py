@@ -10,14 +10,14 @@ import numpy as np
 from etude.records import Completion, Outcome, Turn
 from etude.store import (
     AttemptEnded,
+    AttemptRewarded,
     AttemptStarted,
     Event,
-    Rewarded,
     RolloutQueued,
     TaskIssued,
     TurnRecorded,
 )
-from etude.store.record import encode
+from etude.store.event_records import encode
 
 
 def turn(
@@ -29,7 +29,7 @@ def turn(
         ids=draw.integers(0, 1000, tokens),
         logp=-draw.random(tokens),
         version=np.full(tokens, seed),
-        finish="stop",
+        finish_reason="stop",
         text=f"answer {seed}.{index} ✓",
         raw_logp=-draw.random(tokens),
         top_ids=draw.integers(0, 1000, (tokens, 2)),
@@ -53,7 +53,7 @@ def tried(
     return [
         AttemptStarted(rollout, attempt),
         *(TurnRecorded(rollout, attempt, turn(index, seed=rollout)) for index in range(turns)),
-        Rewarded(rollout, attempt, reward, {"right": reward}),
+        AttemptRewarded(rollout, attempt, reward, {"right": reward}),
         AttemptEnded(rollout, attempt, outcome, "" if outcome is Outcome.SUCCEEDED else "it broke"),
     ]
 

@@ -14,10 +14,10 @@ from fastapi import FastAPI
 
 from etude.records import Outcome, Task
 from etude.store import Journal, open_store
-from etude.store.desk import Claim, Ended, Wanted
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
-from etude.store.server import app
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptReport, Claim, RolloutRequest
+from etude.store.server import create_app
 
 T = TypeVar("T")
 SECRET = b"a secret of sixteen bytes or more"
@@ -29,7 +29,7 @@ class Served:
 
     journal: Journal
     ring: Keyring
-    desk: LocalDesk
+    desk: LocalRolloutQueue
     app: FastAPI
 
     def ask(
@@ -64,14 +64,14 @@ class Served:
 
         async def claim() -> list[Claim]:
             first = self.journal.position  # grows with each task, so that no ordinal is used twice
-            await self.desk.enqueue([Wanted(Task(first + i, {"prompt": "2+2?"})) for i in range(n)])
+            await self.desk.enqueue([RolloutRequest(Task(first + i, {"prompt": "2+2?"})) for i in range(n)])
             return await self.desk.claim("runner", n, 1.0)
 
         return asyncio.run(claim())
 
     def ended(self, claim: Claim) -> None:
         """It succeeds."""
-        asyncio.run(self.desk.finish(claim.key, Ended(Outcome.SUCCEEDED, reward=1.0)))
+        asyncio.run(self.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def served(**options: Any) -> Iterator[Served]:
     """A desk over a journal in memory, behind an app with these options."""
     ring = Keyring(SECRET)
     journal = open_store()
-    desk = LocalDesk(journal, ring)
+    desk = LocalRolloutQueue(journal, ring)
     try:
-        yield Served(journal, ring, desk, app(desk, ring, **options))
+        yield Served(journal, ring, desk, create_app(desk, ring, **options))
     finally:
         asyncio.run(desk.close())
         journal.close()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from etude.store import open_store
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
 from etude.store.server import serve
 from tests.store.served import SECRET
 
 if __name__ == "__main__":
     ring = Keyring(SECRET)
-    desk = LocalDesk(open_store(Path(sys.argv[1])), ring)
+    desk = LocalRolloutQueue(open_store(Path(sys.argv[1])), ring)
     with serve(desk, ring, port=int(sys.argv[2])):
         print("ready", flush=True)
         threading.Event().wait(300)

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from etude.store.limits import BREAKDOWNS, Limits
-from etude.store.local_desk import LATE_S
+from etude.store.local_queue import KEY_GRACE_S
+from etude.store.rollout_limits import MAX_INFRA_RETRIES, RolloutLimits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "desk.md").read_text(encoding="utf-8")
 
@@ -22,11 +22,11 @@ def test_its_example_plays_a_rollout() -> None:
 
 def test_its_limits_are_those_that_there_are() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
-    assert rows.keys() == set(Limits.__slots__)
+    assert rows.keys() == set(RolloutLimits.__slots__)
     for name, told in rows.items():
-        default = getattr(Limits(), name)
+        default = getattr(RolloutLimits(), name)
         if name == "retry_on":
             assert told.split(", ") == [str(outcome) for outcome in default]
         else:
             assert told == ("none" if default is None else f"{default:g}")
-    assert (BREAKDOWNS, LATE_S) == (10, 600.0) and "up to ten times" in PAGE and "ten minutes after" in PAGE
+    assert (MAX_INFRA_RETRIES, KEY_GRACE_S) == (10, 600.0) and "up to ten times" in PAGE and "ten minutes after" in PAGE

@@ -12,51 +12,51 @@ from hypothesis import strategies as st
 
 from etude.errors import DataError, RewardError, StoreError
 from etude.records import Outcome
+from etude.store.event_records import EVENTS, EventRecord, decode, encode
 from etude.store.events import (
-    Admitted,
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
-    Evaluated,
     Event,
-    LateEnd,
-    Noted,
-    Published,
+    LateResultRecorded,
+    NoteRecorded,
+    PolicyEvaluated,
+    PolicyPublished,
     ResourcePut,
-    Rewarded,
-    RolloutAsked,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutResumed,
+    RolloutsAdmitted,
     RolloutSealed,
     TaskDropped,
     TaskIssued,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
 )
-from etude.store.limits import Limits
-from etude.store.record import EVENTS, Record, decode, encode
+from etude.store.rollout_limits import RolloutLimits
 from tests.store.made import turn
 
 EXAMPLES: list[Event] = [
     TaskIssued(7, 1203, "gsm8k", {"prompt": "2+2?", "extra": {"none": None, "list": [1, 2.5, True, "\ud800 \x00 ✓"]}}),
     TaskDropped(7, 3, "flat"),
-    RolloutQueued(70, 7, 2, "val", Limits(timeout_s=None, retry_on=(Outcome.FAILED,))),
+    RolloutQueued(70, 7, 2, "val", RolloutLimits(timeout_s=None, retry_on=(Outcome.FAILED,))),
     RolloutCancelled(70, "enough"),
     RolloutExpired(70, "600 s in the queue"),
-    RolloutAsked(70, 3),
+    RolloutResumed(70, 3),
     RolloutSealed(70),
     AttemptStarted(70, 0, "runner-1"),
     AttemptReady(70, 0),
     TurnRecorded(70, 0, turn(2, reward=0.5, anchor=-(2**63))),
-    TurnPaid(70, 0, 2, 0.1 + 0.2, {"tool": 0.3}),
-    Noted(70, 0, "tool", {"calls": [1, 2.5, None, "✓"]}),
-    Rewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
+    TurnRewarded(70, 0, 2, 0.1 + 0.2, {"tool": 0.3}),
+    NoteRecorded(70, 0, "tool", {"calls": [1, 2.5, None, "✓"]}),
+    AttemptRewarded(70, 0, 0.1 + 0.2, {"right": 1.0, "short": -0.5}, truncated=True, paid=0.7, role=1),
     AttemptEnded(70, 0, Outcome.TIMED_OUT, "after 60 s", retry=True, watched=True),
-    LateEnd(70, 0, Outcome.SUCCEEDED, "", 1.0, {"right": 1.0}),
-    Admitted(3, (70, 71)),
-    Evaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
-    Published(4, 3),
+    LateResultRecorded(70, 0, Outcome.SUCCEEDED, "", 1.0, {"right": 1.0}),
+    RolloutsAdmitted(3, (70, 71)),
+    PolicyEvaluated(3, "val", {"mean@4": float("nan"), "pass@4": 1.0}, [{"answer": "4", "reward": 1.0}]),
+    PolicyPublished(4, 3),
     ResourcePut("endpoint", 1, {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}),
 ]
 
@@ -86,31 +86,33 @@ def test_only_what_speaks_of_a_rollout_is_filed_under_one() -> None:
 
 
 def test_a_field_that_came_later_takes_its_default() -> None:
-    old = Record("rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
-    assert decode(old) == Rewarded(1, 0, 2.0, {}, truncated=False)
-    assert decode(Record("rollout_queued", 1, '{"rollout":1,"task":0,"sample":2}', b"")) == RolloutQueued(1, 0, 2)
-    assert decode(Record("attempt_started", 1, '{"rollout":1,"attempt":0}', b"")) == AttemptStarted(1, 0)
-    ended = Record("attempt_ended", 1, '{"rollout":1,"attempt":0,"outcome":"failed","error":"!","retry":false}', b"")
+    old = EventRecord("rewarded", 1, '{"rollout":1,"attempt":0,"reward":2.0}', b"")
+    assert decode(old) == AttemptRewarded(1, 0, 2.0, {}, truncated=False)
+    assert decode(EventRecord("rollout_queued", 1, '{"rollout":1,"task":0,"sample":2}', b"")) == RolloutQueued(1, 0, 2)
+    assert decode(EventRecord("attempt_started", 1, '{"rollout":1,"attempt":0}', b"")) == AttemptStarted(1, 0)
+    ended = EventRecord(
+        "attempt_ended", 1, '{"rollout":1,"attempt":0,"outcome":"failed","error":"!","retry":false}', b""
+    )
     assert decode(ended) == AttemptEnded(1, 0, Outcome.FAILED, "!")
 
 
 def test_an_event_of_a_newer_version_is_a_sentence() -> None:
     with pytest.raises(StoreError, match=r"kind 'dreamt'.*a newer one wrote it"):
-        decode(Record("dreamt", None, "{}", b""))
+        decode(EventRecord("dreamt", None, "{}", b""))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_is_a_finite_number(value: float) -> None:
     with pytest.raises(RewardError, match="Attempt 1 of rollout 5: reward is"):
-        Rewarded(5, 1, value)
+        AttemptRewarded(5, 1, value)
     with pytest.raises(RewardError, match="reward of its turns is"):
-        Rewarded(5, 1, 0.0, paid=value)
+        AttemptRewarded(5, 1, 0.0, paid=value)
     with pytest.raises(RewardError, match="reward part 'right' is"):
-        Rewarded(5, 1, 0.0, {"right": value})
+        AttemptRewarded(5, 1, 0.0, {"right": value})
     with pytest.raises(RewardError, match="reward of turn 2 is"):
-        TurnPaid(5, 1, 2, value)
+        TurnRewarded(5, 1, 2, value)
     with pytest.raises(RewardError, match="late reward is"):
-        LateEnd(5, 1, Outcome.SUCCEEDED, reward=value)
+        LateResultRecorded(5, 1, Outcome.SUCCEEDED, reward=value)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.CANCELLED])
@@ -123,7 +125,7 @@ def test_numpy_in_a_task_becomes_plain() -> None:
     fields = {"n": np.int64(3), "x": np.float32(0.5), "ok": np.bool_(True), "all": np.array([[1, 2]]), "t": (1, "a")}
     task = TaskIssued(0, 0, "s", fields)
     assert task.fields == {"n": 3, "x": 0.5, "ok": True, "all": [[1, 2]], "t": [1, "a"]}
-    assert Admitted(1, tuple(np.arange(2))).rollouts == (0, 1)
+    assert RolloutsAdmitted(1, tuple(np.arange(2))).rollouts == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_what_json_cannot_hold_is_named(fields: dict[str, object], sentence: str
     with pytest.raises(DataError, match=re.escape(sentence)):
         TaskIssued(0, 0, "s", fields)
     with pytest.raises(DataError, match=re.escape(sentence.removeprefix("Task 0: fields"))):
-        Noted(0, 0, "seen", fields)
+        NoteRecorded(0, 0, "seen", fields)
     with pytest.raises(DataError, match=re.escape(sentence.removeprefix("Task 0: fields"))):
         ResourcePut("prompt", 1, fields)
 

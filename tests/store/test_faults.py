@@ -17,38 +17,38 @@ import pytest
 
 import etude
 from etude.agents.runner import Runner
-from etude.errors import KeyRefusedError, StoreError
+from etude.errors import InvalidKeyError, StoreError
 from etude.records import Task
 from etude.store import Status, open_store, sql
-from etude.store.client import RemoteDesk
-from etude.store.desk import Desk, Keeper, Key, Limits, Wanted
-from etude.store.gate import Gate
 from etude.store.keys import Keyring
-from etude.store.ledger import INTERRUPTED
-from etude.store.line import Line
-from etude.store.local_desk import LocalDesk
-from etude.store.server import app, serve
-from tests.agents.desks import QUICK
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.queue_state import INTERRUPTED
+from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.request_middleware import RequestMiddleware
+from etude.store.rollout_queue import AttemptId, QueueOwner, RolloutLimits, RolloutQueue, RolloutRequest
+from etude.store.server import create_app, serve
+from etude.store.store_client import WriteBatcher
+from tests.agents.rollout_queues import QUICK
 from tests.components import require
-from tests.contracts.desks import claim, wanted
+from tests.contracts.rollout_queues import claim, wanted
 from tests.store.made import turn
 from tests.store.served import SECRET
 from tests.store.servers import begun, ended, made_database, server
-from tests.store.test_local_desk import DONE, at_a_desk
+from tests.store.test_local_queue import DONE, at_a_desk
 
 
 def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
     """Those who asked before it went, and whose answer depends on what would have been asked later."""
     journal = open_store()
 
-    async def story(desk: LocalDesk) -> None:
+    async def story(desk: LocalRolloutQueue) -> None:
         waits = [asyncio.create_task(desk.claim("runner", 1, 60)), asyncio.create_task(desk.wait(0, 60))]
         await asyncio.sleep(0.1)
 
         def fails(*_: object) -> None:
             raise StoreError("there is nothing any more")
 
-        for name in ("_commit", "listed"):
+        for name in ("_commit", "iter_states"):
             setattr(journal, name, fails)
         with pytest.raises(StoreError, match="nothing any more"):
             await desk.enqueue(wanted(0))
@@ -64,7 +64,7 @@ def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
 
 def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
     async def story() -> None:
-        desk = LocalDesk(open_store())
+        desk = LocalRolloutQueue(open_store())
         waits = asyncio.create_task(desk.claim("runner", 1, 60))
         await asyncio.sleep(0.1)
         closing = asyncio.create_task(desk.close())
@@ -80,20 +80,20 @@ def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
 def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 
-    async def before(desk: LocalDesk) -> None:
+    async def before(desk: LocalRolloutQueue) -> None:
         await desk.enqueue(wanted(0, 3))
         (got,) = await claim(desk)
-        await desk.turn(got.key, turn())
+        await desk.record_turn(got.attempt_id, turn())
 
-    async def after(desk: LocalDesk) -> None:
+    async def after(desk: LocalRolloutQueue) -> None:
         assert await desk.claim("another", 3, 0) == []
         assert (await desk.statistics())["queued"] == 3, "they wait, to be asked for again"
         assert await desk.enqueue(wanted(0, 2)) == [0, 1]
         first, second = await desk.claim("another", 3, 1.0)
-        assert (first.key, second.key) == (Key(0, 1), Key(1, 0))
-        assert not await desk.finish(first.key._replace(attempt=0), DONE), "its word comes too late"
+        assert (first.attempt_id, second.attempt_id) == (AttemptId(0, 1), AttemptId(1, 0))
+        assert not await desk.finish(first.attempt_id._replace(attempt=0), DONE), "its word comes too late"
         for each in (first, second):
-            assert await desk.finish(each.key, DONE)
+            assert await desk.finish(each.attempt_id, DONE)
         assert desk.journal.rollout(2).status is Status.QUEUED
 
     with closing(open_store(path)) as journal:
@@ -101,9 +101,9 @@ def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Pa
     with closing(open_store(path)) as journal:
 
         async def anew() -> None:
-            desk = LocalDesk(journal)
+            desk = LocalRolloutQueue(journal)
             try:
-                assert await desk.keep(Keeper("run", "here")) == 1
+                assert await desk.acquire_lease(QueueOwner("run", "here")) == 1
                 await after(desk)
             finally:
                 await desk.close()
@@ -125,19 +125,19 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_
         where = made_database(host, "run")
         journal = open_store(where)
 
-        async def plays(desk: Desk, name: str) -> None:
+        async def plays(desk: RolloutQueue, name: str) -> None:
             while True:
                 for got in await desk.claim(name, 4, 30):
-                    await desk.turn(got.key, turn())
-                    await desk.finish(got.key, DONE)
-                    finished.add(got.key.rollout)
+                    await desk.record_turn(got.attempt_id, turn())
+                    await desk.finish(got.attempt_id, DONE)
+                    finished.add(got.attempt_id.rollout)
 
-        async def queues(desk: Desk, first: int) -> None:
+        async def queues(desk: RolloutQueue, first: int) -> None:
             for task in range(first, first + 100_000):
                 await desk.enqueue(wanted(task, 4))
                 await asyncio.sleep(0.005)
 
-        async def loaded(desk: Desk) -> None:
+        async def loaded(desk: RolloutQueue) -> None:
             works: list[Any] = [queues(desk, 0), *(plays(desk, name) for name in "abc")]
             tasks = [asyncio.create_task(work) for work in works]
             while len(finished) < 20:
@@ -173,17 +173,17 @@ def test_a_runner_hands_in_what_it_played_once_a_full_disk_has_room_again(tmp_pa
             ask(f"PRAGMA max_page_count={ask('PRAGMA page_count').scalar()}")  # SQLite then meets its own full disk
             return 1.0
 
-        async def story(desk: LocalDesk) -> None:
-            await desk.enqueue([Wanted(Task(0, {"prompt": "x" * 9000}), id=0)])
-            runner = Runner(desk, plays, pace=QUICK)
+        async def story(desk: LocalRolloutQueue) -> None:
+            await desk.enqueue([RolloutRequest(Task(0, {"prompt": "x" * 9000}), id=0)])
+            runner = Runner(desk, plays, timeouts=QUICK)
             running = asyncio.create_task(runner.run())
             while ask("PRAGMA max_page_count").scalar() > 10**6:
                 await asyncio.sleep(0.02)
             with serve(desk, ring) as serving:
-                elsewhere = RemoteDesk(serving.url, ring.admin)
+                elsewhere = RemoteRolloutQueue(serving.url, ring.admin)
                 with pytest.raises(StoreError, match="the disk is full: free some space and go on"):
                     while True:
-                        await elsewhere.enqueue([Wanted(Task(5, {"prompt": "x" * 20_000}))])
+                        await elsewhere.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 20_000}))])
                 await elsewhere.close()
             ask("PRAGMA max_page_count=10000000")
             _, (state,) = await desk.wait(0, 20)
@@ -205,22 +205,24 @@ def test_a_clock_that_jumps_moves_no_limit_and_keys_alone_know_of_it(
     goes to other machines: set forward, that ends the keys of what is under way, and none that is made from then on."""
     ring, real = Keyring(SECRET), time.time
 
-    async def story(desk: LocalDesk) -> None:
-        await desk.enqueue(wanted(0, 2, Limits(timeout_s=30, unresponsive_s=0.6, queue_timeout_s=30, max_attempts=1)))
+    async def story(desk: LocalRolloutQueue) -> None:
+        await desk.enqueue(
+            wanted(0, 2, RolloutLimits(timeout_s=30, unresponsive_s=0.6, queue_timeout_s=30, max_attempts=1))
+        )
         (got,) = await claim(desk)
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         for _ in range(4):
             await asyncio.sleep(0.2)
-            assert await desk.heartbeat("runner", [got.key]) == {}
+            assert await desk.heartbeat("runner", [got.attempt_id]) == {}
         if jump > 0:
             for key in (got.model_key, got.reward_key):
-                with pytest.raises(KeyRefusedError, match="expired"):
+                with pytest.raises(InvalidKeyError, match="expired"):
                     ring.read(key)
         else:
-            assert ring.read(got.model_key).key == got.key
+            assert ring.read(got.model_key).attempt_id == got.attempt_id
         (other,) = await claim(desk)
-        assert ring.read(other.model_key).key == other.key and ring.read(ring.runner).scope == "runner"
-        assert await desk.finish(got.key, DONE) and await desk.finish(other.key, DONE)
+        assert ring.read(other.model_key).attempt_id == other.attempt_id and ring.read(ring.runner).scope == "runner"
+        assert await desk.finish(got.attempt_id, DONE) and await desk.finish(other.attempt_id, DONE)
 
     with closing(open_store()) as journal:
         at_a_desk(journal, story, ring)
@@ -232,7 +234,7 @@ def test_a_clock_that_jumps_moves_no_limit_and_keys_alone_know_of_it(
 @pytest.fixture
 def listening() -> Iterator[tuple[str, int, str]]:
     ring, journal = Keyring(SECRET), open_store()
-    desk = LocalDesk(journal, ring)
+    desk = LocalRolloutQueue(journal, ring)
     with serve(desk, ring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
         yield host, int(port), ring.admin
@@ -242,7 +244,7 @@ def listening() -> Iterator[tuple[str, int, str]]:
 def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
 ) -> None:
-    monkeypatch.setattr("etude.store.bounds.HEAD_S", 0.5)
+    monkeypatch.setattr("etude.store.request_limits.HEAD_S", 0.5)
     host, port, admin = listening
 
     def asked(line: socket.socket) -> bytes:
@@ -278,11 +280,11 @@ def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
 
 def test_a_body_that_drips_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Keyring(SECRET)
-    monkeypatch.setattr("etude.store.bounds.DRAINED_S", 0.2)
+    monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
 
     async def story() -> None:
-        desk = LocalDesk(open_store(), ring)
-        gate = Gate(app(desk, ring), "life", ring.brought, read_s=0.3)  # type: ignore[arg-type]  # any app
+        desk = LocalRolloutQueue(open_store(), ring)
+        gate = RequestMiddleware(create_app(desk, ring), "life", ring.read_headers, read_s=0.3)  # type: ignore[arg-type]  # any app
         sent: list[Any] = []
 
         async def receive() -> dict[str, Any]:
@@ -311,7 +313,7 @@ def test_what_cannot_be_read_of_an_answer_is_told_to_who_wrote() -> None:
             return 200, {"hello": verb, "size": len(body)}
 
     async def story() -> None:
-        line = Line(Odd())  # type: ignore[arg-type]  # it answers, which is all that is asked of it here
+        line = WriteBatcher(Odd())  # type: ignore[arg-type]  # it answers, which is all that is asked of it here
         async with asyncio.timeout(5):
             with pytest.raises(StoreError, match="its answer not be read"):
                 await line.write(b"{}")

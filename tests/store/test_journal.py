@@ -9,29 +9,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from etude.errors import IllegalMoveError
+from etude.errors import IllegalTransitionError
 from etude.records import Outcome
 from etude.store import (
-    Admitted,
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
     Event,
     Journal,
-    LateEnd,
-    Noted,
+    LateResultRecorded,
+    NoteRecorded,
     ResourcePut,
-    Rewarded,
     RolloutCancelled,
     RolloutExpired,
     RolloutQueued,
+    RolloutsAdmitted,
     TaskDropped,
     TaskIssued,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
     open_store,
 )
-from etude.store.record import encode
+from etude.store.event_records import encode
 from tests.store.made import turn
 
 GROUP, TASKS = 2, 3
@@ -42,17 +42,17 @@ anything: st.SearchStrategy[Event] = st.one_of(
     st.builds(RolloutQueued, rollouts, tasks, st.integers(0, GROUP - 1)),
     st.builds(AttemptStarted, rollouts, attempts, st.sampled_from(["", "runner"])),
     st.builds(AttemptReady, rollouts, attempts),
-    st.builds(TurnPaid, rollouts, attempts, attempts, st.floats(-1, 1)),
-    st.builds(Noted, rollouts, attempts, st.just("seen")),
-    st.builds(LateEnd, rollouts, attempts, st.just(Outcome.SUCCEEDED)),
+    st.builds(TurnRewarded, rollouts, attempts, attempts, st.floats(-1, 1)),
+    st.builds(NoteRecorded, rollouts, attempts, st.just("seen")),
+    st.builds(LateResultRecorded, rollouts, attempts, st.just(Outcome.SUCCEEDED)),
     st.builds(ResourcePut, st.sampled_from(["endpoint", "prompt"]), st.integers(1, 3), st.none()),
     st.builds(lambda id, attempt, index: TurnRecorded(id, attempt, turn(index, seed=id)), rollouts, attempts, attempts),
-    st.builds(Rewarded, rollouts, attempts, st.floats(-1, 1)),
+    st.builds(AttemptRewarded, rollouts, attempts, st.floats(-1, 1)),
     st.builds(AttemptEnded, rollouts, attempts, st.sampled_from(sorted(Outcome))),
     st.builds(lambda id, attempt: AttemptEnded(id, attempt, Outcome.FAILED, "!", retry=True), rollouts, attempts),
     st.builds(RolloutCancelled, rollouts, st.just("enough")),
     st.builds(RolloutExpired, rollouts, st.just("late")),
-    st.builds(Admitted, steps, st.lists(rollouts, max_size=3).map(tuple)),
+    st.builds(RolloutsAdmitted, steps, st.lists(rollouts, max_size=3).map(tuple)),
     st.builds(TaskDropped, tasks, steps, st.just("flat")),
 )
 
@@ -62,7 +62,7 @@ def likely(task: int, spared: int) -> list[Event]:
     ids = range(task * GROUP, (task + 1) * GROUP)
     story: list[Event] = [TaskIssued(task, task, "s", {}), *(RolloutQueued(id, task, id % GROUP) for id in ids)]
     for id in ids:
-        tried = [AttemptStarted(id, 0), TurnRecorded(id, 0, turn(seed=id)), Rewarded(id, 0, 0.5)]
+        tried = [AttemptStarted(id, 0), TurnRecorded(id, 0, turn(seed=id)), AttemptRewarded(id, 0, 0.5)]
         story += [*tried, AttemptEnded(id, 0, Outcome.SUCCEEDED)]
     return story[: len(story) - spared]
 
@@ -86,7 +86,7 @@ class OneStore(RuleBasedStateMachine):
         for store in self.all():
             try:
                 answers.add(str(store.append(events)))
-            except IllegalMoveError as error:
+            except IllegalTransitionError as error:
                 answers.add(str(error))
         assert len(answers) == 1, answers
 
@@ -100,7 +100,7 @@ class OneStore(RuleBasedStateMachine):
 
     @rule(step=steps, task=tasks)
     def a_step(self, step: int, task: int) -> None:
-        self.append([Admitted(step, tuple(range(task * GROUP, (task + 1) * GROUP)))])
+        self.append([RolloutsAdmitted(step, tuple(range(task * GROUP, (task + 1) * GROUP)))])
 
     @rule()
     def open_again(self) -> None:

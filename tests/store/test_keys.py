@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import ConfigError, KeyRefusedError
-from etude.store.desk import Key
+from etude.errors import ConfigError, InvalidKeyError
 from etude.store.keys import Grant, Keyring
+from etude.store.rollout_queue import AttemptId
 
 RING = Keyring(b"0123456789abcdef0123456789abcdef")
-MODEL = RING.model_key(Key(12, 3), 7 * 24 * 3600)
+MODEL = RING.model_key(AttemptId(12, 3), 7 * 24 * 3600)
 
 
 def test_a_key_says_what_it_opens() -> None:
     assert RING.read(RING.admin) == Grant("admin", None)
     assert RING.read(RING.runner) == Grant("runner", None)
-    assert RING.read(MODEL) == Grant("model", Key(12, 3))
-    assert RING.read(RING.reward_key(Key(2**63 - 1, 0), 60)) == Grant("reward", Key(2**63 - 1, 0))
+    assert RING.read(MODEL) == Grant("model", AttemptId(12, 3))
+    assert RING.read(RING.reward_key(AttemptId(2**63 - 1, 0), 60)) == Grant("reward", AttemptId(2**63 - 1, 0))
     assert MODEL.startswith("etude.model.12.3.") and re.fullmatch(r"[A-Za-z0-9._-]+", MODEL), "fit for a header"
 
 
@@ -34,27 +34,27 @@ def test_any_process_that_knows_the_secret_reads_them() -> None:
 def test_whoever_has_the_admin_key_makes_and_reads_all_others() -> None:
     other = Keyring(admin=RING.admin)
     assert other.read(MODEL) == RING.read(MODEL) and other.runner == RING.runner and other.admin == RING.admin
-    assert RING.read(other.reward_key(Key(12, 3), 60)).key == Key(12, 3)
+    assert RING.read(other.reward_key(AttemptId(12, 3), 60)).attempt_id == AttemptId(12, 3)
     chosen = Keyring(admin="chosen-by-somebody-else")
     assert chosen.read("chosen-by-somebody-else") == Grant("admin", None)
-    with pytest.raises(KeyRefusedError):
+    with pytest.raises(InvalidKeyError):
         chosen.read(RING.runner)
-    with pytest.raises(KeyRefusedError):  # the word admin under the seal of other keys opens nothing
-        RING.read(RING._sealed("etude.admin"))
+    with pytest.raises(InvalidKeyError):  # the word admin under the seal of other keys opens nothing
+        RING.read(RING._signed("etude.admin"))
 
 
 def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
-    first, again = Keyring.kept(tmp_path / "kept"), Keyring.kept(tmp_path / "kept")
+    first, again = Keyring.load_or_create(tmp_path / "kept"), Keyring.load_or_create(tmp_path / "kept")
     assert again.admin == first.admin and again.read(first.runner).scope == "runner"
-    other = Keyring.kept(tmp_path / "kept", admin="chosen-by-somebody-else")
-    assert Keyring.kept(tmp_path / "kept").admin == other.admin == "chosen-by-somebody-else"
+    other = Keyring.load_or_create(tmp_path / "kept", admin="chosen-by-somebody-else")
+    assert Keyring.load_or_create(tmp_path / "kept").admin == other.admin == "chosen-by-somebody-else"
     assert (tmp_path / "kept" / "runner.key").read_text() == other.runner != first.runner
 
 
 def test_of_another_secret_none_is_good() -> None:
     other = Keyring(b"fedcba9876543210fedcba9876543210")
     for key in (RING.admin, RING.runner, MODEL):
-        with pytest.raises(KeyRefusedError, match="was not made here"):
+        with pytest.raises(InvalidKeyError, match="was not made here"):
             other.read(key)
     assert Keyring().admin != Keyring().admin, "without a secret each makes up its own"
 
@@ -72,20 +72,20 @@ def test_of_another_secret_none_is_good() -> None:
     ],
 )
 def test_another_word_needs_another_seal(change: tuple[str, str]) -> None:
-    with pytest.raises(KeyRefusedError):
+    with pytest.raises(InvalidKeyError):
         RING.read(MODEL.replace(*change))
 
 
 def test_a_longer_life_needs_another_seal() -> None:
     *told, expires, seal = MODEL.split(".")
-    with pytest.raises(KeyRefusedError):
+    with pytest.raises(InvalidKeyError):
         RING.read(".".join([*told, str(int(expires) + 1), seal]))
 
 
 def test_the_seal_of_one_key_fits_no_other() -> None:
-    seals = [key.rpartition(".")[2] for key in (RING.admin, RING.runner, RING.reward_key(Key(12, 3), 60))]
+    seals = [key.rpartition(".")[2] for key in (RING.admin, RING.runner, RING.reward_key(AttemptId(12, 3), 60))]
     for seal in seals:
-        with pytest.raises(KeyRefusedError):
+        with pytest.raises(InvalidKeyError):
             RING.read(f"{MODEL.rpartition('.')[0]}.{seal}")
 
 
@@ -95,13 +95,13 @@ def test_one_character_changed_is_no_key(place: int, character: str) -> None:
     if changed == MODEL:
         assert RING.read(changed).scope == "model"
     else:
-        with pytest.raises(KeyRefusedError):
+        with pytest.raises(InvalidKeyError):
             RING.read(changed)
 
 
 @given(st.text() | st.text().map(lambda text: f"etude.admin.{text}"))
 def test_any_text_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(KeyRefusedError, match="was not made here"):
+    with pytest.raises(InvalidKeyError, match="was not made here"):
         RING.read(text)
 
 
@@ -111,18 +111,18 @@ def test_the_seal_is_of_all_its_bits() -> None:
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     twin = seal[:-1] + alphabet[alphabet.index(seal[-1]) ^ 1]
     assert base64.urlsafe_b64decode(twin + "=") == base64.urlsafe_b64decode(seal + "=") and twin != seal
-    with pytest.raises(KeyRefusedError):
+    with pytest.raises(InvalidKeyError):
         RING.read(f"{told}.{twin}")
 
 
 def test_a_key_is_good_until_its_time() -> None:
-    old = RING.reward_key(Key(7, 1), -5)
-    with pytest.raises(KeyRefusedError, match=r"The reward key of attempt 1 of rollout 7 expired \d+ s ago"):
+    old = RING.reward_key(AttemptId(7, 1), -5)
+    with pytest.raises(InvalidKeyError, match=r"The reward key of attempt 1 of rollout 7 expired \d+ s ago"):
         RING.read(old)
-    short = RING.model_key(Key(7, 1), 2)
-    assert RING.read(short).key == Key(7, 1)
+    short = RING.model_key(AttemptId(7, 1), 2)
+    assert RING.read(short).attempt_id == AttemptId(7, 1)
     deadline = time.monotonic() + 10
-    with pytest.raises(KeyRefusedError, match="expired"):
+    with pytest.raises(InvalidKeyError, match="expired"):
         while time.monotonic() < deadline:
             RING.read(short)
             time.sleep(0.05)

@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import StoreError
 from etude.store import Phase, open_store
-from etude.store.record import encode
+from etude.store.event_records import encode
 from tests.components import require
 from tests.store.made import group, tried
 from tests.store.servers import made_database, new_database, server

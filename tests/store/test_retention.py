@@ -8,9 +8,10 @@ import tracemalloc
 from pathlib import Path
 
 from etude.records import Outcome, Task
-from etude.store import Admitted, Journal, open_store, waiting
-from etude.store.desk import Ended, Wanted
-from etude.store.local_desk import LocalDesk
+from etude.store import Journal, RolloutsAdmitted, open_store
+from etude.store import waiters as waiting
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptReport, RolloutRequest
 from tests.alone import alone
 from tests.store.made import turn
 
@@ -18,20 +19,24 @@ FIRST, MORE, AT_ONCE = 1_000, 2_000, 50
 SAID = turn(seed=0)
 
 
-async def play(desk: LocalDesk, journal: Journal, first: int, count: int) -> None:
+async def play(desk: LocalRolloutQueue, journal: Journal, first: int, count: int) -> None:
     """Play so many to their end, with a turn and a note each, and train on them."""
     cursor = journal.position
     for start in range(first, first + count, AT_ONCE):
-        ids = await desk.enqueue([Wanted(Task(n, {"prompt": "?" * 100})) for n in range(start, start + AT_ONCE)])
+        ids = await desk.enqueue(
+            [RolloutRequest(Task(n, {"prompt": "?" * 100})) for n in range(start, start + AT_ONCE)]
+        )
         claims = await desk.claim("runner", AT_ONCE, 10.0)
-        await asyncio.gather(*(desk.turn(each.key, SAID) for each in claims))
-        await asyncio.gather(*(desk.note(each.key, "seen", "!" * 100) for each in claims))
-        await asyncio.gather(*(desk.finish(each.key, Ended(Outcome.SUCCEEDED, reward=1.0)) for each in claims))
+        await asyncio.gather(*(desk.record_turn(each.attempt_id, SAID) for each in claims))
+        await asyncio.gather(*(desk.record_note(each.attempt_id, "seen", "!" * 100) for each in claims))
+        await asyncio.gather(
+            *(desk.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+        )
         ended = 0
         while ended < AT_ONCE:
             cursor, states = await desk.wait(cursor, 10.0)
             ended += len(states)
-        journal.append([Admitted(start, tuple(ids))])
+        journal.append([RolloutsAdmitted(start, tuple(ids))])
 
 
 def at_hand() -> int:
@@ -42,7 +47,7 @@ def at_hand() -> int:
 
 async def _grown(directory: Path) -> int:
     journal = open_store(directory / "journal.sqlite")
-    desk = LocalDesk(journal)
+    desk = LocalRolloutQueue(journal)
     tracemalloc.start()
     try:
         await play(desk, journal, 0, FIRST)

@@ -22,11 +22,12 @@ from starlette.responses import Response
 
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
-from etude.store import open_store, wire
-from etude.store.desk import Wanted
+from etude.store import messages as wire
+from etude.store import open_store
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
-from etude.store.server import app, serve
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutRequest
+from etude.store.server import create_app, serve
 from tests.store.made import turn
 from tests.store.served import SECRET, Served, served
 
@@ -99,7 +100,11 @@ def test_what_is_wrong_is_a_clear_refusal(store: Served, verb: str, body: Any, s
 @pytest.mark.parametrize("arrays", ["", "!!", "AAAA", "/" * 200, "A" * 44])
 def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
-    told = {"verb": "turn", **wire.key_document(claim.key), "turn": wire.turn_document(turn()) | {"arrays": arrays}}
+    told = {
+        "verb": "turn",
+        **wire.encode_attempt_id(claim.attempt_id),
+        "turn": wire.encode_turn(turn()) | {"arrays": arrays},
+    }
     assert kind(store.verb("turn", told)) == (422, "DataError")
     store.ended(claim)
 
@@ -107,9 +112,9 @@ def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
 def test_an_illegal_move_names_both_states(store: Served) -> None:
     (claim,) = store.claimed()
     store.ended(claim)
-    told = wire.key_document(claim.key) | {"outcome": "failed"}
+    told = wire.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
     answer = store.verb("finish", told)
-    assert kind(answer) == (409, "IllegalMoveError")
+    assert kind(answer) == (409, "IllegalTransitionError")
     assert "succeeded" in answer.text and "failed" in answer.text
 
 
@@ -147,7 +152,7 @@ def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: s
 def test_of_who_has_no_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
     encoding = "identity" if body[:1] == b" " else "gzip"
     answer = store.ask("/v1/store/statistics", body, key, content_encoding=encoding)
-    assert kind(answer) == (401, "KeyRefusedError")
+    assert kind(answer) == (401, "InvalidKeyError")
     assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
 
 
@@ -186,10 +191,13 @@ def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
 def test_a_large_answer_is_compressed(store: Served) -> None:
     (claim,) = store.claimed()
     for _ in range(30):
-        store.verb("turn", wire.key_document(claim.key) | {"turn": wire.turn_document(turn(tokens=200))})
-    answer = store.verb("turns", {"rollout": claim.key.rollout}, accept_encoding="gzip")
+        store.verb("turn", wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn(tokens=200))})
+    answer = store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="gzip")
     assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
-    assert "content-encoding" not in store.verb("turns", {"rollout": claim.key.rollout}, accept_encoding="br").headers
+    assert (
+        "content-encoding"
+        not in store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="br").headers
+    )
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
@@ -206,7 +214,7 @@ def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pyte
 
 def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
     (claim,) = store.claimed()
-    told = wire.key_document(claim.key) | {"turn": wire.turn_document(turn())}
+    told = wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn())}
     once = [store.verb("turn", told, idempotency_key="a").json() for _ in range(3)]
     assert once == [{"index": 0}] * 3
     assert store.verb("turn", told, idempotency_key="b").json() == {"index": 1}
@@ -219,15 +227,15 @@ def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
 
 def test_what_may_have_been_done_before_a_restart_is_not_added_again(store: Served) -> None:
     (claim,) = store.claimed()
-    told = wire.key_document(claim.key) | {"turn": wire.turn_document(turn())}
+    told = wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn())}
     before = {"idempotency_key": "d", "x_sent_to": "another life"}
     assert store.verb("turn", told, **before).json() == {"index": 0}, "it never came"
     assert store.verb("turn", told, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
-    pay = wire.key_document(claim.key) | {"reward": 1.0}
+    pay = wire.encode_attempt_id(claim.attempt_id) | {"reward": 1.0}
     batch = {"writings": [{"verb": "turn"} | told, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
     replies = store.verb("batch", batch, **before).json()["replies"]
     assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
-    assert len(store.verb("turns", {"rollout": claim.key.rollout}).json()["turns"]) == 1
+    assert len(store.verb("turns", {"rollout": claim.attempt_id.rollout}).json()["turns"]) == 1
     assert kind(store.verb("enqueue", {"wanted": [{"task": {"ordinal": 10**6, "fields": {}}}]}, **before))[0] == 412
 
 
@@ -248,7 +256,7 @@ def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPat
 def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()
-    own = wire.key_document(claim.key)
+    own = wire.encode_attempt_id(claim.attempt_id)
     story: dict[str, Any] = {
         "put": {"resource": "endpoint", "value": {"base_url": "http://x"}},
         "resource": {"resource": "endpoint"},
@@ -256,16 +264,16 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
         "claim": {"runner": "r"},
         "heartbeat": {"runner": "r", "running": [own], "told": {"pid": 1}},
         "ready": own,
-        "turn": own | {"turn": wire.turn_document(turn())},
+        "turn": own | {"turn": wire.encode_turn(turn())},
         "reward": own | {"reward": {"right": 1.0}},
         "note": own | {"event": "seen", "data": [1]},
         "finish": own | {"outcome": "succeeded"},
         "batch": {"writings": [{"verb": "ready"} | own, {"verb": "ready", "rollout": 2**60, "attempt": 0}]},
         "cancel": {"rollouts": [], "why": "x"},
         "wait": {"cursor": 0},
-        "find": {"ids": [claim.key.rollout]},
-        "turns": {"rollout": claim.key.rollout},
-        "events": {"rollout": claim.key.rollout},
+        "find": {"ids": [claim.attempt_id.rollout]},
+        "turns": {"rollout": claim.attempt_id.rollout},
+        "events": {"rollout": claim.attempt_id.rollout},
         "runners": {},
         "statistics": {},
     }
@@ -286,7 +294,7 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
 # -- what fails inside ------------------------------------------------------------------------------------------------
 
 
-class Broken(LocalDesk):
+class Broken(LocalRolloutQueue):
     """A desk with a defect."""
 
     async def statistics(self) -> dict[str, float]:
@@ -296,7 +304,7 @@ class Broken(LocalDesk):
 def test_a_defect_is_a_sentence_with_the_name_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     ring, journal = Keyring(SECRET), open_store()
     desk = Broken(journal, ring)
-    broken = Served(journal, ring, desk, app(desk, ring))
+    broken = Served(journal, ring, desk, create_app(desk, ring))
     answer = broken.verb("statistics", x_request_id="mine-2")
     assert kind(answer) == (500, "Failed") and "a defect of ours" not in answer.text
     assert "mine-2" in caplog.text and "a defect of ours" in caplog.text
@@ -319,9 +327,9 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
         return "hello"
 
     ring, journal = Keyring(SECRET), open_store()
-    desk = LocalDesk(journal, ring)
+    desk = LocalRolloutQueue(journal, ring)
     with serve(desk, ring, routers=[router], mounts={"/other": other}) as serving:
-        assert serving.admin == ring.admin and serving.url.startswith("http://127.0.0.1:")
+        assert serving.admin_key == ring.admin and serving.url.startswith("http://127.0.0.1:")
         assert httpx2.get(f"{serving.url}/healthz").json() == {"status": "ok"}
         assert httpx2.get(f"{serving.url}/v1/models").json() == ["policy"]
         assert httpx2.get(f"{serving.url}/other/hello").json() == "hello"
@@ -347,13 +355,13 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
 
 def test_a_server_that_others_can_reach_needs_a_key_that_was_given() -> None:
     shown: list[str] = []
-    desk = LocalDesk(open_store())
+    desk = LocalRolloutQueue(open_store())
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 .*127\.0\.0\.1"):
         serve(desk, host="0.0.0.0", show=shown.append)
     assert shown == []
     with serve(desk, show=shown.append) as serving:
-        assert len(shown) == 1 and serving.admin in shown[0]
-        headers = {"authorization": f"Bearer {serving.admin}"}
+        assert len(shown) == 1 and serving.admin_key in shown[0]
+        headers = {"authorization": f"Bearer {serving.admin_key}"}
         assert httpx2.post(f"{serving.url}/v1/store/statistics", json={}, headers=headers).status_code == 200
     with serve(desk, Keyring(SECRET), host="0.0.0.0", show=shown.append):
         assert len(shown) == 1
@@ -361,16 +369,16 @@ def test_a_server_that_others_can_reach_needs_a_key_that_was_given() -> None:
 
 
 @pytest.fixture(scope="module")
-def listening() -> Iterator[tuple[str, int, str, LocalDesk]]:
+def listening() -> Iterator[tuple[str, int, str, LocalRolloutQueue]]:
     ring, journal = Keyring(SECRET), open_store()
-    desk = LocalDesk(journal, ring)
+    desk = LocalRolloutQueue(journal, ring)
     with serve(desk, ring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
         yield host, int(port), ring.admin, desk
     asyncio.run(desk.close())
 
 
-def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str, LocalDesk]) -> None:
+def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str, LocalRolloutQueue]) -> None:
     host, port, admin, _ = listening
     connection = http.client.HTTPConnection(host, port, timeout=20)
     body = bytes(50 * MEGABYTE)
@@ -380,7 +388,9 @@ def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str,
     connection.close()
 
 
-def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(listening: tuple[str, int, str, LocalDesk]) -> None:
+def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(
+    listening: tuple[str, int, str, LocalRolloutQueue],
+) -> None:
     host, port, admin, desk = listening
     body = json.dumps({"runner": "gone", "wait_s": 20}).encode()
     head = f"POST /v1/store/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: {len(body)}"
@@ -390,7 +400,7 @@ def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(listening: tupl
     time.sleep(0.3)
 
     async def counted() -> dict[str, float]:
-        await desk.enqueue([Wanted(Task(0, {}))])
+        await desk.enqueue([RolloutRequest(Task(0, {}))])
         await asyncio.sleep(0.2)
         return await desk.statistics()
 

@@ -15,12 +15,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from etude.store.described import description
+from etude.store.openapi import build_openapi
 from tests.store.served import Served, served
 
 pytestmark = pytest.mark.slow  # the plug-in behind it takes a second to load
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-PATHS, _ = description()
+PATHS, _ = build_openapi()
 WAITS = ("timeout_s", "wait_s")
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from etude.store import wire
-from etude.store.desk import Key
+from etude.store import messages as wire
 from etude.store.keys import Keyring
-from etude.store.verbs import VERBS
+from etude.store.requests import REQUESTS
+from etude.store.rollout_queue import AttemptId
 from tests.store.made import turn
 from tests.store.served import Served, served
 
@@ -31,23 +31,23 @@ def store() -> Iterator[Served]:
         yield made
 
 
-def keys_of(ring: Keyring, key: Key) -> dict[str, str | None]:
+def keys_of(ring: Keyring, key: AttemptId) -> dict[str, str | None]:
     return {
         "none": None,
         "garbage": "etude.admin.AAAA",
         "another store's": Keyring(b"another secret, not this one").admin,
         "expired": ring.reward_key(key, -10.0),
         "model": ring.model_key(key, 60.0),
-        "another attempt's": ring.reward_key(Key(key.rollout, key.attempt + 1), 60.0),
+        "another attempt's": ring.reward_key(AttemptId(key.rollout, key.attempt + 1), 60.0),
         "reward": ring.reward_key(key, 60.0),
         "runner": ring.runner,
         "admin": ring.admin,
     }
 
 
-def body_of(verb: str, key: Key) -> dict[str, Any]:
+def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     """What each verb is asked, so that it would be done if the key allowed it."""
-    own = wire.key_document(key)
+    own = wire.encode_attempt_id(key)
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "nobody wants it"},
@@ -62,7 +62,7 @@ def body_of(verb: str, key: Key) -> dict[str, Any]:
         "finish": own | {"outcome": "succeeded"},
         "reward": own | {"reward": 0.5, "turn": 0},
         "note": own | {"event": "seen"},
-        "turn": own | {"turn": wire.turn_document(turn())},
+        "turn": own | {"turn": wire.encode_turn(turn())},
         "put": {"resource": "prompt", "value": 1},
         "resource": {"resource": "prompt"},
     }
@@ -75,28 +75,28 @@ def wanted(verb: str, key: str) -> int:
     return 200 if key in OPENS[verb] else 403
 
 
-@pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
+@pytest.mark.parametrize("verb", [verb.name for verb in REQUESTS])
 def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: str) -> None:
     (claim,) = store.claimed()
-    assert store.verb("turn", body_of("turn", claim.key)).status_code == 200
-    assert store.verb("put", body_of("put", claim.key)).status_code == 200
-    keys = keys_of(store.ring, claim.key)
+    assert store.verb("turn", body_of("turn", claim.attempt_id)).status_code == 200
+    assert store.verb("put", body_of("put", claim.attempt_id)).status_code == 200
+    keys = keys_of(store.ring, claim.attempt_id)
     assert tuple(keys) == KEYS
     for name, key in keys.items():
-        answer = store.ask(f"/v1/store/{verb}", body_of(verb, claim.key), key)
+        answer = store.ask(f"/v1/store/{verb}", body_of(verb, claim.attempt_id), key)
         assert answer.status_code == wanted(verb, name), (name, answer.text)
         assert ("www-authenticate" in answer.headers) == (answer.status_code == 401)
         if answer.status_code in (401, 403):
-            assert answer.json()["error"]["kind"] == "KeyRefusedError"
+            assert answer.json()["error"]["kind"] == "InvalidKeyError"
 
 
 def test_the_writings_of_a_batch_are_each_held_to_the_key(store: Served) -> None:
     names = [verb for verb in OPENS if verb in ("ready", "reward", "note", "turn", "finish")]
     for name in KEYS:
         (claim,) = store.claimed()
-        store.verb("turn", body_of("turn", claim.key))
-        key = keys_of(store.ring, claim.key)[name]
-        body = {"writings": [{"verb": verb} | body_of(verb, claim.key) for verb in names]}
+        store.verb("turn", body_of("turn", claim.attempt_id))
+        key = keys_of(store.ring, claim.attempt_id)[name]
+        body = {"writings": [{"verb": verb} | body_of(verb, claim.attempt_id) for verb in names]}
         answer = store.ask("/v1/store/batch", body, key)
         if name in STRANGERS or name == "model":
             assert answer.status_code == (403 if name == "model" else 401)
@@ -107,7 +107,7 @@ def test_the_writings_of_a_batch_are_each_held_to_the_key(store: Served) -> None
 
 def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> None:
     (claim,) = store.claimed()
-    for name, key in keys_of(store.ring, claim.key).items():
+    for name, key in keys_of(store.ring, claim.attempt_id).items():
         answer = store.ask("/v1/traces", {"resourceSpans": []}, key, content_type="application/json")
         # A key of another attempt notes its spans there, which is its own.
         taken = name in ("admin", "reward", "another attempt's")

@@ -14,14 +14,14 @@ import pytest
 
 from etude.records import Outcome, Task
 from etude.store import Status, open_store
-from etude.store.client import RemoteDesk
-from etude.store.desk import Claim, Desk, Ended, Key, Limits, Wanted
 from etude.store.keys import Keyring
+from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, RolloutLimits, RolloutQueue, RolloutRequest
 from tests.store.made import turn
 from tests.store.served import SECRET
 
 ROOT = Path(__file__).parents[2]
-PATIENT = Limits(unresponsive_s=1.5)
+PATIENT = RolloutLimits(unresponsive_s=1.5)
 """A claim that a kill swallowed is queued again soon."""
 
 
@@ -43,19 +43,19 @@ def ended(server: subprocess.Popen[str]) -> None:
 class Load:
     """Runners that play as fast as they can, and remember what they were told."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: RolloutQueue) -> None:
         self.desk = desk
-        self.finished: dict[Key, float] = {}
-        self.turned: dict[Key, int] = {}
+        self.finished: dict[AttemptId, float] = {}
+        self.turned: dict[AttemptId, int] = {}
         self.queued: set[int] = set()
-        self.playing: set[Key] = set()
+        self.playing: set[AttemptId] = set()
         self.over = False
 
     async def queue(self) -> None:
         """Always a few that wait."""
         for first in range(0, 100_000, 8):
             ids = await self.desk.enqueue(
-                [Wanted(Task(id, {}), id=id, limits=PATIENT) for id in range(first, first + 8)]
+                [RolloutRequest(Task(id, {}), id=id, limits=PATIENT) for id in range(first, first + 8)]
             )
             self.queued.update(ids)
             if self.over:
@@ -63,12 +63,12 @@ class Load:
             await asyncio.sleep(0.02)
 
     async def play(self, claim: Claim) -> None:
-        self.playing.add(claim.key)
-        self.turned[claim.key] = await self.desk.turn(claim.key, turn())
-        reward = float(claim.key.rollout)
-        if await self.desk.finish(claim.key, Ended(Outcome.SUCCEEDED, reward=reward)):
-            self.finished[claim.key] = reward
-        self.playing.discard(claim.key)
+        self.playing.add(claim.attempt_id)
+        self.turned[claim.attempt_id] = await self.desk.record_turn(claim.attempt_id, turn())
+        reward = float(claim.attempt_id.rollout)
+        if await self.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
+            self.finished[claim.attempt_id] = reward
+        self.playing.discard(claim.attempt_id)
 
     async def run(self, name: str) -> None:
         while not self.over:
@@ -103,7 +103,7 @@ async def loaded(load: Load, kills: int, journal: Path, port: int) -> None:
 def killed_again_and_again(directory: Path, kills: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    load = Load(RemoteDesk(f"http://127.0.0.1:{port}", Keyring(SECRET).admin))
+    load = Load(RemoteRolloutQueue(f"http://127.0.0.1:{port}", Keyring(SECRET).admin))
     asyncio.run(asyncio.wait_for(loaded(load, kills, directory / "journal.db", port), 60.0 + 10.0 * kills))
     with closing(open_store(directory / "journal.db")) as store:
         states = {state.id: state for state in store.rollouts()}

@@ -21,8 +21,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from etude.store import otlp
-from etude.store.bounds import NOTE_BYTES
-from etude.store.desk import Claim
+from etude.store.request_limits import NOTE_BYTES
+from etude.store.rollout_queue import Claim
 from etude.store.server import serve
 from tests.store.served import Served, served
 from tests.sweeps import later
@@ -39,7 +39,9 @@ def store() -> Iterator[Served]:
 
 def document(claim: Claim | None, spans: int = 1) -> dict[str, Any]:
     """An export as OTLP's JSON has it; of an attempt, if one is given."""
-    named = {} if claim is None else {"etude.rollout": claim.key.rollout, "etude.attempt": claim.key.attempt}
+    named = (
+        {} if claim is None else {"etude.rollout": claim.attempt_id.rollout, "etude.attempt": claim.attempt_id.attempt}
+    )
     attributes = [{"key": name, "value": {"intValue": str(value)}} for name, value in named.items()]
     span = {
         "traceId": TRACE,
@@ -61,7 +63,7 @@ def document(claim: Claim | None, spans: int = 1) -> dict[str, Any]:
 
 
 def notes(store: Served, claim: Claim) -> list[dict[str, Any]]:
-    return asyncio.run(store.desk.events(claim.key.rollout))
+    return asyncio.run(store.desk.notes(claim.attempt_id.rollout))
 
 
 def test_json_and_protobuf_say_the_same(store: Served) -> None:
@@ -69,7 +71,7 @@ def test_json_and_protobuf_say_the_same(store: Served) -> None:
     told = document(claim)
     assert store.ask("/v1/traces", told, store.ring.admin, content_type="application/json; charset=utf-8").json() == {}
     (noted,) = notes(store, claim)
-    assert noted["name"] == "span" and noted["attempt"] == claim.key.attempt
+    assert noted["name"] == "span" and noted["attempt"] == claim.attempt_id.attempt
     data = noted["data"]
     assert (data["name"], data["trace_id"], data["span_id"], data["scope"]) == ("call a tool", TRACE, SPAN, "mine")
     assert data["attributes"] == {"tool": "calculator", "odd": "nan", "many": [True, "AAE="]}
@@ -77,7 +79,7 @@ def test_json_and_protobuf_say_the_same(store: Served) -> None:
 
     request = ExportTraceServiceRequest()
     of_resource = request.resource_spans.add()
-    for name, value in (("etude.rollout", claim.key.rollout), ("etude.attempt", claim.key.attempt)):
+    for name, value in (("etude.rollout", claim.attempt_id.rollout), ("etude.attempt", claim.attempt_id.attempt)):
         attribute = of_resource.resource.attributes.add(key=name)
         attribute.value.int_value = value
     of_scope = of_resource.scope_spans.add()
@@ -177,7 +179,7 @@ def test_a_resource_is_looked_at_once_however_many_scopes_it_has() -> None:
 
     sys.setprofile(seen)
     try:
-        found = otlp.spans(request.SerializeToString(), PROTOBUF)
+        found = otlp.parse_spans(request.SerializeToString(), PROTOBUF)
     finally:
         sys.setprofile(None)
     assert len(looked) <= 2, "its own bytes, and those of the one scope that has spans"

@@ -17,21 +17,21 @@ import pytest
 
 from etude.errors import StoreError
 from etude.store import (
-    Admitted,
     Event,
     Journal,
-    Mark,
+    JournalMark,
     Phase,
     RolloutQueued,
+    RolloutsAdmitted,
     RolloutState,
     TaskDropped,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
     open_store,
     sql,
     sqlite,
 )
-from etude.store.record import encode
+from etude.store.event_records import encode
 from tests.store.made import group, tried
 
 ROOT = Path(__file__).parents[2]
@@ -331,12 +331,12 @@ def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, co
             assert log_of(store) == [encode(event) for event in BEGUN]
         return
     with pytest.raises(StoreError, match=rf"journal\.db is damaged: .*{complaint}"), closing(open_store(path)) as store:
-        store.check(Mark(0, 0))
+        store.verify_mark(JournalMark(0, 0))
 
 
 def paid(path: Path) -> None:
     """Two turns, of which the second is paid twice, and once less than nothing."""
-    payments = [TurnPaid(2, 0, 1, 0.5), TurnPaid(2, 0, 1, 0.25), TurnPaid(2, 0, 0, -0.5)]
+    payments = [TurnRewarded(2, 0, 1, 0.5), TurnRewarded(2, 0, 1, 0.25), TurnRewarded(2, 0, 0, -0.5)]
     with closing(open_store(path)) as store:
         store.append([*group(1), *tried(2, turns=2), *payments, *group(3)])
         assert [turn.reward for turn in store.turns(2)] == [-0.5, 0.75]
@@ -350,7 +350,7 @@ def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which:
     """A payment, or two that cancel each other: the turns that are left are those that were written."""
     paid(path)
     with closing(sqlite3.connect(path)) as raw, raw:
-        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_paid' AND {which}").rowcount > 0
+        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_rewarded' AND {which}").rowcount > 0
     with pytest.raises(StoreError, match=r"journal\.db is damaged: its event at position \d+ is missing"):
         open_store(path)
 
@@ -359,7 +359,7 @@ def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which:
 def test_turns_without_what_they_were_paid_are_not_read(path: Path, which: str) -> None:
     paid(path)
     with closing(sqlite3.connect(path)) as raw, raw:
-        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_paid' AND {which}").rowcount == 1
+        assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_rewarded' AND {which}").rowcount == 1
     with (
         closing(open_store(path, read_only=True)) as store,
         pytest.raises(StoreError, match=r"and 2 turns, paid 0\.25"),
@@ -370,7 +370,7 @@ def test_turns_without_what_they_were_paid_are_not_read(path: Path, which: str) 
 def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
     """Rollouts that it does not find would not be replayed."""
     with closing(open_store(path)) as store:
-        store.append([Admitted(1, (0, 1))])
+        store.append([RolloutsAdmitted(1, (0, 1))])
     with closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("PRAGMA writable_schema = ON")
         raw.execute("UPDATE sqlite_schema SET sql = sql || ' WHERE position < 9' WHERE name = 'events_of_kind'")
@@ -385,18 +385,18 @@ def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
 def test_a_mark_tells_its_journal_from_another(path: Path, tmp_path: Path) -> None:
     with closing(open_store(path)) as store:
         mark = store.flush()
-        assert mark == store.end and mark.position == len(BEGUN)
+        assert mark == store.end_mark and mark.position == len(BEGUN)
         store.append(group(1))
-        store.check(mark)
+        store.verify_mark(mark)
     with closing(open_store(tmp_path / "other.db")) as other:
         other.append([*group(0), *tried(0), *tried(1, reward=0.0)])
         with pytest.raises(StoreError, match=r"other\.db is not the one beside which the checkpoint was written"):
-            other.check(mark)
+            other.verify_mark(mark)
     with (
         closing(open_store(tmp_path / "shorter.db")) as other,
         pytest.raises(StoreError, match=rf"shorter\.db holds 0 events, and held {mark.position} when"),
     ):
-        other.check(mark)
+        other.verify_mark(mark)
 
 
 def test_events_before_a_mark_are_checked_where_they_are_needed(path: Path) -> None:
@@ -404,10 +404,10 @@ def test_events_before_a_mark_are_checked_where_they_are_needed(path: Path) -> N
         assert raw.execute("UPDATE events SET kind = 'noted' WHERE position = 5").rowcount == 1
     with closing(open_store(path)) as store:
         mark = store.flush()
-        store.check(mark)
-        store.check(mark, 5)
+        store.verify_mark(mark)
+        store.verify_mark(mark, 5)
         with pytest.raises(StoreError, match="event at position 5 does not match its checksum"):
-            store.check(mark, 4)
+            store.verify_mark(mark, 4)
 
 
 def test_a_payload_that_is_gone_is_noticed(path: Path) -> None:
@@ -441,7 +441,7 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         assert isinstance(store, sql.SqlJournal)
         raw: Any = store._connection.connection.driver_connection
         raw.set_trace_callback(asked.append)
-        store.append([*group(1), *tried(2), *tried(3), Admitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
+        store.append([*group(1), *tried(2), *tried(3), RolloutsAdmitted(1, (2, 3)), TaskDropped(0, 1, "flat")])
         for answer in (
             store.read(),
             store.read(3),
@@ -450,7 +450,11 @@ def test_every_question_is_answered_from_an_index(path: Path) -> None:
         ):
             assert len(list(answer)) > 0
         assert store.turns(2) and store.admitted(1) and store.rollouts(Phase.ADMITTED) and store.task(0)
-        assert len(list(store.listed(RolloutState))) == 4 == len(list(store.listed(RolloutState, backwards=True)))
+        assert (
+            len(list(store.iter_states(RolloutState)))
+            == 4
+            == len(list(store.iter_states(RolloutState, backwards=True)))
+        )
         raw.set_trace_callback(None)
     with closing(sqlite3.connect(path)) as raw:
         questions = [question for question in asked if question.startswith("SELECT")]
@@ -486,7 +490,7 @@ def test_a_hundred_thousand_rollouts(tmp_path: Path) -> None:
             for id in ids[::8]:
                 assert len(store.turns(id)) == 1
             spent.append(time.thread_time() - started)
-            store.append([Admitted(step, tuple(ids))])
+            store.append([RolloutsAdmitted(step, tuple(ids))])
     early, late = sorted(spent[10:110])[50], sorted(spent[-100:])[50]
     assert late < 1.3 * early, f"a step cost {1e3 * early:.1f} ms at the beginning and {1e3 * late:.1f} ms at the end"
     with closing(open_store(tmp_path / "long.db")) as store:

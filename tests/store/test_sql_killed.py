@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from etude.store import Journal, Phase, RolloutQueued, TaskIssued, open_store
-from etude.store.record import encode
+from etude.store.event_records import encode
 from tests.store.appending import MOST, batch
 
 ROOT = Path(__file__).parents[2]

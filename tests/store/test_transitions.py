@@ -8,29 +8,36 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import IllegalMoveError
+from etude.errors import IllegalTransitionError
 from etude.records import Outcome
+from etude.store.event_records import EVENTS
 from etude.store.events import (
     AttemptEnded,
     AttemptReady,
+    AttemptRewarded,
     AttemptStarted,
     Event,
-    LateEnd,
-    Noted,
-    Rewarded,
-    RolloutAsked,
+    LateResultRecorded,
+    NoteRecorded,
     RolloutCancelled,
     RolloutEvent,
     RolloutExpired,
     RolloutQueued,
+    RolloutResumed,
     RolloutSealed,
     TaskIssued,
-    TurnPaid,
     TurnRecorded,
+    TurnRewarded,
 )
-from etude.store.record import EVENTS
 from etude.store.states import LIVE, RolloutState, S, Status
-from etude.store.transitions import ENDS, MOVES, NEVER_CLOSED, Fold, Move, move_of
+from etude.store.transitions import (
+    NEVER_CLOSED,
+    TERMINAL_TRANSITIONS,
+    TRANSITIONS,
+    EventFold,
+    Transition,
+    transition_of,
+)
 from tests.store.made import turn
 
 TERMINAL = set(Status) - {Status.QUEUED} - LIVE
@@ -41,72 +48,72 @@ def nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
 
 
 def test_a_terminal_status_is_final() -> None:
-    assert all(after is status for (status, _), after in MOVES.items() if status in TERMINAL)
+    assert all(after is status for (status, _), after in TRANSITIONS.items() if status in TERMINAL)
 
 
 def test_every_status_is_reached_and_every_move_made() -> None:
-    assert {after for (status, _), after in MOVES.items() if after is not status} == set(Status) - {
+    assert {after for (status, _), after in TRANSITIONS.items() if after is not status} == set(Status) - {
         Status.PREPARING  # of attempts alone
     }
-    assert {move for _, move in MOVES} == set(Move)
+    assert {move for _, move in TRANSITIONS} == set(Transition)
 
 
 def test_only_running_work_records_and_only_finished_work_is_settled() -> None:
-    assert {status for status, move in MOVES if move is Move.TURN} == {Status.RUNNING}
-    assert {status for status, move in MOVES if move is Move.DROP} == TERMINAL
-    assert {status for status, move in MOVES if move is Move.SEAL} == TERMINAL
-    trained_on = {status for status, move in MOVES if move is Move.ADMIT}
+    assert {status for status, move in TRANSITIONS if move is Transition.TURN} == {Status.RUNNING}
+    assert {status for status, move in TRANSITIONS if move is Transition.DROP} == TERMINAL
+    assert {status for status, move in TRANSITIONS if move is Transition.SEAL} == TERMINAL
+    trained_on = {status for status, move in TRANSITIONS if move is Transition.ADMIT}
     assert trained_on == TERMINAL - {Status.CANCELLED, Status.INFRA_ERROR}
-    for earned in (Move.REWARD, Move.PAY):
-        assert {status for status, move in MOVES if move is earned} == trained_on | {Status.RUNNING}
+    for earned in (Transition.REWARD, Transition.REWARD_TURN):
+        assert {status for status, move in TRANSITIONS if move is earned} == trained_on | {Status.RUNNING}
 
 
 def test_what_nothing_follows_from_is_always_taken() -> None:
     for move in NEVER_CLOSED:
-        assert {status: after for (status, other), after in MOVES.items() if other is move} == {
+        assert {status: after for (status, other), after in TRANSITIONS.items() if other is move} == {
             status: status for status in set(Status) - {Status.PREPARING}
         }
 
 
 def test_every_outcome_is_a_status_with_its_own_move() -> None:
-    assert {Status(outcome) for outcome in Outcome} == TERMINAL == set(ENDS)
-    for status, move in ENDS.items():
-        assert MOVES[Status.RUNNING, move] is status
+    assert {Status(outcome) for outcome in Outcome} == TERMINAL == set(TERMINAL_TRANSITIONS)
+    for status, move in TERMINAL_TRANSITIONS.items():
+        assert TRANSITIONS[Status.RUNNING, move] is status
 
 
 def test_every_event_of_a_rollout_is_a_move() -> None:
     examples: list[RolloutEvent] = [
         RolloutQueued(0, 0, 0),
-        RolloutAsked(0, 1),
+        RolloutResumed(0, 1),
         RolloutCancelled(0, ""),
         RolloutSealed(0),
         RolloutExpired(0, ""),
         AttemptStarted(0, 0),
         AttemptReady(0, 0),
         TurnRecorded(0, 0, turn()),
-        TurnPaid(0, 0, 0, 1.0),
-        Rewarded(0, 0, 1.0),
-        Noted(0, 0, "seen"),
+        TurnRewarded(0, 0, 0, 1.0),
+        AttemptRewarded(0, 0, 1.0),
+        NoteRecorded(0, 0, "seen"),
         AttemptEnded(0, 0, Outcome.FAILED),
-        LateEnd(0, 0, Outcome.FAILED),
+        LateResultRecorded(0, 0, Outcome.FAILED),
     ]
     assert {type(event) for event in examples} == {kind for kind in EVENTS.values() if issubclass(kind, RolloutEvent)}
-    assert {move_of(event) for event in examples} <= set(Move)
-    assert move_of(AttemptEnded(0, 0, Outcome.FAILED, retry=True)) is Move.RETRY
+    assert {transition_of(event) for event in examples} <= set(Transition)
+    assert transition_of(AttemptEnded(0, 0, Outcome.FAILED, retry=True)) is Transition.RETRY
 
 
 events = st.one_of(
     st.just(RolloutCancelled(0, "enough")),
     st.just(RolloutExpired(0, "late")),
-    st.just(RolloutAsked(0, 2)),
+    st.just(RolloutResumed(0, 2)),
     st.just(RolloutSealed(0)),
     st.builds(AttemptStarted, st.just(0), st.integers(0, 2), st.sampled_from(["", "runner"])),
     st.builds(AttemptReady, st.just(0), st.integers(0, 2)),
-    st.builds(TurnPaid, st.just(0), st.integers(0, 2), st.integers(0, 2), st.just(0.5)),
-    st.builds(Noted, st.just(0), st.integers(0, 2), st.just("seen")),
-    st.builds(LateEnd, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
+    st.builds(TurnRewarded, st.just(0), st.integers(0, 2), st.integers(0, 2), st.just(0.5)),
+    st.builds(NoteRecorded, st.just(0), st.integers(0, 2), st.just("seen")),
+    st.builds(LateResultRecorded, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
     st.builds(lambda attempt, index: TurnRecorded(0, attempt, turn(index)), st.integers(0, 2), st.integers(0, 2)),
-    st.builds(Rewarded, st.just(0), st.integers(0, 2), st.just(1.0)),
+    st.builds(AttemptRewarded, st.just(0), st.integers(0, 2), st.just(1.0)),
     st.builds(AttemptEnded, st.just(0), st.integers(0, 2), st.sampled_from(sorted(Outcome))),
     st.builds(
         lambda attempt, watched: AttemptEnded(0, attempt, Outcome.INFRA_ERROR, "lost", retry=True, watched=watched),
@@ -119,21 +126,21 @@ events = st.one_of(
 @given(st.lists(events, max_size=40))
 def test_any_history_keeps_the_laws(history: list[Event]) -> None:
     """Whatever arrives in whatever order: a final status stays, attempts end once, turns and rewards are single."""
-    fold = Fold(nothing)
+    fold = EventFold(nothing)
     fold.extend([TaskIssued(0, 0, "s", {}), RolloutQueued(0, 0, 0)])
     taken: list[Event] = []
     for event in history:
         before = fold.changed["rollout", 0]
         try:
             fold.extend([event])
-        except IllegalMoveError:
+        except IllegalTransitionError:
             assert fold.changed["rollout", 0] is before
             continue
         taken.append(event)
         after = fold.changed["rollout", 0]
         assert isinstance(before, RolloutState) and isinstance(after, RolloutState)
         assert before.status not in TERMINAL or after.status is before.status
-        if not isinstance(event, LateEnd):
+        if not isinstance(event, LateResultRecorded):
             assert after.attempts[: len(before.attempts) - 1] == before.attempts[:-1], "only the newest attempt changes"
         else:
             assert [replace(each, late=None) for each in after.attempts] == [
@@ -151,8 +158,8 @@ def test_any_history_keeps_the_laws(history: list[Event]) -> None:
     for number, attempt in enumerate(end.attempts):
         own = [event for event in taken if getattr(event, "attempt", None) == number]
         assert [event.turn.index for event in own if isinstance(event, TurnRecorded)] == list(range(attempt.turns))
-        assert len([event for event in own if isinstance(event, Rewarded)]) == (attempt.reward is not None)
-        assert attempt.paid == sum(event.reward for event in own if isinstance(event, TurnPaid))
+        assert len([event for event in own if isinstance(event, AttemptRewarded)]) == (attempt.reward is not None)
+        assert attempt.paid == sum(event.reward for event in own if isinstance(event, TurnRewarded))
         prepared = [event for event in own if isinstance(event, AttemptReady)]
         assert len(prepared) <= (attempt.runner == "runner")
         if attempt.status is Status.PREPARING:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from etude.records import Outcome, Task
 from etude.store import open_store
-from etude.store.desk import Claim, Ended, Limits, Wanted
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptReport, Claim, RolloutLimits, RolloutRequest
 from tests.store.made import turn
 
-LIMITS = Limits(unresponsive_s=3600.0, max_attempts=2)
+LIMITS = RolloutLimits(unresponsive_s=3600.0, max_attempts=2)
 
 
 def say(line: str) -> None:
@@ -25,29 +25,29 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def produce(desk: LocalDesk, task: int) -> None:
+async def produce(desk: LocalRolloutQueue, task: int) -> None:
     """Queue group after group, each for a task of its own."""
     while True:
         asked = Task(task, {"prompt": "?" * 100})
-        for id in await desk.enqueue([Wanted(asked, sample, limits=LIMITS) for sample in range(4)]):
+        for id in await desk.enqueue([RolloutRequest(asked, sample, limits=LIMITS) for sample in range(4)]):
             say(f"queued {id}")
         task += 2
 
 
-async def play(desk: LocalDesk, got: Claim) -> None:
+async def play(desk: LocalRolloutQueue, got: Claim) -> None:
     """Play one to its end, some of them badly."""
-    where = f"{got.key.rollout}.{got.key.attempt}"
+    where = f"{got.attempt_id.rollout}.{got.attempt_id.attempt}"
     for _ in range(2):
-        index = await desk.turn(got.key, turn(seed=got.key.rollout))
+        index = await desk.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
         say(f"turn {where} {index}")
-    await desk.reward(got.key, 0.5, turn=1)
+    await desk.record_reward(got.attempt_id, 0.5, turn=1)
     say(f"paid {where}")
-    await desk.note(got.key, "seen", [got.key.rollout])
+    await desk.record_note(got.attempt_id, "seen", [got.attempt_id.rollout])
     say(f"noted {where}")
-    if got.key.rollout % 5 == 0 and got.key.attempt == 0:
-        await desk.finish(got.key, Ended(Outcome.FAILED, "as it happens"))
+    if got.attempt_id.rollout % 5 == 0 and got.attempt_id.attempt == 0:
+        await desk.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "as it happens"))
     else:
-        await desk.finish(got.key, Ended(Outcome.SUCCEEDED, reward=float(got.key.rollout)))
+        await desk.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=float(got.attempt_id.rollout)))
     say(f"finished {where}")
 
 
@@ -55,7 +55,7 @@ async def work(path: Path) -> None:
     """Everything at once."""
     journal = open_store(path)
     first = 2 * len(journal.tasks())
-    desk = LocalDesk(journal)
+    desk = LocalRolloutQueue(journal)
 
     async def run(name: str) -> None:
         while True:

@@ -17,61 +17,62 @@ import pytest
 import torch
 
 from etude.errors import ConfigError, EngineError, UnknownChoiceError
-from etude.rollout.remote import Remote
-from etude.rollout.vllm import Vllm
-from etude.sync import Carrier, SyncConfig, carrier, fleet
-from etude.sync.config import CarrierName
-from etude.sync.disk import DiskCarrier
-from etude.sync.group import GroupCarrier
-from etude.sync.plugin import PACKAGE, laid_out
-from etude.sync.shm import ShmCarrier
+from etude.rollout.server_client import ServerClient
+from etude.rollout.vllm import VllmBackend
+from etude.sync import SyncConfig, WeightTransport, build_transport, build_weight_sync
+from etude.sync.broadcast import BroadcastTransport
+from etude.sync.config import TransportName
+from etude.sync.disk import DiskTransport
+from etude.sync.shm import ShmTransport
+from etude.sync.vllm_plugin import PACKAGE, install_plugin
 from tests.servers import Served
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("shm", ShmCarrier), ("disk", DiskCarrier), ("gloo", GroupCarrier), ("nccl", GroupCarrier)]
+    ("name", "kind"),
+    [("shm", ShmTransport), ("disk", DiskTransport), ("gloo", BroadcastTransport), ("nccl", BroadcastTransport)],
 )
-def test_each_carrier_is_chosen_by_its_name(name: str, kind: type[Carrier], tmp_path: Path) -> None:
-    assert isinstance(carrier(SyncConfig.model_validate({"carrier": name}), tmp_path), kind)
+def test_each_carrier_is_chosen_by_its_name(name: str, kind: type[WeightTransport], tmp_path: Path) -> None:
+    assert isinstance(build_transport(SyncConfig.model_validate({"weight_transport": name}), tmp_path), kind)
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
 def test_what_goes_between_gpus_goes_from_the_one_that_the_weights_lie_on(
-    name: CarrierName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: TransportName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever the thread that fills a bucket would take: in a new one that is the first. A device without memory
     stands for it, as CUDA is not there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(import_module("etude.sync.ipc"), "_handle", lambda bucket: [str(bucket.device)])
-    made = carrier(SyncConfig(carrier=name), tmp_path, torch.device("meta"))
+    made = build_transport(SyncConfig(weight_transport=name), tmp_path, torch.device("meta"))
     weights = [("model.a.weight", torch.ones(4, 4))]
-    if isinstance(made, GroupCarrier):
-        ((_, tensor),) = made.parcels(weights, True)._bucket()
+    if isinstance(made, BroadcastTransport):
+        ((_, tensor),) = made.buckets(weights, True)._bucket()
         assert tensor.device.type == "meta"
     else:
-        parcel = asyncio.run(made.parcels(weights, True).next())
+        parcel = asyncio.run(made.buckets(weights, True).next())
         assert parcel is not None and parcel.where == {"handle": ["meta"]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_its_memory_cannot_be_shared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch sees none here.*`carrier=shm`"):
-        carrier(SyncConfig(carrier="ipc"), tmp_path)
+    with pytest.raises(ConfigError, match=r"torch sees none here.*`weight_transport=shm`"):
+        build_transport(SyncConfig(weight_transport="ipc"), tmp_path)
 
 
 def test_there_must_be_servers_that_can_be_spoken_to(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no engine to publish to"):
-        fleet([], SyncConfig(), tmp_path)
+        build_weight_sync([], SyncConfig(), tmp_path)
     stranger = Served("vllm", "http://127.0.0.1:9", None, tmp_path)
-    stranger.dialect.name = "tgi"
+    stranger.backend.name = "tgi"
     with pytest.raises(UnknownChoiceError, match="'tgi', and carriers speak vllm and sglang"):
-        fleet([stranger], SyncConfig(), tmp_path)
+        build_weight_sync([stranger], SyncConfig(), tmp_path)
 
 
 def test_the_plug_in_is_found_where_it_was_laid_out(tmp_path: Path) -> None:
-    made = laid_out(tmp_path)
-    assert laid_out(tmp_path) == made and list(tmp_path.iterdir()) == [made]
+    made = install_plugin(tmp_path)
+    assert install_plugin(tmp_path) == made and list(tmp_path.iterdir()) == [made]
     asked = "from importlib.metadata import entry_points; print(*entry_points(group='vllm.general_plugins'))"
     found = subprocess.run(
         [sys.executable, "-c", asked], env={"PYTHONPATH": str(made)}, capture_output=True, text=True, check=True
@@ -84,23 +85,28 @@ def test_several_may_lay_the_plug_in_out_at_once(tmp_path: Path) -> None:
 
     def lay_out() -> list[str]:
         begin.wait()
-        return sorted(path.name for path in (laid_out(tmp_path) / PACKAGE).iterdir())
+        return sorted(path.name for path in (install_plugin(tmp_path) / PACKAGE).iterdir())
 
     with ThreadPoolExecutor(8) as pool:
         found = [each.result() for each in [pool.submit(lay_out) for _ in range(8)]]
     assert "engine.py" in found[0] and all(each == found[0] for each in found)
-    assert list(tmp_path.iterdir()) == [laid_out(tmp_path)]
+    assert list(tmp_path.iterdir()) == [install_plugin(tmp_path)]
 
 
 def test_servers_that_hang_cost_a_publish_no_more_than_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their connections are taken, and nobody answers."""
-    monkeypatch.setattr(import_module("etude.sync.fleet"), "LAST", 0.5)  # whose room has a function of that name
+    monkeypatch.setattr(
+        import_module("etude.sync.replicas"), "CLEANUP_TIMEOUT", 0.5
+    )  # whose room has a function of that name
 
     async def publish(urls: list[str]) -> float:
-        config = SyncConfig(carrier="disk", directory=tmp_path / "published", timeout=0.5)
-        published, begun = fleet([Remote(url, Vllm()) for url in urls], config, tmp_path), time.monotonic()
+        config = SyncConfig(weight_transport="disk", directory=tmp_path / "published", timeout=0.5)
+        published, begun = (
+            build_weight_sync([ServerClient(url, VllmBackend()) for url in urls], config, tmp_path),
+            time.monotonic(),
+        )
         with pytest.raises(EngineError, match="No engine was brought to the new weights"):
             await published.publish([("model.a.weight", torch.ones(4, 4))], 1)
         return time.monotonic() - begun

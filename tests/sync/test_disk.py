@@ -12,19 +12,19 @@ from torch import Tensor
 
 from bench.plan_worker import measured
 from etude.errors import CheckpointError
-from etude.models import create, tiny
-from etude.sync.disk import DiskCarrier, part_of
-from etude.sync.plan import Stream
+from etude.models import create, tiny_config
+from etude.sync.disk import DiskTransport, module_of
+from etude.sync.weights import WeightStream
 
-MODEL = create(tiny(50, layers=2, hidden=32, context=128), seed=0)
+MODEL = create(tiny_config(50, layers=2, hidden=32, context=128), seed=0)
 
 
 def weights() -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in MODEL.named_weights()}
 
 
-def written(carrier: DiskCarrier, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
-    parcel = asyncio.run(carrier.parcels(published.items(), whole).next())
+def written(carrier: DiskTransport, published: dict[str, Tensor], *, whole: bool) -> tuple[Path, dict[str, Tensor]]:
+    parcel = asyncio.run(carrier.buckets(published.items(), whole).next())
     assert parcel is not None
     directory = Path(parcel.where["directory"])
     found: dict[str, Tensor] = {}
@@ -39,7 +39,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Path) -> None:
-    carrier = DiskCarrier(tmp_path, 20_000)
+    carrier = DiskTransport(tmp_path, 20_000)
     first, found = written(carrier, weights(), whole=True)
     assert same(found, weights())
     sizes = [file.stat().st_size for file in first.iterdir()]
@@ -51,22 +51,22 @@ def test_a_publish_is_a_directory_of_files_no_larger_than_a_bucket(tmp_path: Pat
 
 
 def test_a_delta_holds_the_parts_that_changed_whole(tmp_path: Path) -> None:
-    carrier = DiskCarrier(tmp_path, 1 << 20, delta=True)
+    carrier = DiskTransport(tmp_path, 1 << 20, delta=True)
     published = weights()
     assert same(written(carrier, published, whole=True)[1], published)
     published["model.layers.1.self_attn.q_proj.weight"] += 1
     _, found = written(carrier, published, whole=False)
-    part = {name: weight for name, weight in published.items() if part_of(name) == "model.layers.1.self_attn"}
+    part = {name: weight for name, weight in published.items() if module_of(name) == "model.layers.1.self_attn"}
     assert len(part) > 3 and same(found, part)
     assert same(written(carrier, published, whole=True)[1], published), "a server that missed one needs everything"
     assert not written(carrier, published, whole=False)[1]
 
 
 def test_a_part_that_is_larger_than_a_bucket_is_written_or_taken_back_whole(tmp_path: Path) -> None:
-    carrier, bucket = DiskCarrier(tmp_path, 100_000, delta=True), 100_000
+    carrier, bucket = DiskTransport(tmp_path, 100_000, delta=True), 100_000
     names = [f"model.layers.{layer}.mlp.{name}_proj.weight" for layer in (0, 1) for name in ("gate", "up", "down")]
     published = {name: torch.randn(128, 128) for name in ("model.embed_tokens.weight", *names)}
-    held = measured(lambda: carrier.write(Stream(published.items()), {}))
+    held = measured(lambda: carrier.write(WeightStream(published.items()), {}))
     assert 65_536 < held <= 2 * bucket, "parts are held in pieces"
     assert same(written(carrier, published, whole=True)[1], published)
     published[names[-1]] = torch.randn(128, 128)
@@ -76,7 +76,7 @@ def test_a_part_that_is_larger_than_a_bucket_is_written_or_taken_back_whole(tmp_
 
 
 def test_without_delta_everything_is_written(tmp_path: Path) -> None:
-    carrier = DiskCarrier(tmp_path, 1 << 20)
+    carrier = DiskTransport(tmp_path, 1 << 20)
     for _ in range(2):
         assert same(written(carrier, weights(), whole=False)[1], weights())
 
@@ -84,5 +84,5 @@ def test_without_delta_everything_is_written(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"could not be written to .*`directory`"):
-        written(DiskCarrier(tmp_path / "file", 1 << 20), weights(), whole=True)
+        written(DiskTransport(tmp_path / "file", 1 << 20), weights(), whole=True)
     assert (tmp_path / "file").is_file()

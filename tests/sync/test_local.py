@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError, EngineError
-from etude.models import Model, create, tiny
+from etude.models import Model, create, tiny_config
 from etude.records import SamplingParams
-from etude.rollout.torch_engine import EngineConfig, TorchEngine
-from etude.sync import LocalCarrier
+from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
+from etude.sync import LocalWeightSync
 
-CONFIG = tiny(50, layers=2, hidden=32, context=128)
-ENGINE = EngineConfig(kv_gib=0.001)
+CONFIG = tiny_config(50, layers=2, hidden=32, context=128)
+ENGINE = TorchEngineConfig(kv_gib=0.001)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = np.arange(5, dtype=np.int32)
 
@@ -28,7 +28,7 @@ def named(model: Model) -> dict[str, Tensor]:
 
 
 def publish(engine: TorchEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
-    return asyncio.run(LocalCarrier(engine).publish(weights, version)).reduce()
+    return asyncio.run(LocalWeightSync(engine).publish(weights, version)).reduce()
 
 
 def says(engine: TorchEngine) -> tuple[list[int], list[float], set[int]]:
@@ -80,7 +80,7 @@ def test_weights_that_are_made_as_they_are_asked_for_are_let_go_of_one_by_one() 
             yield name, whole
 
     with TorchEngine(held, None, ENGINE) as engine:
-        told = asyncio.run(LocalCarrier(engine).publish(brought(), 1, trained.named_weights())).reduce()
+        told = asyncio.run(LocalWeightSync(engine).publish(brought(), 1, trained.named_weights())).reduce()
         assert told["publish_bytes"] == sum(weight.nbytes for weight in named(held).values())
     assert len(made) > 9 and most <= 2
     assert all(torch.equal(weight, named(trained)[name]) for name, weight in named(held).items())
@@ -91,9 +91,12 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_written() -> None:
     before = {name: weight.clone() for name, weight in named(held).items()}
     with TorchEngine(held, None, ENGINE) as engine:
         for config, complaint in (
-            (tiny(50, layers=3, hidden=32), "the trainer has `model.layers.2.* and the engine has not"),
-            (tiny(50, layers=1, hidden=32), "the engine has `model.layers.1.* and the trainer has not"),
-            (tiny(50, layers=2, hidden=64), r"`model.embed_tokens.weight` is \[50, 64\] in the trainer and \[50, 32\]"),
+            (tiny_config(50, layers=3, hidden=32), "the trainer has `model.layers.2.* and the engine has not"),
+            (tiny_config(50, layers=1, hidden=32), "the engine has `model.layers.1.* and the trainer has not"),
+            (
+                tiny_config(50, layers=2, hidden=64),
+                r"`model.embed_tokens.weight` is \[50, 64\] in the trainer and \[50, 32\]",
+            ),
         ):
             with pytest.raises(ConfigError, match=complaint):
                 publish(engine, named(create(config, seed=0)).items(), 1)

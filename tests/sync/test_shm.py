@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.sync.plan import Stream
-from etude.sync.server import Parcel
-from etude.sync.shm import ShmCarrier
-from etude.sync.slots import Slot
+from etude.sync.shared_buckets import SharedBucket
+from etude.sync.shm import ShmTransport
+from etude.sync.transport import Bucket
+from etude.sync.weights import WeightStream
 from tests.servers import Served
 from tests.sync.reading import Reader, reader, told
 
@@ -29,17 +29,17 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 async def fetched(
-    carrier: ShmCarrier, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
-) -> list[Parcel]:
+    carrier: ShmTransport, published: dict[str, Tensor], by: Reader, *, torch_handles: bool
+) -> list[Bucket]:
     """Every parcel, of which the other process has found the tensors that were published."""
-    parcels = carrier.parcels(published.items(), True)
-    seen: list[Parcel] = []
+    parcels = carrier.buckets(published.items(), True)
+    seen: list[Bucket] = []
     found = {}
     while (parcel := await parcels.next()) is not None:
         seen.append(parcel)
         if torch_handles:
-            assert parcel.handed is not None
-            by.ask({"handles": parcel.handed(Served("sglang", "http://nowhere", None, Path()))})
+            assert parcel.tensor_handles is not None
+            by.ask({"handles": parcel.tensor_handles(Served("sglang", "http://nowhere", None, Path()))})
         else:
             pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
             by.ask({"kind": "shm", "pieces": pieces, "where": dict(parcel.where)})
@@ -56,7 +56,7 @@ def test_another_process_finds_every_tensor_and_two_buckets_are_held() -> None:
 
 def found_by(by: Reader, *, torch_handles: bool) -> None:
     """That it finds what is published three times, and what is left of it: nothing."""
-    carrier = ShmCarrier(BUCKET)
+    carrier = ShmTransport(BUCKET)
     for seed in range(3):
         parcels = asyncio.run(fetched(carrier, weights(seed), by, torch_handles=torch_handles))
         assert len(parcels) > 2
@@ -69,8 +69,8 @@ def found_by(by: Reader, *, torch_handles: bool) -> None:
 
 
 def test_a_slot_casts_and_aligns() -> None:
-    slot = Slot(BUCKET)
-    pieces = slot.fill(Stream(weights().items(), torch.float16))
+    slot = SharedBucket(BUCKET)
+    pieces = slot.fill(WeightStream(weights().items(), torch.float16))
     assert [piece.name for piece in pieces] == ["a", "b", "c"]
     assert all(piece.offset % 64 == 0 and piece.dtype == "float16" for piece in pieces)
     slot.close()
@@ -79,4 +79,4 @@ def test_a_slot_casts_and_aligns() -> None:
 
 def test_a_bucket_that_shared_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not fit into /dev/shm.*`bucket_mib`"):
-        Slot(1 << 50).fill(Stream(weights().items()))
+        SharedBucket(1 << 50).fill(WeightStream(weights().items()))

@@ -15,17 +15,17 @@ from etude.integrity import write_text
 from etude.records import Completion, Outcome, Turn
 from etude.store import open_store
 from etude.store.events import (
-    Admitted,
     AttemptEnded,
+    AttemptRewarded,
     AttemptStarted,
-    Noted,
-    Rewarded,
+    NoteRecorded,
     RolloutQueued,
+    RolloutsAdmitted,
     TaskDropped,
     TaskIssued,
     TurnRecorded,
 )
-from etude.tools.answers import answers
+from etude.tools.answers import load_answers
 
 Captured = pytest.CaptureFixture[str]
 
@@ -49,9 +49,11 @@ def answered(directory: Path, steps: int = 2, texts: Sequence[tuple[str, float]]
                     completion = Completion(ids, drawn, ids, "length" if len(text) > 100 else "stop", text)
                     turn = Turn(np.array([1, 2], np.int32), completion, 0)
                     store.append([RolloutQueued(rollout, task, sample), AttemptStarted(rollout, 0)])
-                    store.append([TurnRecorded(rollout, 0, turn), Rewarded(rollout, 0, earned, {"form": 0.5}, False)])
+                    store.append(
+                        [TurnRecorded(rollout, 0, turn), AttemptRewarded(rollout, 0, earned, {"form": 0.5}, False)]
+                    )
                     store.append([AttemptEnded(rollout, 0, Outcome.SUCCEEDED, "", False)])
-            store.append([Admitted(step, tuple(admitted))])
+            store.append([RolloutsAdmitted(step, tuple(admitted))])
     return directory
 
 
@@ -98,12 +100,12 @@ def test_a_task_without_a_prompt_is_shown_by_its_fields(tmp_path: Path, capsys: 
     """As agents have them, who may also end without having asked the model at all."""
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"question": "How many?", "shelf": {"A": 4}, "prompt": None, "row": 3})])
-        store.append([RolloutQueued(0, 0, 0), AttemptStarted(0, 0), Rewarded(0, 0, 0.5, {}, False)])
-        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), Admitted(1, (0,))])
+        store.append([RolloutQueued(0, 0, 0), AttemptStarted(0, 0), AttemptRewarded(0, 0, 0.5, {}, False)])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert 'question: How many?\nshelf: {"A": 4}\n' in shown and "row" not in shown
-    assert answers(tmp_path)[1][0]["answer"] == ""
+    assert load_answers(tmp_path)[1][0]["answer"] == ""
 
 
 def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -> None:
@@ -115,12 +117,12 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
     write_text(tmp_path / "run.yaml", "model: {path: nowhere, tokenizer: null}")
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
         store.append([TaskIssued(0, 0, "", {"prompt": "?"}), RolloutQueued(0, 0, 0), AttemptStarted(0, 0)])
-        store.append([*(TurnRecorded(0, 0, turn) for turn in turns), Rewarded(0, 0, -0.0, {}, False)])
-        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), Admitted(1, (0,))])
+        store.append([*(TurnRecorded(0, 0, turn) for turn in turns), AttemptRewarded(0, 0, -0.0, {}, False)])
+        store.append([AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False), RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "first  [earned 0.2500]" in shown and "second" in shown and "-0.0000" not in shown
-    assert [each.get("reward") for each in answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
+    assert [each.get("reward") for each in load_answers(tmp_path)[1][0]["conversation"]] == [0.25, None]
 
 
 def failing(directory: Path) -> Path:
@@ -133,11 +135,13 @@ def failing(directory: Path) -> Path:
             store.append([TaskIssued(task, task, "", {"question": f"q{task}", "prompt": None})])
             for rollout in (2 * task, 2 * task + 1):
                 store.append([RolloutQueued(rollout, task, rollout % 2), AttemptStarted(rollout, 0)])
-        store.append([Rewarded(0, 0, 1.0, {}, False), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
-        store.append([Noted(1, 0, "refused", refused), AttemptEnded(1, 0, Outcome.FAILED, "exit code 1.", False)])
+        store.append([AttemptRewarded(0, 0, 1.0, {}, False), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
+        store.append(
+            [NoteRecorded(1, 0, "refused", refused), AttemptEnded(1, 0, Outcome.FAILED, "exit code 1.", False)]
+        )
         store.append([AttemptEnded(2, 0, Outcome.TIMED_OUT, "It was not over after 9 s.", False)])
         store.append([AttemptEnded(3, 0, Outcome.FAILED, "Traceback " + "x" * 900 + " the end", False)])
-        store.append([TaskDropped(1, 1, "every rollout failed"), Admitted(1, (0,))])
+        store.append([TaskDropped(1, 1, "every rollout failed"), RolloutsAdmitted(1, (0,))])
     return directory
 
 
@@ -149,7 +153,7 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     assert "failed: exit code 1. The endpoint refused a call to /v1/responses (400): 'audio' is not" in shown
     assert "timed_out: It was not over after 9 s." in shown
     assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
-    found = answers(run)[1]
+    found = load_answers(run)[1]
     assert [(each["task"], each["outcome"], each["reward"]) for each in found] == [
         *((0, "succeeded", 1.0), (0, "failed", None)),
         *((1, "timed_out", None), (1, "failed", None)),
@@ -179,15 +183,15 @@ def test_what_cut_a_rollout_off_is_named(finish: str, turns: int, told: str, tmp
         for n in range(turns):
             completion = Completion(ids, np.zeros(1, np.float32), ids, finish, "said")  # type: ignore[arg-type]
             store.append([TurnRecorded(0, 0, Turn(ids, completion, n))])
-        store.append([Rewarded(0, 0, 0.5, {}, True), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
-        store.append([Admitted(1, (0,))])
+        store.append([AttemptRewarded(0, 0, 0.5, {}, True), AttemptEnded(0, 0, Outcome.SUCCEEDED, "", False)])
+        store.append([RolloutsAdmitted(1, (0,))])
     assert main(["answers", str(tmp_path)]) == 0
     assert f"[{told}]" in capsys.readouterr().out
 
 
 def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
     with closing(open_store(run / "journal.sqlite")):
-        assert answers(run)[0] == 2
+        assert load_answers(run)[0] == 2
 
 
 def test_what_cannot_be_shown_is_told(run: Path, tmp_path: Path, capsys: Captured) -> None:

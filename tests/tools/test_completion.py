@@ -21,15 +21,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.cli import main, parser
+from etude.cli import build_parser, main
 from etude.config.compose import compose
-from etude.config.show import all_paths, leaves
+from etude.config.show import list_option_paths, list_options
 from etude.data.prepare import PREPARATIONS
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import Run
-from etude.tools.completion import offers, words
+from etude.recipes.run.config import Run
+from etude.tools.shell_completion import option_cache as words
+from etude.tools.shell_completion import suggest as offers
 
-RUN = "etude.recipes.run:Run"
+RUN = "etude.recipes.run.config:Run"
 QUICK = 0.3
 
 
@@ -37,7 +38,7 @@ QUICK = 0.3
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the options of every command are kept."""
     place = tmp_path_factory.mktemp("cache") / "etude"
-    words.write(place, offers.roots_of(parser()))
+    words.write_cache(place, offers.option_classes(build_parser()))
     return place
 
 
@@ -60,13 +61,13 @@ def shell(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def offered(cache: Path, *typed: str) -> list[str]:
     """The words that are offered in place of the last of these."""
-    return [offer.text for offer in offers.offers(commands(), typed, cache)]
+    return [offer.text for offer in offers.suggest(commands(), typed, cache)]
 
 
 @functools.cache
 def commands() -> ArgumentParser:
     """The command line, which takes longer to put together than to ask."""
-    return parser()
+    return build_parser()
 
 
 def in_bash(line: str) -> list[str]:
@@ -184,9 +185,9 @@ def test_an_answer_is_quick_and_loads_nothing_heavy(shell: Path, cache: Path) ->
 
 
 def test_every_option_is_known_and_no_other() -> None:
-    found = words.collect([RUN])["options"][RUN]
-    assert {each["path"] for each in found} == all_paths(Run)
-    assert {each["path"] for each in found} >= words.FILES
+    found = words.collect_options([RUN])["options"][RUN]
+    assert {each["path"] for each in found} == list_option_paths(Run)
+    assert {each["path"] for each in found} >= words.FILE_OPTIONS
     assert all(each["meaning"] for each in found)
 
 
@@ -202,9 +203,11 @@ def test_the_options_offered_are_those_that_would_be_taken(line: list[str], cach
                 asked.append(text)
     presets = [PRESETS[word] for word in line if word in PRESETS]
     run = compose(Run, [word for word in line if "=" in word], preset=presets[0] if presets else None)
-    taken = {leaf.path for leaf in leaves(run)}
-    absent = {leaf.path for leaf in leaves(run) if leaf.type.startswith("a mapping of ")}  # until a field of it is set
-    assert found == (taken - absent) | {path for path in all_paths(Run) if path.partition(".")[0] in absent}
+    taken = {leaf.path for leaf in list_options(run)}
+    absent = {
+        leaf.path for leaf in list_options(run) if leaf.type.startswith("a mapping of ")
+    }  # until a field of it is set
+    assert found == (taken - absent) | {path for path in list_option_paths(Run) if path.partition(".")[0] in absent}
 
 
 @pytest.mark.parametrize(
@@ -255,14 +258,14 @@ WORDS = st.lists(st.text(st.characters(categories=["L", "N", "P", "S", "Z"]), mi
 
 @given(WORDS, st.text("ab=./", max_size=4))
 def test_a_line_is_read_as_a_shell_reads_it(before: list[str], last: str) -> None:
-    assert offers.typed(f"etude {shlex.join(before)} {last}", "etude") == [*before, last]
-    assert offers.typed(f"etude {shlex.join(before)} '{last}", "etude") is None
-    assert offers.typed(last, "etude") is None
+    assert offers.split_words(f"etude {shlex.join(before)} {last}", "etude") == [*before, last]
+    assert offers.split_words(f"etude {shlex.join(before)} '{last}", "etude") is None
+    assert offers.split_words(last, "etude") is None
 
 
 @given(st.text("ab=:", max_size=6), st.sampled_from(["=:", "=", ":", ""]))
 def test_bash_gets_what_it_takes_for_the_word(current: str, breaks: str) -> None:
-    (text,) = offers.for_bash([offers.Offer(f"{current}more ")], current, breaks)
+    (text,) = offers.format_for_bash([offers.Suggestion(f"{current}more ")], current, breaks)
     broken = max((current.rfind(sign) + 1 for sign in breaks), default=0)
     assert text == f"{current[broken:]}more "
 
@@ -272,10 +275,10 @@ def test_bash_gets_what_it_takes_for_the_word(current: str, breaks: str) -> None
 
 def test_options_are_read_by_a_process_of_their_own(tmp_path: Path, cache: Path) -> None:
     """What was kept of other sources is offered until then; one process is at it at a time; nothing waits for it."""
-    place = offers.kept(tmp_path)
+    place = offers.cache_file(tmp_path)
     old = place.with_name("old.json")
     place.parent.mkdir(parents=True)
-    known = json.loads(offers.kept(cache).read_text())
+    known = json.loads(offers.cache_file(cache).read_text())
     known["options"][RUN] = [each for each in known["options"][RUN] if each["path"] == "steps"]
     old.write_text(json.dumps(known))
     begun = time.monotonic()

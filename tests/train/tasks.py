@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, Loss, LossValue, Outputs, State, View
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss, LossValue, Outputs, View
 from etude.batch import Batch
-from etude.models import Model, create, tiny
+from etude.models import Model, create, tiny_config
 from etude.records import Rollout, Sample
-from etude.train import Learner, Train
+from etude.train import Learner, TrainConfig
 from etude.train.optim import PRECISIONS
 
 VOCABULARY = 61
@@ -22,7 +22,7 @@ VOCABULARY = 61
 
 def model(precision: str = "fp64", family: str = "qwen3", seed: int = 0, **more: int) -> Model:
     sizes = {"layers": 2, "hidden": 32, **more}
-    return create(tiny(VOCABULARY, family=family, **sizes), seed=seed, dtype=PRECISIONS[precision])
+    return create(tiny_config(VOCABULARY, family=family, **sizes), seed=seed, dtype=PRECISIONS[precision])
 
 
 def learner(
@@ -30,7 +30,7 @@ def learner(
 ) -> Learner:
     """A learner of its own model; the rate is high enough to see."""
     given = {"learning_rate": 1e-2, **options}
-    return Learner(model(precision, family, seed), Train(precision=precision, **given), steps=steps)
+    return Learner(model(precision, family, seed), TrainConfig(precision=precision, **given), steps=steps)
 
 
 def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, longest: int = 7) -> Batch:
@@ -62,7 +62,7 @@ def rollouts(seed: int = 0, groups: int = 3, size: int = 4, *, turns: int = 2, l
                     )
                 )
     batch = Batch.from_records(samples, told)
-    first = torch.zeros(batch.tokens, dtype=torch.bool)
+    first = torch.zeros(batch.num_tokens, dtype=torch.bool)
     first[batch.offsets[:-1]] = True
     return batch.replace(observation=~batch.action & ~first)
 
@@ -85,20 +85,20 @@ def answered(*groups: tuple[int, Sequence[int]]) -> Batch:
 class Improve:
     """An algorithm as an objective."""
 
-    algorithm: Algorithm
+    algorithm: AlgorithmConfig
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
         return self.algorithm.loss.split_unit
 
-    def needs(self) -> frozenset[str]:
-        return self.algorithm.needs()
+    def required_columns(self) -> frozenset[str]:
+        return self.algorithm.required_columns()
 
-    def outputs(self) -> frozenset[str]:
-        return self.algorithm.outputs()
+    def forward_outputs(self) -> frozenset[str]:
+        return self.algorithm.forward_outputs()
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        return self.algorithm.objective(batch, outputs, whole, State())
+        return self.algorithm.compute_loss(batch, outputs, whole, AlgorithmState())
 
 
 @dataclass
@@ -109,23 +109,23 @@ class Imitate:
     split_unit: Literal["rollout", "group"] = "rollout"
     seen: tuple[Batch, ...] = ()
 
-    def needs(self) -> frozenset[str]:
-        return self.wrapped.needs()
+    def required_columns(self) -> frozenset[str]:
+        return self.wrapped.required_columns()
 
-    def outputs(self) -> frozenset[str]:
-        return self.wrapped.outputs()
+    def forward_outputs(self) -> frozenset[str]:
+        return self.wrapped.forward_outputs()
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
         self.seen += (batch,)
         return self.wrapped(View(batch, outputs), whole)
 
 
-def ready(by: Learner, algorithm: Algorithm, batch: Batch) -> Batch:
+def ready(by: Learner, algorithm: AlgorithmConfig, batch: Batch) -> Batch:
     """Annotated by the learner and estimated by the algorithm, off-policy enough for ratios to matter."""
     batch = by.annotate(batch, frozenset({"old_logp"}))
-    noise = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     batch = batch.replace(old_logp=batch.old_logp + 0.1 * noise.to(batch.old_logp))
-    return algorithm.estimate(batch, State()).batch
+    return algorithm.estimate(batch, AlgorithmState()).batch
 
 
 def gradient(by: Learner) -> dict[str, Tensor]:

@@ -11,24 +11,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from etude.algorithms import Algorithm, Denominators, LossValue, Outputs
+from etude.algorithms import AlgorithmConfig, Denominators, LossValue, Outputs
 from etude.algorithms import logits as of_logits
 from etude.algorithms.advantages.group import GRPO
-from etude.algorithms.entropy import Entropy
+from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses.clip import PPO
 from etude.algorithms.losses.distill import TopKDistillation
-from etude.algorithms.losses.supervised import SFT, Value
+from etude.algorithms.losses.supervised import SFT, ValueLoss
 from etude.batch import Batch, Pack
-from etude.checkpoint import Checkpoints
-from etude.data.pack import tree
+from etude.checkpoint import CheckpointManager
+from etude.data.pack import pack_prefix_tree
 from etude.errors import BatchError, ConfigError, TrainingError
 from etude.models import PackedAttention, load, save
-from etude.train import Learner, Train, load_weights
+from etude.train import Learner, TrainConfig, load_weights
 from tests.autograd import kept_for_backward
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, learner, model, ready, rollouts, weights
 
-EVERYTHING = Algorithm(
-    loss=PPO(reduction="seq-mean-token-mean"), advantage=GRPO(), entropy=Entropy(coefficient=0.1), echo=0.3
+EVERYTHING = AlgorithmConfig(
+    loss=PPO(reduction="seq-mean-token-mean"), advantage=GRPO(), entropy=EntropyConfig(coefficient=0.1), echo=0.3
 )
 
 
@@ -37,17 +37,17 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-9) -
 
 
 def update(
-    batch: Batch, algorithm: Algorithm, pack: object = tree, **options: object
+    batch: Batch, algorithm: AlgorithmConfig, pack: object = pack_prefix_tree, **options: object
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one update of a fresh learner."""
     given = {"learning_rate": 0.0, "clip": None, **options}
-    by = Learner(model("fp64"), Train(precision="fp64", **given), pack=pack)
+    by = Learner(model("fp64"), TrainConfig(precision="fp64", **given), pack=pack)
     metrics = by.update(ready(by, algorithm, batch), Improve(algorithm)).reduce()
     return metrics["loss"], gradient(by)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm(), EVERYTHING], ids=["grpo", "everything"])
-def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), EVERYTHING], ids=["grpo", "everything"])
+def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: AlgorithmConfig) -> None:
     """The micro-batch law, in float64."""
     batch = rollouts()
     loss, found = update(batch, algorithm)
@@ -55,8 +55,8 @@ def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: Algorithm) -> Non
     for options in (
         {"micro_tokens": 1},
         {"micro_tokens": 40},
-        {"pack": Pack.of},
-        {"pack": Pack.of, "micro_tokens": 40},
+        {"pack": Pack.from_batch},
+        {"pack": Pack.from_batch, "micro_tokens": 40},
         {"activation_checkpointing": True},
     ):
         other, again = update(batch, algorithm, **options)
@@ -68,7 +68,7 @@ def test_an_update_does_not_depend_on_the_order_of_its_groups() -> None:
     batch = rollouts()
     by = [learner(clip=None) for _ in range(2)]
     estimated = ready(by[0], EVERYTHING, batch)
-    turned = estimated.select(torch.arange(batch.rollouts).roll(4))
+    turned = estimated.select(torch.arange(batch.num_rollouts).roll(4))
     losses = [
         each.update(b, Improve(EVERYTHING)).reduce()["loss"] for each, b in zip(by, (estimated, turned), strict=True)
     ]
@@ -82,20 +82,20 @@ def test_columns_do_not_depend_on_how_they_are_computed() -> None:
     found = learner().annotate(batch, columns)
     again = learner(micro_tokens=1).annotate(batch, columns)
     for name in columns:
-        one, other = found.need(name), again.need(name)
+        one, other = found.require(name), again.require(name)
         assert bool(torch.isfinite(one[batch.action]).all())
         assert torch.allclose(one, other, rtol=0, atol=1e-9, equal_nan=True)
     alone = learner().annotate(batch, frozenset({"old_logp"}))
-    assert torch.allclose(alone.need("old_logp"), found.need("old_logp"), rtol=0, atol=1e-9, equal_nan=True)
-    assert learner().annotate(batch, frozenset()).need("ids") is batch.ids
+    assert torch.allclose(alone.require("old_logp"), found.require("old_logp"), rtol=0, atol=1e-9, equal_nan=True)
+    assert learner().annotate(batch, frozenset()).require("ids") is batch.ids
 
 
 def test_the_log_probs_are_those_of_the_temperature() -> None:
     """And the same as the functions of `algorithms.logits` say, row by row."""
     batch, policy = rollouts(), model()
-    by = Learner(policy, Train(precision="fp64"), temperature=0.7)
+    by = Learner(policy, TrainConfig(precision="fp64"), temperature=0.7)
     found = by.annotate(batch, frozenset({"old_logp", "entropy", "sum_pi_squared"}))
-    pack = Pack.of(batch)
+    pack = Pack.from_batch(batch)
     with torch.no_grad():
         logits = policy.logits(policy.hidden(pack.ids, pack.positions, PackedAttention(pack)))
     at = batch.action.nonzero()[:, 0]
@@ -105,7 +105,7 @@ def test_the_log_probs_are_those_of_the_temperature() -> None:
         ("entropy", of_logits.entropy(rows, 0.7)),
         ("sum_pi_squared", of_logits.sum_pi_squared(rows, 0.7)),
     ):
-        assert torch.allclose(found.need(name)[at], wanted, rtol=0, atol=1e-9)
+        assert torch.allclose(found.require(name)[at], wanted, rtol=0, atol=1e-9)
 
 
 def test_a_group_loss_sees_whole_groups() -> None:
@@ -113,17 +113,17 @@ def test_a_group_loss_sees_whole_groups() -> None:
     objective = Imitate(SFT(), split_unit="group")
     metrics = learner(micro_tokens=1).update(batch, objective).reduce()
     assert metrics["micro_batches"] == len(objective.seen) == 4
-    assert all(micro.rollouts == 3 and micro.groups == 1 for micro in objective.seen)
+    assert all(micro.num_rollouts == 3 and micro.num_groups == 1 for micro in objective.seen)
 
 
 def test_distillation_learns_from_the_teachers_likeliest_tokens() -> None:
     """The way of every output that has no backward pass of its own."""
     batch = rollouts()
     generator = torch.Generator().manual_seed(3)
-    teacher = torch.randn(batch.tokens, VOCABULARY, generator=generator, dtype=torch.float64).log_softmax(1)
+    teacher = torch.randn(batch.num_tokens, VOCABULARY, generator=generator, dtype=torch.float64).log_softmax(1)
     top = teacher.topk(5)
     batch = batch.replace(
-        teacher_topk_ids=top.indices, teacher_topk_logp=top.values, old_logp=torch.zeros(batch.tokens).double()
+        teacher_topk_ids=top.indices, teacher_topk_logp=top.values, old_logp=torch.zeros(batch.num_tokens).double()
     )
     by = learner()
     losses = [by.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(12)]
@@ -165,11 +165,11 @@ def test_half_precision_weights_are_always_the_masters_rounded() -> None:
 def test_masters_begin_as_the_file_has_them_and_are_held_once(tmp_path: Path) -> None:
     save(model("fp32"), tmp_path)
     file = load_file(tmp_path / "model.safetensors")
-    policy = load(tmp_path, dtype=torch.bfloat16, exact=True)
-    by = Learner(policy, Train(precision="bf16"))
+    policy = load(tmp_path, dtype=torch.bfloat16, keep_float32=True)
+    by = Learner(policy, TrainConfig(precision="bf16"))
     masters = by.state()["weights"]
     assert all(torch.equal(masters[name], file[name]) for name, _ in by.weights())
-    assert not policy.take_exact()
+    assert not policy.take_float32_weights()
     assert any(not torch.equal(masters[name], weight.float()) for name, weight in by.weights())
 
 
@@ -205,7 +205,7 @@ def test_a_model_may_have_one_learner_after_another() -> None:
     policy, batch = model("bf16"), rollouts()
     losses = []
     for _ in range(2):
-        by = Learner(policy, Train(precision="bf16", learning_rate=3e-3))
+        by = Learner(policy, TrainConfig(precision="bf16", learning_rate=3e-3))
         losses += [by.update(batch, Imitate(SFT())).reduce()["loss"] for _ in range(10)]
         del by
     assert losses[-1] < losses[10] < losses[0]
@@ -255,19 +255,19 @@ def test_every_option_has_an_effect() -> None:
 def test_the_utilisation_is_told_where_the_peak_is_known() -> None:
     batch = rollouts()
     assert "mfu" not in learner("fp32").update(batch, Imitate(SFT())).reduce()
-    told = Learner(model("fp32"), Train(precision="fp32"), peak=1e12).update(batch, Imitate(SFT())).reduce()
+    told = Learner(model("fp32"), TrainConfig(precision="fp32"), peak=1e12).update(batch, Imitate(SFT())).reduce()
     assert 0 < told["mfu"] < 1
-    assert told["trained_tokens"] == batch.tokens
+    assert told["trained_tokens"] == batch.num_tokens
     assert told["action_tokens"] == int(batch.action.sum())
-    assert told["trained_tokens_per_second"] == pytest.approx(batch.tokens / told["update_seconds"])
+    assert told["trained_tokens_per_second"] == pytest.approx(batch.num_tokens / told["update_seconds"])
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 def poisoned(batch: Batch) -> Batch:
-    """An advantage that no estimator returns: `Algorithm.estimate` refuses it, a plug-in's own loop might not."""
-    advantage = torch.ones(batch.tokens)
+    """An advantage that no estimator returns: `AlgorithmConfig.estimate` refuses it, a plug-in's own loop might not."""
+    advantage = torch.ones(batch.num_tokens)
     advantage[batch.action.nonzero()[0]] = torch.inf
     return batch.replace(advantage=advantage, old_logp=batch.behavior_logp)
 
@@ -278,16 +278,16 @@ def test_a_gradient_that_is_not_finite_is_refused(precision: str) -> None:
     by.update(batch, Imitate(SFT()))
     before = weights(by)
     with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model.*the weights are as they were"):
-        by.update(poisoned(batch), Improve(Algorithm()))
+        by.update(poisoned(batch), Improve(AlgorithmConfig()))
     assert close(weights(by), before, 0) and by.version == 1
     by.update(batch, Imitate(SFT()))
     assert not close(weights(by), before, 0)
 
 
 def test_errors_name_the_options_that_a_learner_was_given_by() -> None:
-    by = Learner(model(), Train(precision="fp64"), option="critic.train")
+    by = Learner(model(), TrainConfig(precision="fp64"), option="critic.train")
     with pytest.raises(TrainingError, match=r"or lower `critic\.train\.learning_rate`"):
-        by.update(poisoned(rollouts()), Improve(Algorithm()))
+        by.update(poisoned(rollouts()), Improve(AlgorithmConfig()))
     with pytest.raises(TrainingError, match=r"`critic\.train\.micro_tokens`.* `critic\.train\.activation_check"):
         by.update(rollouts(), OutOfMemory(SFT()))
 
@@ -302,25 +302,28 @@ class OutOfMemory(Imitate):
 def test_fp16_lowers_its_scale_and_skips() -> None:
     by, batch = learner("fp16"), rollouts()
     before = weights(by)
-    told = by.update(poisoned(batch), Improve(Algorithm())).reduce()
+    told = by.update(poisoned(batch), Improve(AlgorithmConfig())).reduce()
     assert told["skipped_updates"] == 1 and told["loss_scale"] == 2**16 and "grad_norm" not in told
     assert close(weights(by), before, 0)
     told = by.update(batch, Imitate(SFT())).reduce()
     assert told["skipped_updates"] == 0 and told["loss_scale"] == 2**15
     with pytest.raises(TrainingError, match="not finite"):  # it is no matter of the scale
         for _ in range(20):
-            by.update(poisoned(batch), Improve(Algorithm()))
+            by.update(poisoned(batch), Improve(AlgorithmConfig()))
 
 
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Learner(model("fp32"), Train(precision="bf16")), "computes in torch.bfloat16, and the model was"),
+        (
+            lambda: Learner(model("fp32"), TrainConfig(precision="bf16")),
+            "computes in torch.bfloat16, and the model was",
+        ),
         (lambda: learner(schedule="cosine", warmup=10, steps=10), "leaves nothing of the 10 updates"),
-        (lambda: Learner(model(), Train(precision="fp64"), temperature=0.0), "greedy answers have no log-prob"),
-        (lambda: Train(betas=(0.9, 1.0)), "shares of what is remembered"),
+        (lambda: Learner(model(), TrainConfig(precision="fp64"), temperature=0.0), "greedy answers have no log-prob"),
+        (lambda: TrainConfig(betas=(0.9, 1.0)), "shares of what is remembered"),
         (lambda: learner().annotate(rollouts(), frozenset({"ref_logp"})), "`ref_logp` cannot be told by this model"),
-        (lambda: learner().update(rollouts(), Imitate(Value(clip=None))), "needs the model's `value`"),
+        (lambda: learner().update(rollouts(), Imitate(ValueLoss(clip=None))), "needs the model's `value`"),
     ],
 )
 def test_what_cannot_be_run_is_refused(make: object, complaint: str) -> None:
@@ -377,7 +380,7 @@ PLAN = {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
 
 def resume(by: Learner, directory: Path) -> None:
     """Bring a learner to the newest checkpoint."""
-    checkpoints = Checkpoints(directory)
+    checkpoints = CheckpointManager(directory)
     newest, state = checkpoints.newest(), by.state()
     assert newest is not None
     checkpoints.load(newest, state)
@@ -390,7 +393,7 @@ def test_three_updates_saved_and_one_more_are_four(precision: str, tmp_path: Pat
     whole = learner(precision, **PLAN)
     for update in range(4):
         if update == 3:
-            Checkpoints(tmp_path).save(3, whole.state(), {})
+            CheckpointManager(tmp_path).save(3, whole.state(), {})
         whole.update(rollouts(update), Imitate(SFT()))
     resumed = learner(precision, seed=7, **PLAN)
     resume(resumed, tmp_path)
@@ -404,7 +407,7 @@ def test_three_updates_saved_and_one_more_are_four(precision: str, tmp_path: Pat
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_takes_the_weights_of_a_checkpoint(precision: str, tmp_path: Path) -> None:
-    by, checkpoints = learner(precision), Checkpoints(tmp_path)
+    by, checkpoints = learner(precision), CheckpointManager(tmp_path)
     by.update(rollouts(), Imitate(SFT()))
     saved = checkpoints.save(1, by.state(), {})
     other = model(precision, seed=8)
@@ -413,7 +416,7 @@ def test_a_model_takes_the_weights_of_a_checkpoint(precision: str, tmp_path: Pat
 
 
 def test_a_learner_without_an_end_follows_no_schedule() -> None:
-    by = Learner(model(), Train(precision="fp64", schedule="cosine", warmup=1))
+    by = Learner(model(), TrainConfig(precision="fp64", schedule="cosine", warmup=1))
     by.annotate(rollouts(), frozenset({"old_logp"}))
     by.update(rollouts(), Imitate(SFT()))
     with pytest.raises(AssertionError, match="has to know where it ends"):

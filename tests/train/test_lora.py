@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etude.algorithms import Algorithm
-from etude.models import Lora, Model, adapt
-from etude.train import Frozen, Learner, Train
+from etude.algorithms import AlgorithmConfig
+from etude.models import LoraAdapterConfig, Model, adapt
+from etude.train import FrozenModel, Learner, TrainConfig
 from tests.components import require
 from tests.train.tasks import Improve, gradient, model, ready, rollouts, weights
 
@@ -18,7 +18,7 @@ def _there() -> None:
 
 
 def adapted(precision: str = "fp64", family: str = "qwen3") -> Model:
-    made = adapt(model(precision, family), Lora(rank=4), seed=0)
+    made = adapt(model(precision, family), LoraAdapterConfig(rank=4), seed=0)
     chance = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, weight in made.trained_weights():
@@ -28,12 +28,12 @@ def adapted(precision: str = "fp64", family: str = "qwen3") -> Model:
 
 def learner(precision: str = "fp64", family: str = "qwen3", **options: object) -> Learner:
     given = {"learning_rate": 1e-2, "clip": None, **options}
-    return Learner(adapted(precision, family), Train(precision=precision, **given), steps=10)
+    return Learner(adapted(precision, family), TrainConfig(precision=precision, **given), steps=10)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_however_a_batch_is_cut_the_gradient_is_the_same(family: str) -> None:
-    algorithm, found = Algorithm(), []
+    algorithm, found = AlgorithmConfig(), []
     for tokens in (10_000, 40, 1):
         by = learner(family=family, micro_tokens=tokens)
         by.update(ready(by, algorithm, rollouts()), Improve(algorithm))
@@ -45,7 +45,7 @@ def test_however_a_batch_is_cut_the_gradient_is_the_same(family: str) -> None:
 
 
 def test_the_model_beneath_is_never_written_to() -> None:
-    algorithm, by = Algorithm(), learner("bf16")
+    algorithm, by = AlgorithmConfig(), learner("bf16")
     before = weights(by)
     for _ in range(2):
         by.update(ready(by, algorithm, rollouts()), Improve(algorithm))
@@ -54,8 +54,8 @@ def test_the_model_beneath_is_never_written_to() -> None:
 
 
 def test_a_reference_is_the_model_without_its_adapters_whatever_they_learn() -> None:
-    algorithm, by, batch = Algorithm(), learner(), rollouts()
-    reference, alone = Frozen(by.model, 60, unadapted=True), Frozen(model("fp64"), 60)
+    algorithm, by, batch = AlgorithmConfig(), learner(), rollouts()
+    reference, alone = FrozenModel(by.model, 60, disable_adapters=True), FrozenModel(model("fp64"), 60)
     for _ in range(2):
         found, wanted = reference.logp(batch), alone.logp(batch)
         assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
@@ -68,6 +68,8 @@ def test_memory_is_two_bytes_a_parameter_and_sixteen_more_for_what_is_trained() 
     every, trained = (
         sum(w.numel() for w in of) for of in (by.model.parameters(), dict(by.model.trained_weights()).values())
     )
-    held = sum(weight.nbytes for weight in by.model.parameters()) + sum(t.nbytes for t in by._masters.at_rest())
+    held = sum(weight.nbytes for weight in by.model.parameters()) + sum(
+        t.nbytes for t in by._masters.offloadable_tensors()
+    )
     assert held + 4 * trained == 2 * every + 16 * trained, "four of them are the gradient's"
-    assert not by.model.take_exact()
+    assert not by.model.take_float32_weights()

@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from etude.algorithms.losses.distill import TopKDistillation
-from etude.algorithms.losses.pairs import DPO
-from etude.algorithms.losses.supervised import SFT, Value
+from etude.algorithms.losses.preference import DPO
+from etude.algorithms.losses.supervised import SFT, ValueLoss
 from etude.batch import Batch, Pack
-from etude.data.pack import tree
+from etude.data.pack import pack_prefix_tree
 from etude.errors import ConfigError
 from etude.models import Model, PackedAttention
-from etude.recipes.workers import Minimise
-from etude.train import Frozen
+from etude.recipes.workers.policy_worker import LossObjective
+from etude.train import FrozenModel
 from tests.train.tasks import VOCABULARY, learner, model, rollouts, weights
 from tests.train.test_scoring import pairs
 
 
 def thoughts(of: Model, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """[T, V]: the log-probs before each token, row by row."""
-    pack = Pack.of(batch)
+    pack = Pack.from_batch(batch)
     with torch.no_grad():
         logits = of.logits(of.hidden(pack.ids, pack.positions, PackedAttention(pack))) / temperature
     said = logits.log_softmax(1)
@@ -31,7 +31,7 @@ def thoughts(of: Model, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("among", [VOCABULARY, 20])
 def test_a_teacher_tells_its_likeliest_tokens(micro_tokens: int, among: int) -> None:
     batch, teacher = rollouts(), model(seed=1)
-    ids, logp = Frozen(teacher, micro_tokens, temperature=0.7).likeliest(batch, 5, among)
+    ids, logp = FrozenModel(teacher, micro_tokens, temperature=0.7).top_tokens(batch, 5, among)
     cut = (thoughts(teacher, batch, 0.7)[:, :among]).log_softmax(1)
     wanted = cut[batch.action].topk(5)
     assert torch.equal(ids[batch.action], wanted.indices)
@@ -42,13 +42,13 @@ def test_a_teacher_tells_its_likeliest_tokens(micro_tokens: int, among: int) -> 
 def test_a_teacher_has_nothing_to_tell_of_context() -> None:
     batch = rollouts()
     silent = batch.replace(action=torch.zeros_like(batch.action))
-    ids, logp = Frozen(model(), 10_000).likeliest(silent, 3, VOCABULARY)
-    assert ids.shape == logp.shape == (batch.tokens, 3) and torch.isnan(logp).all()
+    ids, logp = FrozenModel(model(), 10_000).top_tokens(silent, 3, VOCABULARY)
+    assert ids.shape == logp.shape == (batch.num_tokens, 3) and torch.isnan(logp).all()
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
 def test_what_is_measured_is_what_an_update_would_begin_with(micro_tokens: int) -> None:
-    batch, objective = rollouts(), Minimise(SFT())
+    batch, objective = rollouts(), LossObjective(SFT())
     by = learner(micro_tokens=micro_tokens)
     before = weights(by)
     found = by.measure(batch, objective).reduce()
@@ -60,14 +60,14 @@ def test_what_is_measured_is_what_an_update_would_begin_with(micro_tokens: int) 
 
 
 def test_pairs_stay_together_and_are_told_of_as_they_are_measured() -> None:
-    batch, reference, seen = pairs(), Frozen(model(seed=1), 40), list[int]()
+    batch, reference, seen = pairs(), FrozenModel(model(seed=1), 40), list[int]()
 
     def annotated(micro: Batch) -> Batch:
-        seen.append(micro.groups)
+        seen.append(micro.num_groups)
         return micro.replace(ref_logp=reference.logp(micro))
 
-    cut = learner(micro_tokens=1).measure(batch, Minimise(DPO()), annotated).reduce()
-    whole = learner().measure(annotated(batch), Minimise(DPO())).reduce()
+    cut = learner(micro_tokens=1).measure(batch, LossObjective(DPO()), annotated).reduce()
+    whole = learner().measure(annotated(batch), LossObjective(DPO())).reduce()
     assert seen[:-1] == [1] * 4 and cut == pytest.approx(whole, abs=1e-9)
 
 
@@ -75,20 +75,23 @@ def test_the_teacher_itself_is_at_no_distance() -> None:
     batch = rollouts()
 
     def annotated(micro: Batch) -> Batch:
-        ids, logp = Frozen(model(), 10_000).likeliest(micro, 4, VOCABULARY)
+        ids, logp = FrozenModel(model(), 10_000).top_tokens(micro, 4, VOCABULARY)
         return micro.replace(teacher_topk_ids=ids, teacher_topk_logp=logp)
 
-    found = learner().measure(batch, Minimise(TopKDistillation()), annotated).reduce()
+    found = learner().measure(batch, LossObjective(TopKDistillation()), annotated).reduce()
     assert found["loss"] == pytest.approx(0, abs=1e-9) and 0 < found["teacher_tail"] < 1
 
 
 def test_what_a_model_cannot_tell_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs the model's `value`"):
-        learner().measure(rollouts(), Minimise(Value()))
+        learner().measure(rollouts(), LossObjective(ValueLoss()))
 
 
 def test_a_teacher_is_packed_as_everybody() -> None:
     """A prompt that rollouts share is read once, and changes nothing."""
     batch = rollouts()
-    found = [Frozen(model(seed=1), 10_000, pack=pack).likeliest(batch, 3, VOCABULARY)[1] for pack in (tree, Pack.of)]
+    found = [
+        FrozenModel(model(seed=1), 10_000, pack=pack).top_tokens(batch, 3, VOCABULARY)[1]
+        for pack in (pack_prefix_tree, Pack.from_batch)
+    ]
     assert torch.allclose(*found, atol=1e-9, equal_nan=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from etude.train import Train
-from etude.train.optim import Masters, rate
+from etude.train import TrainConfig
+from etude.train.optim import MixedPrecisionOptimizer, compute_learning_rate
 
 SHAPES = {"matrix": (5, 3), "bias": (5,), "embedding": (7, 3)}
 
@@ -35,9 +35,9 @@ def pull(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("clip", [None, 1.5])
 def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float, clip: float | None) -> None:
-    config = Train(precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
+    config = TrainConfig(precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
     ours, theirs = leaves(dtype), leaves(dtype)
-    masters = Masters(ours.items(), config)
+    masters = MixedPrecisionOptimizer(ours.items(), config)
     decayed, plain = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
     adam = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
@@ -47,9 +47,9 @@ def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float
         foreach=False,
     )
     for step in range(8):
-        masters.begin()
+        masters.zero_grad()
         pull(ours, step).backward()
-        taken = masters.step(rate(config, step, 8))
+        taken = masters.step(compute_learning_rate(config, step, 8))
         adam.zero_grad()
         pull(theirs, step).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip is not None else math.inf)
@@ -66,12 +66,12 @@ def test_half_precision_steps_as_full_precision_on_the_same_gradients() -> None:
         {name: nn.Parameter(leaf.float()) for name, leaf in leaves(torch.bfloat16).items()},
     )
     masters = {
-        "bf16": Masters(half.items(), Train(precision="bf16", learning_rate=1e-3)),
-        "fp32": Masters(full.items(), Train(precision="fp32", learning_rate=1e-3)),
+        "bf16": MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16", learning_rate=1e-3)),
+        "fp32": MixedPrecisionOptimizer(full.items(), TrainConfig(precision="fp32", learning_rate=1e-3)),
     }
     for step in range(5):
         for each in masters.values():
-            each.begin()
+            each.zero_grad()
         for name, parameter in half.items():
             generator = torch.Generator().manual_seed(step)
             target = torch.randn(parameter.shape, generator=generator).bfloat16()
@@ -90,7 +90,7 @@ def test_masters_begin_as_the_weights_that_the_copy_was_rounded_from() -> None:
     with torch.no_grad():
         half["bias"].add_(1)  # no longer what it was rounded to
     del exact["embedding"]
-    kept = Masters(half.items(), Train(precision="bf16"), exact).state()["weights"]
+    kept = MixedPrecisionOptimizer(half.items(), TrainConfig(precision="bf16"), exact).state()["weights"]
     assert kept["matrix"].data_ptr() == exact["matrix"].data_ptr()
     assert not torch.equal(kept["matrix"], half["matrix"].float())
     for name in ("bias", "embedding"):
@@ -103,19 +103,19 @@ def test_masters_begin_as_the_weights_that_the_copy_was_rounded_from() -> None:
 def test_a_step_without_a_gradient_changes_nothing(precision: str, dtype: torch.dtype) -> None:
     parameters = leaves(dtype)
     before = {name: leaf.detach().clone() for name, leaf in parameters.items()}
-    masters = Masters(parameters.items(), Train(precision=precision, weight_decay=0.1))
-    masters.begin()
+    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision=precision, weight_decay=0.1))
+    masters.zero_grad()
     assert masters.step(0.1).norm == 0
     assert all(torch.equal(leaf, before[name]) for name, leaf in parameters.items())
 
 
 def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
     parameters = leaves(torch.float16)
-    masters = Masters(parameters.items(), Train(precision="fp16", learning_rate=1e-6))
+    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-6))
     begun = float(masters.scale)
     for step in range(500):
         assert float(masters.scale) == begun
-        masters.begin()
+        masters.zero_grad()
         (pull(parameters, step) * 1e-3).backward()
         masters.step(1e-6)
     assert float(masters.scale) == 2 * begun
@@ -124,11 +124,11 @@ def test_the_scale_of_fp16_grows_after_many_good_steps() -> None:
 def test_small_gradients_survive_in_fp16() -> None:
     """1e-9 is nothing in half precision; multiplied by the scale it is a number, and divided by it again it is 1e-9."""
     parameters = leaves(torch.float16)
-    masters = Masters(parameters.items(), Train(precision="fp16", learning_rate=1e-3))
+    masters = MixedPrecisionOptimizer(parameters.items(), TrainConfig(precision="fp16", learning_rate=1e-3))
     loss = torch.zeros(())
     for parameter in parameters.values():
         loss = loss + parameter.float().sum() * 1e-9
-    masters.begin()
+    masters.zero_grad()
     (loss * float(masters.scale)).backward()
     count = sum(parameter.numel() for parameter in parameters.values())
     assert masters.step(1e-3).norm == pytest.approx(1e-9 * math.sqrt(count), rel=1e-2)
@@ -136,8 +136,8 @@ def test_small_gradients_survive_in_fp16() -> None:
 
 def test_schedules() -> None:
     def rates(**options: object) -> list[float]:
-        config = Train(learning_rate=1.0, **options)
-        return [round(rate(config, update, 10), 6) for update in range(11)]
+        config = TrainConfig(learning_rate=1.0, **options)
+        return [round(compute_learning_rate(config, update, 10), 6) for update in range(11)]
 
     assert rates() == [1.0] * 11
     assert rates(warmup=4) == [0.25, 0.5, 0.75] + [1.0] * 8

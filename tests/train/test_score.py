@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from etude.batch import Batch, Pack
-from etude.data.pack import tree
+from etude.data.pack import pack_prefix_tree
 from etude.errors import TrainingError
 from etude.models import Model, PackedAttention
 from etude.protocols import Scorer
@@ -28,7 +28,7 @@ def alone(of: Model, ids: NDArray[np.int32]) -> float:
     """The score of one sequence, by itself."""
     nothing = np.zeros(len(ids), np.int32)
     row = Sample(ids, nothing.astype(bool), nothing.astype(np.float32), nothing, nothing, 0)
-    pack = Pack.of(Batch.from_records([row], [Rollout(0, 0, 0, 0.0)]))
+    pack = Pack.from_batch(Batch.from_records([row], [Rollout(0, 0, 0, 0.0)]))
     with torch.no_grad():
         hidden = of.hidden(pack.ids, pack.positions, PackedAttention(pack))
         return float(of.logits(hidden[-1:])[0, 0])
@@ -46,7 +46,7 @@ def some(seed: int, count: int = 6) -> Sequences:
 @given(seed=st.integers(0, 99), micro_tokens=st.sampled_from([1, 12, 1000]), shared=st.booleans())
 def test_a_score_is_what_it_would_be_alone(seed: int, micro_tokens: int, shared: bool) -> None:
     model, sequences = judge(), some(seed)
-    found = ModelScorer(model, micro_tokens, pack=tree if shared else Pack.of).scores(sequences)
+    found = ModelScorer(model, micro_tokens, pack=pack_prefix_tree if shared else Pack.from_batch).score_now(sequences)
     assert np.allclose(found, [alone(model, ids) for ids in sequences], atol=1e-9)
 
 
@@ -57,12 +57,12 @@ class Counting(ModelScorer):
         super().__init__(model, 1000)
         self.batches: list[int] = []
 
-    def scores(self, sequences: list[NDArray[np.int32]]) -> NDArray[np.float64]:  # type: ignore[override]
+    def score_now(self, sequences: list[NDArray[np.int32]]) -> NDArray[np.float64]:  # type: ignore[override]
         """The same, noted; a sequence that begins with 60 cannot be scored."""
         self.batches.append(len(sequences))
         if any(ids[0] == 60 for ids in sequences):
             raise TrainingError("out of memory")
-        return super().scores(sequences)
+        return super().score_now(sequences)
 
 
 def test_those_who_ask_at_once_are_answered_together() -> None:

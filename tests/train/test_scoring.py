@@ -6,26 +6,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import Algorithm
+from etude.algorithms import AlgorithmConfig
 from etude.algorithms.advantages.token import GAE
 from etude.algorithms.kl import KLS
-from etude.algorithms.losses.pairs import RewardModel
-from etude.algorithms.losses.supervised import Value
+from etude.algorithms.losses.preference import RewardModelLoss
+from etude.algorithms.losses.supervised import ValueLoss
 from etude.batch import Batch, Pack
-from etude.data.pack import tree
-from etude.models import Model, PackedAttention, create, tiny
-from etude.train import Frozen, Learner, Train
+from etude.data.pack import pack_prefix_tree
+from etude.models import Model, PackedAttention, create, tiny_config
+from etude.train import FrozenModel, Learner, TrainConfig
 from tests.train.tasks import VOCABULARY, Imitate, Improve, gradient, model, ready, rollouts
 
 
 def judge(seed: int = 0) -> Model:
-    return create(tiny(VOCABULARY, layers=2, hidden=32), seed=seed, dtype=torch.float64, head="score")
+    return create(tiny_config(VOCABULARY, layers=2, hidden=32), seed=seed, dtype=torch.float64, head="score")
 
 
 def learner(of: Model | None = None, **options: object) -> Learner:
     given = {"learning_rate": 0.0, "clip": None, "precision": "fp64", **options}
-    pack = given.pop("pack", tree)
-    return Learner(of or judge(), Train(**given), pack=pack)  # type: ignore[arg-type]
+    pack = given.pop("pack", pack_prefix_tree)
+    return Learner(of or judge(), TrainConfig(**given), pack=pack)  # type: ignore[arg-type]
 
 
 def pairs() -> Batch:
@@ -38,7 +38,7 @@ def pairs() -> Batch:
 
 def by_hand(batch: Batch) -> tuple[Tensor, Tensor]:
     """The value before each action token, and of the state after each rollout's last token."""
-    pack, critic = Pack.of(batch), judge()
+    pack, critic = Pack.from_batch(batch), judge()
     with torch.no_grad():
         said = critic.logits(critic.hidden(pack.ids, pack.positions, PackedAttention(pack)))[:, 0]
     value = torch.where(batch.action, pack.unpack(said), torch.nan)
@@ -47,30 +47,30 @@ def by_hand(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _rows(batch: Batch) -> list[Tensor]:
-    return [(batch.unit == rollout).nonzero()[:, 0] for rollout in range(batch.rollouts)]
+    return [(batch.unit == rollout).nonzero()[:, 0] for rollout in range(batch.num_rollouts)]
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_tokens": 1}, {"pack": Pack.of, "micro_tokens": 40}])
+@pytest.mark.parametrize("options", [{}, {"micro_tokens": 1}, {"pack": Pack.from_batch, "micro_tokens": 40}])
 def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, object]) -> None:
     """However the batch is cut; a rollout without a row has none."""
     batch = rollouts()
     value, after = by_hand(batch)
     assert torch.isnan(after).sum() == 1, "one rollout of the batch has no row"
     found = learner(**options).annotate(batch, frozenset({"value", "final_value"}))
-    assert torch.allclose(found.need("value"), value, rtol=0, atol=1e-9, equal_nan=True)
-    assert torch.allclose(found.need("final_value"), after, rtol=0, atol=1e-9, equal_nan=True)
+    assert torch.allclose(found.require("value"), value, rtol=0, atol=1e-9, equal_nan=True)
+    assert torch.allclose(found.require("final_value"), after, rtol=0, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("loss", [Value(), Value(reduction="seq-mean-token-mean"), RewardModel()])
-def test_an_update_does_not_depend_on_how_it_is_cut(loss: Value | RewardModel) -> None:
+@pytest.mark.parametrize("loss", [ValueLoss(), ValueLoss(reduction="seq-mean-token-mean"), RewardModelLoss()])
+def test_an_update_does_not_depend_on_how_it_is_cut(loss: ValueLoss | RewardModelLoss) -> None:
     """The micro-batch law, for heads that score."""
     batch = pairs()
-    if isinstance(loss, Value):
+    if isinstance(loss, ValueLoss):
         valued = learner().annotate(batch, frozenset({"value"}))
-        earned = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        earned = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         batch = valued.replace(returns=earned)
     found = []
-    for options in ({}, {"micro_tokens": 1}, {"pack": Pack.of}, {"activation_checkpointing": True}):
+    for options in ({}, {"micro_tokens": 1}, {"pack": Pack.from_batch}, {"activation_checkpointing": True}):
         by = learner(**options)
         told = by.update(batch, Imitate(loss, loss.split_unit)).reduce()
         found.append((told["loss"], gradient(by)))
@@ -82,44 +82,45 @@ def test_an_update_does_not_depend_on_how_it_is_cut(loss: Value | RewardModel) -
 
 def test_a_reward_model_learns_which_of_two_was_preferred() -> None:
     batch, by = pairs(), learner(learning_rate=1e-2)
-    told = [by.update(batch, Imitate(RewardModel(), "group")).reduce() for _ in range(20)]
+    told = [by.update(batch, Imitate(RewardModelLoss(), "group")).reduce() for _ in range(20)]
     assert told[-1]["loss"] < 0.2 * told[0]["loss"] and told[-1]["accuracy"] == 1.0
 
 
 def test_a_critic_learns_what_will_be_earned() -> None:
     """And the advantages that it makes shrink with its error."""
     batch, by = rollouts(), learner(learning_rate=1e-2)
-    algorithm, policy, sizes = Algorithm(advantage=GAE()), model_learner(), []
+    algorithm, policy, sizes = AlgorithmConfig(advantage=GAE()), model_learner(), []
     for _ in range(30):
         valued = ready(policy, algorithm, by.annotate(batch, frozenset({"value"})))
-        sizes.append(float(valued.need("advantage")[batch.action].abs().mean()))
-        by.update(valued, Imitate(Value(clip=None)))
+        sizes.append(float(valued.require("advantage")[batch.action].abs().mean()))
+        by.update(valued, Imitate(ValueLoss(clip=None)))
     assert sizes[-1] < 0.3 * sizes[0]
 
 
 def model_learner() -> Learner:
-    return Learner(model("fp64"), Train(precision="fp64"))
+    return Learner(model("fp64"), TrainConfig(precision="fp64"))
 
 
 def test_the_full_kl_holds_a_policy_to_its_reference() -> None:
     """Its gradient in a run of the learner is that of the formula over all logits at once, however the batch is cut."""
     batch, reference = rollouts(), model("fp64", seed=7)
-    algorithm = Algorithm(kl=KLS["full"](coefficient=1.0))
+    algorithm = AlgorithmConfig(kl=KLS["full"](coefficient=1.0))
     found = []
     for options in ({}, {"micro_tokens": 1}):
         by = Learner(
             model("fp64"),
-            Train(precision="fp64", learning_rate=0.0, clip=None, **options),
-            reference=Frozen(reference, 10_000),
+            TrainConfig(precision="fp64", learning_rate=0.0, clip=None, **options),
+            reference=FrozenModel(reference, 10_000),
         )
         held = batch.replace(
-            reward=torch.zeros(batch.rollouts, dtype=torch.float64), ref_logp=Frozen(reference, 10_000).logp(batch)
+            reward=torch.zeros(batch.num_rollouts, dtype=torch.float64),
+            ref_logp=FrozenModel(reference, 10_000).logp(batch),
         )
         level = ready(by, algorithm, held)
         told = by.update(level, Improve(algorithm)).reduce()
         found.append((told["kl_loss"], gradient(by)))
     policy = model("fp64")
-    pack = Pack.of(batch)
+    pack = Pack.from_batch(batch)
     where = (pack.ids, pack.positions, PackedAttention(pack))
     at = pack.source[batch.action]
     logp, theirs = (each.logits(each.hidden(*where))[at].log_softmax(1) for each in (policy, reference))
@@ -134,4 +135,4 @@ def test_each_head_knows_its_own_columns() -> None:
     with pytest.raises(ValueError, match="`old_logp` cannot be told by this model, which knows value, final_value"):
         learner().annotate(rollouts(), frozenset({"old_logp"}))
     with pytest.raises(ValueError, match="needs the model's `value`"):
-        model_learner().update(rollouts(), Imitate(Value(clip=None)))
+        model_learner().update(rollouts(), Imitate(ValueLoss(clip=None)))

@@ -33,18 +33,18 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import FunctionType
 from typing import Any, Self
 
-from etude.agents.agent import Agent, place_of
-from etude.agents.execution.again import Again
-from etude.agents.execution.worker import STOP, UNFIT, Appointment
-from etude.agents.runner import Pace
-from etude.config.env import for_a_runner
-from etude.config.plugin import load_named, of_a_file
+from etude.agents.agent import Agent, locate_module
+from etude.agents.execution.backoff import RestartBackoff
+from etude.agents.execution.runner_process import EXIT_CANNOT_LOAD, STOP, RunnerSpec
+from etude.agents.runner import RunnerTimeouts
+from etude.config.env import build_runner_env
+from etude.config.plugin import is_file_module, load_object
 from etude.errors import AgentError
-from etude.observe.log import get_log
+from etude.observe.log import get_logger
 
 __all__ = ["ProcessRunners"]
 
-log = get_log("agents")
+log = get_logger("agents")
 
 TICK = 0.1
 """Seconds between two looks at the processes."""
@@ -55,7 +55,7 @@ _LINES, _WIDTH = 5, 300
 _BOOT = (
     "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
     "sys.path[:] = json.loads(sys.argv[1]); "
-    "from etude.agents.execution.worker import main; main()"
+    "from etude.agents.execution.runner_process import main; main()"
 )
 
 
@@ -71,28 +71,28 @@ class ProcessRunners:
         *,
         logs: Path,
         max_concurrency: int = 8,
-        pace: Pace | None = None,
+        timeouts: RunnerTimeouts | None = None,
     ) -> None:
         """agent: one that other processes can load, because it stands at the top level of a file, or is plain data as
         a command is. url, key: of the desk's server. logs: where each process writes what it says."""
         if runners < 1:
             raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
-        self._pace, self._grace_s = pace or Pace(), agent.grace_s
-        asked = Appointment(agent, url, key, "", max_concurrency, self._pace)
+        self._timeouts, self._grace_s = timeouts or RunnerTimeouts(), agent.grace_s
+        asked = RunnerSpec(agent, url, key, "", max_concurrency, self._timeouts)
         host = f"{os.uname().nodename}-{os.getpid()}"
         self._members = [
-            _Member(f"runner-{number}", logs, _packed(replace(asked, name=f"{host}-{number}")))
+            _RunnerProcess(f"runner-{number}", logs, _pickle_spec(replace(asked, name=f"{host}-{number}")))
             for number in range(runners)
         ]
-        self._stopping, self._hurried = threading.Event(), threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="etude-runners", daemon=True)
+        self._stopping, self._immediate = threading.Event(), threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="etude-runners", daemon=True)
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self.stop(hurried=kind is not None)
+        self.stop(immediate=kind is not None)
 
     @property
     def pids(self) -> list[int]:
@@ -101,86 +101,86 @@ class ProcessRunners:
 
     def start(self) -> None:
         """Begin."""
-        self._keeper.start()
+        self._supervisor.start()
 
     def check(self) -> None:
         """Raise what ended the last process, if none is left."""
-        lost = [member.lost for member in self._members if member.lost]
+        lost = [member.failure for member in self._members if member.failure]
         if len(lost) == len(self._members):
             raise AgentError(lost[-1])
 
-    def stop(self, hurried: bool = False) -> None:
+    def stop(self, immediate: bool = False) -> None:
         """Have every process end. Hurried, or interrupted by Ctrl-C, it does not wait for what is under way."""
-        if hurried:
-            self._hurried.set()
+        if immediate:
+            self._immediate.set()
         self._stopping.set()
-        if not self._keeper.is_alive():
+        if not self._supervisor.is_alive():
             return
         try:
-            self._keeper.join()
+            self._supervisor.join()
         except BaseException:
-            self._hurried.set()
-            self._keeper.join()
+            self._immediate.set()
+            self._supervisor.join()
             raise
 
     # -- the keeper ----------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         """Start the processes, begin again what ends, until it is to stop; then go down the ladder."""
         try:
             while not self._stopping.wait(TICK):
                 for member in self._members:
-                    member.look_after(time.monotonic())
-            self._end()
+                    member.ensure_running(time.monotonic())
+            self._shut_down()
         except Exception:
             log.exception("The runners' processes could not be looked after, and are ended.")
         finally:
             for member in self._members:
                 member.kill()
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         """Each step gives those that are left its time. All are asked at once."""
-        pace = self._pace
-        steps: list[tuple[Callable[[_Member], None], float]] = [
-            (_Member.ask_to_stop, pace.drain_s + MARGIN),
-            (_Member.ask_to_stop, 4 * pace.cancel_s + self._grace_s + MARGIN),
-            (_Member.terminate, MARGIN),
+        pace = self._timeouts
+        steps: list[tuple[Callable[[_RunnerProcess], None], float]] = [
+            (_RunnerProcess.ask_to_stop, pace.drain_s + MARGIN),
+            (_RunnerProcess.ask_to_stop, 4 * pace.cancel_s + self._grace_s + MARGIN),
+            (_RunnerProcess.terminate, MARGIN),
         ]
         for number, (step, seconds) in enumerate(steps):
             for member in self._members:
                 step(member)
             until = time.monotonic() + seconds
-            while any(member.runs for member in self._members):
-                if time.monotonic() > until or (number == 0 and self._hurried.is_set()):
+            while any(member.is_running for member in self._members):
+                if time.monotonic() > until or (number == 0 and self._immediate.is_set()):
                     break
                 time.sleep(TICK / 4)
             else:
                 return
-        late = [member.name for member in self._members if member.runs]
+        late = [member.name for member in self._members if member.is_running]
         log.warning("%s did not end when terminated, and is killed.", ", ".join(late))
 
 
-class _Member:
+class _RunnerProcess:
     """A runner's process, and the one in its place."""
 
     def __init__(self, name: str, logs: Path, body: bytes) -> None:
         self.name, self.log = name, logs / f"{name}.log"
         self.process: Popen[bytes] | None = None
-        self.lost = ""
+        self.failure = ""
         """Why there is none, and will be none."""
-        self._body, self._again, self._due = body, Again(), 0.0
+        self._body, self._backoff, self._due = body, RestartBackoff(), 0.0
         self._first = True
         self._from = 0  # where its log begins, behind those of the processes before it
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def look_after(self, now: float) -> None:
+    def ensure_running(self, now: float) -> None:
         """Start it where there is none and there should be."""
         if self.process is not None and self.process.poll() is not None:
-            self._ended(now)
-        if self.process is None and not self.lost and now >= self._due:
+            self._handle_exit(now)
+        if self.process is None and not self.failure and now >= self._due:
             self._start(now)
 
     def ask_to_stop(self) -> None:
@@ -204,7 +204,7 @@ class _Member:
         self.process = None
 
     def _start(self, now: float) -> None:
-        self._again.began(now)
+        self._backoff.started(now)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
             self._from = file.tell()
@@ -215,7 +215,7 @@ class _Member:
                 stdout=file,
                 stderr=STDOUT,
                 start_new_session=True,
-                env=for_a_runner(),
+                env=build_runner_env(),
                 bufsize=0,
             )
         self._send(len(self._body).to_bytes(8, "big") + self._body)
@@ -225,25 +225,25 @@ class _Member:
             with suppress(OSError):  # it has ended, which is noticed elsewhere
                 self.process.stdin.write(what)
 
-    def _ended(self, now: float) -> None:
+    def _handle_exit(self, now: float) -> None:
         """It should not have: tell it, and begin again in a while, or give it up."""
         assert self.process is not None
         code = self.process.returncode
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        told = f"The process of {self.name} ({self.process.pid}) ended ({how}). {self._last_words()}"
+        told = f"The process of {self.name} ({self.process.pid}) ended ({how}). {self._log_tail()}"
         self.kill()
         # One whose agent was understood before may meet a file that is being written, or a hub that is away.
-        unfit = code == UNFIT and self._first
+        unfit = code == EXIT_CANNOT_LOAD and self._first
         self._first = False
-        wait = None if unfit else self._again.ended(now)
+        wait = None if unfit else self._backoff.next_delay(now)
         if wait is None:
-            self.lost = told if unfit else f"{told} It ended again and again, and is given up."
-            log.error("%s", self.lost)
+            self.failure = told if unfit else f"{told} It ended again and again, and is given up."
+            log.error("%s", self.failure)
         else:
             self._due = now + wait
             log.warning("%s Another begins in %.1f s.", told, wait)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._from, self.log.stat().st_size - 2 * _LINES * _WIDTH))
@@ -254,30 +254,30 @@ class _Member:
         return f"Its last lines, in {self.log}: " + " | ".join(told) if told else f"It wrote nothing to {self.log}."
 
 
-class _Pickler(pickle.Pickler):
+class _AgentPickler(pickle.Pickler):
     """Takes what was defined in the file that this process was started with, or in one that was named by its path,
     along by that file's name: another process has another `__main__`, and no module of the other kind."""
 
     def reducer_override(self, found: Any) -> Any:
         if not isinstance(found, type | FunctionType):
             return NotImplemented
-        if found.__module__ == "__main__" or of_a_file(found.__module__):
-            file = place_of(found.__module__)
+        if found.__module__ == "__main__" or is_file_module(found.__module__):
+            file = locate_module(found.__module__)
             if file is None:
                 raise AgentError(f"{found.__qualname__} was written at a prompt. Define the agent in a file.")
-            return load_named, (f"{file}:{found.__qualname__}", "part of an agent", "my_agent.py:agent")
+            return load_object, (f"{file}:{found.__qualname__}", "part of an agent", "my_agent.py:agent")
         return NotImplemented
 
 
-def _packed(asked: Appointment) -> bytes:
+def _pickle_spec(spec: RunnerSpec) -> bytes:
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(asked)
+        _AgentPickler(file).dump(spec)
     except AgentError:
         raise
     except Exception as error:  # whatever an agent holds may refuse to be pickled, in whatever way
         raise AgentError(
-            f"The agent {asked.agent.title} cannot be sent to other processes: {type(error).__name__}: {error}. Define "
+            f"The agent {spec.agent.title} cannot be sent to other processes: {type(error).__name__}: {error}. Define "
             "it at the top level of a file, and load what it needs in its `setup`."
         ) from error
     return file.getvalue()

@@ -19,16 +19,16 @@ import time
 from typing import Self
 
 from etude.agents.agent import Agent
-from etude.agents.execution.again import Again
-from etude.agents.execution.ending import ran
-from etude.agents.runner import Pace, Runner
+from etude.agents.execution.backoff import RestartBackoff
+from etude.agents.execution.shutdown import run_bounded
+from etude.agents.runner import Runner, RunnerTimeouts
 from etude.errors import AgentError, EtudeError
-from etude.observe.log import get_log
-from etude.store.desk import Desk
+from etude.observe.log import get_logger
+from etude.store.rollout_queue import RolloutQueue
 
 __all__ = ["ThreadRunners"]
 
-log = get_log("agents")
+log = get_logger("agents")
 
 MARGIN = 2.0
 """Seconds that a runner may take beyond what its pace allows."""
@@ -39,21 +39,21 @@ class ThreadRunners:
 
     def __init__(
         self,
-        desk: Desk,
+        queue: RolloutQueue,
         agent: Agent,
         runners: int = 1,
         *,
         max_concurrency: int = 8,
-        pace: Pace | None = None,
+        timeouts: RunnerTimeouts | None = None,
         store_url: str = "",
     ) -> None:
-        """desk: one that may be used from several loops, as a `LocalDesk` may. The others: see `Runner`; each runner
-        has a shallow copy of the agent for its own."""
+        """desk: one that may be used from several loops, as a `LocalRolloutQueue` may. The others: see `Runner`; each
+        runner has a shallow copy of the agent for its own."""
         if runners < 1:
             raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
-        self._pace = pace or Pace()
-        self._desk, self._agent, self._max_concurrency, self._store_url = desk, agent, max_concurrency, store_url
-        self._seats = [_Seat(f"etude-runner-{number}") for number in range(runners)]
+        self._timeouts = timeouts or RunnerTimeouts()
+        self._queue, self._agent, self._max_concurrency, self._store_url = queue, agent, max_concurrency, store_url
+        self._threads = [_RunnerThread(f"etude-runner-{number}") for number in range(runners)]
         self._stopping = threading.Event()
         self._errors: list[Exception] = []
 
@@ -62,75 +62,75 @@ class ThreadRunners:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        self.stop(hurried=kind is not None)
+        self.stop(immediate=kind is not None)
 
     def start(self) -> None:
         """Begin."""
-        for seat in self._seats:
+        for seat in self._threads:
             seat.runner = self._make()
-            seat.thread = threading.Thread(target=self._keep, args=(seat,), name=seat.name, daemon=True)
+            seat.thread = threading.Thread(target=self._run_with_restarts, args=(seat,), name=seat.name, daemon=True)
             seat.thread.start()
 
     def check(self) -> None:
         """Raise what ended the last runner, if none is left."""
-        if len(self._errors) == len(self._seats):
+        if len(self._errors) == len(self._threads):
             raise self._errors[-1]
 
-    def stop(self, hurried: bool = False) -> None:
+    def stop(self, immediate: bool = False) -> None:
         """Have every runner end: what is under way may, unless it is hurried; then it is cancelled, then it is left."""
         self._stopping.set()
-        pace = self._pace
+        pace = self._timeouts
         try:
-            self._ask_all()
-            self._join(0.0 if hurried else pace.drain_s + MARGIN)
+            self._stop_all()
+            self._join(0.0 if immediate else pace.drain_s + MARGIN)
         finally:  # also where a second Ctrl-C interrupts the wait
-            self._ask_all()
+            self._stop_all()
             self._join(4 * pace.cancel_s + self._agent.grace_s + MARGIN)
-            late = [seat.name for seat in self._seats if seat.thread is not None and seat.thread.is_alive()]
+            late = [seat.name for seat in self._threads if seat.thread is not None and seat.thread.is_alive()]
             if late:
                 log.warning("%s did not stop, and ends with the process.", ", ".join(late))
 
     @property
-    def left(self) -> int:
+    def abandoned(self) -> int:
         """Attempts that were left to themselves and still go on."""
-        return sum(seat.runner.left for seat in self._seats if seat.runner is not None)
+        return sum(seat.runner.abandoned for seat in self._threads if seat.runner is not None)
 
     def _make(self) -> Runner:
         return Runner(
-            self._desk,
+            self._queue,
             copy.copy(self._agent),
             max_concurrency=self._max_concurrency,
-            pace=self._pace,
+            timeouts=self._timeouts,
             store_url=self._store_url,
         )
 
-    def _ask_all(self) -> None:
-        for seat in self._seats:
+    def _stop_all(self) -> None:
+        for seat in self._threads:
             if seat.runner is not None:
                 seat.runner.stop()
 
     def _join(self, within: float) -> None:
         until = time.monotonic() + within
-        for seat in self._seats:
+        for seat in self._threads:
             if seat.thread is not None:
                 seat.thread.join(max(0.0, until - time.monotonic()))
 
-    def _keep(self, seat: _Seat) -> None:
+    def _run_with_restarts(self, seat: _RunnerThread) -> None:
         """Run a runner, and another where it ends by an error, within bounds."""
         while True:
             assert seat.runner is not None
-            seat.again.began(time.monotonic())
+            seat.backoff.started(time.monotonic())
             try:
-                ran(seat.runner.run(), self._pace.cancel_s)
+                run_bounded(seat.runner.run(), self._timeouts.cancel_s)
                 return
             except Exception as error:  # the one place where it is told
-                wait = seat.again.ended(time.monotonic())
+                wait = seat.backoff.next_delay(time.monotonic())
                 if self._stopping.is_set():
                     log.warning("%s ended by an error: %s", seat.name, error)
                     return
                 if wait is None:
                     log.error("%s is given up, as it ended again and again: %s", seat.name, error)
-                    self._errors.append(_told(error))
+                    self._errors.append(_typed_error(error))
                     return
                 log.warning("%s ended, and begins again in %.1f s: %s", seat.name, wait, error)
             if self._stopping.wait(wait):
@@ -140,15 +140,15 @@ class ThreadRunners:
                 seat.runner.stop()
 
 
-class _Seat:
+class _RunnerThread:
     """A thread, and the runner that is on it now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.again = Again()
+        self.backoff = RestartBackoff()
         self.runner: Runner | None = None
         self.thread: threading.Thread | None = None
 
 
-def _told(error: Exception) -> Exception:
+def _typed_error(error: Exception) -> Exception:
     return error if isinstance(error, EtudeError) else AgentError(f"A runner ended by {type(error).__name__}: {error}")

@@ -26,8 +26,8 @@ app               its routes
 
 from __future__ import annotations
 
-from etude.agents.proxy.endpoint import Endpoint, EndpointConfig
-from etude.agents.proxy.external import External
+from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
+from etude.agents.proxy.external import ExternalModel
 from etude.agents.proxy.upstream import Upstream
 
-__all__ = ["Endpoint", "EndpointConfig", "External", "Upstream"]
+__all__ = ["EndpointConfig", "ExternalModel", "ModelEndpoint", "Upstream"]

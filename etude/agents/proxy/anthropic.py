@@ -10,16 +10,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from etude.agents.proxy.asked import Asked, Body, Kind, Refusal, Reply, Said, Terms
-from etude.agents.proxy.fields import Fields, Notes, Rules, ignored, refused, rules
-from etude.agents.proxy.openai import NO_FORMAT, NOT_ONE, THINKS, event
-from etude.chat import Called, Piece, Reasoning
-from etude.chat.messages import message_of
+from etude.agents.proxy.openai import NO_FORMAT, NOT_ONE, THINKS, sse_event
+from etude.agents.proxy.request import (
+    APIError,
+    ErrorKind,
+    JSONObject,
+    ModelAnswer,
+    ModelRequest,
+    ParseContext,
+    ReplyHeader,
+)
+from etude.agents.proxy.request_fields import FieldRules, IgnoredFields, RequestFields, field_rules, ignored, refused
+from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
+from etude.chat.messages import message_from_dict
 from etude.records import Message
 
-__all__ = ["MESSAGES", "Anthropic"]
+__all__ = ["MESSAGES", "AnthropicDialect"]
 
-MESSAGES: Rules = rules(
+MESSAGES: FieldRules = field_rules(
     obeyed="model messages system tools tool_choice max_tokens stop_sequences stream",
     sampling="temperature top_p top_k",
     accepted="metadata service_tier cache_control",
@@ -39,7 +47,7 @@ DROPPED = ("redacted_thinking", "server_tool_use", "web_search_tool_result", "we
 SECRET = secrets.token_bytes(32)
 """Signs the thinking that this process gives. It remembers the conversations of no other."""
 
-TYPES: dict[Kind, str] = {
+TYPES: dict[ErrorKind, str] = {
     "unauthorized": "authentication_error",
     "forbidden": "permission_error",
     "not_found": "not_found_error",
@@ -51,7 +59,7 @@ TYPES: dict[Kind, str] = {
 FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Anthropic:
+class AnthropicDialect:
     """The dialect of Anthropic's clients. Reasoning goes as `thinking` blocks, each with its signature."""
 
     prefix = "msg_"
@@ -60,43 +68,43 @@ class Anthropic:
         """counting: of `count_tokens`, which asks for no answer."""
         self._counting = counting
 
-    def parse(self, body: Body, terms: Terms) -> Asked:
+    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = Notes(MESSAGES, strict=terms.strict)
-        fields = Fields(body, notes=notes)
-        model = fields.text("model")
-        system = _text(fields.any("system"), "system", notes)
-        forms = fields.many("messages", needed=True)
+        notes = IgnoredFields(MESSAGES, strict=context.strict)
+        fields = RequestFields(body, notes=notes)
+        model = fields.string("model")
+        system = _text(fields.value("system"), "system", notes)
+        forms = fields.array("messages", required=True)
         if not forms:
-            raise fields.refuse("messages", "is empty; give at least one.")
+            raise fields.error("messages", "is empty; give at least one.")
         messages = [Message("system", system)] if system else []
         for n, form in enumerate(forms):
             messages += _messages(form, f"messages[{n}]", notes)
-        tools = _tools(fields.many("tools"), notes)
+        tools = _tools(fields.array("tools"), notes)
         choice, named = _choice(fields, tools)
         if not messages:
-            raise fields.refuse("messages", "has nothing that is answered.")
+            raise fields.error("messages", "has nothing that is answered.")
         begun = messages.pop() if messages[-1].role == "assistant" else None
         if begun is not None and (begun.tool_calls or not messages):
             why = "ends with a call that has no 'tool_result'." if messages else "has nothing that is answered."
-            raise fields.refuse("messages", why)
-        asked = Asked(
+            raise fields.error("messages", why)
+        asked = ModelRequest(
             model=model,
             messages=tuple(messages),
-            begun=begun,
+            prefill=begun,
             tools=tools,
-            choice=choice,
-            named=named,
+            tool_choice=choice,
+            tool_name=named,
             sampling=self._sampling(fields),
-            stream=fields.flag("stream"),
+            stream=fields.boolean("stream"),
         )
-        fields.settle()
+        fields.apply_rules()
         return replace(asked, ignored=notes.names)
 
-    def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
+    def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answer in one piece."""
-        only = said[0]
-        blocks: list[Body] = []
+        only = answers[0]
+        blocks: list[JSONObject] = []
         if only.message.reasoning:
             thought = only.message.reasoning
             blocks.append({"type": "thinking", "thinking": thought, "signature": _signature(thought)})
@@ -109,32 +117,32 @@ class Anthropic:
         usage = {"input_tokens": only.prompt_tokens, "output_tokens": len(only.completion.ids)}
         return {**_frame(reply), "content": blocks, **_ending(only), "usage": usage}
 
-    def writer(self, reply: Reply) -> BlockWriter:
+    def writer(self, reply: ReplyHeader) -> BlockWriter:
         """The answer piece by piece."""
         return BlockWriter(reply)
 
-    def error(self, refusal: Refusal) -> Body:
+    def format_error(self, refusal: APIError) -> JSONObject:
         """Why there is none."""
         told = {"type": TYPES.get(refusal.kind, "invalid_request_error"), "message": refusal.message}
         return {"type": "error", "error": told}
 
-    def _sampling(self, fields: Fields) -> dict[str, Any]:
+    def _sampling(self, fields: RequestFields) -> dict[str, Any]:
         numbers = {
             "temperature": fields.number("temperature", 0, 2),
             "top_p": fields.number("top_p", 1e-9, 1),
-            "top_k": fields.whole("top_k", 0, 2**31 - 1),
-            "max_tokens": fields.whole("max_tokens", 1, 2**31 - 1),
+            "top_k": fields.integer("top_k", 0, 2**31 - 1),
+            "max_tokens": fields.integer("max_tokens", 1, 2**31 - 1),
         }
         if numbers["max_tokens"] is None and not self._counting:
-            raise fields.refuse("max_tokens", "is missing.")
-        stop = fields.texts("stop_sequences", 64)
+            raise fields.error("max_tokens", "is missing.")
+        stop = fields.strings("stop_sequences", 64)
         return {name: value for name, value in numbers.items() if value is not None} | ({"stop": stop} if stop else {})
 
 
 class BlockWriter:
     """Writes an answer as content blocks: thinking, text, and then calls."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyHeader) -> None:
         self._frame, self._prompt_tokens = _frame(reply), reply.prompt_tokens
         self._at = -1
         self._open = ""
@@ -146,32 +154,32 @@ class BlockWriter:
         message = {**self._frame, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
-    def piece(self, _index: int, piece: Piece) -> bytes:
+    def delta(self, _index: int, piece: MessageDelta) -> bytes:
         """New text, or a call."""
-        if isinstance(piece, Called):
+        if isinstance(piece, ToolCallDelta):
             call = piece.call
             begun = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
             return begun + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
-        if isinstance(piece, Reasoning):
+        if isinstance(piece, ReasoningDelta):
             begun = self._block("thinking", {"thinking": "", "signature": ""})
             self._thought += piece.text
             return begun + self._delta("thinking_delta", thinking=piece.text)
         return self._block("text", {"text": ""}) + self._delta("text_delta", text=piece.text)
 
-    def end(self, _index: int, _said: Said) -> bytes:
+    def end(self, _index: int, _said: ModelAnswer) -> bytes:
         """The end of its last block."""
         return self._stop()
 
-    def close(self, said: Sequence[Said]) -> bytes:
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """How it ended, and what it cost."""
-        usage = {"output_tokens": len(said[0].completion.ids)}
-        return _event("message_delta", delta=_ending(said[0]), usage=usage) + _event("message_stop")
+        usage = {"output_tokens": len(answers[0].completion.ids)}
+        return _event("message_delta", delta=_ending(answers[0]), usage=usage) + _event("message_stop")
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         """Nothing more will come."""
-        return event(Anthropic().error(refusal), "error")
+        return sse_event(AnthropicDialect().format_error(refusal), "error")
 
-    def _block(self, kind: str, empty: Body) -> bytes:
+    def _block(self, kind: str, empty: JSONObject) -> bytes:
         """Begin a block of a kind, unless that is what is being written."""
         if self._open == kind:
             return b""
@@ -192,17 +200,17 @@ class BlockWriter:
 
 
 def _event(name: str, **told: Any) -> bytes:
-    return event({"type": name, **told}, name)
+    return sse_event({"type": name, **told}, name)
 
 
-def _frame(reply: Reply) -> dict[str, Any]:
-    return {"id": reply.id, "type": "message", "role": "assistant", "model": reply.asked.model}
+def _frame(reply: ReplyHeader) -> dict[str, Any]:
+    return {"id": reply.id, "type": "message", "role": "assistant", "model": reply.request.model}
 
 
-def _ending(said: Said) -> dict[str, Any]:
-    if said.stop is not None and said.finish == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": said.stop}
-    return {"stop_reason": FINISHES[said.finish], "stop_sequence": None}
+def _ending(answer: ModelAnswer) -> dict[str, Any]:
+    if answer.stop is not None and answer.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": FINISHES[answer.finish_reason], "stop_sequence": None}
 
 
 def _signature(thought: str) -> str:
@@ -210,106 +218,106 @@ def _signature(thought: str) -> str:
     return b64encode(hmac.digest(SECRET, thought.encode(), "sha256")).decode()
 
 
-def _messages(form: Any, where: str, notes: Notes) -> list[Message]:
+def _messages(form: Any, where: str, notes: IgnoredFields) -> list[Message]:
     """A message of a request: what tools answered comes before what the user says beside it."""
-    fields = Fields(form, where)
-    role, content = fields.text("role"), fields.any("content")
+    fields = RequestFields(form, where)
+    role, content = fields.string("role"), fields.value("content")
     if role not in ("user", "assistant", "system"):
-        raise fields.refuse("role", f"is '{role}'; a message is by user or assistant.")
+        raise fields.error("role", f"is '{role}'; a message is by user or assistant.")
     if isinstance(content, str):
         return [Message(role, content)]
     if not isinstance(content, list):
-        raise fields.refuse("content", "must be a text or a list of blocks.")
+        raise fields.error("content", "must be a text or a list of blocks.")
     texts, thoughts, calls, results = [], [], [], []
     for n, block in enumerate(content):
         part = _part(block, f"{where}.content[{n}]", notes)
-        kind = part.text("type")
+        kind = part.string("type")
         if kind == "text":
-            texts.append(part.text("text"))
+            texts.append(part.string("text"))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(_thought(part, notes))
         elif kind == "tool_use" and role == "assistant":
-            arguments = json.dumps(part.any("input") or {}, ensure_ascii=False)
-            calls.append({"id": part.text("id"), "function": {"name": part.text("name"), "arguments": arguments}})
+            arguments = json.dumps(part.value("input") or {}, ensure_ascii=False)
+            calls.append({"id": part.string("id"), "function": {"name": part.string("name"), "arguments": arguments}})
         elif kind == "tool_result" and role == "user":
-            text = _text(part.any("content"), f"{where}.content[{n}].content", notes)
-            results.append(Message("tool", text, tool_call_id=part.text("tool_use_id")))
+            text = _text(part.value("content"), f"{where}.content[{n}].content", notes)
+            results.append(Message("tool", text, tool_call_id=part.string("tool_use_id")))
         else:
             _drop(part, kind, notes, "this model reads text, thinking, tool_use and tool_result alone")
     said = {"role": role, "content": "".join(texts), "reasoning": "".join(thoughts), "tool_calls": calls}
     left_out = bool(content) and not (texts or calls or said["reasoning"])  # all of it: nothing was said
-    return results if left_out and (results or role == "assistant") else [*results, message_of(said)]
+    return results if left_out and (results or role == "assistant") else [*results, message_from_dict(said)]
 
 
-def _part(block: Any, where: str, notes: Notes) -> Fields:
+def _part(block: Any, where: str, notes: IgnoredFields) -> RequestFields:
     """A block, whose place in a cache is noted."""
-    part = Fields(block, where)
-    if part.any("cache_control"):
+    part = RequestFields(block, where)
+    if part.value("cache_control"):
         notes.add("cache_control")
     return part
 
 
-def _thought(part: Fields, notes: Notes) -> str:
+def _thought(part: RequestFields, notes: IgnoredFields) -> str:
     """Thinking that was given here; none where it was not, or where it came back as another."""
-    thought, signature = part.text("thinking"), part.text("signature", "")
+    thought, signature = part.string("thinking"), part.string("signature", "")
     if hmac.compare_digest(signature.encode(), _signature(thought).encode()):
         return thought
     why = "is not of this thinking: it was not given here as it stands."
-    notes.drop("messages.thinking", part.refuse("signature", why))
+    notes.drop("messages.thinking", part.error("signature", why))
     return ""
 
 
-def _drop(part: Fields, kind: str, notes: Notes, reads: str) -> None:
+def _drop(part: RequestFields, kind: str, notes: IgnoredFields, reads: str) -> None:
     """Leave a block out, where the conversation keeps its meaning without it."""
-    refusal = part.refuse("type", f"is '{kind}'; {reads}.")
+    refusal = part.error("type", f"is '{kind}'; {reads}.")
     if kind not in DROPPED:
         raise refusal
     notes.drop(f"messages.{kind}", refusal)
 
 
-def _text(content: Any, where: str, notes: Notes) -> str:
+def _text(content: Any, where: str, notes: IgnoredFields) -> str:
     """A text, or blocks of text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refusal(f"'{where}' must be a text or a list of blocks.", param=where)
+        raise APIError(f"'{where}' must be a text or a list of blocks.", param=where)
     texts = []
     for n, block in enumerate(content):
         part = _part(block, f"{where}[{n}]", notes)
-        kind = part.text("type")
+        kind = part.string("type")
         if kind == "text":
-            texts.append(part.text("text"))
+            texts.append(part.string("text"))
         else:
             _drop(part, kind, notes, "this model reads text alone")
     return "".join(texts)
 
 
-def _tools(forms: Sequence[Any], notes: Notes) -> tuple[Body, ...]:
+def _tools(forms: Sequence[Any], notes: IgnoredFields) -> tuple[JSONObject, ...]:
     """The agent's own tools, in the form that chat templates know; those that a provider would run are left out."""
     tools = []
     for n, form in enumerate(forms):
         fields = _part(form, f"tools[{n}]", notes)
-        kind = fields.text("type", "custom")
+        kind = fields.string("type", "custom")
         if kind != "custom":
-            notes.drop(f"tools.{kind}", fields.refuse("type", f"is '{kind}'; the only tools here are the agent's own."))
+            notes.drop(f"tools.{kind}", fields.error("type", f"is '{kind}'; the only tools here are the agent's own."))
             continue
-        told: dict[str, Any] = {"name": fields.text("name")}
+        told: dict[str, Any] = {"name": fields.string("name")}
         if "description" in fields:
-            told["description"] = fields.text("description")
-        told["parameters"] = fields.any("input_schema")
+            told["description"] = fields.string("description")
+        told["parameters"] = fields.value("input_schema")
         if not isinstance(told["parameters"], dict):
-            raise fields.refuse("input_schema", "must be a JSON schema.")
-        if fields.any("strict") is True:
+            raise fields.error("input_schema", "must be a JSON schema.")
+        if fields.value("strict") is True:
             notes.add("tools.strict")
         tools.append({"type": "function", "function": told})
     return tuple(tools)
 
 
-def _choice(fields: Fields, tools: Sequence[Body]) -> tuple[Literal["auto", "none", "required"], str]:
+def _choice(fields: RequestFields, tools: Sequence[JSONObject]) -> tuple[Literal["auto", "none", "required"], str]:
     """Whether a tool is to be called, and which."""
     form = fields.section("tool_choice")
-    kind, name = form.text("type", "auto"), form.text("name", "")
-    form.settle()
+    kind, name = form.string("type", "auto"), form.string("name", "")
+    form.apply_rules()
     names = [tool["function"]["name"] for tool in tools]
     if kind == "auto":
         return "auto", ""
@@ -318,5 +326,5 @@ def _choice(fields: Fields, tools: Sequence[Body]) -> tuple[Literal["auto", "non
     if kind == "any" and names:
         return "required", names[0] if len(names) == 1 else ""
     if kind != "tool" or name not in names:
-        raise form.refuse("type", "must be auto, none, any, or tool with the name of one of the 'tools'.")
+        raise form.error("type", "must be auto, none, any, or tool with the name of one of the 'tools'.")
     return "required", name

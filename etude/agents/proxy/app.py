@@ -1,9 +1,9 @@
 """The routes of the model endpoint: an app of its own, or a router on another's.
 
-    with serve(desk, keyring, routers=[router(endpoint)], beside=[endpoint]): ...     # on a store's server
+    with serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]): ...     # on a store's server
 
-Bodies come through the store's `Gate`, which bounds what is read and what may be in it; what it refuses is said here in
-the words of each dialect. What is long is parsed beside the event loop.
+Bodies come through the store's `RequestMiddleware`, which bounds what is read and what may be in it; what it refuses is
+said here in the words of each dialect. What is long is parsed beside the event loop.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from etude.agents.proxy.anthropic import Anthropic
-from etude.agents.proxy.asked import Body, Dialect, Kind, Refusal
-from etude.agents.proxy.chat_completions import ChatCompletions
-from etude.agents.proxy.completions import Completions
-from etude.agents.proxy.endpoint import Endpoint, no_model
-from etude.agents.proxy.external import Foreign
-from etude.agents.proxy.notary import Call
-from etude.agents.proxy.openai import error, event
-from etude.agents.proxy.responses import Responses
-from etude.observe import get_log
-from etude.store.aside import Aside
-from etude.store.bounds import RefusedError
-from etude.store.desk import Key
-from etude.store.gate import Gate
+from etude.agents.proxy.anthropic import AnthropicDialect
+from etude.agents.proxy.chat_completions import ChatCompletionsDialect
+from etude.agents.proxy.completions import CompletionsDialect
+from etude.agents.proxy.endpoint import ModelEndpoint, unknown_model_error
+from etude.agents.proxy.external import ExternalCall
+from etude.agents.proxy.openai import error_body, sse_event
+from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject
+from etude.agents.proxy.responses import ResponsesDialect
+from etude.agents.proxy.turn_recorder import ModelCall
+from etude.observe import get_logger
+from etude.store.background_thread import BackgroundThread
+from etude.store.request_limits import RequestRefusedError
+from etude.store.request_middleware import RequestMiddleware
+from etude.store.rollout_queue import AttemptId
 
-__all__ = ["app", "router"]
+__all__ = ["create_app", "create_router"]
 
 T = TypeVar("T")
 _Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
-OF_OTHERS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PASSTHROUGH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Where calls to models of somebody else's are passed on."""
-ROUTES: dict[str, Dialect] = {
-    "/v1/chat/completions": ChatCompletions(),
-    "/v1/completions": Completions(),
-    "/v1/responses": Responses(),
-    "/v1/messages": Anthropic(),
+ROUTES: dict[str, APIDialect] = {
+    "/v1/chat/completions": ChatCompletionsDialect(),
+    "/v1/completions": CompletionsDialect(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": AnthropicDialect(),
 }
-COUNTING = Anthropic(counting=True)
-UNKNOWN = (
+COUNTING = AnthropicDialect(counting=True)
+MISTAKEN_PATHS = (
     "/v1/{rest:no_store}",
     *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
     *("/responses", "/responses/{rest:path}", "/messages", "/messages/{rest:path}"),
 )
 """Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-KINDS: dict[int, Kind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
+KINDS: dict[int, ErrorKind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
 """Of what the gate refuses, by its status; anything else is invalid."""
 UNREAD_S = 60.0
 """Seconds for which a client may read nothing of a stream."""
@@ -72,11 +72,11 @@ class _NoStore(PathConvertor):
 register_url_convertor("no_store", _NoStore())
 
 
-class GoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client is not there any more."""
 
 
-def app(endpoint: Endpoint) -> FastAPI:
+def create_app(endpoint: ModelEndpoint) -> FastAPI:
     """The endpoint alone, as an app that tends to it while it runs."""
 
     @asynccontextmanager
@@ -85,44 +85,46 @@ def app(endpoint: Endpoint) -> FastAPI:
             yield
 
     made = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
-    made.include_router(router(endpoint))
-    made.add_middleware(Gate, life=secrets.token_hex(8), whose=endpoint.keyring.brought)
+    made.include_router(create_router(endpoint))
+    made.add_middleware(RequestMiddleware, life=secrets.token_hex(8), whose=endpoint.keyring.read_headers)
     return made
 
 
-def router(endpoint: Endpoint) -> APIRouter:
+def create_router(endpoint: ModelEndpoint) -> APIRouter:
     """Its routes. Whoever includes them enters the endpoint (`async with endpoint`) for as long as they are served.
 
     They are plain: what they take and answer is described by OpenAI and Anthropic, and read by the dialects."""
     routes = APIRouter()
     for path, dialect in ROUTES.items():
         name = path.removeprefix("/v1/").replace("/", "_")
-        routes.add_route(path, _answering(endpoint, path, dialect), methods=["POST"], name=name)
+        routes.add_route(path, _answer_route(endpoint, path, dialect), methods=["POST"], name=name)
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a request to /v1/messages would show the model."""
         key = None
         try:
-            key = _entitled(endpoint, request)
+            key = _authorize(endpoint, request)
             body, size = await _body(endpoint, key, request)
-            return _json({"input_tokens": await endpoint.count(_aside(request), COUNTING, key, body, size)})
-        except GoneError:
+            return _json(
+                {"input_tokens": await endpoint.count_tokens(_background_thread(request), COUNTING, key, body, size)}
+            )
+        except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
-            refusal = error if isinstance(error, Refusal) else _broken(error)
-            await endpoint.refused(key, request.url.path, refusal)
-            return _refused(COUNTING, refusal)
+            refusal = error if isinstance(error, APIError) else _internal_error(error)
+            await endpoint.record_refusal(key, request.url.path, refusal)
+            return _error_response(COUNTING, refusal)
 
     async def models(request: Request) -> Response:
         """The models there are."""
-        dialect: Dialect = COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
+        dialect: APIDialect = COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
         try:
-            _entitled(endpoint, request)
+            _authorize(endpoint, request)
             wanted = request.path_params.get("model")
             if wanted is not None and wanted not in endpoint.models:
-                raise no_model(wanted, endpoint.models)
-        except Refusal as refusal:
-            return _refused(dialect, refusal)
+                raise unknown_model_error(wanted, endpoint.models)
+        except APIError as refusal:
+            return _error_response(dialect, refusal)
         if wanted is not None:
             return _json(_model(wanted))
         found = [_model(name) for name in endpoint.models]
@@ -133,7 +135,7 @@ def router(endpoint: Endpoint) -> APIRouter:
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
     known = {each.path: sorted((each.methods or set()) - {"HEAD"}) for each in routes.routes if isinstance(each, Route)}
-    for path in UNKNOWN:
+    for path in MISTAKEN_PATHS:
         routes.add_route(path, _unknown(known), methods=METHODS, name="unknown", include_in_schema=False)
     return routes
 
@@ -145,8 +147,8 @@ def _unknown(known: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitabl
         claude = "anthropic-version" in request.headers or "/messages" in path
         there = ", ".join(f"{' '.join(methods)} {path}" for path, methods in known.items())
         why = f"There is no {request.method} {path[:200]} at this endpoint. There are: {there}."
-        refusal = Refusal(why, "not_found", status=405 if path in known else None)
-        response = _refused(COUNTING if claude else ROUTES["/v1/chat/completions"], refusal)
+        refusal = APIError(why, "not_found", status=405 if path in known else None)
+        response = _error_response(COUNTING if claude else ROUTES["/v1/chat/completions"], refusal)
         if path in known:
             response.headers["allow"] = ", ".join(known[path])
         return response
@@ -154,58 +156,60 @@ def _unknown(known: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitabl
     return unknown
 
 
-def _answering(endpoint: Endpoint, path: str, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         """Answer one call, and record it."""
         began = time.perf_counter()
         key = None
         try:
-            key = _entitled(endpoint, request)
+            key = _authorize(endpoint, request)
             body, size = await _body(endpoint, key, request)
             tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
-            if path in OF_OTHERS:
-                foreign = await endpoint.foreign(path.removeprefix("/v1"), key, body, tags, began)
+            if path in PASSTHROUGH_PATHS:
+                foreign = await endpoint.prepare_external_call(path.removeprefix("/v1"), key, body, tags, began)
                 if foreign is not None:
-                    return await _passed_on(endpoint, dialect, foreign, request)
+                    return await _pass_through(endpoint, dialect, foreign, request)
             state = request.headers.get("x-etude-state", "")
-            call = await endpoint.open(_aside(request), dialect, key, body, tags, began, state, size)
-            if call.asked.stream:
-                failed = dialect.writer(call.reply(endpoint.chat.tokenizer)).failed
-                refused = partial(endpoint.refused, key, path)
-                return _Streamed(dialect, partial(endpoint.stream, call), failed, refused, _headers(call))
-            told = await _unless_gone(request.receive, endpoint.answer(call))
+            call = await endpoint.prepare_call(
+                _background_thread(request), dialect, key, body, tags, began, state, size
+            )
+            if call.request.stream:
+                failed = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
+                refused = partial(endpoint.record_refusal, key, path)
+                return _EventStreamResponse(dialect, partial(endpoint.stream, call), failed, refused, _headers(call))
+            told = await _cancel_on_disconnect(request.receive, endpoint.answer(call))
             return _json(told, headers=_headers(call))
-        except GoneError:
+        except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
-            refusal = error if isinstance(error, Refusal) else _broken(error)
-            await endpoint.refused(key, path, refusal)
-            return _refused(dialect, refusal)
+            refusal = error if isinstance(error, APIError) else _internal_error(error)
+            await endpoint.record_refusal(key, path, refusal)
+            return _error_response(dialect, refusal)
 
     return answer
 
 
-async def _passed_on(endpoint: Endpoint, dialect: Dialect, call: Foreign, request: Request) -> Response:
+async def _pass_through(endpoint: ModelEndpoint, dialect: APIDialect, call: ExternalCall, request: Request) -> Response:
     """What another's model answers."""
     if call.body.get("stream") is True:
-        refused = partial(endpoint.refused, call.sitting.key, f"/v1{call.path}")
-        work = partial(endpoint.elsewhere.stream, call)
-        return _Streamed(dialect, work, lambda refusal: event(error(refusal)), refused, {})
-    data = await _unless_gone(request.receive, endpoint.elsewhere.whole(call))
+        refused = partial(endpoint.record_refusal, call.session.attempt_id, f"/v1{call.path}")
+        work = partial(endpoint.passthrough.stream, call)
+        return _EventStreamResponse(dialect, work, lambda refusal: sse_event(error_body(refusal)), refused, {})
+    data = await _cancel_on_disconnect(request.receive, endpoint.passthrough.answer(call))
     return Response(data, media_type="application/json")
 
 
-class _Streamed(Response):
+class _EventStreamResponse(Response):
     """Events as they come; an error as any other response, as long as nothing has come."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: APIDialect,
         work: _Work,
-        failed: Callable[[Refusal], bytes],
-        refused: Callable[[Refusal], Awaitable[None]],
+        failed: Callable[[APIError], bytes],
+        refused: Callable[[APIError], Awaitable[None]],
         headers: dict[str, str],
     ) -> None:
         """work: writes the events. failed: what is written where it cannot go on. refused: is told of a call that got
@@ -239,25 +243,25 @@ class _Streamed(Response):
                     raise asyncio.CancelledError  # as where the client has gone
 
         try:
-            await _unless_gone(receive, self._work(start, write))
-        except GoneError:
+            await _cancel_on_disconnect(receive, self._work(start, write))
+        except ClientDisconnectedError:
             return
         except Exception as error:
             if unread:
                 return
-            refusal = error if isinstance(error, Refusal) else _broken(error)
+            refusal = error if isinstance(error, APIError) else _internal_error(error)
             if not started:
                 await self._refused(refusal)
-                await _refused(self._dialect, refusal)(scope, receive, send)
+                await _error_response(self._dialect, refusal)(scope, receive, send)
                 return
             if not await given(self._failed(refusal)):
                 return
         await given(b"", more=False)
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work, which is cancelled when the client goes. `GoneError` if it has."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of some work, which is cancelled when the client goes. `ClientDisconnectedError` if it has."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
     gone.add_done_callback(lambda _: task.cancel())
     asking = asyncio.current_task()
     assert asking is not None, "calls are answered on an event loop"
@@ -267,58 +271,58 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         if asking.cancelling():
             raise
         if gone.done():
-            raise GoneError from None
-        raise Refusal("The attempt that asked has ended.", "forbidden", code="attempt_over") from None
+            raise ClientDisconnectedError from None
+        raise APIError("The attempt that asked has ended.", "forbidden", code="attempt_over") from None
     finally:
         gone.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _entitled(endpoint: Endpoint, request: Request) -> Key:
-    return endpoint.entitled(request.headers.get("authorization"), request.headers.get("x-api-key"))
+def _authorize(endpoint: ModelEndpoint, request: Request) -> AttemptId:
+    return endpoint.authorize(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
 
-async def _body(endpoint: Endpoint, key: Key, request: Request) -> tuple[Body, int]:
+async def _body(endpoint: ModelEndpoint, key: AttemptId, request: Request) -> tuple[JSONObject, int]:
     """The JSON object that came, and how many bytes it was."""
     try:
         data = await request.body()
-    except RefusedError as refused:
+    except RequestRefusedError as refused:
         kind = KINDS.get(refused.status, "invalid")
-        raise Refusal(str(refused), kind, status=refused.status, wait=int(kind == "busy")) from refused
+        raise APIError(str(refused), kind, status=refused.status, retry_after=int(kind == "busy")) from refused
     if len(data) > endpoint.config.max_body_mib * 2**20:
         told = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
-        raise Refusal(told, "too_large")
-    aside = _aside(request)
-    async with aside.turn(key, len(data)):
-        return await aside.run(len(data), _parsed, data), len(data)
+        raise APIError(told, "too_large")
+    aside = _background_thread(request)
+    async with aside.slot(key, len(data)):
+        return await aside.run(len(data), _parse_json, data), len(data)
 
 
-def _aside(request: Request) -> Aside:
+def _background_thread(request: Request) -> BackgroundThread:
     """Where what is long is read: the gate's, which is shared with the store where both are served."""
-    found: Aside = request.scope["state"]["aside"]
+    found: BackgroundThread = request.scope["state"]["aside"]
     return found
 
 
-def _parsed(data: bytes) -> Body:
+def _parse_json(data: bytes) -> JSONObject:
     try:
         text = data.decode()
         body = json.loads(text, parse_constant=_no_number)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise Refusal(f"The body is not valid UTF-8 (at byte {error.start}).") from error
+        raise APIError(f"The body is not valid UTF-8 (at byte {error.start}).") from error
     except UnicodeEncodeError as error:
-        raise Refusal(f"A text in the body has half a character in it ({error.reason}). Leave it out.") from error
+        raise APIError(f"A text in the body has half a character in it ({error.reason}). Leave it out.") from error
     except RecursionError as error:
-        raise Refusal("The body is nested too deeply.") from error
+        raise APIError("The body is nested too deeply.") from error
     except ValueError as error:
-        raise Refusal(f"The body is not valid JSON: {error}.") from error
+        raise APIError(f"The body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
-        raise Refusal("The body must be a JSON object.")
+        raise APIError("The body must be a JSON object.")
     return body
 
 
@@ -326,25 +330,25 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _json(body: Body, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(body: JSONObject, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     return Response(data, status, headers, "application/json")
 
 
-def _refused(dialect: Dialect, refusal: Refusal) -> Response:
-    headers = {"retry-after": str(refusal.wait)} if refusal.wait else None
-    return _json(dialect.error(refusal), refusal.status, headers)
+def _error_response(dialect: APIDialect, refusal: APIError) -> Response:
+    headers = {"retry-after": str(refusal.retry_after)} if refusal.retry_after else None
+    return _json(dialect.format_error(refusal), refusal.status, headers)
 
 
-def _broken(error: Exception) -> Refusal:
+def _internal_error(error: Exception) -> APIError:
     """Something that nobody foresaw: a mistake of ours, or a store that cannot be written."""
-    get_log("agents").error("A call to the model endpoint failed", exc_info=error)
-    return Refusal(f"The endpoint could not answer ({type(error).__name__}); its log says more.", "failed")
+    get_logger("agents").error("A call to the model endpoint failed", exc_info=error)
+    return APIError(f"The endpoint could not answer ({type(error).__name__}); its log says more.", "failed")
 
 
-def _headers(call: Call) -> dict[str, str]:
+def _headers(call: ModelCall) -> dict[str, str]:
     """What an agent may like to know: its attempt, and which of its parameters were not followed."""
-    key = call.sitting.key
+    key = call.session.attempt_id
     told = {"x-etude-rollout": str(key.rollout), "x-etude-attempt": str(key.attempt)}
     return told | ({"x-etude-ignored": ", ".join(call.ignored)} if call.ignored else {})
 

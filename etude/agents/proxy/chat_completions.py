@@ -8,14 +8,31 @@ from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.asked import MOST, Asked, Body, Refusal, Reply, Said, Terms
-from etude.agents.proxy.fields import Fields, Notes, Rules, drawing, ignored, neutral, refused, rules
-from etude.chat import Called, Piece, Reasoning
+from etude.agents.proxy.request import (
+    MAX_CHOICES,
+    APIError,
+    JSONObject,
+    ModelAnswer,
+    ModelRequest,
+    ParseContext,
+    ReplyHeader,
+)
+from etude.agents.proxy.request_fields import (
+    FieldRules,
+    IgnoredFields,
+    RequestFields,
+    field_rules,
+    ignored,
+    nonzero_penalties,
+    parse_sampling,
+    refused,
+)
+from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.records import ToolCall
 
-__all__ = ["CHAT_COMPLETIONS", "ChatCompletions"]
+__all__ = ["CHAT_COMPLETIONS", "ChatCompletionsDialect"]
 
-CHAT_COMPLETIONS: Rules = rules(
+CHAT_COMPLETIONS: FieldRules = field_rules(
     obeyed="model messages tools tool_choice max_completion_tokens max_tokens stop stop_token_ids n stream logprobs "
     "top_logprobs stream_options.include_usage continue_final_message",
     sampling="temperature top_p top_k min_p repetition_penalty min_tokens seed logit_bias frequency_penalty "
@@ -36,138 +53,146 @@ CHAT_COMPLETIONS: Rules = rules(
 """The fields of a request, and the treatment of each."""
 
 
-class ChatCompletions:
+class ChatCompletionsDialect:
     """The dialect of most agents. Reasoning goes as `reasoning_content`, apart from the content."""
 
     prefix = "chatcmpl-"
 
-    def parse(self, body: Body, terms: Terms) -> Asked:
+    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = Notes(CHAT_COMPLETIONS, strict=terms.strict)
-        fields = Fields(body, notes=notes)
-        model = fields.text("model")
-        forms = fields.many("messages", needed=True)
+        notes = IgnoredFields(CHAT_COMPLETIONS, strict=context.strict)
+        fields = RequestFields(body, notes=notes)
+        model = fields.string("model")
+        forms = fields.array("messages", required=True)
         if not forms:
-            raise fields.refuse("messages", "is empty; give at least one.")
-        messages = tuple(openai.message(form, f"messages[{n}]") for n, form in enumerate(forms))
+            raise fields.error("messages", "is empty; give at least one.")
+        messages = tuple(openai.parse_message(form, f"messages[{n}]") for n, form in enumerate(forms))
         begun = None
-        if fields.flag("continue_final_message"):
+        if fields.boolean("continue_final_message"):
             *lead, begun = messages
             messages = tuple(lead)
             if begun.role != "assistant" or begun.tool_calls or not lead:
                 why = "takes a last message that is the beginning of the assistant's answer, after others."
-                raise fields.refuse("continue_final_message", why)
-        tools = openai.tools_of(fields.many("tools"), notes)
-        choice, named = openai.choice_of(fields, tools, notes)
-        sampling = drawing(fields)
-        limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+                raise fields.error("continue_final_message", why)
+        tools = openai.tools_of(fields.array("tools"), notes)
+        choice, named = openai.parse_tool_choice(fields, tools, notes)
+        sampling = parse_sampling(fields)
+        limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
         longest = next((limit for limit in limits if limit is not None), None)
         if longest is not None:
             sampling["max_tokens"] = longest
-        if stop := fields.texts("stop", 16):
+        if stop := fields.strings("stop", 16):
             sampling["stop"] = stop
-        wanted = fields.flag("logprobs")
-        top = fields.whole("top_logprobs", 0, 20)
+        wanted = fields.boolean("logprobs")
+        top = fields.integer("top_logprobs", 0, 20)
         if top and not wanted:
-            raise fields.refuse("top_logprobs", "takes 'logprobs': true.")
+            raise fields.error("top_logprobs", "takes 'logprobs': true.")
         if top:
             sampling["top_logprobs"] = top
-        asked = Asked(
+        asked = ModelRequest(
             model=model,
             messages=messages,
-            begun=begun,
+            prefill=begun,
             tools=tools,
-            choice=choice,
-            named=named,
+            tool_choice=choice,
+            tool_name=named,
             sampling=sampling,
-            penalties=neutral(fields, "frequency_penalty", "presence_penalty"),
-            n=fields.whole("n", 1, MOST) or 1,
-            stream=fields.flag("stream"),
+            penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
+            n=fields.integer("n", 1, MAX_CHOICES) or 1,
+            stream=fields.boolean("stream"),
             logprobs=wanted,
-            usage=streamed_usage(fields),
+            include_usage=wants_stream_usage(fields),
         )
-        fields.settle()
+        fields.apply_rules()
         return replace(asked, ignored=notes.names)
 
-    def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
+    def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answers in one piece."""
-        choices = [_choice(index, each, reply) for index, each in enumerate(said)]
-        return {**_frame(reply, "chat.completion"), "choices": choices, "usage": usage(said)}
+        choices = [_choice(index, each, reply) for index, each in enumerate(answers)]
+        return {**_frame(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
 
-    def writer(self, reply: Reply) -> ChunkWriter:
+    def writer(self, reply: ReplyHeader) -> ChunkWriter:
         """The answers piece by piece."""
         return ChunkWriter(reply)
 
-    def error(self, refusal: Refusal) -> Body:
+    def format_error(self, refusal: APIError) -> JSONObject:
         """Why there is none."""
-        return openai.error(refusal)
+        return openai.error_body(refusal)
 
 
 class ChunkWriter:
     """Writes `chat.completion.chunk` events. Log-probs come with the end of each answer."""
 
-    def __init__(self, reply: Reply) -> None:
-        self._asked, self._tokenizer = reply.asked, reply.tokenizer
+    def __init__(self, reply: ReplyHeader) -> None:
+        self._asked, self._tokenizer = reply.request, reply.tokenizer
         self._frame = _frame(reply, "chat.completion.chunk")
-        self._more: dict[str, Any] = {"usage": None} if reply.asked.usage else {}
+        self._more: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
 
     def begin(self) -> bytes:
         """Who speaks."""
         return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._asked.n))
 
-    def piece(self, index: int, piece: Piece) -> bytes:
+    def delta(self, index: int, piece: MessageDelta) -> bytes:
         """New text, or a call."""
-        if isinstance(piece, Called):
+        if isinstance(piece, ToolCallDelta):
             return self._chunk(index, {"tool_calls": [{"index": piece.index, **_call(piece.call)}]})
-        return self._chunk(index, {"reasoning_content" if isinstance(piece, Reasoning) else "content": piece.text})
+        return self._chunk(index, {"reasoning_content" if isinstance(piece, ReasoningDelta) else "content": piece.text})
 
-    def end(self, index: int, said: Said) -> bytes:
+    def end(self, index: int, answer: ModelAnswer) -> bytes:
         """How it ended."""
-        scores = {"content": openai.logprobs(said.completion, self._tokenizer), "refusal": None}
-        return self._chunk(index, {}, said.finish, scores if self._asked.logprobs else None)
+        scores = {"content": openai.format_logprobs(answer.completion, self._tokenizer), "refusal": None}
+        return self._chunk(index, {}, answer.finish_reason, scores if self._asked.logprobs else None)
 
-    def close(self, said: Sequence[Said]) -> bytes:
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """What it cost, if that was asked."""
-        last = openai.event({**self._frame, "choices": [], "usage": usage(said)}) if self._asked.usage else b""
+        last = (
+            openai.sse_event({**self._frame, "choices": [], "usage": format_usage(answers)})
+            if self._asked.include_usage
+            else b""
+        )
         return last + b"data: [DONE]\n\n"
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         """Nothing more will come."""
-        return openai.event(openai.error(refusal))
+        return openai.sse_event(openai.error_body(refusal))
 
-    def _chunk(self, index: int, delta: Body, finish: str | None = None, scores: Body | None = None) -> bytes:
+    def _chunk(
+        self, index: int, delta: JSONObject, finish: str | None = None, scores: JSONObject | None = None
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-        return openai.event({**self._frame, "choices": [choice], **self._more})
+        return openai.sse_event({**self._frame, "choices": [choice], **self._more})
 
 
-def streamed_usage(fields: Fields) -> bool:
+def wants_stream_usage(fields: RequestFields) -> bool:
     """Whether a stream is to end with its usage."""
     options = fields.section("stream_options")
-    wanted = options.flag("include_usage")
-    options.settle()
+    wanted = options.boolean("include_usage")
+    options.apply_rules()
     return wanted
 
 
-def usage(said: Sequence[Said]) -> Body:
+def format_usage(answers: Sequence[ModelAnswer]) -> JSONObject:
     """How many tokens were read and written."""
-    prompt, written = said[0].prompt_tokens, sum(len(each.completion.ids) for each in said)
+    prompt, written = answers[0].prompt_tokens, sum(len(each.completion.ids) for each in answers)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def _frame(reply: Reply, kind: str) -> Body:
-    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": reply.asked.model}
+def _frame(reply: ReplyHeader, kind: str) -> JSONObject:
+    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": reply.request.model}
 
 
-def _choice(index: int, said: Said, reply: Reply) -> Body:
-    told: dict[str, Any] = {"role": "assistant", "content": said.message.content, "refusal": None}
-    if said.message.reasoning:
-        told["reasoning_content"] = said.message.reasoning
-    if said.message.tool_calls:
-        told["tool_calls"] = [_call(call) for call in said.message.tool_calls]
-        told["content"] = said.message.content or None
-    wanted = reply.asked.logprobs
-    scores = {"content": openai.logprobs(said.completion, reply.tokenizer), "refusal": None} if wanted else None
-    return {"index": index, "message": told, "logprobs": scores, "finish_reason": said.finish}
+def _choice(index: int, answer: ModelAnswer, reply: ReplyHeader) -> JSONObject:
+    told: dict[str, Any] = {"role": "assistant", "content": answer.message.content, "refusal": None}
+    if answer.message.reasoning:
+        told["reasoning_content"] = answer.message.reasoning
+    if answer.message.tool_calls:
+        told["tool_calls"] = [_call(call) for call in answer.message.tool_calls]
+        told["content"] = answer.message.content or None
+    wanted = reply.request.logprobs
+    scores = (
+        {"content": openai.format_logprobs(answer.completion, reply.tokenizer), "refusal": None} if wanted else None
+    )
+    return {"index": index, "message": told, "logprobs": scores, "finish_reason": answer.finish_reason}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

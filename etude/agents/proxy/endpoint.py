@@ -2,7 +2,7 @@
 
     key ─► whose ─► what is asked ─► the prompt's ids ─► a place ─► sampling ─► the turn is written ─► the answer
 
-This file goes as far as the prompt's ids; the rest is `answering`.
+This file goes as far as the prompt's ids; the rest is `model_call_runner`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Self
 
 from pydantic import Field
 
-from etude.agents.proxy.answering import Answering, Write
-from etude.agents.proxy.asked import Asked, Body, Dialect, Kind, Refusal, Terms
-from etude.agents.proxy.external import Elsewhere, External, Foreign
-from etude.agents.proxy.gate import Gate
-from etude.agents.proxy.meter import Meter
-from etude.agents.proxy.notary import Call, Notary, over
-from etude.agents.proxy.policy import Parameters, Policy, Seeds, seeds_of
-from etude.agents.proxy.record import Prompt, Sitting, named_state
+from etude.agents.proxy.external import ExternalCall, ExternalModel, Passthrough
+from etude.agents.proxy.metrics import EndpointMetrics
+from etude.agents.proxy.model_call_runner import ModelCallRunner, Write
+from etude.agents.proxy.request import APIDialect, APIError, ErrorKind, JSONObject, ModelRequest, ParseContext
+from etude.agents.proxy.sampling_rules import ParameterMode, SamplingRules, SeedFunction, make_seed_function
+from etude.agents.proxy.session import AttemptSession, Prompt, state_id
+from etude.agents.proxy.slot_queue import SlotQueue
+from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder, attempt_over_error
 from etude.agents.proxy.upstream import Upstream
-from etude.chat import Chat
+from etude.chat import ChatRenderer
 from etude.config import Config
-from etude.errors import ChatError, ConfigError, EtudeError, KeyRefusedError
-from etude.observe import get_log
+from etude.errors import ChatError, ConfigError, EtudeError, InvalidKeyError
+from etude.observe import get_logger
 from etude.records import SamplingParams
-from etude.store.aside import Aside
-from etude.store.desk import Desk, Find, Key, Use
-from etude.store.keys import Keyring, keys_in
+from etude.store.background_thread import BackgroundThread
+from etude.store.keys import Keyring, keys_from_headers
+from etude.store.rollout_queue import AttemptId, RolloutPurpose, RolloutQuery, RolloutQueue
 from etude.store.states import LIVE, Status
 
-__all__ = ["Endpoint", "EndpointConfig", "no_model"]
+__all__ = ["EndpointConfig", "ModelEndpoint", "unknown_model_error"]
 
 SWEEP, FAR_SWEEP = 15.0, 2.0
 """Seconds between two looks for attempts that have ended; and where nobody tells of them."""
-SILENT = 30.0
+IDLE_S = 30.0
 """Seconds without a call, after which it is asked whether an attempt has ended."""
-FARTHEST = 64
+MAX_CHARACTERS_PER_TOKEN = 64
 """Characters for each token of the model's context, beyond which a prompt is refused without being read."""
-FEWEST = 4
+MIN_TOKENS_PER_MESSAGE = 4
 """Tokens of the model's context for each message, by which the number of messages is bounded in the same way."""
-RENDERING = 2
+RENDER_THREADS = 2
 """Threads on which long conversations are rendered: few, because the event loop waits for the interpreter like each of
 them, and more than one, so that no attempt waits for another's longest."""
 AT_ONCE = 100
 """Of how many attempts that is asked at a time."""
-NOTED: tuple[Kind, ...] = ("invalid", "not_found", "too_large", "forbidden")
+NOTED_KINDS: tuple[ErrorKind, ...] = ("invalid", "not_found", "too_large", "forbidden")
 """Refusals that the call itself causes, which are noted on its attempt. The others are in the journal by other notes or
 turns, or pass."""
 MOST_REFUSALS = 16
@@ -73,252 +73,268 @@ class EndpointConfig(Config):
     max_body_mib: float = Field(
         16.0, gt=0, le=32, description="MiB of the largest request; a larger one is answered 413"
     )
-    parameters: Parameters = Field(
+    parameters: ParameterMode = Field(
         "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
     )
     strict: bool = Field(
         False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
     )
-    compare: bool = Field(True, description="count the tokens that rendering conversations anew would have changed")
-    external: dict[str, External] = Field(
+    count_rerendered: bool = Field(
+        True, description="count the tokens that rendering conversations anew would have changed"
+    )
+    external: dict[str, ExternalModel] = Field(
         {}, description="models of other providers, by the names that agents ask for: recorded, never trained"
     )
 
 
-class Endpoint:
+class ModelEndpoint:
     """Answers the calls of all attempts. It lives on one event loop; `async with` has it tend to what has ended."""
 
     def __init__(
         self,
-        desk: Desk,
+        queue: RolloutQueue,
         keyring: Keyring,
-        chat: Chat,
+        chat: ChatRenderer,
         upstream: Upstream,
         *,
         model: str = "policy",
         context: int | None = None,
         train: SamplingParams | None = None,
         val: SamplingParams | None = None,
-        seeds: Seeds | None = None,
+        seeds: SeedFunction | None = None,
         config: EndpointConfig | None = None,
-        told: bool = True,
+        notified: bool = True,
     ) -> None:
         """context: the model's longest sequence, where the upstream does not say it. train, val: what answers are
         drawn with in attempts of either use; validation's are training's unless they are given. told: whether somebody
         tells of attempts that are over, by `over`; else the desk is asked often."""
         self.config = config or EndpointConfig()
-        self.desk, self.keyring, self.chat, self.upstream, self.model = desk, keyring, chat, upstream, model
+        self.queue, self.keyring, self.chat, self.upstream, self.model = queue, keyring, chat, upstream, model
         training = train or SamplingParams()
-        self._policy = Policy(training, val or training, self.config.parameters)
-        self._context, self._told = context, told
-        self._gate = Gate(self.config.max_running, self.config.max_waiting)
-        self._meter = Meter()
-        self._notary = Notary(desk, model, self._meter, self.forget)
-        self._answering = Answering(
+        self._sampling_rules = SamplingRules(training, val or training, self.config.parameters)
+        self._context, self._told = context, notified
+        self._slots = SlotQueue(self.config.max_running, self.config.max_waiting)
+        self._metrics = EndpointMetrics()
+        self._recorder = TurnRecorder(queue, model, self._metrics, self.forget)
+        self._handler = ModelCallRunner(
             chat,
             upstream,
-            self._gate,
-            self._meter,
-            self._notary,
-            seeds or seeds_of(0),
+            self._slots,
+            self._metrics,
+            self._recorder,
+            seeds or make_seed_function(0),
             timeout_s=self.config.timeout_s,
         )
         if model in self.config.external:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
-        places = Gate(self.config.max_running, self.config.max_waiting)
-        self.elsewhere = Elsewhere(self.config.external, places, self._meter, self._notary, self.config.timeout_s)
-        self._threads = ThreadPoolExecutor(RENDERING, thread_name_prefix="etude-rendering")
-        self._sittings: dict[Key, Sitting] = {}
+        places = SlotQueue(self.config.max_running, self.config.max_waiting)
+        self.passthrough = Passthrough(
+            self.config.external, places, self._metrics, self._recorder, self.config.timeout_s
+        )
+        self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="etude-rendering")
+        self._sessions: dict[AttemptId, AttemptSession] = {}
         self._process, self._calls = secrets.token_hex(4), count(1)
         self._ignored: set[str] = set()  # names that were logged
-        self._tending: asyncio.Task[None] | None = None
+        self._sweeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._tending = asyncio.create_task(self._tend(), name="etude-endpoint")
+        self._sweeper = asyncio.create_task(self._sweep_loop(), name="etude-endpoint")
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        if self._tending is not None:
-            self._tending.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
             with suppress(asyncio.CancelledError):
-                await self._tending
-        await self._notary.close()
-        await self.elsewhere.close()
+                await self._sweeper
+        await self._recorder.close()
+        await self.passthrough.close()
 
     @property
     def models(self) -> tuple[str, ...]:
         """The names of the models that agents may ask for: first the one that is trained."""
-        return (self.model, *self.elsewhere.models)
+        return (self.model, *self.passthrough.models)
 
     def metrics(self) -> Mapping[str, float]:
         """Counts since it was made, percentiles of its last calls' times in seconds, and how many are under way."""
         now = {
-            "endpoint/running": self._gate.taken,
-            "endpoint/waiting": self._gate.waiting,
-            "endpoint/attempts": len(self._sittings),
+            "endpoint/running": self._slots.running,
+            "endpoint/waiting": self._slots.waiting,
+            "endpoint/attempts": len(self._sessions),
         }
-        return self._meter.told() | now
+        return self._metrics.summary() | now
 
-    def over(self, keys: Sequence[Key]) -> None:
+    def forget_attempts(self, attempt_ids: Sequence[AttemptId]) -> None:
         """Attempts have ended: forget them. Any thread may say so."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
-                self._loop.call_soon_threadsafe(self._forget_all, tuple(keys))
+                self._loop.call_soon_threadsafe(self._forget_all, tuple(attempt_ids))
 
-    def _forget_all(self, keys: Sequence[Key]) -> None:
+    def _forget_all(self, keys: Sequence[AttemptId]) -> None:
         for key in keys:
             self.forget(key)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, attempt_id: AttemptId) -> None:
         """An attempt has ended: its calls are ended, and what it said is let go of."""
-        found = self._sittings.pop(key, None)
+        found = self._sessions.pop(attempt_id, None)
         for task in found.under_way if found is not None else ():
             task.cancel()
 
     # -- before sampling ----------------------------------------------------------------------------------------------
 
-    def entitled(self, authorization: str | None, api_key: str | None = None) -> Key:
+    def authorize(self, authorization: str | None, api_key: str | None = None) -> AttemptId:
         """Return the attempt whose key came as `Authorization: Bearer …` or as `x-api-key`."""
-        texts = keys_in(authorization, api_key)
+        texts = keys_from_headers(authorization, api_key)
         if not texts:
-            raise Refusal(
+            raise APIError(
                 "A key is needed: the attempt's model key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Agents "
                 "find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
                 "unauthorized",
                 code="invalid_api_key",
             )
         try:
-            grant = self.keyring.first(texts)
-        except KeyRefusedError as error:
-            raise Refusal(str(error), "unauthorized", code="invalid_api_key") from error
-        if grant.scope != "model" or grant.key is None:
-            raise Refusal(f"This is a key for {grant.scope}; calling the model takes a model key.", "forbidden")
-        return grant.key
+            grant = self.keyring.read_first(texts)
+        except InvalidKeyError as error:
+            raise APIError(str(error), "unauthorized", code="invalid_api_key") from error
+        if grant.scope != "model" or grant.attempt_id is None:
+            raise APIError(f"This is a key for {grant.scope}; calling the model takes a model key.", "forbidden")
+        return grant.attempt_id
 
-    async def open(
+    async def prepare_call(
         self,
-        aside: Aside,
-        dialect: Dialect,
-        key: Key,
-        body: Body,
+        background: BackgroundThread,
+        dialect: APIDialect,
+        attempt_id: AttemptId,
+        body: JSONObject,
         tags: Sequence[str] = (),
         began: float | None = None,
         state: str = "",
         size: int = 0,
-    ) -> Call:
+    ) -> ModelCall:
         """Understand a call, and find the ids that it asks to go on from. aside: where what is long is read. state: a
         name for the state that the agent is in; without one it is all that the model is shown. size: how many bytes the
         body was."""
         began = time.perf_counter() if began is None else began
-        asked, sitting = await self._understood(aside, dialect, key, body, size)
-        sampling, ignored = self._policy.params(asked, sitting.use)
+        asked, sitting = await self._parse_request(background, dialect, attempt_id, body, size)
+        sampling, ignored = self._sampling_rules.resolve(asked, sitting.use)
         prompt = await self._prompt(sitting, asked)
         self._log_ignored(ignored)
-        id = f"{dialect.prefix}{key.rollout}-{key.attempt}-{self._process}-{next(self._calls)}"
-        anchor = named_state(state) if state else prompt.hash
-        call = Call(id, dialect, asked, sitting, prompt, sampling, ignored, tuple(tags), began, anchor)
-        if self._context is not None and len(call.shown) >= self._context:
+        id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
+        anchor = state_id(state) if state else prompt.hash
+        call = ModelCall(id, dialect, asked, sitting, prompt, sampling, ignored, tuple(tags), began, anchor)
+        if self._context is not None and len(call.input_ids) >= self._context:
             raise await self._too_long(call, self._context)
         return call
 
-    async def count(self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int = 0) -> int:
+    async def count_tokens(
+        self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int = 0
+    ) -> int:
         """How many tokens a call would show the model."""
-        asked, sitting = await self._understood(aside, dialect, key, body, size)
-        return len((await self._prompt(sitting, asked)).shown)
+        asked, sitting = await self._parse_request(background, dialect, attempt_id, body, size)
+        return len((await self._prompt(sitting, asked)).input_ids)
 
-    async def _understood(
-        self, aside: Aside, dialect: Dialect, key: Key, body: Body, size: int
-    ) -> tuple[Asked, Sitting]:
+    async def _parse_request(
+        self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
+    ) -> tuple[ModelRequest, AttemptSession]:
         """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
-        sitting = await self._sitting(key)
-        async with aside.turn(key, size):
-            asked = _joined(await aside.run(size, self._parsed, dialect, body, sitting), sitting)
-            await self._refuse_what_no_context_holds(key, asked, await aside.run(size, _weighed, asked))
+        sitting = await self._session(attempt_id)
+        async with background.slot(attempt_id, size):
+            asked = _with_history(await background.run(size, self._parse_body, dialect, body, sitting), sitting)
+            await self._check_length(attempt_id, asked, await background.run(size, _count_characters, asked))
         return asked, sitting
 
-    async def foreign(self, path: str, key: Key, body: Body, tags: Sequence[str], began: float) -> Foreign | None:
+    async def prepare_external_call(
+        self, path: str, attempt_id: AttemptId, body: JSONObject, tags: Sequence[str], began: float
+    ) -> ExternalCall | None:
         """A call to a model of somebody else's, where it is one. path: after /v1."""
         name = body.get("model")
-        if not isinstance(name, str) or name not in self.elsewhere.models:
+        if not isinstance(name, str) or name not in self.passthrough.models:
             return None
-        return Foreign(name, path, body, await self._sitting(key), tuple(tags), began)
+        return ExternalCall(name, path, body, await self._session(attempt_id), tuple(tags), began)
 
     def _log_ignored(self, names: Sequence[str]) -> None:
         """Log each name once."""
         new = [name for name in dict.fromkeys(names) if name not in self._ignored]
         if new and len(self._ignored) < MOST_LOGGED:
             self._ignored |= set(new)
-            get_log("agents").info(
+            get_logger("agents").info(
                 "Agents send %s, which answers do not follow: the run decides, or it cannot be served here. Each "
                 "response names such fields in `x-etude-ignored`; `agent.strict=true` refuses them.",
                 ", ".join(f"`{name}`" for name in new),
             )
 
-    def _parsed(self, dialect: Dialect, body: Body, sitting: Sitting) -> Asked:
-        asked = dialect.parse(body, Terms(self.config.strict, sitting.answer))
-        if asked.model in self.elsewhere.models:
-            raise Refusal(
+    def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> ModelRequest:
+        asked = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
+        if asked.model in self.passthrough.models:
+            raise APIError(
                 f"The model '{asked.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
                 "/v1/chat/completions, /v1/completions or /v1/responses.",
                 param="model",
             )
         if asked.model != self.model:
-            raise no_model(asked.model, self.models)
+            raise unknown_model_error(asked.model, self.models)
         return asked
 
-    async def _refuse_what_no_context_holds(self, key: Key, asked: Asked, size: int) -> None:
+    async def _check_length(self, attempt_id: AttemptId, request: ModelRequest, size: int) -> None:
         """Refuse a prompt that is too long for any context, before it is tokenised. size: its characters."""
         context = self._context
-        if context is not None and (size > FARTHEST * context or FEWEST * len(asked.messages) > context):
-            self._meter.counts["context_length"] += 1
-            await self.desk.note(key, "context_length_exceeded", {"characters": size, "context": context})
-            raise Refusal(
-                f"prompt is too long: about {size} characters in {len(asked.messages)} messages; this model's maximum "
-                f"context length is {context} tokens. Shorten the messages.",
+        if context is not None and (
+            size > MAX_CHARACTERS_PER_TOKEN * context or MIN_TOKENS_PER_MESSAGE * len(request.messages) > context
+        ):
+            self._metrics.counts["context_length"] += 1
+            await self.queue.record_note(
+                attempt_id, "context_length_exceeded", {"characters": size, "context": context}
+            )
+            raise APIError(
+                f"prompt is too long: about {size} characters in {len(request.messages)} messages; this model's "
+                f"maximum context length is {context} tokens. Shorten the messages.",
                 "context",
                 param="messages",
                 code="context_length_exceeded",
             )
 
-    async def _prompt(self, sitting: Sitting, asked: Asked) -> Prompt:
+    async def _prompt(self, session: AttemptSession, request: ModelRequest) -> Prompt:
         try:
-            prompt = await sitting.prompt(asked, self.config.compare)
+            prompt = await session.build_prompt(request, self.config.count_rerendered)
         except UnicodeEncodeError as error:
-            raise Refusal(f"A text has half a character in it ({error.reason}). Leave it out.") from error
+            raise APIError(f"A text has half a character in it ({error.reason}). Leave it out.") from error
         except (ChatError, ConfigError, RecursionError) as error:
-            raise Refusal(str(error), param="messages") from error
+            raise APIError(str(error), param="messages") from error
         if not len(prompt.ids):
-            raise Refusal("The prompt is empty: a model continues at least one token.", param="prompt")
+            raise APIError("The prompt is empty: a model continues at least one token.", param="prompt")
         return prompt
 
-    async def _sitting(self, key: Key) -> Sitting:
+    async def _session(self, attempt_id: AttemptId) -> AttemptSession:
         """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
-        found = self._sittings.get(key)
+        found = self._sessions.get(attempt_id)
         if found is None:
-            use, draw = await self._use(key)
-            found = self._sittings.setdefault(key, Sitting(key, use, self.chat, draw, self._threads))
-        found.spoke = time.monotonic()
+            use, draw = await self._use(attempt_id)
+            found = self._sessions.setdefault(
+                attempt_id, AttemptSession(attempt_id, use, self.chat, draw, self._threads)
+            )
+        found.last_call_at = time.monotonic()
         return found
 
-    async def _use(self, key: Key) -> tuple[Use, int]:
+    async def _use(self, attempt_id: AttemptId) -> tuple[RolloutPurpose, int]:
         """What the attempt is for, and which draw it is: one that infrastructure broke is made again as it was."""
-        page = await self.desk.find(Find(ids=(key.rollout,), limit=1))
+        page = await self.queue.find(RolloutQuery(ids=(attempt_id.rollout,), limit=1))
         attempts = page.rollouts[0].attempts if page.rollouts else ()
-        if not 0 <= key.attempt < len(attempts):
-            raise Refusal(f"The store knows no attempt {key.attempt} at rollout {key.rollout}.", "forbidden")
-        if attempts[key.attempt].status not in LIVE:
-            raise over(key)
-        draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: key.attempt])
+        if not 0 <= attempt_id.attempt < len(attempts):
+            raise APIError(
+                f"The store knows no attempt {attempt_id.attempt} at rollout {attempt_id.rollout}.", "forbidden"
+            )
+        if attempts[attempt_id.attempt].status not in LIVE:
+            raise attempt_over_error(attempt_id)
+        draw = sum(attempt.status is not Status.INFRA_ERROR for attempt in attempts[: attempt_id.attempt])
         return page.rollouts[0].use, draw
 
-    async def _too_long(self, call: Call, context: int) -> Refusal:
+    async def _too_long(self, call: ModelCall, context: int) -> APIError:
         """A prompt that the model cannot be shown, noted."""
-        tokens = len(call.shown)
-        self._meter.counts["context_length"] += 1
-        await self._notary.note(call, "context_length_exceeded", {"tokens": tokens, "context": context})
-        return Refusal(
+        tokens = len(call.input_ids)
+        self._metrics.counts["context_length"] += 1
+        await self._recorder.note(call, "context_length_exceeded", {"tokens": tokens, "context": context})
+        return APIError(
             f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is "
             f"{context} tokens, and at least one is to follow. Shorten the messages.",
             "context",
@@ -328,50 +344,50 @@ class Endpoint:
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, call: Call) -> Body:
+    async def answer(self, call: ModelCall) -> JSONObject:
         """The answers to a call in one piece."""
-        return await self._answering.whole(call)
+        return await self._handler.answer(call)
 
-    async def stream(self, call: Call, start: Callable[[], Awaitable[None]], write: Write) -> None:
+    async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
         """Write the answers as they come, after `start`: what goes wrong before it is raised, what goes wrong later is
         written in the dialect's words."""
-        await self._answering.stream(call, start, write)
+        await self._handler.stream(call, start, write)
 
-    async def refused(self, key: Key | None, path: str, refusal: Refusal) -> None:
+    async def record_refusal(self, attempt_id: AttemptId | None, path: str, refusal: APIError) -> None:
         """Count a call that got no answer, and note on its attempt why: agents often keep that to themselves, and fail.
         key: whose call it was, where that is known."""
-        self._meter.counts["refused"] += 1
-        if key is None or refusal.kind not in NOTED:
+        self._metrics.counts["refused"] += 1
+        if attempt_id is None or refusal.kind not in NOTED_KINDS:
             return
         try:
-            sitting = await self._sitting(key)
+            sitting = await self._session(attempt_id)
             if len(sitting.refused) >= MOST_REFUSALS or refusal.message in sitting.refused:
                 return
             sitting.refused.add(refusal.message)
             told = {"path": path, "status": refusal.status, "param": refusal.param, "code": refusal.code}
             told = {name: value for name, value in told.items() if value is not None}
-            await self.desk.note(key, "refused", {**told, "error": refusal.message[:LONGEST]})
-        except (Refusal, EtudeError) as error:  # the attempt is over, or the store is away: the answer goes out anyway
-            get_log("agents").debug(f"A refused call of {key} could not be noted: {error}")
+            await self.queue.record_note(attempt_id, "refused", {**told, "error": refusal.message[:LONGEST]})
+        except (APIError, EtudeError) as error:  # the attempt is over, or the store is away: the answer goes out anyway
+            get_logger("agents").debug(f"A refused call of {attempt_id} could not be noted: {error}")
 
     # -- what has ended -----------------------------------------------------------------------------------------------
 
-    async def _tend(self) -> None:
+    async def _sweep_loop(self) -> None:
         """From time to time, let go of attempts that have ended."""
         while True:
             await asyncio.sleep(SWEEP if self._told else FAR_SWEEP)
             try:
-                await self.sweep(SILENT if self._told else 0.0)
+                await self.sweep(IDLE_S if self._told else 0.0)
             except Exception as error:  # a store that is away for a while
-                get_log("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
+                get_logger("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
 
     async def sweep(self, silent: float = 0.0) -> None:
         """Ask the desk about the attempts that have not called for so many seconds, and forget those that ended."""
         now = time.monotonic()
-        quiet = iter([key for key, each in self._sittings.items() if now - each.spoke >= silent])
+        quiet = iter([key for key, each in self._sessions.items() if now - each.last_call_at >= silent])
         while keys := list(islice(quiet, AT_ONCE)):
             ids = tuple({key.rollout for key in keys})
-            page = await self.desk.find(Find(ids=ids, limit=len(ids)))
+            page = await self.queue.find(RolloutQuery(ids=ids, limit=len(ids)))
             attempts = {each.id: each.attempts for each in page.rollouts}
             for key in keys:
                 known = attempts.get(key.rollout, ())
@@ -379,28 +395,35 @@ class Endpoint:
                     self.forget(key)
 
 
-def no_model(name: str, models: Sequence[str]) -> Refusal:
+def unknown_model_error(name: str, models: Sequence[str]) -> APIError:
     """The refusal of a model that nobody knows."""
     known = "', '".join(models)
     told = f"There is no model '{name}' here; there is '{known}'."
-    return Refusal(told, "not_found", param="model", code="model_not_found")
+    return APIError(told, "not_found", param="model", code="model_not_found")
 
 
-def _weighed(asked: Asked) -> int:
-    return asked.characters
+def _count_characters(request: ModelRequest) -> int:
+    return request.characters
 
 
-def _joined(asked: Asked, sitting: Sitting) -> Asked:
+def _with_history(request: ModelRequest, session: AttemptSession) -> ModelRequest:
     """With the conversation that it goes on from, where it names an answer instead of repeating it."""
-    if not asked.previous:
-        return asked
-    earlier = sitting.earlier(asked.previous)
+    if not request.previous_id:
+        return request
+    earlier = session.find_conversation(request.previous_id)
     if earlier is None:
-        raise Refusal(
-            f"This attempt has no answer '{asked.previous}' to go on from. Answers are kept for the attempt that asked "
-            "for them, unless it said 'store': false.",
+        raise APIError(
+            f"This attempt has no answer '{request.previous_id}' to go on from. Answers are kept for the attempt that "
+            "asked for them, unless it said 'store': false.",
             "not_found",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return replace(asked, messages=(*asked.messages[: asked.lead], *earlier, *asked.messages[asked.lead :]))
+    return replace(
+        request,
+        messages=(
+            *request.messages[: request.instruction_count],
+            *earlier,
+            *request.messages[request.instruction_count :],
+        ),
+    )

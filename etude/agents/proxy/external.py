@@ -22,33 +22,33 @@ import httpx2
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from pydantic import Field
 
-from etude.agents.proxy.asked import Body, Kind, Refusal
-from etude.agents.proxy.events import data_of, events
-from etude.agents.proxy.gate import Gate
-from etude.agents.proxy.meter import Meter
-from etude.agents.proxy.notary import Notary
-from etude.agents.proxy.overheard import Overheard
-from etude.agents.proxy.record import Sitting
+from etude.agents.proxy.external_answer import ExternalAnswer
+from etude.agents.proxy.metrics import EndpointMetrics
+from etude.agents.proxy.request import APIError, ErrorKind, JSONObject
+from etude.agents.proxy.session import AttemptSession
+from etude.agents.proxy.slot_queue import SlotQueue
+from etude.agents.proxy.sse import event_data, iter_events
+from etude.agents.proxy.turn_recorder import TurnRecorder
 from etude.config import Config
 from etude.config.env import key_from
 from etude.errors import ConfigError
 
-__all__ = ["Elsewhere", "External", "Foreign", "external_models"]
+__all__ = ["ExternalCall", "ExternalModel", "Passthrough", "external_models"]
 
 CONNECT = 10.0
 """Seconds to reach a provider."""
-ASKED = 200_000
+MAX_LOGGED_CHARACTERS = 200_000
 """Characters of what was asked that are kept."""
 SHOWN = 500
 """Characters of what a provider says that an error repeats."""
 MOST_MIB = 64
 """MiB of an answer at most."""
-REFUSED: dict[int, Kind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
+REFUSED: dict[int, ErrorKind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
 """What the agent asked for and cannot have, by what a provider answers."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
-class External(Config):
+class ExternalModel(Config):
     """A model of somebody else's."""
 
     url: str = Field(pattern=r"^https?://\S+$", description="where it is served, up to and with /v1")
@@ -58,7 +58,7 @@ class External(Config):
     )
 
 
-def external_models(path: Path | None) -> dict[str, External]:
+def external_models(path: Path | None) -> dict[str, ExternalModel]:
     """The models that a file names: in YAML, by the name that agents ask for."""
     if path is None:
         return {}
@@ -72,25 +72,25 @@ def external_models(path: Path | None) -> dict[str, External]:
         raise ConfigError(
             f"{path} must hold a section for each model: its name, and under it `url`, `model`, `key_from`."
         )
-    return {name: External.model_validate(dict(told[name])) for name in told}
+    return {name: ExternalModel.model_validate(dict(told[name])) for name in told}
 
 
 @dataclass(eq=False)
-class Foreign:
+class ExternalCall:
     """One call to a model of somebody else's."""
 
     name: str
     path: str
     """After /v1: `/chat/completions`."""
-    body: Body
-    sitting: Sitting
+    body: JSONObject
+    session: AttemptSession
     tags: tuple[str, ...]
     began: float
-    overheard: Overheard = field(default_factory=Overheard)
+    answer: ExternalAnswer = field(default_factory=ExternalAnswer)
     """What came back, as far as it did."""
 
 
-class Elsewhere:
+class Passthrough:
     """Passes calls on. Used on one event loop.
 
     Waits for a place, of which there are as many as for the model's own answers, and for the provider; `timeout_s`
@@ -98,11 +98,16 @@ class Elsewhere:
     """
 
     def __init__(
-        self, models: Mapping[str, External], gate: Gate, meter: Meter, notary: Notary, timeout_s: float
+        self,
+        models: Mapping[str, ExternalModel],
+        slots: SlotQueue,
+        metrics: EndpointMetrics,
+        recorder: TurnRecorder,
+        timeout_s: float,
     ) -> None:
         self.models = dict(models)
         self._keys = {name: key_from(each.key_from, f"the model '{name}'") for name, each in models.items()}
-        self._gate, self._meter, self._notary, self._timeout = gate, meter, notary, timeout_s
+        self._slots, self._metrics, self._recorder, self._timeout = slots, metrics, recorder, timeout_s
         self._client: httpx2.AsyncClient | None = None
 
     async def close(self) -> None:
@@ -111,21 +116,21 @@ class Elsewhere:
             await self._client.aclose()
             self._client = None
 
-    async def whole(self, call: Foreign) -> bytes:
+    async def answer(self, call: ExternalCall) -> bytes:
         """The answer to a call in one piece."""
-        async with self._under_way(call), self._asked(call) as response:
+        async with self._under_way(call), self._request(call) as response:
             data = await _read(response, call.name)
-            call.overheard.whole(data)
+            call.answer.read_response(data)
         return data
 
-    async def stream(self, call: Foreign, start: Callable[[], Awaitable[None]], write: Write) -> None:
+    async def stream(self, call: ExternalCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
         """Write the answer's events as they come, after `start`: what goes wrong before it is raised. The event that
         ends the answer is written once the call is recorded."""
         last: list[bytes] = []
-        async with self._under_way(call), self._asked(call) as response:
+        async with self._under_way(call), self._request(call) as response:
             await start()
-            async for event in events(_bounded(response, call.name)):
-                if call.overheard.event(data_of(event)) or last:
+            async for event in iter_events(_bounded(response, call.name)):
+                if call.answer.read_event(event_data(event)) or last:
                     last.append(event)
                 else:
                     await write(event + b"\n\n")
@@ -133,35 +138,35 @@ class Elsewhere:
             await write(event + b"\n\n")
 
     @asynccontextmanager
-    async def _under_way(self, call: Foreign) -> AsyncIterator[None]:
+    async def _under_way(self, call: ExternalCall) -> AsyncIterator[None]:
         """A call within its time, and within that of its attempt; recorded, however it ends."""
         task = asyncio.current_task()
         assert task is not None, "calls are answered on an event loop"
-        counts = self._meter.counts
+        counts = self._metrics.counts
         counts["external_calls"] += 1
-        call.sitting.under_way.add(task)
+        call.session.under_way.add(task)
         try:
             async with asyncio.timeout(self._timeout):
                 yield
-        except (TimeoutError, httpx2.HTTPError, Refusal) as error:
-            refusal = self._refusal(call, error)
+        except (TimeoutError, httpx2.HTTPError, APIError) as error:
+            refusal = self._to_api_error(call, error)
             counts["external_failed"] += 1
-            await self._notary.external(call, self._told(call, "failed") | {"error": refusal.message})
+            await self._recorder.record_external(call, self._describe(call, "failed") | {"error": refusal.message})
             raise refusal from error
         except (asyncio.CancelledError, Exception):  # the client has gone
             counts["external_aborted"] += 1
-            self._notary.external_later(call, self._told(call, "aborted"))
+            self._recorder.record_external_later(call, self._describe(call, "aborted"))
             raise
         finally:
-            call.sitting.under_way.discard(task)
+            call.session.under_way.discard(task)
         counts["external_answered"] += 1
-        counts["external_prompt_tokens"] += call.overheard.read
-        counts["external_completion_tokens"] += call.overheard.written
-        await self._notary.external(call, self._told(call, "answered"))
-        self._meter.took_elsewhere(time.perf_counter() - call.began)
+        counts["external_prompt_tokens"] += call.answer.prompt_tokens
+        counts["external_completion_tokens"] += call.answer.completion_tokens
+        await self._recorder.record_external(call, self._describe(call, "answered"))
+        self._metrics.record_external_call(time.perf_counter() - call.began)
 
     @asynccontextmanager
-    async def _asked(self, call: Foreign) -> AsyncIterator[httpx2.Response]:
+    async def _request(self, call: ExternalCall) -> AsyncIterator[httpx2.Response]:
         if self._client is None:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
             timeout = httpx2.Timeout(self._timeout, connect=min(CONNECT, self._timeout))
@@ -172,32 +177,32 @@ class Elsewhere:
         request = self._client.build_request(
             "POST", model.url.rstrip("/") + call.path, json=body, headers={**headers, "accept-encoding": "identity"}
         )
-        async with self._gate.entered(1):
+        async with self._slots.acquire(1):
             response = await self._client.send(request, stream=True)
             try:
                 if response.status_code != httpx2.codes.OK:
-                    raise self._refused(call, response, await _read(response, call.name))
+                    raise self._provider_error(call, response, await _read(response, call.name))
                 yield response
             finally:
                 await asyncio.shield(response.aclose())
 
-    def _refused(self, call: Foreign, response: httpx2.Response, data: bytes) -> Refusal:
+    def _provider_error(self, call: ExternalCall, response: httpx2.Response, data: bytes) -> APIError:
         """What a provider answers that does not answer. Its key is in none of it."""
         status, where = response.status_code, self.models[call.name]
         if status in (401, 403):
             held = (
                 f"the key in {where.key_from}" if where.key_from else "a call without a key, as `key_from` is not set"
             )
-            return Refusal(f"The provider of '{call.name}' refused {held} ({status}).", "failed", status=502)
-        told = f"The provider of '{call.name}' answered {status}: {self._said(call, data)}"
+            return APIError(f"The provider of '{call.name}' refused {held} ({status}).", "failed", status=502)
+        told = f"The provider of '{call.name}' answered {status}: {self._error_text(call, data)}"
         if status == httpx2.codes.TOO_MANY_REQUESTS:
-            return Refusal(told, "busy", wait=_seconds(response.headers.get("retry-after", "")))
+            return APIError(told, "busy", retry_after=_seconds(response.headers.get("retry-after", "")))
         if status in REFUSED:
-            return Refusal(told, REFUSED[status])
-        return Refusal(told, "failed", status=status if status >= 500 else 502)
+            return APIError(told, REFUSED[status])
+        return APIError(told, "failed", status=status if status >= 500 else 502)
 
-    def _said(self, call: Foreign, data: bytes) -> str:
-        text = data[:ASKED].decode(errors="replace")
+    def _error_text(self, call: ExternalCall, data: bytes) -> str:
+        text = data[:MAX_LOGGED_CHARACTERS].decode(errors="replace")
         try:
             told = json.loads(text)
             text = str(told["error"]["message"])
@@ -206,16 +211,16 @@ class Elsewhere:
         key = self._keys[call.name]
         return (text.replace(key, "***") if key else text)[:SHOWN]
 
-    def _refusal(self, call: Foreign, error: Exception) -> Refusal:
-        if isinstance(error, Refusal):
+    def _to_api_error(self, call: ExternalCall, error: Exception) -> APIError:
+        if isinstance(error, APIError):
             return error
         if isinstance(error, TimeoutError | httpx2.TimeoutException):
             told = f"The provider of '{call.name}' did not answer within {self._timeout:g} seconds."
-            return Refusal(told, "timeout")
+            return APIError(told, "timeout")
         why = str(error) or type(error).__name__
-        return Refusal(f"The provider of '{call.name}' could not be asked: {why}", "failed", status=502)
+        return APIError(f"The provider of '{call.name}' could not be asked: {why}", "failed", status=502)
 
-    def _told(self, call: Foreign, outcome: str) -> dict[str, Any]:
+    def _describe(self, call: ExternalCall, outcome: str) -> dict[str, Any]:
         """What is recorded of a call."""
         asked = {name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body}
         text = json.dumps(asked, ensure_ascii=False)
@@ -224,10 +229,10 @@ class Elsewhere:
             "served_as": self.models[call.name].model or call.name,
             "path": call.path,
             "outcome": outcome,
-            "asked": text[:ASKED],
-            "said": call.overheard.said,
-            "finish": call.overheard.finish,
-            "usage": call.overheard.usage,
+            "asked": text[:MAX_LOGGED_CHARACTERS],
+            "said": call.answer.text,
+            "finish": call.answer.finish_reason,
+            "usage": call.answer.usage,
             "seconds": round(time.perf_counter() - call.began, 3),
             "tags": list(call.tags),
         }
@@ -246,7 +251,7 @@ async def _bounded(response: httpx2.Response, name: str) -> AsyncIterator[bytes]
     async for chunk in response.aiter_bytes():
         read += len(chunk)
         if read > MOST_MIB * 2**20:
-            raise Refusal(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
+            raise APIError(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
         yield chunk
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from etude.agents.proxy.asked import Body, Kind, Refusal
-from etude.agents.proxy.fields import Fields, Notes, Rule, ignored
-from etude.chat.messages import REASONING_KEYS, message_of
+from etude.agents.proxy.request import APIError, ErrorKind, JSONObject
+from etude.agents.proxy.request_fields import FieldRule, IgnoredFields, RequestFields, ignored
+from etude.chat.messages import REASONING_KEYS, message_from_dict
 from etude.chat.tokenizer import Ids, Tokenizer
 from etude.records import Completion, Message
 
@@ -18,12 +18,12 @@ __all__ = [
     "ACCEPTED",
     "COMMON",
     "NO_FORMAT",
-    "choice_of",
-    "error",
-    "event",
-    "logprobs",
-    "message",
-    "text_of",
+    "error_body",
+    "format_logprobs",
+    "parse_message",
+    "parse_text",
+    "parse_tool_choice",
+    "sse_event",
     "token_ids",
     "tools_of",
 ]
@@ -36,15 +36,17 @@ ACCEPTED = (
 THINKS = "is not the agent's to say: the run decides how long the model thinks. Leave it out."
 NO_FORMAT = "asks for a format, and nothing holds this model to one. Ask for it in the messages, and check the answer."
 NOT_ONE = "cannot be false: nothing holds this model to one call at a time."
-COMMON: dict[str, Rule] = {
+COMMON: dict[str, FieldRule] = {
     "parallel_tool_calls": ignored(NOT_ONE, True),
     "verbosity": ignored("is not the agent's to say: the run decides how long answers are. Leave it out."),
     "reasoning_effort": ignored(THINKS),
     "thinking": ignored(THINKS, {"type": "disabled"}),
-    "chat_template_kwargs": ignored("is not the agent's to say: the run's `chat.variables` hold. Leave it out.", {}),
+    "chat_template_kwargs": ignored(
+        "is not the agent's to say: the run's `chat.template_kwargs` hold. Leave it out.", {}
+    ),
 }
 """Fields of the dialects with tools that the run decides."""
-TYPES: dict[Kind, str] = {
+TYPES: dict[ErrorKind, str] = {
     "unauthorized": "authentication_error",
     "forbidden": "permission_error",
     "not_found": "not_found_error",
@@ -52,7 +54,7 @@ TYPES: dict[Kind, str] = {
     "timeout": "timeout_error",
     "failed": "server_error",
 }
-CODES: dict[Kind, str] = {
+CODES: dict[ErrorKind, str] = {
     "busy": "rate_limit_exceeded",
     "context": "context_length_exceeded",
     "failed": "server_error",
@@ -61,7 +63,7 @@ CODES: dict[Kind, str] = {
 TEXTS = ("text", "input_text", "output_text")
 
 
-def error(refusal: Refusal) -> Body:
+def error_body(refusal: APIError) -> JSONObject:
     """Why there is no answer, as OpenAI's clients read it."""
     told = {
         "message": refusal.message,
@@ -72,30 +74,30 @@ def error(refusal: Refusal) -> Body:
     return {"error": told}
 
 
-def event(body: Body, name: str = "") -> bytes:
+def sse_event(body: JSONObject, name: str = "") -> bytes:
     """A server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def message(form: Any, where: str) -> Message:
+def parse_message(form: Any, where: str) -> Message:
     """A message of a request."""
-    fields = Fields(form, where)
-    role = fields.text("role")
+    fields = RequestFields(form, where)
+    role = fields.string("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise fields.refuse("role", f"is '{role}'; a message is by system, developer, user, assistant or tool.")
+        raise fields.error("role", f"is '{role}'; a message is by system, developer, user, assistant or tool.")
     said: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    said["content"] = text_of(fields.any("content"), f"{where}.content")
+    said["content"] = parse_text(fields.value("content"), f"{where}.content")
     for key in (*REASONING_KEYS, "name", "tool_call_id"):
-        said[key] = fields.text(key, "")
+        said[key] = fields.string(key, "")
     reasoning = next((said[key] for key in REASONING_KEYS if said[key]), "")
-    refused = fields.text("refusal", "")
-    calls = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(fields.many("tool_calls"))]
+    refused = fields.string("refusal", "")
+    calls = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(fields.array("tool_calls"))]
     if calls and role != "assistant":
-        raise fields.refuse("tool_calls", "are the assistant's alone.")
-    fields.only("function_call", why="is the old form of a tool call; use 'tool_calls'.")
-    fields.only("audio", why="cannot be read by this model, which reads text.")
-    return message_of(
+        raise fields.error("tool_calls", "are the assistant's alone.")
+    fields.require("function_call", why="is the old form of a tool call; use 'tool_calls'.")
+    fields.require("audio", why="cannot be read by this model, which reads text.")
+    return message_from_dict(
         {
             "role": said["role"],
             "content": said["content"] + refused,
@@ -107,57 +109,61 @@ def message(form: Any, where: str) -> Message:
     )
 
 
-def text_of(content: Any, where: str) -> str:
+def parse_text(content: Any, where: str) -> str:
     """The text of a message's content, which may be a list of texts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refusal(f"'{where}' must be a text or a list of parts.", param=where)
+        raise APIError(f"'{where}' must be a text or a list of parts.", param=where)
     texts = []
     for n, part in enumerate(content):
-        fields = Fields(part, f"{where}[{n}]")
-        kind = fields.text("type")
+        fields = RequestFields(part, f"{where}[{n}]")
+        kind = fields.string("type")
         if kind not in (*TEXTS, "refusal"):
-            raise fields.refuse("type", f"is '{kind}'; this model reads text alone.", "unsupported_content")
-        texts.append(fields.text("refusal" if kind == "refusal" else "text"))
+            raise fields.error("type", f"is '{kind}'; this model reads text alone.", "unsupported_content")
+        texts.append(fields.string("refusal" if kind == "refusal" else "text"))
     return "".join(texts)
 
 
-def _call(form: Any, where: str) -> Body:
-    fields = Fields(form, where)
-    fields.only("type", "function", why="must be 'function'; this endpoint has no other tools.")
-    function = Fields(fields.any("function"), f"{where}.function")
-    called = {"name": function.text("name"), "arguments": function.text("arguments", "{}")}
-    return {"id": fields.text("id", ""), "function": called}
+def _call(form: Any, where: str) -> JSONObject:
+    fields = RequestFields(form, where)
+    fields.require("type", "function", why="must be 'function'; this endpoint has no other tools.")
+    function = RequestFields(fields.value("function"), f"{where}.function")
+    called = {"name": function.string("name"), "arguments": function.string("arguments", "{}")}
+    return {"id": fields.string("id", ""), "function": called}
 
 
-def tools_of(forms: Sequence[Any], notes: Notes, *, flat: bool = False) -> tuple[Body, ...]:
+def tools_of(forms: Sequence[Any], notes: IgnoredFields, *, flat: bool = False) -> tuple[JSONObject, ...]:
     """The functions among the tools of a request, in the form that chat templates know; tools that the provider would
     run are left out. flat: they come without their `function`."""
     tools = []
     for n, form in enumerate(forms):
-        fields = Fields(form, f"tools[{n}]")
-        kind = fields.text("type")
+        fields = RequestFields(form, f"tools[{n}]")
+        kind = fields.string("type")
         if kind != "function":
             why = f"is '{kind}'; the only tools here are functions."
-            notes.drop(f"tools.{kind}", fields.refuse("type", why, "unsupported_tool"))
+            notes.drop(f"tools.{kind}", fields.error("type", why, "unsupported_tool"))
             continue
-        function = Fields(form if flat else fields.any("function"), f"tools[{n}]" + ("" if flat else ".function"))
-        told: dict[str, Any] = {"name": function.text("name")}
+        function = RequestFields(
+            form if flat else fields.value("function"), f"tools[{n}]" + ("" if flat else ".function")
+        )
+        told: dict[str, Any] = {"name": function.string("name")}
         if "description" in function:
-            told["description"] = function.text("description")
-        told["parameters"] = function.any("parameters") or {"type": "object", "properties": {}}
+            told["description"] = function.string("description")
+        told["parameters"] = function.value("parameters") or {"type": "object", "properties": {}}
         if not isinstance(told["parameters"], dict):
-            raise function.refuse("parameters", "must be a JSON schema.")
-        if function.any("strict") is True:  # several clients send it unasked
+            raise function.error("parameters", "must be a JSON schema.")
+        if function.value("strict") is True:  # several clients send it unasked
             notes.add("tools.strict")
         tools.append({"type": "function", "function": told})
     return tuple(tools)
 
 
-def choice_of(fields: Fields, tools: Sequence[Body], notes: Notes) -> tuple[Literal["auto", "none", "required"], str]:
+def parse_tool_choice(
+    fields: RequestFields, tools: Sequence[JSONObject], notes: IgnoredFields
+) -> tuple[Literal["auto", "none", "required"], str]:
     """Whether a tool is to be called, and which."""
-    choice = fields.any("tool_choice")
+    choice = fields.value("tool_choice")
     names = [tool["function"]["name"] for tool in tools]
     form = choice if isinstance(choice, dict) else {}
     if form.get("type") == "allowed_tools":
@@ -169,27 +175,29 @@ def choice_of(fields: Fields, tools: Sequence[Body], notes: Notes) -> tuple[Lite
     named = form.get("function", form)
     name = named.get("name") if isinstance(named, dict) and form.get("type") == "function" else None
     if name not in names or not isinstance(name, str):
-        raise fields.refuse("tool_choice", "must be 'auto', 'none', 'required', or name one of the 'tools'.")
+        raise fields.error("tool_choice", "must be 'auto', 'none', 'required', or name one of the 'tools'.")
     return "required", name
 
 
-def _allowed(form: Body, names: Sequence[str], notes: Notes) -> tuple[str, list[str]]:
+def _allowed(form: JSONObject, names: Sequence[str], notes: IgnoredFields) -> tuple[str, list[str]]:
     """The mode of a choice that allows some of the tools, and the names of those. A single one that has to be called
     is as good as named; nothing else holds the model to some of its tools."""
-    fields = Fields(form.get("allowed_tools", form), "tool_choice")
-    mode, allowed = fields.text("mode", "auto"), set[str]()
-    for n, each in enumerate(fields.many("tools")):
-        tool = Fields(each, f"tool_choice.tools[{n}]")
-        inner = tool.any("function")
-        allowed.add((tool if inner is None else Fields(inner, f"tool_choice.tools[{n}].function")).text("name", ""))
+    fields = RequestFields(form.get("allowed_tools", form), "tool_choice")
+    mode, allowed = fields.string("mode", "auto"), set[str]()
+    for n, each in enumerate(fields.array("tools")):
+        tool = RequestFields(each, f"tool_choice.tools[{n}]")
+        inner = tool.value("function")
+        allowed.add(
+            (tool if inner is None else RequestFields(inner, f"tool_choice.tools[{n}].function")).string("name", "")
+        )
     left = [name for name in names if name in allowed]
     if len(left) < len(names) and not (mode == "required" and len(left) == 1):
         why = "allows some of the 'tools' alone, and nothing holds this model to them. Send no others."
-        notes.drop("tool_choice.allowed_tools", fields.refuse("tools", why))
+        notes.drop("tool_choice.allowed_tools", fields.error("tools", why))
     return mode, left
 
 
-def logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Body]:
+def format_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[JSONObject]:
     """The log-prob of each sampled token, and of the likeliest in its place."""
     return [
         {**_token(int(id), float(logp), tokenizer), "top_logprobs": _tops(completion, at, tokenizer)}
@@ -197,7 +205,7 @@ def logprobs(completion: Completion, tokenizer: Tokenizer) -> list[Body]:
     ]
 
 
-def _tops(completion: Completion, at: int, tokenizer: Tokenizer) -> list[Body]:
+def _tops(completion: Completion, at: int, tokenizer: Tokenizer) -> list[JSONObject]:
     if completion.top_ids is None or completion.top_logp is None:
         return []
     pairs = zip(completion.top_ids[at], completion.top_logp[at], strict=True)
@@ -205,7 +213,7 @@ def _tops(completion: Completion, at: int, tokenizer: Tokenizer) -> list[Body]:
 
 
 def _token(id: int, logp: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = tokenizer.decode([id], special=True)
+    text = tokenizer.decode([id], keep_special_tokens=True)
     return {"token": text, "logprob": max(logp, -9999.0), "bytes": list(text.encode())}
 
 

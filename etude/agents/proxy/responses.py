@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from etude.agents.proxy import openai
-from etude.agents.proxy.asked import Asked, Body, Refusal, Reply, Said, Terms
-from etude.agents.proxy.fields import Fields, Notes, Rules, ignored, refused, rules
-from etude.agents.proxy.items import CALL, NAMES, messages
-from etude.chat import Called, Piece, Reasoning
+from etude.agents.proxy.request import APIError, JSONObject, ModelAnswer, ModelRequest, ParseContext, ReplyHeader
+from etude.agents.proxy.request_fields import FieldRules, IgnoredFields, RequestFields, field_rules, ignored, refused
+from etude.agents.proxy.response_items import CALL_MARK, ID_PREFIXES, parse_items
+from etude.chat import MessageDelta, ReasoningDelta, ToolCallDelta
 from etude.records import Message, ToolCall
 
-__all__ = ["RESPONSES", "Responses"]
+__all__ = ["RESPONSES", "ResponsesDialect"]
 
 LOGPROBS = "message.output_text.logprobs"
-RESPONSES: Rules = rules(
+RESPONSES: FieldRules = field_rules(
     obeyed="model input instructions tools tool_choice max_output_tokens top_logprobs stream include store "
     "previous_response_id",
     sampling="temperature top_p seed",
@@ -38,70 +38,70 @@ RESPONSES: Rules = rules(
 """The fields of a request, and the treatment of each."""
 
 
-class Responses:
+class ResponsesDialect:
     """The dialect of OpenAI's Agents SDK. Reasoning goes as an item of its own, before the message and the calls."""
 
     prefix = "resp_"
 
-    def parse(self, body: Body, terms: Terms) -> Asked:
+    def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = Notes(RESPONSES, strict=terms.strict)
-        fields = Fields(body, notes=notes)
-        model, instructions = fields.text("model"), fields.text("instructions", "")
-        tools = openai.tools_of(fields.many("tools"), notes, flat=True)
-        choice, named = openai.choice_of(fields, tools, notes)
+        notes = IgnoredFields(RESPONSES, strict=context.strict)
+        fields = RequestFields(body, notes=notes)
+        model, instructions = fields.string("model"), fields.string("instructions", "")
+        tools = openai.tools_of(fields.array("tools"), notes, flat=True)
+        choice, named = openai.parse_tool_choice(fields, tools, notes)
         lead = [Message("system", instructions)] if instructions else []
-        previous = fields.text("previous_response_id", "")
-        include, stream = fields.texts("include", 16), fields.flag("stream")
+        previous = fields.string("previous_response_id", "")
+        include, stream = fields.strings("include", 16), fields.boolean("stream")
         for each in include:
             if each not in (LOGPROBS, "reasoning.encrypted_content"):
                 why = f"asks for '{each}', which there is none of here."
-                notes.drop(f"include.{each}", fields.refuse("include", why))
+                notes.drop(f"include.{each}", fields.error("include", why))
         if LOGPROBS in include and stream:
-            raise fields.refuse("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
-        fields.section("text").settle()
-        fields.section("reasoning").settle()
+            raise fields.error("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
+        fields.section("text").apply_rules()
+        fields.section("reasoning").apply_rules()
         echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous or None}
         echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
-        asked = Asked(
+        asked = ModelRequest(
             model=model,
-            messages=(*lead, *messages(fields.any("input"), notes, terms)),
+            messages=(*lead, *parse_items(fields.value("input"), notes, context)),
             tools=tools,
-            choice=choice,
-            named=named,
+            tool_choice=choice,
+            tool_name=named,
             sampling=_sampling(fields),
             stream=stream,
             logprobs=LOGPROBS in include,
-            previous=previous,
-            lead=len(lead),
-            keep=fields.flag("store", True),
+            previous_id=previous,
+            instruction_count=len(lead),
+            store=fields.boolean("store", True),
             echo=echo,
         )
-        fields.settle()
+        fields.apply_rules()
         return replace(asked, ignored=notes.names)
 
-    def whole(self, reply: Reply, said: Sequence[Said]) -> Body:
+    def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answer in one piece."""
-        only = said[0]
-        cut = only.finish == "length"
+        only = answers[0]
+        cut = only.finish_reason == "length"
         items = list(_items(reply, only))
-        return response(reply, "incomplete" if cut else "completed", items, only)
+        return response_body(reply, "incomplete" if cut else "completed", items, only)
 
-    def writer(self, reply: Reply) -> ItemWriter:
+    def writer(self, reply: ReplyHeader) -> ItemWriter:
         """The answer piece by piece."""
         return ItemWriter(reply)
 
-    def error(self, refusal: Refusal) -> Body:
+    def format_error(self, refusal: APIError) -> JSONObject:
         """Why there is none."""
-        return openai.error(refusal)
+        return openai.error_body(refusal)
 
 
 class ItemWriter:
     """Writes an answer as the events of its items."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyHeader) -> None:
         self._reply, self._id = reply, reply.id
-        self._items: list[Body] = []
+        self._items: list[JSONObject] = []
         self._number = 0
         self._at = -1
         self._open = ""
@@ -109,16 +109,16 @@ class ItemWriter:
 
     def begin(self) -> bytes:
         """The response, without output."""
-        empty = response(self._reply, "in_progress", [], None)
+        empty = response_body(self._reply, "in_progress", [], None)
         return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
-    def piece(self, _index: int, piece: Piece) -> bytes:
+    def delta(self, _index: int, piece: MessageDelta) -> bytes:
         """New text, or a call."""
-        if not isinstance(piece, Called):
-            return self._more("reasoning" if isinstance(piece, Reasoning) else "message", piece.text)
-        written = self._done()
+        if not isinstance(piece, ToolCallDelta):
+            return self._write_text("reasoning" if isinstance(piece, ReasoningDelta) else "message", piece.text)
+        written = self._close_item()
         self._at += 1
-        item = _called(self._id, piece.index, piece.call)
+        item = _call_item(self._id, piece.index, piece.call)
         place = {"item_id": item["id"], "output_index": self._at}
         begun = {**item, "arguments": "", "status": "in_progress"}
         written += self._event("response.output_item.added", output_index=self._at, item=begun)
@@ -129,32 +129,32 @@ class ItemWriter:
         self._items.append(item)
         return written
 
-    def end(self, _index: int, _said: Said) -> bytes:
+    def end(self, _index: int, _said: ModelAnswer) -> bytes:
         """The end of its last item."""
-        return self._done()
+        return self._close_item()
 
-    def close(self, said: Sequence[Said]) -> bytes:
+    def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """The whole response."""
-        cut = said[0].finish == "length"
-        whole = response(self._reply, "incomplete" if cut else "completed", self._items, said[0])
+        cut = answers[0].finish_reason == "length"
+        whole = response_body(self._reply, "incomplete" if cut else "completed", self._items, answers[0])
         return self._event(f"response.{whole['status']}", response=whole)
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def fail(self, refusal: APIError) -> bytes:
         """Nothing more will come."""
         code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
         told = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
-        failed = {**response(self._reply, "failed", [], None), "error": told}
+        failed = {**response_body(self._reply, "failed", [], None), "error": told}
         return self._event("response.failed", response=failed)
 
     def _event(self, kind: str, **told: Any) -> bytes:
         self._number += 1
-        return openai.event({"type": kind, "sequence_number": self._number - 1, **told}, kind)
+        return openai.sse_event({"type": kind, "sequence_number": self._number - 1, **told}, kind)
 
-    def _more(self, kind: str, text: str) -> bytes:
+    def _write_text(self, kind: str, text: str) -> bytes:
         """Text of an item, which begins with it unless it is the one being written."""
         written = b""
         if self._open != kind:
-            written = self._done()
+            written = self._close_item()
             self._at, self._open, self._text = self._at + 1, kind, ""
             item = {**self._item(kind), "content": [], "status": "in_progress"}
             written += self._event("response.output_item.added", output_index=self._at, item=item)
@@ -165,7 +165,7 @@ class ItemWriter:
             f"response.{_part(kind, '', ())['type']}.delta", **self._place(), delta=text, **more
         )
 
-    def _done(self) -> bytes:
+    def _close_item(self) -> bytes:
         """The end of the item being written."""
         if not self._open:
             return b""
@@ -186,9 +186,11 @@ class ItemWriter:
         return _item(f"{self._id}_{self._at}", kind, self._text, ())
 
 
-def response(reply: Reply, status: str, items: Sequence[Body], said: Said | None) -> Body:
+def response_body(
+    reply: ReplyHeader, status: str, items: Sequence[JSONObject], answer: ModelAnswer | None
+) -> JSONObject:
     """A response, as far as it has come."""
-    asked = reply.asked
+    asked = reply.request
     told = {
         "id": reply.id,
         "object": "response",
@@ -200,11 +202,11 @@ def response(reply: Reply, status: str, items: Sequence[Body], said: Said | None
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "metadata": {},
-        "store": asked.keep,
+        "store": asked.store,
         **asked.echo,
     }
-    if said is not None:
-        read, written = said.prompt_tokens, len(said.completion.ids)
+    if answer is not None:
+        read, written = answer.prompt_tokens, len(answer.completion.ids)
         told["usage"] = {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -215,22 +217,22 @@ def response(reply: Reply, status: str, items: Sequence[Body], said: Said | None
     return told
 
 
-def _items(reply: Reply, said: Said) -> Iterator[dict[str, Any]]:
+def _items(reply: ReplyHeader, answer: ModelAnswer) -> Iterator[dict[str, Any]]:
     """The items of an answer."""
-    message, id = said.message, reply.id
+    message, id = answer.message, reply.id
     if message.reasoning:
         yield _item(id, "reasoning", message.reasoning, ())
     if message.content or not (message.reasoning or message.tool_calls):
-        scores = openai.logprobs(said.completion, reply.tokenizer) if reply.asked.logprobs else ()
+        scores = openai.format_logprobs(answer.completion, reply.tokenizer) if reply.request.logprobs else ()
         yield _item(id, "message", str(message.content), scores)
     for n, call in enumerate(message.tool_calls):
-        yield _called(id, n, call)
+        yield _call_item(id, n, call)
 
 
-def _called(id: str, n: int, call: ToolCall) -> dict[str, Any]:
+def _call_item(id: str, n: int, call: ToolCall) -> dict[str, Any]:
     return {
         "type": "function_call",
-        "id": f"{NAMES['function_call']}{id}{CALL}{n}",
+        "id": f"{ID_PREFIXES['function_call']}{id}{CALL_MARK}{n}",
         "call_id": call.id,
         "name": call.name,
         "arguments": call.arguments,
@@ -238,24 +240,24 @@ def _called(id: str, n: int, call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _item(id: str, kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
+def _item(id: str, kind: str, text: str, scores: Sequence[JSONObject]) -> dict[str, Any]:
     more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
     part = _part(kind, text, scores)
-    return {"type": kind, "id": f"{NAMES[kind]}{id}", "status": "completed", "content": [part], **more}
+    return {"type": kind, "id": f"{ID_PREFIXES[kind]}{id}", "status": "completed", "content": [part], **more}
 
 
-def _part(kind: str, text: str, scores: Sequence[Body]) -> dict[str, Any]:
+def _part(kind: str, text: str, scores: Sequence[JSONObject]) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
 
 
-def _sampling(fields: Fields) -> dict[str, Any]:
+def _sampling(fields: RequestFields) -> dict[str, Any]:
     numbers = {
         "temperature": fields.number("temperature", 0, 2),
         "top_p": fields.number("top_p", 1e-9, 1),
-        "max_tokens": fields.whole("max_output_tokens", 1, 2**31 - 1),
-        "top_logprobs": fields.whole("top_logprobs", 0, 20),
-        "seed": fields.whole("seed", -(2**63), 2**63 - 1),
+        "max_tokens": fields.integer("max_output_tokens", 1, 2**31 - 1),
+        "top_logprobs": fields.integer("top_logprobs", 0, 20),
+        "seed": fields.integer("seed", -(2**63), 2**63 - 1),
     }
     return {name: value for name, value in numbers.items() if value is not None}

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from etude.chat.tokenizer import Ids
 from etude.records import Completion, SamplingParams
 
-__all__ = ["Gained", "Upstream"]
+__all__ = ["CompletionChunk", "Upstream"]
 
 
-class Gained(Protocol):
+class CompletionChunk(Protocol):
     """What a streamed answer has gained."""
 
     @property
@@ -47,6 +47,6 @@ class Upstream(Protocol):
         be sampled now, an `EngineError`."""
         ...
 
-    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Gained, None]:
+    def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[CompletionChunk, None]:
         """The same, as it comes. Closing it ends the sampling."""
         ...

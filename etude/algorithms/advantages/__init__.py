@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from etude.algorithms.advantages.best import PKPO, PassAtK
+from etude.algorithms.advantages.batch import GDPO, BatchStd, GPGAdvantage, ReinforcePPBaseline
 from etude.algorithms.advantages.group import GRPO, OPO, RLOO, DrGRPO, MaxRL, ReMax
+from etude.algorithms.advantages.pass_at_k import PKPO, PassAtK
 from etude.algorithms.advantages.role import RAE
 from etude.algorithms.advantages.token import GAE, OnPolicyDistillation, OptimalTokenBaseline, ReinforcePP
-from etude.algorithms.advantages.turns import MTGRPO, GiGPO, StepRewards, TurnBaseline, TurnBaselineBiased
-from etude.algorithms.advantages.whole import GDPO, GPG, BatchStd, ReinforcePPBaseline
+from etude.algorithms.advantages.turns import MTGRPO, GiGPO, StepRewardAdvantage, TurnBaseline, TurnBaselineBiased
 from etude.algorithms.base import Advantage
 
 __all__ = ["ADVANTAGES"]
@@ -22,13 +22,13 @@ ADVANTAGES: dict[str, type[Advantage]] = {
     "reinforce++_baseline": ReinforcePPBaseline,
     "remax": ReMax,
     "opo": OPO,
-    "gpg": GPG,
+    "gpg": GPGAdvantage,
     "maxrl": MaxRL,
     "gdpo": GDPO,
     "pass_at_k": PassAtK,
     "pkpo": PKPO,
     "token_baseline": OptimalTokenBaseline,
-    "step_rewards": StepRewards,
+    "step_rewards": StepRewardAdvantage,
     "turn_baseline": TurnBaseline,
     "turn_baseline_biased": TurnBaselineBiased,
     "gigpo": GiGPO,

@@ -6,22 +6,24 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import described
-from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.advantages.statistics import measure_advantage
+from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState
 from etude.algorithms.view import View
 from etude.observe import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RolloutAdvantage", "shared"]
+__all__ = ["RolloutAdvantage", "estimate_per_rollout"]
 
 
-def shared(found: Tensor, view: View, metrics: Metrics, state: State | None = None) -> Estimate:
+def estimate_per_rollout(
+    advantage: Tensor, view: View, metrics: Metrics, state: AlgorithmState | None = None
+) -> AdvantageEstimate:
     """One number a rollout [U], given to each of its action tokens."""
-    told = found.to(view.dtype)
-    metrics.merge(described(told, view.ranks, weight=view.rollouts.lengths))
-    return Estimate(view.rollouts.spread(told), state=state, metrics=metrics)
+    told = advantage.to(view.dtype)
+    metrics.merge(measure_advantage(told, view.ranks, weight=view.rollouts.lengths))
+    return AdvantageEstimate(view.rollouts.broadcast(told), state=state, metrics=metrics)
 
 
 class RolloutAdvantage(Advantage):
@@ -31,6 +33,6 @@ class RolloutAdvantage(Advantage):
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         """[U] → [U], in float64: what each rollout is worth, given its reward and the rest of the batch."""
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         reward = Rewards(view).total
-        return shared(self.advantage(reward, view), view, Metrics())
+        return estimate_per_rollout(self.advantage(reward, view), view, Metrics())

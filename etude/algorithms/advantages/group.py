@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.algorithms.advantages.base import RolloutAdvantage
-from etude.algorithms.advantages.statistics import EPSILON, Groups
+from etude.algorithms.advantages.statistics import EPSILON, GroupStatistics
 from etude.algorithms.view import View
 from etude.errors import RewardError
 from etude.lazy import torch
@@ -23,34 +23,36 @@ __all__ = ["GRPO", "OPO", "RLOO", "DrGRPO", "MaxRL", "ReMax", "dr_grpo", "grpo",
 
 def grpo(reward: Tensor, group: Tensor) -> Tensor:
     """(R − mean) / (std + ε) within the group; R itself where it is alone."""
-    groups = Groups(group)
-    return torch.where(groups.alone, reward, groups.centred(reward) / (groups.std(reward) + EPSILON))
+    groups = GroupStatistics(group)
+    return torch.where(groups.is_singleton, reward, groups.centered(reward) / (groups.std(reward) + EPSILON))
 
 
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
     """R − mean within the group; 0 where it is alone."""
-    return Groups(group).centred(reward)
+    return GroupStatistics(group).centered(reward)
 
 
 def rloo(reward: Tensor, group: Tensor) -> Tensor:
     """R − mean of the others; R itself where it is alone."""
-    groups = Groups(group)
-    return torch.where(groups.alone, reward, groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1))
+    groups = GroupStatistics(group)
+    return torch.where(
+        groups.is_singleton, reward, groups.centered(reward) * groups.size / (groups.size - 1).clamp(min=1)
+    )
 
 
 def opo(reward: Tensor, length: Tensor, group: Tensor) -> Tensor:
     """R − Σ len·R / Σ len within the group; R itself where it is alone."""
-    groups, above = Groups(group), Groups(group).above(reward)
+    groups, above = GroupStatistics(group), GroupStatistics(group).above_min(reward)
     length = length.double()
     baseline = groups.sum(length * above) / groups.sum(length).clamp(min=1)
-    return torch.where(groups.alone, reward, above - baseline)
+    return torch.where(groups.is_singleton, reward, above - baseline)
 
 
 def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     """(R − mean) / mean within the group; 0 where the mean is 0. Rewards are at least 0."""
-    groups = Groups(group)
+    groups = GroupStatistics(group)
     mean = groups.mean(reward)
-    return torch.where(mean > 0, groups.centred(reward) / torch.where(mean > 0, mean, 1.0), 0.0)
+    return torch.where(mean > 0, groups.centered(reward) / torch.where(mean > 0, mean, 1.0), 0.0)
 
 
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
@@ -129,7 +131,8 @@ class MaxRL(RolloutAdvantage):
             u = int((reward < 0).nonzero()[0])
             raise RewardError(
                 f"The advantage `maxrl` divides by a group's mean reward and needs rewards of at least 0; rollout "
-                f"{view.batch.name_of(u)} has {float(reward[u])}. Shift the rewards up, or choose another advantage."
+                f"{view.batch.get_rollout_id(u)} has {float(reward[u])}. Shift the rewards up, or choose another "
+                "advantage."
             )
         return maxrl(reward, view.batch.group)
 
@@ -142,8 +145,8 @@ class ReMax(RolloutAdvantage):
     Ours: nothing departs from the source. Equal rewards need not mean A = 0: the greedy answer may have done worse.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "greedy_reward"})
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
-        return remax(reward, view.batch.need("greedy_reward", by="The advantage `remax`").double())
+        return remax(reward, view.batch.require("greedy_reward", needed_by="The advantage `remax`").double())

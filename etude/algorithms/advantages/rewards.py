@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from etude.algorithms.view import View, places
+from etude.algorithms.view import View, flatnonzero
 from etude.errors import RewardError
 from etude.lazy import torch
 
@@ -30,40 +30,43 @@ class Rewards:
     view: View
 
     @cached_property
-    def payments(self) -> tuple[Tensor, Tensor]:
+    def sparse_token_rewards(self) -> tuple[Tensor, Tensor]:
         """Token rewards in order: [E] their places among the action tokens (may repeat), [E] their float64 amounts."""
         batch, told = self.view.batch, self.view.batch.token_reward
         if told is None:
             nothing = torch.zeros(0, dtype=torch.float64, device=batch.device)
             return nothing.long(), nothing
-        at = places((told != 0) & (batch.action | ~told.isnan()))
+        at = flatnonzero((told != 0) & (batch.action | ~told.isnan()))
         amount = told.index_select(0, at).double()
-        rollout = torch.searchsorted(batch.unit_tokens, at, right=True) - 1
-        place = torch.searchsorted(self.view.index, at, right=True) - 1  # the last action at or before it
+        rollout = torch.searchsorted(batch.rollout_token_offsets, at, right=True) - 1
+        place = torch.searchsorted(self.view.action_index, at, right=True) - 1  # the last action at or before it
         bad = (place < self.view.rollouts.offsets[rollout]) | ~torch.isfinite(amount)
         if bool(bad.any()):
             first = int(bad.nonzero()[0])
             raise RewardError(
-                f"Rollout {batch.name_of(int(rollout[first]))} has a token reward of {float(amount[first])} that no "
-                f"action token can take: it must be finite, and paid at an action token or after one."
+                f"Rollout {batch.get_rollout_id(int(rollout[first]))} has a token reward of {float(amount[first])} "
+                f"that no action token can take: it must be finite, and paid at an action token or after one."
             )
         return place, amount
 
     @cached_property
-    def own(self) -> Tensor:
+    def rollout_rewards(self) -> Tensor:
         """[U] float64: each rollout's own reward."""
-        return self.view.batch.need("reward").double()
+        return self.view.batch.require("reward").double()
 
     @cached_property
     def total(self) -> Tensor:
         """[U] float64: R, everything a rollout earned."""
-        place, amount = self.payments
-        return self.own.index_add(0, self.view.rollouts.holding(place), amount)
+        place, amount = self.sparse_token_rewards
+        return self.rollout_rewards.index_add(0, self.view.rollouts.locate(place), amount)
 
-    def of_tokens(self, dtype: torch.dtype, less: Tensor | None = None) -> Tensor:
+    def per_token(self, dtype: torch.dtype, baseline: Tensor | None = None) -> Tensor:
         """[A]: r_t, with each rollout's own reward at its last action token; `less` [U] is taken off the latter."""
-        place, amount = self.payments
-        rollouts, own = self.view.rollouts, self.own if less is None else self.own - less
+        place, amount = self.sparse_token_rewards
+        rollouts, own = (
+            self.view.rollouts,
+            self.rollout_rewards if baseline is None else self.rollout_rewards - baseline,
+        )
         acted = rollouts.lengths > 0
         at = torch.cat([(rollouts.offsets[1:] - 1)[acted], place])
         rewards = torch.zeros(rollouts.size, dtype=dtype, device=own.device)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from etude.algorithms.advantages.base import shared
+from etude.algorithms.advantages.base import estimate_per_rollout
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState
 from etude.algorithms.view import Ranks, View
 from etude.lazy import torch
 from etude.observe import Last, Metrics
@@ -18,18 +18,18 @@ from etude.observe import Last, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["RAE", "moved_on"]
+__all__ = ["RAE", "update_role_means"]
 
 
-def moved_on(
+def update_role_means(
     means: Mapping[int, float], reward: Tensor, role: Tensor, ranks: Ranks, *, decay: float
 ) -> dict[int, float]:
     """Each role's average after this step: decay^n · before + (1 − decay^n) · the mean of its n rewards."""
-    roles = torch.unique(ranks.gather(torch.unique(role)))  # of all ranks, so that each sums the same ones
+    roles = torch.unique(ranks.all_gather(torch.unique(role)))  # of all ranks, so that each sums the same ones
     place = torch.searchsorted(roles, role)
     counts = torch.bincount(place, minlength=len(roles)).double()
     sums = torch.zeros_like(counts).index_add_(0, place, reward)
-    counts, sums = ranks.sum(torch.stack([counts, sums])).unbind()
+    counts, sums = ranks.all_reduce(torch.stack([counts, sums])).unbind()
     after = dict(means)
     for name, n, total in zip(roles.tolist(), counts.tolist(), sums.tolist(), strict=True):
         kept = decay**n
@@ -50,14 +50,14 @@ class RAE(Advantage):
 
     decay: float = Field(0.95, ge=0, lt=1, description="how much of a role's average one more reward leaves in place")
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "role"})
 
-    def __call__(self, view: View, state: State) -> Estimate:
-        reward, role = Rewards(view).total, view.batch.need("role", by="The advantage `rae`")
-        after = moved_on(state.role_means, reward, role, view.ranks, decay=self.decay)
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:
+        reward, role = Rewards(view).total, view.batch.require("role", needed_by="The advantage `rae`")
+        after = update_role_means(state.role_means, reward, role, view.ranks, decay=self.decay)
         present = sorted(after)
         means = reward.new_tensor([state.role_means.get(name, 0.0) for name in present])
         baseline = means[torch.searchsorted(role.new_tensor(present), role)]
         metrics = Metrics({f"role_{name}_mean": Last.of(mean) for name, mean in after.items()})
-        return shared(reward - baseline, view, metrics, replace(state, role_means=after))
+        return estimate_per_rollout(reward - baseline, view, metrics, replace(state, role_means=after))

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from etude.algorithms.view import Ranks
 from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics, Min
-from etude.records import level
+from etude.records import has_zero_variance
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EPSILON", "Groups", "compared", "described", "moments", "whiten"]
+__all__ = ["EPSILON", "GroupStatistics", "measure_advantage", "measure_rewards", "moments", "whiten"]
 
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 
-class Groups:
+class GroupStatistics:
     """Statistics of values [N] within groups, each given back to all members of its group: [N] → [N]."""
 
     def __init__(self, group: Tensor) -> None:
@@ -37,7 +37,7 @@ class Groups:
         return self.sizes[self.group].double()
 
     @cached_property
-    def alone(self) -> Tensor:
+    def is_singleton(self) -> Tensor:
         """[N] bool: groups of one."""
         return self.size == 1
 
@@ -49,36 +49,36 @@ class Groups:
         """The group's mean."""
         return self.sum(values) / self.size
 
-    def largest(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
         """The group's maximum."""
         start = values.new_full((self.count,), -torch.inf)
         return start.scatter_reduce_(0, self.group, values, "amax")[self.group]
 
-    def least(self, values: Tensor) -> Tensor:
+    def min(self, values: Tensor) -> Tensor:
         """The group's minimum."""
-        return -self.largest(-values)
+        return -self.max(-values)
 
-    def above(self, values: Tensor) -> Tensor:
+    def above_min(self, values: Tensor) -> Tensor:
         """How far each is above its group's least: exactly 0 throughout a level group, whatever its level.
 
         A baseline taken of this instead of the values themselves cannot leave a rounding error behind that a division
         by a tiny deviation would then blow up.
         """
-        return torch.where(self.level(values), 0.0, values - self.least(values))
+        return torch.where(self.has_zero_variance(values), 0.0, values - self.min(values))
 
-    def centred(self, values: Tensor) -> Tensor:
+    def centered(self, values: Tensor) -> Tensor:
         """Each minus its group's mean; exactly 0 where the group is level, a group of one included."""
-        above = self.above(values)
+        above = self.above_min(values)
         return above - self.mean(above)
 
     def std(self, values: Tensor) -> Tensor:
         """Unbiased; 0 for a group of one."""
-        return (self.sum(self.centred(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
+        return (self.sum(self.centered(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
-    def level(self, values: Tensor) -> Tensor:
+    def has_zero_variance(self, values: Tensor) -> Tensor:
         """[N] bool: groups of two or more whose values are all equal, as `etude.records.level` has it."""
-        alike: torch.Tensor = level(self.least(values), self.largest(values), torch.finfo(values.dtype).eps)
-        return alike & ~self.alone
+        alike: torch.Tensor = has_zero_variance(self.min(values), self.max(values), torch.finfo(values.dtype).eps)
+        return alike & ~self.is_singleton
 
 
 def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -91,9 +91,9 @@ def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple
         return (x if weight is None else x * weight).sum(dtype=torch.float64)
 
     held = torch.tensor(float(len(values)), dtype=torch.float64) if weight is None else weight.sum(dtype=torch.float64)
-    count, summed = ranks.sum(torch.stack([held.to(values.device), total(values)])).unbind()
+    count, summed = ranks.all_reduce(torch.stack([held.to(values.device), total(values)])).unbind()
     mean = summed / count.clamp(min=1)
-    squares = ranks.sum(total((values - mean.to(values.dtype)).square_()).reshape(1))[0]
+    squares = ranks.all_reduce(total((values - mean.to(values.dtype)).square_()).reshape(1))[0]
     return mean, squares / (count - 1).clamp(min=1)
 
 
@@ -103,7 +103,7 @@ def whiten(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Tensor
     return (values - mean.to(values.dtype)) / (variance.sqrt() + EPSILON).to(values.dtype)
 
 
-def described(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Metrics:
+def measure_advantage(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Metrics:
     """The advantage over the action tokens of the rollout batch; `weight` as in `moments`, 0 where there is none."""
     mean, variance = moments(advantage, ranks, weight)
     metrics = Metrics({"advantage_mean": Mean.of(mean), "advantage_std": Mean.of(variance.sqrt())})
@@ -114,15 +114,15 @@ def described(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> 
     return metrics
 
 
-def compared(reward: Tensor, group: Tensor) -> Metrics:
+def measure_rewards(reward: Tensor, group: Tensor) -> Metrics:
     """What there is to compare: mean reward, the spread within groups, and the share of groups that teach nothing."""
-    groups = Groups(group)
-    share = torch.where(groups.alone, 0.0, 1 / groups.size)  # adds up to 1 over each group of two or more
+    groups = GroupStatistics(group)
+    share = torch.where(groups.is_singleton, 0.0, 1 / groups.size)  # adds up to 1 over each group of two or more
     several = share.sum()
     return Metrics(
         {
             "reward_mean": Mean.over(reward.sum(), len(reward)),
             "group_std": Mean.over((groups.std(reward) * share).sum(), several),
-            "level_share": Mean.over((groups.level(reward) * share).sum(), several),
+            "zero_variance_share": Mean.over((groups.has_zero_variance(reward) * share).sum(), several),
         }
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import Groups, described, moments, whiten
-from etude.algorithms.base import Advantage, Estimate, State, log_ratio
+from etude.algorithms.advantages.statistics import GroupStatistics, measure_advantage, moments, whiten
+from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState, log_ratio
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import Ranks, View
 from etude.errors import BatchError
@@ -48,12 +48,12 @@ def gae(
     if final_value is not None:
         acted = rollouts.lengths > 0
         following = following.index_copy(0, (rollouts.offsets[1:] - 1)[acted], final_value[acted])
-    return rollouts.to_go(rewards + gamma * following - values, gamma * lam)
+    return rollouts.suffix_sum(rewards + gamma * following - values, gamma * lam)
 
 
 def reinforce_pp(rewards: Tensor, rollouts: Segments, ranks: Ranks, *, gamma: float) -> Tensor:
     """The reward to go, whitened over all action tokens."""
-    return whiten(rollouts.to_go(rewards, gamma), ranks)
+    return whiten(rollouts.suffix_sum(rewards, gamma), ranks)
 
 
 def optimal_token_baseline(
@@ -65,22 +65,22 @@ def optimal_token_baseline(
     rewards: [A] r_t, less `floor` at each rollout's last action token, so that G_t is measured from `floor` [U], a
     number for each group. Any will do; one that all of a group's G_t equal makes A exactly 0.
     """
-    above = rollouts.to_go(rewards)
+    above = rollouts.suffix_sum(rewards)
     others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 by rounding alone: see `_refuse_other_policy`
     energy = torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
-    weight = rollouts.so_far(energy.to(rewards.dtype))
+    weight = rollouts.cumsum(energy.to(rewards.dtype))
 
     # A cell for each group and t, as many as the group's longest rollout has tokens.
     groups = int(group.max()) + 1 if len(group) else 0
     longest = torch.zeros(groups, dtype=torch.int64, device=group.device)
     cells = Segments(longest.scatter_reduce_(0, group, rollouts.lengths, "amax"))
     shift = cells.offsets[:-1][group] - rollouts.offsets[:-1]
-    cell = rollouts.spread(shift) + torch.arange(rollouts.size, device=group.device)
+    cell = rollouts.broadcast(shift) + torch.arange(rollouts.size, device=group.device)
     total = torch.zeros(cells.size, dtype=torch.float64, device=group.device)
     weights = torch.zeros_like(total).index_add_(0, cell, weight.double())
     total.index_add_(0, cell, (above * weight).double())
 
-    floors = cells.spread(floor.new_zeros(cells.count).index_copy_(0, group, floor))
+    floors = cells.broadcast(floor.new_zeros(cells.count).index_copy_(0, group, floor))
     compared = torch.bincount(cell, minlength=cells.size) > 1
     baseline = torch.where(compared, total / weights.clamp(min=torch.finfo(total.dtype).tiny), -floors)
     return above - baseline.to(above.dtype).index_select(0, cell)
@@ -110,28 +110,28 @@ class GAE(Advantage):
         False, description="value the state that a truncated rollout ended in by the column `final_value`"
     )
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         more = {"truncated", "final_value"} if self.bootstrap_truncated else set()
         return frozenset({"reward", "value"} | more)
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        batch, values = view.batch, view.column("value", by="The advantage `gae`").to(view.dtype)
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        batch, values = view.batch, view.column("value", needed_by="The advantage `gae`").to(view.dtype)
         final = None
         if self.bootstrap_truncated:
-            after = batch.need("final_value", by="`bootstrap_truncated`").to(view.dtype)
-            final = torch.where(batch.need("truncated", by="`bootstrap_truncated`"), after, 0.0)
+            after = batch.require("final_value", needed_by="`bootstrap_truncated`").to(view.dtype)
+            final = torch.where(batch.require("truncated", needed_by="`bootstrap_truncated`"), after, 0.0)
         earned = Rewards(view)
-        rewards = earned.of_tokens(view.dtype)
+        rewards = earned.per_token(view.dtype)
         found = gae(rewards, values, view.rollouts, gamma=self.gamma, lam=self.lam, final_value=final)
         returns = found + values
-        metrics = _explained(found, returns, view.ranks)
+        metrics = _explained_variance(found, returns, view.ranks)
         if self.whiten:
             found = whiten(found, view.ranks)
-        metrics.merge(described(found, view.ranks))
-        return Estimate(found, returns=returns, metrics=metrics)
+        metrics.merge(measure_advantage(found, view.ranks))
+        return AdvantageEstimate(found, returns=returns, metrics=metrics)
 
 
-def _explained(error: Tensor, returns: Tensor, ranks: Ranks) -> Metrics:
+def _explained_variance(error: Tensor, returns: Tensor, ranks: Ranks) -> Metrics:
     """The share of the returns' variance that the critic foresaw: 1 − var(returns − V) / var(returns)."""
     spread = float(moments(returns, ranks)[1])
     left = float(moments(error, ranks)[1])
@@ -148,10 +148,10 @@ class ReinforcePP(Advantage):
 
     gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         earned = Rewards(view)
-        found = reinforce_pp(earned.of_tokens(view.dtype), view.rollouts, view.ranks, gamma=self.gamma)
-        return Estimate(found, metrics=described(found, view.ranks))
+        found = reinforce_pp(earned.per_token(view.dtype), view.rollouts, view.ranks, gamma=self.gamma)
+        return AdvantageEstimate(found, metrics=measure_advantage(found, view.ranks))
 
 
 class OptimalTokenBaseline(Advantage):
@@ -166,23 +166,23 @@ class OptimalTokenBaseline(Advantage):
     batch is refused, and so is `correction.policies=two`, where π would be the sampler's and Σπ² the trainer's.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "old_logp", "sum_pi_squared"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         group, earned, by = view.batch.group, Rewards(view), "The advantage `token_baseline`"
-        floor = Groups(group).least(earned.total)
+        floor = GroupStatistics(group).min(earned.total)
         logp, sum_pi_squared = view.column("old_logp", by), view.column("sum_pi_squared", by)
         _refuse_other_policy(view, logp.double().exp(), sum_pi_squared.double())
         found = optimal_token_baseline(
-            earned.of_tokens(view.dtype, less=floor),
+            earned.per_token(view.dtype, baseline=floor),
             logp,
             sum_pi_squared,
             view.rollouts,
             group,
             floor,
         )
-        return Estimate(found, metrics=described(found, view.ranks))
+        return AdvantageEstimate(found, metrics=measure_advantage(found, view.ranks))
 
 
 def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
@@ -191,11 +191,12 @@ def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
     bad = (pi.square() > squares + slack) | (squares - slack > pi.square() + (1 - pi).square())
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
-        rollout = int(view.rollouts.holding(torch.tensor([at], device=bad.device)))
+        rollout = int(view.rollouts.locate(torch.tensor([at], device=bad.device)))
         raise BatchError(
             f"The advantage `token_baseline` found π = {float(pi[at]):g} and Σπ² = {float(squares[at]):g} at action "
-            f"token {at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.name_of(rollout)}, which no "
-            f"distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same temperature."
+            f"token {at - int(view.rollouts.offsets[rollout])} of rollout {view.batch.get_rollout_id(rollout)}, which "
+            "no distribution has. Compute `old_logp` and `sum_pi_squared` with the same policy, at the same "
+            "temperature."
         )
 
 
@@ -208,12 +209,12 @@ class OnPolicyDistillation(Advantage):
     Ours: the log-ratio is cut to ±20, as everywhere.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"old_logp", "teacher_logp"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         by = "The advantage `distillation`"
         found = distillation(view.column("old_logp", by), view.column("teacher_logp", by)).to(view.dtype)
         metrics = Metrics({"teacher_kl": Mean.over(-found.sum(), len(found))})
-        metrics.merge(described(found, view.ranks))
-        return Estimate(found, metrics=metrics)
+        metrics.merge(measure_advantage(found, view.ranks))
+        return AdvantageEstimate(found, metrics=metrics)

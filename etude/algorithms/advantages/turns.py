@@ -18,8 +18,8 @@ from pydantic import Field, model_validator
 
 from etude.algorithms.advantages.group import grpo
 from etude.algorithms.advantages.rewards import Rewards
-from etude.algorithms.advantages.statistics import EPSILON, Groups, described
-from etude.algorithms.base import Advantage, Estimate, State
+from etude.algorithms.advantages.statistics import EPSILON, GroupStatistics, measure_advantage
+from etude.algorithms.base import Advantage, AdvantageEstimate, AlgorithmState
 from etude.algorithms.segments import Segments
 from etude.algorithms.view import View
 from etude.errors import ConfigError
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 __all__ = [
     "MTGRPO",
     "GiGPO",
-    "StepRewards",
+    "StepRewardAdvantage",
     "TurnBaseline",
     "TurnBaselineBiased",
-    "Turns",
-    "against_alike",
-    "against_others",
+    "TurnRewards",
+    "center_within",
+    "subtract_others_mean",
 ]
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class TurnRewards:
     """The turns of a batch, S of them, and what each was paid."""
 
     view: View
@@ -49,12 +49,12 @@ class Turns:
     @cached_property
     def rollout(self) -> Tensor:
         """[S]: the rollout of each turn."""
-        return self.view.rollouts.holding(self.view.turns.offsets[:-1])
+        return self.view.rollouts.locate(self.view.turns.offsets[:-1])
 
     @cached_property
     def rollouts(self) -> Segments:
         """The rollouts as stretches of turns."""
-        return Segments(torch.bincount(self.rollout, minlength=self.view.batch.rollouts))
+        return Segments(torch.bincount(self.rollout, minlength=self.view.batch.num_rollouts))
 
     @cached_property
     def group(self) -> Tensor:
@@ -62,70 +62,70 @@ class Turns:
         return self.view.batch.group[self.rollout]
 
     @cached_property
-    def last(self) -> Tensor:
+    def is_last(self) -> Tensor:
         """[S] bool: the rollout's last turn."""
-        return self.rollouts.position == self.rollouts.spread(self.rollouts.lengths) - 1
+        return self.rollouts.position == self.rollouts.broadcast(self.rollouts.lengths) - 1
 
     @cached_property
-    def earned(self) -> Rewards:
+    def rewards(self) -> Rewards:
         """What the rollouts were paid."""
         return Rewards(self.view)
 
     @cached_property
-    def paid(self) -> Tensor:
+    def token_rewards(self) -> Tensor:
         """[S] float64: the token rewards of each turn."""
-        place, amount = self.earned.payments
-        return amount.new_zeros(self.view.turns.count).index_add_(0, self.view.turns.holding(place), amount)
+        place, amount = self.rewards.sparse_token_rewards
+        return amount.new_zeros(self.view.turns.count).index_add_(0, self.view.turns.locate(place), amount)
 
     @cached_property
-    def final(self) -> Tensor:
+    def rollout_rewards(self) -> Tensor:
         """[S] float64: the own reward of each turn's rollout."""
-        return self.earned.own[self.rollout]
+        return self.rewards.rollout_rewards[self.rollout]
 
     @cached_property
     def reward(self) -> Tensor:
         """[S] float64: r_k, with the rollout's own reward at its last turn."""
-        return torch.where(self.last, self.paid + self.final, self.paid)
+        return torch.where(self.is_last, self.token_rewards + self.rollout_rewards, self.token_rewards)
 
-    def stage(self, chosen: Tensor) -> Groups:
+    def group_by_turn(self, chosen: Tensor) -> GroupStatistics:
         """The chosen turns [S] bool, grouped with the turns of the same number k in their group."""
         most = int(self.rollouts.lengths.max()) if self.rollouts.size else 1
-        return Groups((self.group * most + self.rollouts.position)[chosen])
+        return GroupStatistics((self.group * most + self.rollouts.position)[chosen])
 
-    def estimate(self, found: Tensor) -> Estimate:
+    def estimate(self, values: Tensor) -> AdvantageEstimate:
         """One number a turn [S], given to each of its action tokens."""
-        view, told = self.view, found.to(self.view.dtype)
-        metrics = described(told, view.ranks, weight=view.turns.lengths)
-        return Estimate(view.turns.spread(told), metrics=metrics)
+        view, told = self.view, values.to(self.view.dtype)
+        metrics = measure_advantage(told, view.ranks, weight=view.turns.lengths)
+        return AdvantageEstimate(view.turns.broadcast(told), metrics=metrics)
 
 
-def against_others(values: Tensor, turns: Turns) -> Tensor:
+def subtract_others_mean(values: Tensor, turns: TurnRewards) -> Tensor:
     """[S] → [S]: x_k − the mean, over the group's other rollouts, of their x_k, 0 for one that has no turn k.
 
     A rollout that never acted counts at turn 0 with all it earned. Where all values compared are equal the result is
     exactly 0; a rollout alone in its group has nothing subtracted.
     """
     idle = (turns.rollouts.lengths == 0).nonzero()[:, 0]
-    every = torch.cat([values, turns.earned.total[idle]])
+    every = torch.cat([values, turns.rewards.total[idle]])
     rollout = torch.cat([turns.rollout, idle])
     number = torch.cat([turns.rollouts.position, torch.zeros_like(idle)])
     group = turns.view.batch.group
     stages = int(number.max()) + 1 if len(number) else 1
-    stage = Groups(group[rollout] * stages + number)
-    size = Groups(group).size[rollout]
+    stage = GroupStatistics(group[rollout] * stages + number)
+    size = GroupStatistics(group).size[rollout]
     # Measured from what all share, so that rounding leaves nothing where nothing differs.
-    above = every - torch.where((stage.size == size) & (size > 1), stage.least(every), 0.0)
+    above = every - torch.where((stage.size == size) & (size > 1), stage.min(every), 0.0)
     others = (stage.sum(above) - above) / (size - 1).clamp(min=1)
     return (above - others)[: len(values)]
 
 
-def against_alike(values: Tensor, alike: Groups, *, normalise: bool) -> Tensor:
+def center_within(values: Tensor, groups: GroupStatistics, *, normalize: bool) -> Tensor:
     """[S] → [S]: x − mean over those it is alike, by their std + ε on request; 0 where it is like no other."""
-    centred = alike.centred(values)
-    return centred / (alike.std(values) + EPSILON) if normalise else centred
+    centred = groups.centered(values)
+    return centred / (groups.std(values) + EPSILON) if normalize else centred
 
 
-class StepRewards(Advantage):
+class StepRewardAdvantage(Advantage):
     """A turn's own rewards as its advantage, plain or against the group.
 
     `to_go`: x_k = r_k + γ x_{k+1} over the turns of a rollout. `final_to_all`: x_k = what the turn was paid + the
@@ -141,7 +141,7 @@ class StepRewards(Advantage):
     baseline: Literal["none", "group"] = Field("none", description="what is subtracted: nothing, or the group's others")
 
     @model_validator(mode="after")
-    def _discount_has_an_effect(self) -> StepRewards:
+    def _discount_has_an_effect(self) -> StepRewardAdvantage:
         if self.how == "final_to_all" and self.gamma != 1:
             raise ConfigError(
                 f"`gamma` is {self.gamma}, and `how=final_to_all` discounts nothing. Leave `gamma` at 1, or set "
@@ -149,14 +149,18 @@ class StepRewards(Advantage):
             )
         return self
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "token_reward", "turn"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        turns = Turns(view)
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        turns = TurnRewards(view)
         to_all = self.how == "final_to_all"
-        values = turns.paid + turns.final if to_all else turns.rollouts.to_go(turns.reward, self.gamma)
-        return turns.estimate(against_others(values, turns) if self.baseline == "group" else values)
+        values = (
+            turns.token_rewards + turns.rollout_rewards
+            if to_all
+            else turns.rollouts.suffix_sum(turns.reward, self.gamma)
+        )
+        return turns.estimate(subtract_others_mean(values, turns) if self.baseline == "group" else values)
 
 
 class TurnBaseline(Advantage):
@@ -168,12 +172,12 @@ class TurnBaseline(Advantage):
     that are equal as sums may still differ turn by turn: A is exactly 0 where all Σ_{j≥k} r_j compared are equal.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "token_reward", "turn"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        turns = Turns(view)
-        return turns.estimate(against_others(turns.rollouts.to_go(turns.reward), turns))
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        turns = TurnRewards(view)
+        return turns.estimate(subtract_others_mean(turns.rollouts.suffix_sum(turns.reward), turns))
 
 
 class TurnBaselineBiased(Advantage):
@@ -184,13 +188,13 @@ class TurnBaselineBiased(Advantage):
     Ours: nothing is added; a turn that no other rollout has is its own mean and adds 0.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "token_reward", "turn"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        turns = Turns(view)
-        surplus = against_alike(turns.reward, turns.stage(torch.ones_like(turns.last)), normalise=False)
-        return turns.estimate(turns.rollouts.to_go(surplus))
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        turns = TurnRewards(view)
+        surplus = center_within(turns.reward, turns.group_by_turn(torch.ones_like(turns.is_last)), normalize=False)
+        return turns.estimate(turns.rollouts.suffix_sum(surplus))
 
 
 class MTGRPO(Advantage):
@@ -209,15 +213,17 @@ class MTGRPO(Advantage):
         """See `Advantage`."""
         return True
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "token_reward", "turn"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        turns = Turns(view)
-        inner = ~turns.last
-        outcome = turns.earned.own.index_add(0, turns.rollout, torch.where(inner, 0.0, turns.paid))
-        of_turns = torch.zeros_like(turns.paid)
-        of_turns[inner] = against_alike(turns.paid[inner], turns.stage(inner), normalise=True)
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        turns = TurnRewards(view)
+        inner = ~turns.is_last
+        outcome = turns.rewards.rollout_rewards.index_add(
+            0, turns.rollout, torch.where(inner, 0.0, turns.token_rewards)
+        )
+        of_turns = torch.zeros_like(turns.token_rewards)
+        of_turns[inner] = center_within(turns.token_rewards[inner], turns.group_by_turn(inner), normalize=True)
         return turns.estimate(grpo(outcome, view.batch.group)[turns.rollout] + self.turn_weight * of_turns)
 
 
@@ -225,7 +231,7 @@ class GiGPO(Advantage):
     """Group in group: A_k = A^episode + ω A^step_k, the step compared with all turns of the group taken in its state.
 
     A^episode = R − mean_g over rollouts. A^step_k = x_k − mean over the turns with the same anchor in the group, where
-    x_k = Σ_{j≥k} γ^{j−k} r_j over turns. `normalise` divides each by its standard deviation + 1e-6.
+    x_k = Σ_{j≥k} γ^{j−k} r_j over turns. `normalize` divides each by its standard deviation + 1e-6.
     Source: 2505.10978; ω = 1 and γ = 0.95 as in its published settings. Assumes that states recur within a group, and
     that an anchor tells which: the column `anchor` read at each turn's first action token. A state met
     once adds nothing.
@@ -234,22 +240,24 @@ class GiGPO(Advantage):
 
     step_weight: float = Field(1.0, ge=0, description="ω: how much the comparison within a state counts")
     gamma: float = Field(0.95, ge=0, le=1, description="the discount of one turn in what a step is worth")
-    normalise: bool = Field(False, description="divide each comparison by its standard deviation")
+    normalize: bool = Field(False, description="divide each comparison by its standard deviation")
 
     def scales_with_group(self) -> bool:
         """See `Advantage`."""
-        return self.normalise
+        return self.normalize
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "turn", "anchor"})
 
-    def __call__(self, view: View, state: State) -> Estimate:  # noqa: ARG002
-        turns, group = Turns(view), view.batch.group
-        first = view.index[view.turns.offsets[:-1]]
-        states, anchor = torch.unique(view.batch.need("anchor", by="The advantage `gigpo`")[first], return_inverse=True)
-        alike = Groups(torch.unique(turns.group * len(states) + anchor, return_inverse=True)[1])
-        step = against_alike(turns.rollouts.to_go(turns.reward, self.gamma), alike, normalise=self.normalise)
-        episodes = Groups(group)
-        outcome = against_alike(turns.earned.total, episodes, normalise=self.normalise)
-        episode = torch.where(episodes.alone, turns.earned.total, outcome)
+    def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
+        turns, group = TurnRewards(view), view.batch.group
+        first = view.action_index[view.turns.offsets[:-1]]
+        states, anchor = torch.unique(
+            view.batch.require("anchor", needed_by="The advantage `gigpo`")[first], return_inverse=True
+        )
+        alike = GroupStatistics(torch.unique(turns.group * len(states) + anchor, return_inverse=True)[1])
+        step = center_within(turns.rollouts.suffix_sum(turns.reward, self.gamma), alike, normalize=self.normalize)
+        episodes = GroupStatistics(group)
+        outcome = center_within(turns.rewards.total, episodes, normalize=self.normalize)
+        episode = torch.where(episodes.is_singleton, turns.rewards.total, outcome)
         return turns.estimate(episode[turns.rollout] + self.step_weight * step)

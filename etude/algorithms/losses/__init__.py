@@ -5,13 +5,13 @@ from __future__ import annotations
 from etude.algorithms.base import Loss, PolicyLoss
 from etude.algorithms.losses.clip import CISPO, PPO, SAPO
 from etude.algorithms.losses.covariance import ClipCov, KLCov
+from etude.algorithms.losses.decoupled_ppo import DecoupledPPO
 from etude.algorithms.losses.distill import TopKDistillation
-from etude.algorithms.losses.pairs import DPO, RewardModel
-from etude.algorithms.losses.plain import DRO, GPG, REINFORCE
-from etude.algorithms.losses.proximal import DecoupledPPO
+from etude.algorithms.losses.preference import DPO, RewardModelLoss
+from etude.algorithms.losses.reinforce import DRO, REINFORCE, GPGLoss
 from etude.algorithms.losses.sequence import GMPO, GSPO, VESPO
-from etude.algorithms.losses.supervised import SFT, Value
-from etude.algorithms.losses.trust import DPPO, M2PO
+from etude.algorithms.losses.supervised import SFT, ValueLoss
+from etude.algorithms.losses.trust_region import DPPO, M2PO
 
 __all__ = ["LOSSES", "SUPERVISED"]
 
@@ -26,7 +26,7 @@ LOSSES: dict[str, type[PolicyLoss]] = {
     "kl_cov": KLCov,
     "dro": DRO,
     "reinforce": REINFORCE,
-    "gpg": GPG,
+    "gpg": GPGLoss,
     "decoupled_ppo": DecoupledPPO,
     "vespo": VESPO,
     "m2po": M2PO,
@@ -35,7 +35,7 @@ LOSSES: dict[str, type[PolicyLoss]] = {
 SUPERVISED: dict[str, type[Loss]] = {
     "sft": SFT,
     "dpo": DPO,
-    "reward_model": RewardModel,
-    "value": Value,
+    "reward_model": RewardModelLoss,
+    "value": ValueLoss,
     "distill_topk": TopKDistillation,
 }

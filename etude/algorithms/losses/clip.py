@@ -81,7 +81,7 @@ class PPO(PolicyLoss):
             )
         return self
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = ppo(
             view.logp,
@@ -114,7 +114,7 @@ class CISPO(PolicyLoss):
             )
         return self
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = cispo(view.logp, old, advantage, low=self.low, high=self.high)
         return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
@@ -131,7 +131,7 @@ class SAPO(PolicyLoss):
     tau_positive: float = Field(1.0, gt=0, description="how fast the gradient fades away from r = 1 where A > 0")
     tau_negative: float = Field(1.05, gt=0, description="how fast the gradient fades away from r = 1 where A < 0")
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, soft = sapo(view.logp, old, advantage, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
         gates = 4 * (soft.sum() - soft.dot(soft))  # each token's gate is 4σ(1 − σ): 1 where r = 1

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from etude.algorithms.base import PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
-from etude.algorithms.losses.selection import highest, lowest, token_keys
-from etude.algorithms.view import Ranks, View, places
+from etude.algorithms.losses.token_selection import select_highest, select_lowest, token_hashes
+from etude.algorithms.view import Ranks, View, flatnonzero
 from etude.errors import ConfigError
 from etude.lazy import torch
 from etude.observe import Mean, Metrics
@@ -28,7 +28,7 @@ __all__ = ["ClipCov", "KLCov", "clip_cov", "covariance", "kl_cov"]
 def covariance(advantage: Tensor, old_logp: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
     """[A] float64: (A − mean)(log π_old − mean) with means over all ranks; and the number of tokens there."""
     a, p = advantage.double(), old_logp.double()
-    sums = ranks.sum(torch.stack([a.sum(), p.sum(), a.new_tensor(float(len(a)))]))
+    sums = ranks.all_reduce(torch.stack([a.sum(), p.sum(), a.new_tensor(float(len(a)))]))
     means = sums[:2] / sums[2].clamp(min=1)
     return (a - means[0]) * (p - means[1]), int(sums[2])
 
@@ -76,20 +76,20 @@ class ClipCov(PolicyLoss):
             )
         return self
 
-    def needs(self) -> frozenset[str]:
-        return super().needs() | {"rollout_id", "chosen"}
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | {"rollout_id", "chosen"}
 
-    def choose(self, view: View, *, seed: int, step: int) -> Tensor:
+    def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor:
         cov, tokens = covariance(view.column("advantage"), view.column("old_logp"), view.ranks)
-        within = places((cov > self.cov_low) & (cov < self.cov_high))
-        keys = token_keys(view, within, seed=seed, step=step)
+        within = flatnonzero((cov > self.cov_low) & (cov < self.cov_high))
+        keys = token_hashes(view, within, seed=seed, step=step)
         chosen = torch.zeros_like(cov, dtype=torch.bool)
-        chosen[within] = lowest(keys, quota(self.share, tokens), view.ranks)
+        chosen[within] = select_lowest(keys, quota(self.share, tokens), view.ranks)
         return chosen
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
-        chosen = view.column("chosen", by="Clip-Cov")
+        chosen = view.column("chosen", needed_by="Clip-Cov")
         loss, cut = clip_cov(view.logp, old, advantage, chosen, clip_low=self.clip_low, clip_high=self.clip_high)
         return loss, Metrics(
             {
@@ -112,15 +112,15 @@ class KLCov(PolicyLoss):
     share: float = Field(2e-4, gt=0, le=1, description="how many tokens are held, as a share of all action tokens")
     coefficient: float = Field(1.0, gt=0, description="how strongly they are held to π_old")
 
-    def needs(self) -> frozenset[str]:
-        return super().needs() | {"rollout_id", "chosen"}
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | {"rollout_id", "chosen"}
 
-    def choose(self, view: View, *, seed: int, step: int) -> Tensor:
+    def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor:
         cov, tokens = covariance(view.column("advantage"), view.column("old_logp"), view.ranks)
-        return highest(view, cov, quota(self.share, tokens), seed=seed, step=step)
+        return select_highest(view, cov, quota(self.share, tokens), seed=seed, step=step)
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
-        chosen = view.column("chosen", by="KL-Cov")
+        chosen = view.column("chosen", needed_by="KL-Cov")
         loss = kl_cov(view.logp, old, advantage, chosen, coefficient=self.coefficient)
         return loss, Metrics({"chosen_share": Mean.over(chosen.count_nonzero(), len(chosen))})

@@ -24,12 +24,12 @@ from etude.observe import Mean, Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TopKDistillation", "tail", "topk_kl"]
+__all__ = ["TopKDistillation", "tail_probability", "topk_kl"]
 
 Direction = Literal["forward", "reverse"]
 
 
-def tail(logp: Tensor) -> Tensor:
+def tail_probability(logp: Tensor) -> Tensor:
     """[A, k] → [A]: the probability of all tokens that are not listed."""
     return (1 - logp.exp().sum(-1)).clamp(min=0)
 
@@ -44,7 +44,7 @@ def topk_kl(student: Tensor, teacher: Tensor, direction: Direction) -> Tensor:
     """
     least = 8 * torch.finfo(student.dtype).eps  # a bucket of the teacher's below this is rounding
     student, rest = student[:, :-1], student[:, -1]
-    rest_teacher = tail(teacher)
+    rest_teacher = tail_probability(teacher)
     log_teacher = rest_teacher.clamp(min=least).log()
     if direction == "forward":
         known = teacher.exp() * (teacher - student)
@@ -69,20 +69,20 @@ class TopKDistillation(TokenLoss):
 
     direction: Direction = Field("forward", description="KL of the teacher to the student (forward), or back (reverse)")
 
-    def needs(self) -> frozenset[str]:
-        return super().needs() | {"teacher_topk_ids", "teacher_topk_logp"}
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | {"teacher_topk_ids", "teacher_topk_logp"}
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         return frozenset({"topk_logp"})
 
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
-        student = view.output("topk_logp", by="Top-k distillation")
-        teacher = view.column("teacher_topk_logp", by="Top-k distillation").to(student.dtype)
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+        student = view.output("topk_logp", needed_by="Top-k distillation")
+        teacher = view.column("teacher_topk_logp", needed_by="Top-k distillation").to(student.dtype)
         loss = topk_kl(student, teacher, self.direction)
         metrics = Metrics(
             {
                 "distillation_kl": Mean.over(loss.detach().sum(), len(loss)),
-                "teacher_tail": Mean.over(tail(teacher).sum(), len(loss)),
+                "teacher_tail": Mean.over(tail_probability(teacher).sum(), len(loss)),
             }
         )
-        return LossValue(self.reduced(loss, view, whole), metrics)
+        return LossValue(self.reduce_terms(loss, view, denominators), metrics)

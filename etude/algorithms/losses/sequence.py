@@ -10,7 +10,7 @@ from etude.algorithms.base import CLAMP, PolicyLoss, log_ratio
 from etude.algorithms.losses.clip import surrogate
 from etude.algorithms.reduce import Reduction
 from etude.algorithms.segments import Segments
-from etude.algorithms.view import View, places
+from etude.algorithms.view import View, flatnonzero
 from etude.errors import BatchError, ConfigError
 from etude.lazy import torch
 from etude.observe import Max, Mean, Metrics
@@ -30,7 +30,7 @@ def gspo(
     count the gradient twice.
     """
     own = logp.detach()
-    s = units.spread(units.mean(log_ratio(own, old_logp)).exp())
+    s = units.broadcast(units.mean(log_ratio(own, old_logp)).exp())
     ratio = torch.addcmul(s, s, logp - own)  # π_θ/sg(π_θ) is 1 with the slope of log π_θ, and so is 1 + (its log)
     return surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
 
@@ -40,7 +40,7 @@ def gmpo(logp: Tensor, old_logp: Tensor, advantage: Tensor, units: Segments, *, 
     outward = advantage.sign() * (logp - old_logp)
     each = units.last(advantage)
     value = -each * (each.sign() * units.mean(outward.clamp(-CLAMP, clip))).exp()
-    return units.spread(value), outward.detach() > clip
+    return units.broadcast(value), outward.detach() > clip
 
 
 def vespo(
@@ -57,8 +57,8 @@ def vespo(
     """−sg(φ(W))·A·log π_θ, φ(W) = W^k·e^{λ(1 − W)}, W = ∏ π_θ/μ over the unit; and φ at each token."""
     log_w = units.sum(logp.detach() - behavior_logp).clamp(-CLAMP, CLAMP)
     room = 1 - log_w.exp()
-    up = units.spread((power_positive * log_w + decay_positive * room).exp())
-    down = units.spread((power_negative * log_w + decay_negative * room).exp())
+    up = units.broadcast((power_positive * log_w + decay_positive * room).exp())
+    down = units.broadcast((power_negative * log_w + decay_negative * room).exp())
     weight = torch.where(advantage > 0, up, down)
     return -advantage * weight * logp, weight
 
@@ -73,13 +73,13 @@ class GSPO(PolicyLoss):
     instead, longer rollouts weigh more, which is nearly LUSPO (2602.05261).
     """
 
-    of_units: ClassVar[bool] = True
+    is_sequence_level: ClassVar[bool] = True
 
     reduction: Reduction = Field("seq-mean-token-mean", description="how the numbers of the tokens become one loss")
     clip_low: float = Field(3e-4, gt=0, lt=1, description="how far below 1 the sequence's ratio may fall")
     clip_high: float = Field(4e-4, gt=0, description="how far above 1 the sequence's ratio may rise")
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
         loss, cut = gspo(
             view.logp, old, advantage, view.units(self.unit), clip_low=self.clip_low, clip_high=self.clip_high
@@ -97,7 +97,7 @@ class GMPO(PolicyLoss):
     value counts by the share of its tokens that were kept. Weights are one number a rollout.
     """
 
-    of_units: ClassVar[bool] = True
+    is_sequence_level: ClassVar[bool] = True
 
     weight_levels: ClassVar[frozenset[str]] = frozenset({"sequence", "geometric"})
 
@@ -115,7 +115,7 @@ class GMPO(PolicyLoss):
             )
         return self
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage, units = view.column("old_logp"), view.column("advantage"), view.units(self.unit)
         self._refuse_several_advantages(advantage, units, view)
         logp = view.logp if view.batch.keep is None else torch.where(view.column("keep"), view.logp, old)
@@ -123,13 +123,13 @@ class GMPO(PolicyLoss):
         return loss, Metrics({"clip_share": Mean.over(cut.count_nonzero(), len(cut))})
 
     def _refuse_several_advantages(self, advantage: Tensor, units: Segments, view: View) -> None:
-        after = places(advantage[1:] != advantage[:-1]) + 1
+        after = flatnonzero(advantage[1:] != advantage[:-1]) + 1
         inside = after[~torch.isin(after, units.offsets)]
         if len(inside):
             at = int(inside[0])
             rollout = int(torch.searchsorted(view.rollouts.offsets, at, right=True)) - 1
             raise BatchError(
-                f"Rollout {view.batch.name_of(rollout)} has the advantages {float(advantage[at - 1]):g} and "
+                f"Rollout {view.batch.get_rollout_id(rollout)} has the advantages {float(advantage[at - 1]):g} and "
                 f"{float(advantage[at]):g} within one {self.unit}, but GMPO takes one for all of it. Choose an "
                 f"estimator that judges whole rollouts, such as `grpo`, or a loss of tokens, such as `ppo`."
             )
@@ -145,17 +145,17 @@ class VESPO(PolicyLoss):
     Ours: k and λ go by the sign of each token's advantage; log W is cut to ±20.
     """
 
-    of_units: ClassVar[bool] = True
+    is_sequence_level: ClassVar[bool] = True
 
-    reads_old = False
-    reads_behavior = True
+    uses_old_logp = False
+    uses_behavior_logp = True
 
     power_positive: float = Field(2.0, ge=0, description="k for A > 0: how fast unlikely rollouts fade out")
     decay_positive: float = Field(3.0, ge=0, description="λ for A > 0: how fast overweight rollouts fade out")
     power_negative: float = Field(3.0, ge=0, description="k for A < 0: how fast unlikely rollouts fade out")
     decay_negative: float = Field(2.0, ge=0, description="λ for A < 0: how fast overweight rollouts fade out")
 
-    def terms(self, view: View) -> tuple[Tensor, Metrics]:
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
         loss, weight = vespo(
             view.logp,

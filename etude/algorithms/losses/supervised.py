@@ -8,17 +8,19 @@ from pydantic import Field
 
 from etude.algorithms.base import Loss, LossValue, TokenLoss
 from etude.algorithms.reduce import Denominators
-from etude.algorithms.view import View, places, wide
+from etude.algorithms.view import View, flatnonzero, upcast
 from etude.lazy import torch
 from etude.observe import Mean, Metrics, Sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SFT", "Echo", "Value", "value_error"]
+__all__ = ["SFT", "EchoLoss", "ValueLoss", "clipped_value_loss"]
 
 
-def value_error(value: Tensor, old_value: Tensor | None, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+def clipped_value_loss(
+    value: Tensor, old_value: Tensor | None, returns: Tensor, *, clip: float
+) -> tuple[Tensor, Tensor]:
     """½·max((V − G)², (V_old + clip(V − V_old) − G)²), and where the clip took the gradient; no V_old, no clip."""
     plain = (value - returns) ** 2
     if old_value is None:
@@ -36,13 +38,13 @@ class SFT(TokenLoss):
     alike, `seq-mean-token-mean` demonstrations alike.
     """
 
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
         told = view.logp
         nll = Mean.over(-told.detach().sum(), len(told))
-        return LossValue(-self.reduced(told, view, whole), Metrics({"nll": nll}))
+        return LossValue(-self.reduce_terms(told, view, denominators), Metrics({"nll": nll}))
 
 
-class Value(TokenLoss):
+class ValueLoss(TokenLoss):
     """The critic's regression to the returns: ½·max((V − G)², (V_old + clip(V − V_old, ±c) − G)²).
 
     Source: 1506.02438 for the targets, the clip from the code of 1707.06347. Assumes returns that stay put during the
@@ -54,28 +56,28 @@ class Value(TokenLoss):
         0.2, gt=0, description="how far a value may move from the start of the step; none does not bound it"
     )
 
-    def needs(self) -> frozenset[str]:
-        return super().needs() | {"returns"} | ({"value"} if self.clip is not None else set())
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | {"returns"} | ({"value"} if self.clip is not None else set())
 
-    def outputs(self) -> frozenset[str]:
+    def forward_outputs(self) -> frozenset[str]:
         return frozenset({"value"})
 
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
-        value, returns = view.output("value", by="The value loss"), view.column("returns")
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+        value, returns = view.output("value", needed_by="The value loss"), view.column("returns")
         if self.clip is None:
-            loss, cut = value_error(value, None, returns, clip=0.0)
+            loss, cut = clipped_value_loss(value, None, returns, clip=0.0)
         else:
-            loss, cut = value_error(value, view.column("value"), returns, clip=self.clip)
+            loss, cut = clipped_value_loss(value, view.column("value"), returns, clip=self.clip)
         metrics = Metrics(
             {
                 "value_loss": Mean.over(loss.detach().sum(), len(loss)),
                 "value_clip_share": Mean.over(cut.count_nonzero(), len(cut)),
             }
         )
-        return LossValue(self.reduced(loss, view, whole), metrics)
+        return LossValue(self.reduce_terms(loss, view, denominators), metrics)
 
 
-class Echo(Loss):
+class EchoLoss(Loss):
     """ECHO: −log π_θ of the tool-output tokens, averaged over those of the update batch.
 
     Assumes that predicting what its tools answer teaches an agent about its world. It is added to a policy loss with a
@@ -85,12 +87,12 @@ class Echo(Loss):
     single answers.
     """
 
-    def needs(self) -> frozenset[str]:
+    def required_columns(self) -> frozenset[str]:
         return frozenset({"observation"})
 
-    def __call__(self, view: View, whole: Denominators) -> LossValue:
-        seen = view.batch.need("observation", by="ECHO") & ~view.batch.action
-        logp = wide(view.forward("logp", by="ECHO").index_select(0, places(seen)))
+    def __call__(self, view: View, denominators: Denominators) -> LossValue:
+        seen = view.batch.require("observation", needed_by="ECHO") & ~view.batch.action
+        logp = upcast(view.full_output("logp", needed_by="ECHO").index_select(0, flatnonzero(seen)))
         total = -logp.sum()
         metrics = Metrics({"echo_nll": Mean.over(total.detach(), len(logp)), "echo_tokens": Sum.of(len(logp))})
-        return LossValue(total / max(whole.observations, 1), metrics)
+        return LossValue(total / max(denominators.observations, 1), metrics)

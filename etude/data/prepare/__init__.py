@@ -12,29 +12,29 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from etude.data.prepare.arithmetic import ArithmeticTasks
-from etude.data.prepare.base import LeftOut, Preparation
-from etude.data.prepare.countdown import CountdownTasks
-from etude.data.prepare.gsm8k import Gsm8kTasks
-from etude.data.prepare.instructions import InstructionTasks
-from etude.data.prepare.maths import MathTasks
-from etude.data.prepare.preferences import PreferencePairs
-from etude.data.prepare.write import Prepared, prepared
+from etude.data.prepare.arithmetic import ArithmeticPreparation
+from etude.data.prepare.base import Preparation, SkippedRows
+from etude.data.prepare.countdown import CountdownPreparation
+from etude.data.prepare.gsm8k import Gsm8kPreparation
+from etude.data.prepare.instructions import InstructionPreparation
+from etude.data.prepare.maths import MathPreparation
+from etude.data.prepare.preferences import PreferencePreparation
+from etude.data.prepare.write import PreparedFiles, prepare_dataset
 from etude.errors import UnknownChoiceError
 
-__all__ = ["PREPARATIONS", "LeftOut", "Preparation", "Prepared", "preparation", "prepared"]
+__all__ = ["PREPARATIONS", "Preparation", "PreparedFiles", "SkippedRows", "find_preparation", "prepare_dataset"]
 
 PREPARATIONS: dict[str, type[Preparation]] = {
-    "gsm8k": Gsm8kTasks,
-    "math": MathTasks,
-    "countdown": CountdownTasks,
-    "arithmetic": ArithmeticTasks,
-    "instructions": InstructionTasks,
-    "preferences": PreferencePairs,
+    "gsm8k": Gsm8kPreparation,
+    "math": MathPreparation,
+    "countdown": CountdownPreparation,
+    "arithmetic": ArithmeticPreparation,
+    "instructions": InstructionPreparation,
+    "preferences": PreferencePreparation,
 }
 
 
-def preparation(name: str) -> type[Preparation]:
+def find_preparation(name: str) -> type[Preparation]:
     """The preparation of this name."""
     if name not in PREPARATIONS:
         near = get_close_matches(name, PREPARATIONS, n=1)

@@ -8,14 +8,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from etude.data.prepare.base import Asking, Draw, Making, Row
+from etude.data.prepare.base import PromptPreparation, RandomInt, Row, SyntheticPreparation
 
-__all__ = ["ArithmeticTasks"]
+__all__ = ["ArithmeticPreparation"]
 
 SIGNS = {"add": "+", "subtract": "-", "multiply": "*"}
 
 
-class ArithmeticTasks(Making, Asking):
+class ArithmeticPreparation(SyntheticPreparation, PromptPreparation):
     """Problems such as `57 + 68 - 3`; products are taken before sums, and the result is the ground truth."""
 
     prompt: str = Field(
@@ -29,20 +29,20 @@ class ArithmeticTasks(Making, Asking):
     terms: int = Field(2, ge=2, le=12, description="how many numbers an expression has")
 
     title: ClassVar[str] = "arithmetic"
-    published: ClassVar[str] = "arithmetic"
+    published_name: ClassVar[str] = "arithmetic"
 
     @property
     def reward(self) -> str:
         return "gsm8k" if "####" in self.prompt else "exact"
 
-    def make(self, draw: Draw) -> tuple[Hashable, Row | None]:
+    def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
         numbers = [draw(0, 10**self.digits - 1) for _ in range(self.terms)]
         signs = [SIGNS[self.operations[draw(0, len(self.operations) - 1)]] for _ in numbers[1:]]
         expression = str(numbers[0]) + "".join(f" {sign} {n}" for sign, n in zip(signs, numbers[1:], strict=True))
-        return expression, self.task(str(_value(numbers, signs)), {}, question=expression)
+        return expression, self.make_row(str(_evaluate(numbers, signs)), {}, question=expression)
 
 
-def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
+def _evaluate(numbers: Sequence[int], signs: Sequence[str]) -> int:
     """The sum of the products that plus and minus stand between."""
     products: list[list[int]] = [[numbers[0]]]
     for sign, number in zip(signs, numbers[1:], strict=True):

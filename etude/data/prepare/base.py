@@ -25,44 +25,44 @@ from etude.errors import ConfigError
 from etude.observe import progress
 
 __all__ = [
-    "MESSAGES",
+    "MESSAGES_TYPE",
     "SPLITS",
-    "Asking",
-    "Draw",
-    "LeftOut",
-    "Making",
+    "DataSplit",
     "Preparation",
+    "PromptPreparation",
+    "RandomInt",
     "Row",
-    "Split",
-    "drawn",
+    "SkippedRows",
+    "SyntheticPreparation",
     "options_of",
+    "sample_keys",
 ]
 
 Row: TypeAlias = dict[str, Any]
-Draw: TypeAlias = Callable[[int, int], int]
+RandomInt: TypeAlias = Callable[[int, int], int]
 """`draw(a, b)` is a whole number from a to b, both included."""
-Split: TypeAlias = Literal["train", "val", "test"]
-SPLITS: tuple[Split, ...] = ("train", "val", "test")
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-PATIENCE = 10_000
+DataSplit: TypeAlias = Literal["train", "val", "test"]
+SPLITS: tuple[DataSplit, ...] = ("train", "val", "test")
+MESSAGES_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+MAX_DUPLICATES = 10_000
 """Problems drawn in a row without a new one, after which there are taken to be no more."""
 
 
 @dataclass
-class LeftOut:
+class SkippedRows:
     """What was left out."""
 
-    found: dict[str, tuple[int, str]] = field(default_factory=dict)
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     """How often for each reason, and where first. A reason goes on after "left out:"."""
 
     def add(self, why: str, where: str) -> None:
         """One more."""
-        count, first = self.found.get(why, (0, where))
-        self.found[why] = (count + 1, first)
+        count, first = self.reasons.get(why, (0, where))
+        self.reasons[why] = (count + 1, first)
 
     def lines(self) -> list[str]:
         """A line for each reason."""
-        return [f"{count:,} left out: {why} (first: {first})" for why, (count, first) in self.found.items()]
+        return [f"{count:,} left out: {why} (first: {first})" for why, (count, first) in self.reasons.items()]
 
 
 class Preparation(Config, ABC):
@@ -76,13 +76,13 @@ class Preparation(Config, ABC):
 
     title: ClassVar[str]
     """The name that it is asked for by."""
-    published: ClassVar[str]
+    published_name: ClassVar[str]
     """The name that verl's rewards know its source by."""
-    extra: ClassVar[Mapping[str, pa.DataType]] = {}
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {}
     """What `extra_info` holds beside split and place."""
 
     @abstractmethod
-    def rows(self, left_out: LeftOut, console: Console | None) -> dict[Split, list[Row]]:
+    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
         """The rows of each split, in their order."""
 
     @abstractmethod
@@ -90,21 +90,21 @@ class Preparation(Config, ABC):
         """The columns of its files between `data_source` and `extra_info`."""
 
     @abstractmethod
-    def command(self, files: Mapping[Split, Path]) -> str:
+    def command(self, files: Mapping[DataSplit, Path]) -> str:
         """What to type next, with these files."""
 
-    def layout(self) -> pa.Schema:
+    def arrow_schema(self) -> pa.Schema:
         """The columns of its files."""
-        about = pa.struct([("split", pa.string()), ("index", pa.int64()), *self.extra.items()])
+        about = pa.struct([("split", pa.string()), ("index", pa.int64()), *self.extra_info_fields.items()])
         return pa.schema([("data_source", pa.string()), *self.columns().items(), ("extra_info", about)])
 
     @property
-    def origin(self) -> str:
+    def data_source(self) -> str:
         """The `data_source` of its rows."""
-        return self.published if self.source is None else self.source
+        return self.published_name if self.source is None else self.source
 
 
-class Asking(Preparation):
+class PromptPreparation(Preparation):
     """A preparation whose rows ask for one answer, in words that may be chosen."""
 
     prompt: str = Field(description="what is asked")
@@ -113,15 +113,15 @@ class Asking(Preparation):
         "messages", description="`messages` for a model that chats, `text` for one that goes on with what it reads"
     )
 
-    words: ClassVar[tuple[str, ...]] = ("question",)
+    placeholders: ClassVar[tuple[str, ...]] = ("question",)
     """What `prompt` must name in braces."""
     ability: ClassVar[str] = "math"
-    truth: ClassVar[pa.DataType] = pa.string()
+    ground_truth_type: ClassVar[pa.DataType] = pa.string()
     """The type of its ground truths."""
 
     @model_validator(mode="after")
-    def _prompt_asks(self) -> Asking:
-        absent = [f"{{{word}}}" for word in self.words if f"{{{word}}}" not in self.prompt]
+    def _check_prompt(self) -> PromptPreparation:
+        absent = [f"{{{word}}}" for word in self.placeholders if f"{{{word}}}" not in self.prompt]
         if absent:
             raise ConfigError(
                 f"`prompt` is {self.prompt!r}, without {' and '.join(absent)}: the model would not learn the problem. "
@@ -139,48 +139,48 @@ class Asking(Preparation):
     def reward(self) -> str:
         """The reward that judges answers to its tasks, as a run is told."""
 
-    def task(self, truth: Any, extra: Mapping[str, Any], **words: str) -> Row:
+    def make_row(self, ground_truth: Any, extra_info: Mapping[str, Any], **values: str) -> Row:
         """A row that asks about these words."""
         asked = self.prompt
-        for word, meant in words.items():
+        for word, meant in values.items():
             asked = asked.replace(f"{{{word}}}", meant)
         before = [{"role": "system", "content": self.system}] if self.system else []
         return {
-            "data_source": self.origin,
+            "data_source": self.data_source,
             "prompt": asked if self.form == "text" else [*before, {"role": "user", "content": asked}],
             "ability": self.ability,
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": dict(extra),
+            "reward_model": {"style": "rule", "ground_truth": ground_truth},
+            "extra_info": dict(extra_info),
         }
 
     def columns(self) -> dict[str, pa.DataType]:
         """The prompt, and the right answer."""
         return {
-            "prompt": pa.string() if self.form == "text" else MESSAGES,
+            "prompt": pa.string() if self.form == "text" else MESSAGES_TYPE,
             "ability": pa.string(),
-            "reward_model": pa.struct([("style", pa.string()), ("ground_truth", self.truth)]),
+            "reward_model": pa.struct([("style", pa.string()), ("ground_truth", self.ground_truth_type)]),
         }
 
-    def command(self, files: Mapping[Split, Path]) -> str:
+    def command(self, files: Mapping[DataSplit, Path]) -> str:
         """Training on its tasks, or scoring where there is nothing else."""
         start = "etude train grpo model.path=MODEL" if "train" in files else "etude eval model.path=MODEL"
         return " ".join([start, *options_of(files), f"reward={self.reward}"])
 
 
-class Making(Asking):
+class SyntheticPreparation(PromptPreparation):
     """A preparation whose problems are made up, each only once."""
 
     train: int = Field(10_000, ge=1, description="how many problems to train on")
     test: int = Field(500, ge=0, description="how many others to score on; the same ones whatever `train` is")
 
-    def rows(self, left_out: LeftOut, console: Console | None) -> dict[Split, list[Row]]:  # noqa: ARG002
+    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:  # noqa: ARG002
         """Those to score on are drawn first, and none of them is drawn again."""
         seen: set[Hashable] = set()
-        made: dict[Split, list[Row]] = {"train": [], "test": []}
-        wanted: dict[Split, int] = {"test": self.test, "train": self.train}
+        made: dict[DataSplit, list[Row]] = {"train": [], "test": []}
+        wanted: dict[DataSplit, int] = {"test": self.test, "train": self.train}
         with progress(f"making {self.title}", self.test + self.train, console) as bar:
             for split, count in wanted.items():
-                problems = self._new(random.Random(f"{self.title} {split} {self.seed}").random, seen)
+                problems = self._new_problems(random.Random(f"{self.title} {split} {self.seed}").random, seen)
                 for index in range(count):
                     row = next(problems, None)
                     if row is None:
@@ -194,16 +194,16 @@ class Making(Asking):
                     bar.advance()
         return made
 
-    def _new(self, chance: Callable[[], float], seen: set[Hashable]) -> Iterator[Row]:
+    def _new_problems(self, uniform: Callable[[], float], seen: set[Hashable]) -> Iterator[Row]:
         """Problems that were not drawn before, until there seem to be no more."""
 
         def draw(low: int, high: int) -> int:
             # Of all that `random` offers, this alone is promised to stay as it is.
-            return low + int(chance() * (high - low + 1))
+            return low + int(uniform() * (high - low + 1))
 
         vain = 0
-        while vain < PATIENCE:
-            key, row = self.make(draw)
+        while vain < MAX_DUPLICATES:
+            key, row = self.make_problem(draw)
             vain = vain + 1 if key in seen or row is None else 0
             if not vain:
                 assert row is not None
@@ -211,17 +211,17 @@ class Making(Asking):
                 yield row
 
     @abstractmethod
-    def make(self, draw: Draw) -> tuple[Hashable, Row | None]:
+    def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
         """A problem by chance: what tells it from others, and its row; no row where what was drawn makes no problem."""
 
 
-def options_of(files: Mapping[Split, Path]) -> list[str]:
+def options_of(files: Mapping[DataSplit, Path]) -> list[str]:
     """How a run is told of these files."""
     train, val = files.get("train"), files.get("val") or files.get("test")
-    return [_typed(f"data.{name}", file) for name, file in (("train", train), ("val", val)) if file is not None]
+    return [_shell_option(f"data.{name}", file) for name, file in (("train", train), ("val", val)) if file is not None]
 
 
-def _typed(option: str, file: Path) -> str:
+def _shell_option(option: str, file: Path) -> str:
     """An option that lists a file, quoted for the shell and for the option's own grammar where the path needs it."""
     if re.fullmatch(r"[\w./~-]+", str(file)):
         return f"{option}=[{file}]"
@@ -229,6 +229,6 @@ def _typed(option: str, file: Path) -> str:
     return shlex.quote(f"{option}=['{escaped}']")
 
 
-def drawn(keys: Sequence[str], count: int, purpose: str) -> set[str]:
+def sample_keys(keys: Sequence[str], count: int, purpose: str) -> set[str]:
     """So many of these keys, by chance that depends on the keys and the purpose alone, with any version of anything."""
     return set(sorted(keys, key=lambda key: blake2b(f"{purpose} {key}".encode(), digest_size=16).digest())[:count])

@@ -8,14 +8,14 @@ from typing import Annotated, ClassVar, Literal
 import pyarrow as pa
 from pydantic import Field
 
-from etude.data.prepare.base import Asking, Draw, Making, Row
+from etude.data.prepare.base import PromptPreparation, RandomInt, Row, SyntheticPreparation
 
-__all__ = ["CountdownTasks"]
+__all__ = ["CountdownPreparation"]
 
 SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 
-class CountdownTasks(Making, Asking):
+class CountdownPreparation(SyntheticPreparation, PromptPreparation):
     """Numbers, and a target that an expression of all of them equals: `extra_info.solution` is one.
 
     A problem is made from a solution, in which every intermediate result is a whole number above 0.
@@ -30,36 +30,36 @@ class CountdownTasks(Making, Asking):
     numbers: tuple[Annotated[int, Field(ge=2, le=8)], ...] = Field(
         (3, 4), min_length=1, description="how many numbers a problem has: one of these, each as often"
     )
-    largest: int = Field(99, ge=1, description="the largest number")
-    highest: int = Field(100, ge=1, description="the highest target")
+    max_number: int = Field(99, ge=1, description="the largest number")
+    max_target: int = Field(100, ge=1, description="the highest target")
     operations: tuple[Literal["add", "subtract", "multiply", "divide"], ...] = Field(
         ("add", "subtract", "multiply", "divide"), min_length=1, description="what solutions are made with"
     )
 
     title: ClassVar[str] = "countdown"
-    published: ClassVar[str] = "countdown"
-    words: ClassVar[tuple[str, ...]] = ("numbers", "target")
-    truth: ClassVar[pa.DataType] = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64()))])
-    extra: ClassVar[Mapping[str, pa.DataType]] = {"solution": pa.string()}
+    published_name: ClassVar[str] = "countdown"
+    placeholders: ClassVar[tuple[str, ...]] = ("numbers", "target")
+    ground_truth_type: ClassVar[pa.DataType] = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64()))])
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"solution": pa.string()}
 
     @property
     def reward(self) -> str:
         return "countdown"
 
-    def make(self, draw: Draw) -> tuple[Hashable, Row | None]:
-        numbers = [draw(1, self.largest) for _ in range(self.numbers[draw(0, len(self.numbers) - 1)])]
+    def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
+        numbers = [draw(1, self.max_number) for _ in range(self.numbers[draw(0, len(self.numbers) - 1)])]
         parts = [(number, str(number)) for number in numbers]
         while len(parts) > 1:
             left, right = (parts.pop(draw(0, len(parts) - 1)) for _ in range(2))
             sign = SIGNS[self.operations[draw(0, len(self.operations) - 1)]]
-            value = _combined(left[0], sign, right[0])
+            value = _combine(left[0], sign, right[0])
             if value is None:
                 return (), None
             parts.append((value, f"({left[1]} {sign} {right[1]})"))
         ((target, solution),) = parts
-        if target > self.highest:
+        if target > self.max_target:
             return (), None
-        row = self.task(
+        row = self.make_row(
             {"target": target, "numbers": numbers},
             {"solution": solution.removeprefix("(").removesuffix(")")},
             numbers=str(numbers),
@@ -69,7 +69,7 @@ class CountdownTasks(Making, Asking):
         return (target, *sorted(numbers)), row
 
 
-def _combined(left: int, sign: str, right: int) -> int | None:
+def _combine(left: int, sign: str, right: int) -> int | None:
     """What two numbers make; None where it is no whole number above 0."""
     if sign == "/":
         return left // right if left % right == 0 else None

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import pyarrow as pa
 from pydantic import Field
 
-from etude.data.prepare.base import Asking, Row
-from etude.data.prepare.raw import FromFiles, text_of
+from etude.data.prepare.base import PromptPreparation, Row
+from etude.data.prepare.raw import RawFilePreparation, require_text
 
-__all__ = ["Gsm8kTasks"]
+__all__ = ["Gsm8kPreparation"]
 
 NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
-class Gsm8kTasks(FromFiles, Asking):
+class Gsm8kPreparation(RawFilePreparation, PromptPreparation):
     """Its solutions end in `#### 42`: that number, without separators, is the ground truth."""
 
     prompt: str = Field(
@@ -26,19 +26,19 @@ class Gsm8kTasks(FromFiles, Asking):
     )
 
     title: ClassVar[str] = "gsm8k"
-    published: ClassVar[str] = "openai/gsm8k"
-    extra: ClassVar[Mapping[str, pa.DataType]] = {"question": pa.string(), "answer": pa.string()}
+    published_name: ClassVar[str] = "openai/gsm8k"
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"question": pa.string(), "answer": pa.string()}
 
     @property
     def reward(self) -> str:
         return "gsm8k"
 
-    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        question, solution = text_of(values, "question", where), text_of(values, "answer", where)
+    def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        question, solution = require_text(values, "question", where), require_text(values, "answer", where)
         if not question:
             return "the question is empty"
         _, mark, truth = solution.rpartition("####")
         truth = truth.strip().replace(",", "").removeprefix("$")
         if not mark or not NUMBER.fullmatch(truth):
             return "the answer does not end in #### and a number"
-        return self.task(truth, {"question": question, "answer": solution}, question=question)
+        return self.make_row(truth, {"question": question, "answer": solution}, question=question)

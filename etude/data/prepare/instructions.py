@@ -9,32 +9,32 @@ from typing import Any, ClassVar
 import pyarrow as pa
 from pydantic import Field
 
-from etude.data.prepare.base import Asking, Row
-from etude.data.prepare.raw import FromFiles, text_of
+from etude.data.prepare.base import PromptPreparation, Row
+from etude.data.prepare.raw import RawFilePreparation, require_text
 from etude.errors import DataError
 
-__all__ = ["InstructionTasks"]
+__all__ = ["InstructionPreparation"]
 
 
-class InstructionTasks(FromFiles, Asking):
+class InstructionPreparation(RawFilePreparation, PromptPreparation):
     """The ground truth is JSON text, for each set of constraints is made of others: `instruction_id_list` names them,
     `kwargs` has what each is told, in the same order."""
 
     prompt: str = Field("{question}", description="what is asked; {question} is the prompt with its constraints")
 
     title: ClassVar[str] = "instructions"
-    published: ClassVar[str] = "google/IFEval"
+    published_name: ClassVar[str] = "google/IFEval"
     ability: ClassVar[str] = "instruction following"
-    extra: ClassVar[Mapping[str, pa.DataType]] = {"key": pa.string()}
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {"key": pa.string()}
 
     @property
     def reward(self) -> str:
         return "instructions"
 
-    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        question = text_of(values, "prompt", where)
+    def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        question = require_text(values, "prompt", where)
         names, told = values.get("instruction_id_list"), values.get("kwargs")
-        if not isinstance(names, list) or not isinstance(told, list) or not _fit(names, told):
+        if not isinstance(names, list) or not isinstance(told, list) or not _is_valid(names, told):
             raise DataError(
                 f"{where} should name its constraints in `instruction_id_list` and say as many times in `kwargs` what "
                 f"each is told; it has {names!r} and {told!r}. Give the files as they were published."
@@ -45,10 +45,10 @@ class InstructionTasks(FromFiles, Asking):
             return "it has no constraint"
         plain = [{key: value for key, value in each.items() if value is not None} for each in told]
         truth = json.dumps({"instruction_id_list": names, "kwargs": plain}, ensure_ascii=False, sort_keys=True)
-        return self.task(truth, {"key": str(values.get("key", ""))}, question=question)
+        return self.make_row(truth, {"key": str(values.get("key", ""))}, question=question)
 
 
-def _fit(names: list[Any], told: list[Any]) -> bool:
+def _is_valid(names: list[Any], told: list[Any]) -> bool:
     """Whether these are names, and a mapping for each."""
     named = all(isinstance(name, str) for name in names)
     return named and len(names) == len(told) and all(isinstance(each, dict) for each in told)

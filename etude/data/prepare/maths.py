@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import pyarrow as pa
 from pydantic import Field
 
-from etude.data.prepare.base import Asking, Row
-from etude.data.prepare.raw import FromFiles, text_of
+from etude.data.prepare.base import PromptPreparation, Row
+from etude.data.prepare.raw import RawFilePreparation, require_text
 
-__all__ = ["MathTasks", "last_boxed"]
+__all__ = ["MathPreparation", "extract_last_boxed"]
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+)")
+BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+)")
 
 
-class MathTasks(FromFiles, Asking):
+class MathPreparation(RawFilePreparation, PromptPreparation):
     """What the last `\\boxed{…}` of a solution holds is the ground truth; MATH-500 has it in a column of its own."""
 
     prompt: str = Field(
@@ -27,8 +27,8 @@ class MathTasks(FromFiles, Asking):
     levels: tuple[int, ...] = Field((), description="only problems of these levels, 1 to 5; empty is all")
 
     title: ClassVar[str] = "math"
-    published: ClassVar[str] = "DigitalLearningGmbH/MATH-lighteval"
-    extra: ClassVar[Mapping[str, pa.DataType]] = {
+    published_name: ClassVar[str] = "DigitalLearningGmbH/MATH-lighteval"
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {
         "question": pa.string(),
         "answer": pa.string(),
         "level": pa.int64(),
@@ -39,24 +39,26 @@ class MathTasks(FromFiles, Asking):
     def reward(self) -> str:
         return "math"
 
-    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        question, solution = text_of(values, "problem", where), text_of(values, "solution", where)
+    def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        question, solution = require_text(values, "problem", where), require_text(values, "solution", where)
         if not question:
             return "the problem is empty"
         level = re.search(r"[1-5]$", str(values.get("level", "")))
         if self.levels and (level is None or int(level[0]) not in self.levels):
             return f"its level is none of {', '.join(map(str, self.levels))}"
-        truth = text_of(values, "answer", where) if values.get("answer") is not None else last_boxed(solution)
+        truth = (
+            require_text(values, "answer", where) if values.get("answer") is not None else extract_last_boxed(solution)
+        )
         if not truth:
             return "the solution has no \\boxed answer"
         kind = values.get("type") or values.get("subject")
         about = {"question": question, "answer": solution, "level": int(level[0]) if level else None, "type": kind}
-        return self.task(truth, about, question=question)
+        return self.make_row(truth, about, question=question)
 
 
-def last_boxed(text: str) -> str:
+def extract_last_boxed(text: str) -> str:
     """What the last `\\boxed{…}` holds, its braces balanced, or `\\boxed 2` without any; empty where there is none."""
-    for found in reversed(list(BOX.finditer(text))):
+    for found in reversed(list(BOXED.finditer(text))):
         rest = text[found.end() :].lstrip()
         if not rest.startswith("{"):
             return re.split(r"[\s$]", rest, maxsplit=1)[0].strip(".,")

@@ -20,21 +20,21 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import pyarrow as pa
 from pydantic import Field
 
-from etude.data.prepare.base import MESSAGES, Row, Split, drawn, options_of
-from etude.data.prepare.raw import FromFiles, text_of
+from etude.data.prepare.base import MESSAGES_TYPE, DataSplit, Row, options_of, sample_keys
+from etude.data.prepare.raw import RawFilePreparation, require_text
 from etude.errors import DataError
 
-__all__ = ["PreferencePairs"]
+__all__ = ["PreferencePreparation"]
 
-Spoken: TypeAlias = str | list[dict[str, str]]
+TextOrMessages: TypeAlias = str | list[dict[str, str]]
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 ROLES = {"Human": "user", "Assistant": "assistant"}
-JUDGED = ("chosen", "rejected")
+ANSWER_COLUMNS = ("chosen", "rejected")
 Scores: TypeAlias = tuple[float | None, float | None]
-Pair: TypeAlias = tuple[Spoken, Spoken, Spoken, Scores]
+Pair: TypeAlias = tuple[TextOrMessages, TextOrMessages, TextOrMessages, Scores]
 
 
-class PreferencePairs(FromFiles):
+class PreferencePreparation(RawFilePreparation):
     """Rows of `prompt`, `chosen` and `rejected`, in TRL's columns: what a preference is learned from.
 
     Where more than two answers were judged, the best one stands against one of the worse, by chance.
@@ -46,35 +46,35 @@ class PreferencePairs(FromFiles):
     )
 
     title: ClassVar[str] = "preferences"
-    published: ClassVar[str] = "HuggingFaceH4/ultrafeedback_binarized"
-    extra: ClassVar[Mapping[str, pa.DataType]] = {f"score_{name}": pa.float64() for name in JUDGED}
+    published_name: ClassVar[str] = "HuggingFaceH4/ultrafeedback_binarized"
+    extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {f"score_{name}": pa.float64() for name in ANSWER_COLUMNS}
 
     def columns(self) -> dict[str, pa.DataType]:
-        kind = pa.string() if self.form == "text" else MESSAGES
+        kind = pa.string() if self.form == "text" else MESSAGES_TYPE
         return {"prompt": kind, "chosen": kind, "rejected": kind}
 
-    def command(self, files: Mapping[Split, Path]) -> str:
+    def command(self, files: Mapping[DataSplit, Path]) -> str:
         return " ".join(["etude dpo model.path=MODEL", *options_of(files)])
 
-    def identity(self, row: Row) -> str:
+    def duplicate_key(self, row: Row) -> str:
         return json.dumps([row["prompt"], row["chosen"], row["rejected"]])
 
-    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        pair = self._judged(values, where) if "completions" in values else self._pair(values, where)
+    def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
+        pair = self._pair_from_scores(values, where) if "completions" in values else self._read_pair(values, where)
         if isinstance(pair, str):
             return pair
         prompt, chosen, rejected, scores = pair
-        if not _says(prompt) or not _says(chosen) or not _says(rejected):
+        if not _has_content(prompt) or not _has_content(chosen) or not _has_content(rejected):
             return "the prompt or an answer is empty"
         if chosen == rejected:
             return "both answers are the same"
-        about = {f"score_{name}": score for name, score in zip(JUDGED, scores, strict=True)}
+        about = {f"score_{name}": score for name, score in zip(ANSWER_COLUMNS, scores, strict=True)}
         found = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        return {"data_source": self.origin, **found, "extra_info": about}
+        return {"data_source": self.data_source, **found, "extra_info": about}
 
-    def _judged(self, values: Mapping[str, Any], where: str) -> Pair | str:
+    def _pair_from_scores(self, values: Mapping[str, Any], where: str) -> Pair | str:
         """The best of several answers, and one of the worse."""
-        asked, answers = text_of(values, "instruction", where), values["completions"]
+        asked, answers = require_text(values, "instruction", where), values["completions"]
         if not isinstance(answers, list) or not all(isinstance(answer, Mapping) for answer in answers):
             raise DataError(
                 f"{where} should have a list of mappings in `completions`, each with its `response` and its "
@@ -82,58 +82,67 @@ class PreferencePairs(FromFiles):
             )
         scores: dict[str, float] = {}
         for each in answers:
-            score = _score(each.get("overall_score"))
+            score = _parse_score(each.get("overall_score"))
             if score is not None:
-                scores.setdefault(text_of(each, "response", where), score)
+                scores.setdefault(require_text(each, "response", where), score)
         best = max(scores, key=lambda text: scores[text], default="")
         worse = [text for text, score in scores.items() if score < scores[best]]
         if not worse:
             return "no two of its answers have different scores"
-        (other,) = drawn(worse, 1, f"{self.seed} {asked}")
-        return self._texts(asked, best, other, (scores[best], scores[other]))
+        (other,) = sample_keys(worse, 1, f"{self.seed} {asked}")
+        return self._pair_from_texts(asked, best, other, (scores[best], scores[other]))
 
-    def _pair(self, values: Mapping[str, Any], where: str) -> Pair | str:
+    def _read_pair(self, values: Mapping[str, Any], where: str) -> Pair | str:
         """Two answers, with or without the prompt before them."""
-        scores = (_score(values.get("score_chosen")), _score(values.get("score_rejected")))
+        scores = (_parse_score(values.get("score_chosen")), _parse_score(values.get("score_rejected")))
         chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
         if isinstance(chosen, list) and isinstance(rejected, list):
-            return self._messages(prompt, chosen, rejected, scores, where)
-        names = ("chosen", "rejected", "prompt") if "prompt" in values else JUDGED
-        said = {name: text_of(values, name, where) for name in names}
+            return self._pair_from_messages(prompt, chosen, rejected, scores, where)
+        names = ("chosen", "rejected", "prompt") if "prompt" in values else ANSWER_COLUMNS
+        said = {name: require_text(values, name, where) for name in names}
         if self.form == "text":
             said = {name: values[name] for name in names}
         if "prompt" not in said:
-            parts = _parted(said["chosen"], said["rejected"], where)
+            parts = _split_dialogue(said["chosen"], said["rejected"], where)
             if isinstance(parts, str):
                 return parts
-            said = dict(zip(("prompt", *JUDGED), parts, strict=True))
+            said = dict(zip(("prompt", *ANSWER_COLUMNS), parts, strict=True))
         if self.form == "messages" and TURN.match(said["prompt"]):
-            return _dialogues(said["prompt"], said["chosen"], said["rejected"], scores)
-        return self._texts(said["prompt"], said["chosen"], said["rejected"], scores)
+            return _pair_from_dialogue(said["prompt"], said["chosen"], said["rejected"], scores)
+        return self._pair_from_texts(said["prompt"], said["chosen"], said["rejected"], scores)
 
-    def _texts(self, prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair:
+    def _pair_from_texts(self, prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair:
         if self.form == "text":
             return prompt, chosen, rejected, scores
-        return _said("user", prompt), _said("assistant", chosen), _said("assistant", rejected), scores
+        return (
+            _single_message("user", prompt),
+            _single_message("assistant", chosen),
+            _single_message("assistant", rejected),
+            scores,
+        )
 
-    def _messages(self, prompt: Any, chosen: list[Any], rejected: list[Any], scores: Scores, where: str) -> Pair | str:
+    def _pair_from_messages(
+        self, prompt: Any, chosen: list[Any], rejected: list[Any], scores: Scores, where: str
+    ) -> Pair | str:
         if self.form == "text":
             raise DataError(f"{where} holds messages, which `form=text` cannot leave as they are. Leave `form` out.")
         before = prompt if isinstance(prompt, list) else []
-        asked, one, other = ([_message(each, where) for each in each_of] for each_of in (before, chosen, rejected))
+        asked, one, other = (
+            [_check_message(each, where) for each in each_of] for each_of in (before, chosen, rejected)
+        )
         shared = 0
         while shared < min(len(one), len(other)) and one[shared] == other[shared]:
             shared += 1
         if not asked or one[: len(asked)] == asked:
             asked, one, other = one[:shared], one[shared:], other[shared:]
         if not asked and isinstance(prompt, str):
-            asked = _said("user", prompt)
+            asked = _single_message("user", prompt)
         if any(not answer or answer[0]["role"] != "assistant" for answer in (one, other)):
             return "what was judged is not said by the assistant"
         return asked, one, other, scores
 
 
-def _parted(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | str:
+def _split_dialogue(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | str:
     """Two dialogues as text: what both begin with, up to the assistant's last turn, and that turn in each."""
     ends = [[found.end() for found in TURN.finditer(text) if found[1] == "Assistant"] for text in (chosen, rejected)]
     if not all(ends):
@@ -147,7 +156,7 @@ def _parted(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | st
     return chosen[:one], chosen[one:], rejected[other:]
 
 
-def _dialogues(asked: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
+def _pair_from_dialogue(asked: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
     """A prompt that is a dialogue as text, in messages, and two answers to it."""
     turns = [(found[1], found.end(), found.start()) for found in TURN.finditer(asked)]
     ends = [start for _, _, start in turns[1:]] + [len(asked)]
@@ -155,10 +164,15 @@ def _dialogues(asked: str, chosen: str, rejected: str, scores: Scores) -> Pair |
     if len(said) < 2 or said.pop() != ("assistant", "") or not all(text for _, text in said):
         return "its dialogue does not lead up to the assistant"
     messages = [{"role": role, "content": text} for role, text in said]
-    return messages, _said("assistant", chosen.strip()), _said("assistant", rejected.strip()), scores
+    return (
+        messages,
+        _single_message("assistant", chosen.strip()),
+        _single_message("assistant", rejected.strip()),
+        scores,
+    )
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _check_message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise DataError(
             f"{where} has {message!r:.80} for a message; a message is a mapping with a `role` and its `content`, both "
@@ -167,18 +181,18 @@ def _message(message: Any, where: str) -> dict[str, str]:
     return {"role": message["role"], "content": message["content"]}
 
 
-def _said(role: str, text: str) -> list[dict[str, str]]:
+def _single_message(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-def _says(spoken: Spoken) -> bool:
+def _has_content(spoken: TextOrMessages) -> bool:
     """Whether there is anything in it to read."""
     if isinstance(spoken, str):
         return bool(spoken.strip())
     return bool(spoken) and all(message["content"].strip() for message in spoken)
 
 
-def _score(value: Any) -> float | None:
+def _parse_score(value: Any) -> float | None:
     """A score that is a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import Field, field_validator
 from rich.console import Console
 
-from etude.data.files import READERS, Rows, read
-from etude.data.prepare.base import SPLITS, LeftOut, Preparation, Row, Split, drawn
+from etude.data.files import READERS, RowSource, read_rows
+from etude.data.prepare.base import SPLITS, DataSplit, Preparation, Row, SkippedRows, sample_keys
 from etude.errors import ConfigError, DataError
 from etude.observe import progress
 
-__all__ = ["FromFiles", "raw_files", "text_of"]
+__all__ = ["RawFilePreparation", "find_raw_files", "require_text"]
 
-NAMES: dict[str, Split] = {
+SPLIT_NAMES: dict[str, DataSplit] = {
     "train": "train",
     "validation": "val",
     "valid": "val",
@@ -29,11 +29,11 @@ NAMES: dict[str, Split] = {
 }
 """The words in a path that tell a split."""
 NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-SAVED = "state.json"
+SAVED_MARKER = "state.json"
 """What a directory has that `save_to_disk` wrote."""
 
 
-class FromFiles(Preparation):
+class RawFilePreparation(Preparation):
     """A preparation from files as they were published."""
 
     raw: tuple[Path, ...] = Field((), description="the published files, or folders of them; splits go by their names")
@@ -44,40 +44,44 @@ class FromFiles(Preparation):
 
     @field_validator("raw", mode="before")
     @classmethod
-    def _one_is_a_list(cls, files: Any) -> Any:
+    def _wrap_single_value(cls, files: Any) -> Any:
         """One place may stand without brackets."""
         return (files,) if isinstance(files, str) else files
 
     @abstractmethod
-    def row(self, values: Mapping[str, Any], where: str) -> Row | str:
+    def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
         """The row that a raw one makes; or, in words that go on after "left out:", why it makes none."""
 
-    def identity(self, row: Row) -> str:
+    def duplicate_key(self, row: Row) -> str:
         """What is the same only for rows of which one is enough."""
-        return self.question(row)
+        return self.question_key(row)
 
-    def question(self, row: Row) -> str:
+    def question_key(self, row: Row) -> str:
         """What is the same for rows of which none may be trained on where another is scored on."""
         return json.dumps(row["prompt"])
 
-    def rows(self, left_out: LeftOut, console: Console | None) -> dict[Split, list[Row]]:
+    def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
         """What is scored on is read first, so that what stands on both sides is kept from training."""
-        files, opened = self._files(), list[tuple[Split, Rows]]()
+        files, opened = self._files(), list[tuple[DataSplit, RowSource]]()
         with progress(f"opening {self.title}", len(files), console) as bar:
             for split, path in files:
-                opened.append((split, read(path)))
+                opened.append((split, read_rows(path)))
                 bar.advance()
-        found: dict[Split, list[Row]] = {split: [] for split in SPLITS}
-        once = _Once()
+        found: dict[DataSplit, list[Row]] = {split: [] for split in SPLITS}
+        once = _Deduplicator()
         with progress(f"reading {self.title}", sum(len(rows) for _, rows in opened), console) as bar:
             for split in reversed(SPLITS):
                 places = ((rows, place) for name, rows in opened if name == split for place in range(len(rows)))
                 for index, (rows, place) in enumerate(places):
                     where = f"{rows.name}, row {place}"
-                    row = self.row(rows.row(place), where)
-                    why = row if isinstance(row, str) else once.why_not(self.question(row), self.identity(row), split)
+                    row = self.convert_row(rows.row(place), where)
+                    why = (
+                        row
+                        if isinstance(row, str)
+                        else once.skip_reason(self.question_key(row), self.duplicate_key(row), split)
+                    )
                     if isinstance(row, str) or why:
-                        left_out.add(why, where)
+                        skipped.add(why, where)
                     else:
                         row["extra_info"] |= {"split": split, "index": index}
                         found[split].append(row)
@@ -85,20 +89,20 @@ class FromFiles(Preparation):
         if not any(found.values()):
             raise DataError(
                 f"Nothing in {', '.join(map(str, self.raw))} makes a row of {self.title}. "
-                f"{'; '.join(left_out.lines()) or 'Its files are empty'}. Give the files as they were published."
+                f"{'; '.join(skipped.lines()) or 'Its files are empty'}. Give the files as they were published."
             )
-        return self._limited(self._held_out(found))
+        return self._apply_limit(self._hold_out(found))
 
-    def _files(self) -> list[tuple[Split, Path]]:
+    def _files(self) -> list[tuple[DataSplit, Path]]:
         if not self.raw:
             raise ConfigError(
                 f"{self.title} is made of its files as they were published, and `raw` names none. Fetch them first, "
-                f"`hf download {self.published} --repo-type dataset --local-dir raw/{self.title}`, then say "
+                f"`hf download {self.published_name} --repo-type dataset --local-dir raw/{self.title}`, then say "
                 f"`raw=raw/{self.title}`."
             )
-        return list(raw_files(self.raw))
+        return list(find_raw_files(self.raw))
 
-    def _held_out(self, found: dict[Split, list[Row]]) -> dict[Split, list[Row]]:
+    def _hold_out(self, found: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
         """Some of what would be trained on becomes what is scored on meanwhile; a question is on one side only."""
         if not self.held_out:
             return found
@@ -107,12 +111,12 @@ class FromFiles(Preparation):
                 f"`held_out={self.held_out}` keeps rows apart to score on, and the raw files have {len(found['val'])} "
                 f"such rows of their own. Leave `held_out` out."
             )
-        questions = [self.question(row) for row in found["train"]]
+        questions = [self.question_key(row) for row in found["train"]]
         asked = list(dict.fromkeys(questions))
-        apart = drawn(asked, round(self.held_out * len(asked)), f"{self.seed} held out")
-        parts: dict[Split, list[Row]] = {"train": [], "val": []}
+        apart = sample_keys(asked, round(self.held_out * len(asked)), f"{self.seed} held out")
+        parts: dict[DataSplit, list[Row]] = {"train": [], "val": []}
         for row, question in zip(found["train"], questions, strict=True):
-            split: Split = "val" if question in apart else "train"
+            split: DataSplit = "val" if question in apart else "train"
             row["extra_info"]["split"] = split
             parts[split].append(row)
         if not parts["train"] or not parts["val"]:
@@ -122,26 +126,26 @@ class FromFiles(Preparation):
             )
         return found | parts
 
-    def _limited(self, found: dict[Split, list[Row]]) -> dict[Split, list[Row]]:
+    def _apply_limit(self, found: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
         if self.limit is None:
             return found
         limited = {}
         for split, rows in found.items():
-            kept = drawn([self.identity(row) for row in rows], self.limit, f"{self.seed} limit")
-            limited[split] = [row for row in rows if self.identity(row) in kept]
+            kept = sample_keys([self.duplicate_key(row) for row in rows], self.limit, f"{self.seed} limit")
+            limited[split] = [row for row in rows if self.duplicate_key(row) in kept]
         return limited
 
 
-class _Once:
+class _Deduplicator:
     """What was read before: a row comes once, and a question on one side only."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, Split] = {}
+        self._question_splits: dict[str, DataSplit] = {}
         self._rows: set[str] = set()
 
-    def why_not(self, question: str, identity: str, split: Split) -> str:
+    def skip_reason(self, question: str, identity: str, split: DataSplit) -> str:
         """Why a row is one too many; empty where it is not."""
-        other = self._asked.setdefault(question, split)
+        other = self._question_splits.setdefault(question, split)
         if other != split:
             return f"its question is among the {other} rows too"
         if identity in self._rows:
@@ -150,7 +154,7 @@ class _Once:
         return ""
 
 
-def raw_files(raw: Sequence[Path]) -> Iterator[tuple[Split, Path]]:
+def find_raw_files(raw: Sequence[Path]) -> Iterator[tuple[DataSplit, Path]]:
     """Every file of data in these places, with the split that its path tells: the training split where it tells none.
 
     What is hidden is passed over, and what describes data without holding any. The files of a folder come in the order
@@ -159,43 +163,43 @@ def raw_files(raw: Sequence[Path]) -> Iterator[tuple[Split, Path]]:
     for place in (each.expanduser() for each in raw):
         if not place.exists():
             raise ConfigError(f"`raw` names {place}, and there is no such file or folder (in {Path.cwd()}).")
-        found = sorted(_within(place), key=_in_order)
+        found = sorted(_list_files(place), key=_natural_key)
         if not found:
             raise ConfigError(
                 f"`raw` names {place}, and nothing in it can be read. What can: files that end in "
                 f"{', '.join(READERS)}, and directories written by `save_to_disk`."
             )
-        yield from ((_split(path, place), path) for path in found)
+        yield from ((_split_of(path, place), path) for path in found)
 
 
-def _within(place: Path) -> Iterator[Path]:
-    if place.is_file() or (place / SAVED).exists():
+def _list_files(place: Path) -> Iterator[Path]:
+    if place.is_file() or (place / SAVED_MARKER).exists():
         yield place
         return
     for path in place.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _within(path)
+            yield from _list_files(path)
         elif path.name not in NOT_DATA and path.name.endswith(tuple(READERS)):
             yield path
 
 
-def _in_order(path: Path) -> list[tuple[int, str]]:
+def _natural_key(path: Path) -> list[tuple[int, str]]:
     """A key by which `2.json` stands before `10.json`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", str(path))]
 
 
-def _split(path: Path, place: Path) -> Split:
+def _split_of(path: Path, place: Path) -> DataSplit:
     """What the last part of a path tells that names a split: `train-00000-of-00001.parquet`, `test/algebra/1.json`."""
     for part in reversed(path.relative_to(place).parts or (place.name,)):
-        told = [NAMES[word] for word in re.split(r"[^a-z]+", part.lower()) if word in NAMES]
+        told = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_NAMES]
         if told:
             return told[0]
-    return NAMES.get(place.name.lower(), "train")
+    return SPLIT_NAMES.get(place.name.lower(), "train")
 
 
-def text_of(values: Mapping[str, Any], column: str, where: str) -> str:
+def require_text(values: Mapping[str, Any], column: str, where: str) -> str:
     """The text in a column, spaces around it aside."""
     found = values.get(column)
     if not isinstance(found, str):

@@ -11,56 +11,56 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from etude.data.prepare.base import LeftOut, Preparation, Row, Split
+from etude.data.prepare.base import DataSplit, Preparation, Row, SkippedRows
 from etude.errors import ConfigError
 from etude.observe import progress
 
-__all__ = ["Prepared", "prepared"]
+__all__ = ["PreparedFiles", "prepare_dataset"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedFiles:
     """What came of a preparation."""
 
-    files: Mapping[Split, Path]
+    files: Mapping[DataSplit, Path]
     """The files that hold rows, by what they are for."""
-    counts: Mapping[Split, int]
-    left_out: LeftOut
+    counts: Mapping[DataSplit, int]
+    skipped: SkippedRows
     example: Row
     """The first row of the first file."""
     command: str
     """What to type next."""
 
 
-def prepared(asked: Preparation, console: Console | None = None) -> Prepared:
+def prepare_dataset(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
     """Prepare what is asked for: read or make its rows, and write them."""
-    directory = (asked.directory or Path("data", asked.title)).expanduser()
-    _refuse_a_file(directory)
-    left_out = LeftOut()
-    splits = {split: rows for split, rows in asked.rows(left_out, console).items() if rows}
-    with progress(f"writing {asked.title}", None, console) as bar:
-        drafts: dict[Split, Path] = {}
+    directory = (preparation.directory or Path("data", preparation.title)).expanduser()
+    _check_directory(directory)
+    left_out = SkippedRows()
+    splits = {split: rows for split, rows in preparation.make_rows(left_out, console).items() if rows}
+    with progress(f"writing {preparation.title}", None, console) as bar:
+        drafts: dict[DataSplit, Path] = {}
         directory.mkdir(parents=True, exist_ok=True)
         try:
             for split, rows in splits.items():
                 drafts[split] = directory / f".{split}.parquet.draft"
-                _write(rows, asked.layout(), drafts[split])
+                _write(rows, preparation.arrow_schema(), drafts[split])
                 bar.advance(len(rows))
-            files = _put_in_place(drafts)
+            files = _rename_drafts(drafts)
         finally:
             for draft in drafts.values():
                 draft.unlink(missing_ok=True)
     first = next(iter(splits))
-    return Prepared(
+    return PreparedFiles(
         files,
         {split: len(rows) for split, rows in splits.items()},
         left_out,
         splits[first][0],
-        asked.command(files),
+        preparation.command(files),
     )
 
 
-def _refuse_a_file(directory: Path) -> None:
+def _check_directory(directory: Path) -> None:
     """What cannot be a directory is told before anything is read."""
     for place in (directory, *directory.parents):
         if place.exists():
@@ -73,7 +73,7 @@ def _write(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema), path, compression="zstd")
 
 
-def _put_in_place(drafts: Mapping[Split, Path]) -> dict[Split, Path]:
+def _rename_drafts(drafts: Mapping[DataSplit, Path]) -> dict[DataSplit, Path]:
     """Give the drafts their names, unless a file of that name holds something else."""
     files = {split: draft.with_name(f"{split}.parquet") for split, draft in drafts.items()}
     others = [

@@ -6,22 +6,22 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from etude.config.near import meant
+from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError, UnknownChoiceError
 
-__all__ = ["PRESETS", "split"]
+__all__ = ["PRESETS", "split_preset"]
 
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 """The presets, by name."""
 
 
-def split(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+def split_preset(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file of the preset that is named among these words, if one is, and the other words."""
     names = [word for word in words if re.fullmatch(r"[\w-]+", word)]
     for name in names:
         if name not in PRESETS:
             raise UnknownChoiceError(
-                f"There is no preset '{name}'.{meant(name, PRESETS)} The presets are {', '.join(PRESETS)}; "
+                f"There is no preset '{name}'.{suggest_name(name, PRESETS)} The presets are {', '.join(PRESETS)}; "
                 "options are written key=value."
             )
     if len(names) > 1:

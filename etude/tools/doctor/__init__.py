@@ -22,51 +22,51 @@ from rich.text import Text
 
 from etude.observe import make_console, progress
 from etude.tools.doctor import machine, packages
-from etude.tools.doctor.accelerator import asking
+from etude.tools.doctor.accelerator import start_probe
 from etude.tools.doctor.finding import Finding, fail
 
-__all__ = ["Finding", "examine", "healthy", "show", "tree"]
+__all__ = ["Finding", "is_healthy", "run_checks", "show", "to_dict"]
 
-PATIENCE = 30.0
+TORCH_TIMEOUT_S = 30.0
 """Seconds that torch may take to load and to say what it reaches; as a rule it takes two."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-BEFORE: tuple[Callable[[], Iterable[Finding]], ...] = (
+PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     *(packages.python, packages.command, packages.requirements, packages.tested, packages.extras),
     packages.environments,
 )
-AFTER: tuple[Callable[[], Iterable[Finding]], ...] = (
+MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     *(machine.memory, machine.cache, machine.shared_memory, machine.limits, machine.clock, machine.loopback),
     machine.compiler,
 )
 
 
-def examine(directory: Path, patience: float = PATIENCE) -> list[Finding]:
+def run_checks(directory: Path, timeout_s: float = TORCH_TIMEOUT_S) -> list[Finding]:
     """Look at everything; `directory` is where runs are to be kept."""
     where = directory.expanduser().resolve()
     nearest = next(path for path in (where, *where.parents) if path.is_dir())
-    with asking() as asked:
-        before = [finding for check in BEFORE for finding in _survived(check.__name__, check)]
-        kept = [*_survived("place", lambda: machine.place(nearest))]
-        kept += _survived("disk", lambda: machine.disk(nearest))
-        after = [finding for check in AFTER for finding in _survived(check.__name__, check)]
-        return [*before, *_survived("torch", lambda: asked.findings(patience)), *kept, *after]
+    with start_probe() as asked:
+        before = [finding for check in PACKAGE_CHECKS for finding in _run_check(check.__name__, check)]
+        kept = [*_run_check("place", lambda: machine.place(nearest))]
+        kept += _run_check("disk", lambda: machine.disk(nearest))
+        after = [finding for check in MACHINE_CHECKS for finding in _run_check(check.__name__, check)]
+        return [*before, *_run_check("torch", lambda: asked.findings(timeout_s)), *kept, *after]
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
+def is_healthy(findings: Iterable[Finding]) -> bool:
     """Whether nothing stands in the way of a run."""
     return all(finding.grade != "fail" for finding in findings)
 
 
-def tree(findings: Sequence[Finding]) -> dict[str, Any]:
+def to_dict(findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it as plain data."""
-    return {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
+    return {"healthy": is_healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def show(directory: Path, console: Console | None = None) -> list[Finding]:
     """Look at everything, and say what was found: a line each, and below it what to do."""
     console = make_console() if console is None else console
     with progress("looking at this machine", None, console):
-        findings = examine(directory)
+        findings = run_checks(directory)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         grade = (f"{finding.grade:<5}", STYLES[finding.grade])
@@ -80,7 +80,7 @@ def show(directory: Path, console: Console | None = None) -> list[Finding]:
     return findings
 
 
-def _survived(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     """What a check finds; where it breaks off, that, under its name."""
     try:
         yield from check()

@@ -14,28 +14,28 @@ from typing import Any
 from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
 from etude.tools.doctor.machine import cores
 
-__all__ = ["Asked", "asking", "findings"]
+__all__ = ["TorchProbe", "interpret_probe", "start_probe"]
 
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """What is there where an NVIDIA driver is."""
-OTHERS = 0.5
+MAX_SHARE_OF_OTHERS = 0.5
 """The share of a device's memory that others must not have taken."""
 
 
-class Asked:
+class TorchProbe:
     """A process that loads torch and looks, while other things are looked at."""
 
     def __init__(self, process: subprocess.Popen[bytes], answer: Path, errors: Path) -> None:
         self._process, self._answer, self._errors = process, answer, errors
 
-    def findings(self, patience: float) -> Iterator[Finding]:
+    def findings(self, timeout_s: float) -> Iterator[Finding]:
         """What it found; that it failed, or that it did not answer in this many seconds, is a finding too."""
         try:
-            status = self._process.wait(patience)
+            status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             yield fail(
                 "torch",
-                f"Torch did not say within {patience:g} s what it can reach: it hangs, or the driver does.",
+                f"Torch did not say within {timeout_s:g} s what it can reach: it hangs, or the driver does.",
                 "See whether `nvidia-smi` answers. A driver that does not needs the machine to be started anew.",
             )
             return
@@ -46,11 +46,11 @@ class Asked:
             yield fail("torch", f"Torch cannot be used ({how}).", remedy)
             return
         found = json.loads(self._answer.read_text(encoding="utf-8"))
-        yield from findings(found, any(path.exists() for path in DRIVER), cores())
+        yield from interpret_probe(found, any(path.exists() for path in DRIVER), cores())
 
 
 @contextmanager
-def asking(python: str = sys.executable) -> Iterator[Asked]:
+def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
     """Ask torch, in a process that is ended in the end."""
     with TemporaryDirectory() as scratch:
         answer, errors = Path(scratch, "answer.json"), Path(scratch, "errors")
@@ -58,14 +58,14 @@ def asking(python: str = sys.executable) -> Iterator[Asked]:
             command = [python, "-P", "-m", "etude.tools.doctor.probe", str(answer)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
             try:
-                yield Asked(process, answer, errors)
+                yield TorchProbe(process, answer, errors)
             finally:
                 process.kill()
                 with suppress(subprocess.TimeoutExpired):  # one that waits inside a driver cannot be ended
                     process.wait(5)
 
 
-def findings(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Finding]:
+def interpret_probe(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Finding]:
     """What torch's answer means, beside whether there is a driver and how many cores may be used."""
     built = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "processors alone"
     yield ok("torch", f"{found['torch']}, built for {built}")
@@ -81,7 +81,7 @@ def _devices(found: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
         if not _has_kernels(gpu["capability"], found["kernels_for"]):
             what = f"{name}: this torch has no kernels for it, only for {', '.join(found['kernels_for'])}."
             yield fail("device", what, "Install a torch that is built for this device: see pytorch.org.")
-        elif gpu["free"] < (1 - OTHERS) * gpu["total"]:
+        elif gpu["free"] < (1 - MAX_SHARE_OF_OTHERS) * gpu["total"]:
             yield warn("device", f"{name}.", f"Others use it: `nvidia-smi` says who (device {number}).")
         else:
             yield ok("device", name)

@@ -29,12 +29,12 @@ LITTLE_DISK, TOO_LITTLE_DISK = 10 * GIB, GIB
 SLOW_DISK = 50e6
 LITTLE_SHARED = GIB
 FILES = 1024
-PART, WRITTEN, AT_MOST = 4 * 2**20, 64 * 2**20, 0.5
+CHUNK_BYTES, MAX_WRITTEN_BYTES, MAX_SECONDS = 4 * 2**20, 64 * 2**20, 0.5
 """Bytes that are written at once to time a disk, and in all, and the seconds after which no more are."""
 SKEW = 5.0
 PATIENCE = 1.0
 """Seconds that a name or a connection on this machine may take."""
-ENDING = (
+KILLING_LIMITS = (
     (resource.RLIMIT_AS, "v", "bytes of memory"),
     (resource.RLIMIT_FSIZE, "f", "bytes in a file"),
     (resource.RLIMIT_CPU, "t", "seconds of the processor"),
@@ -46,10 +46,10 @@ USED_FILES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usa
 
 def memory() -> Iterator[Finding]:
     """How much there is."""
-    yield judged_memory(*room())
+    yield grade_memory(*read_memory())
 
 
-def room() -> tuple[int, int]:
+def read_memory() -> tuple[int, int]:
     """The bytes of memory that there are for this process, whatever the machine has; and how many are free."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     about = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
@@ -61,7 +61,7 @@ def room() -> tuple[int, int]:
     return total, free
 
 
-def judged_memory(total: int, free: int) -> Finding:
+def grade_memory(total: int, free: int) -> Finding:
     """What this much memory is good for."""
     size = free / BYTES_A_PARAMETER
     room = f"{size / 1e9:.1f} billion" if size >= 1e9 else f"{size / 1e6:.0f} million"
@@ -112,15 +112,15 @@ def place(directory: Path) -> Iterator[Finding]:
 
 def disk(directory: Path) -> Iterator[Finding]:
     """How much room a run's checkpoints have, and how long one takes."""
-    yield judged_space(directory, shutil.disk_usage(directory).free)
+    yield grade_space(directory, shutil.disk_usage(directory).free)
     try:
         with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as inner:
-            yield judged_speed(_speed(Path(inner, "file")))
+            yield grade_speed(_speed(Path(inner, "file")))
     except OSError:
         return  # that nothing can be written there is told by `place`
 
 
-def judged_space(directory: Path, free: int) -> Finding:
+def grade_space(directory: Path, free: int) -> Finding:
     """What this much space is good for."""
     what = f"{free / GIB:.1f} GiB free in {directory}; a checkpoint takes 12 bytes for each parameter"
     remedy = "Make room, or give runs `directory=…` on another disk; `checkpoint.keep=1` keeps fewer."
@@ -129,7 +129,7 @@ def judged_space(directory: Path, free: int) -> Finding:
     return warn("disk", f"{what}.", remedy) if free < LITTLE_DISK else ok("disk", what)
 
 
-def judged_speed(rate: float) -> Finding:
+def grade_speed(rate: float) -> Finding:
     """What this many bytes a second are good for."""
     what = f"{rate / 1e6:,.0f} MB/s to disk: {CHECKPOINT_BYTES * 1e9 / rate:,.0f} s for each billion parameters saved"
     if rate < SLOW_DISK:
@@ -174,7 +174,7 @@ def limits() -> Iterator[Finding]:
     if files != resource.RLIM_INFINITY and files < FILES:
         what = f"A process may have {files} files open."
         found.append(warn("limits", what, f"Type `ulimit -n {FILES}` or more before a run."))
-    for kind, letter, what in ENDING:
+    for kind, letter, what in KILLING_LIMITS:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
             told = f"A process that takes more than {limit:,} {what} is ended."
@@ -208,7 +208,7 @@ def loopback() -> Iterator[Finding]:
         return
     name = socket.gethostname()
     for host in ("localhost", name):
-        if not _found(host):
+        if not _resolves(host):
             remedy = f"Runs of several processes look it up: add the line `127.0.0.1 {host}` to /etc/hosts."
             yield warn("loopback", f"The name {host} leads nowhere within {PATIENCE:.0f} s.", remedy)
             return
@@ -230,16 +230,16 @@ def compiler() -> Iterator[Finding]:
 
 def _speed(file: Path) -> float:
     """Bytes a second that reach the disk, part after part until it took long enough to tell."""
-    part, sync = os.urandom(PART), getattr(os, "fdatasync", os.fsync)
+    part, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
     begun, written = time.perf_counter(), 0
     with file.open("wb", buffering=0) as writing:
-        while written < WRITTEN and time.perf_counter() - begun < AT_MOST:
+        while written < MAX_WRITTEN_BYTES and time.perf_counter() - begun < MAX_SECONDS:
             written += writing.write(part)
             sync(writing.fileno())
     return written / (time.perf_counter() - begun)
 
 
-def _found(host: str) -> bool:
+def _resolves(host: str) -> bool:
     """Whether a name leads anywhere, within the time that one has for it."""
     found: list[object] = []
 

@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[2]
 
 def python() -> Iterator[Finding]:
     """Its version, and whose packages it sees."""
-    found, about = platform.python_version(), _about()
+    found, about = platform.python_version(), _etude_metadata()
     wanted = ">=3.11" if about is None else about["Requires-Python"]
     where = "an environment of its own" if sys.prefix != sys.base_prefix else "no environment of its own"
     if Version(found) not in SpecifierSet(wanted):
@@ -51,7 +51,7 @@ def command() -> Iterator[Finding]:
 
 def requirements() -> Iterator[Finding]:
     """Every package that Etude needs, and that those need, in a version that fits."""
-    if _about() is None:
+    if _etude_metadata() is None:
         yield warn(
             "packages",
             f"Etude is read from {PACKAGE} and was not installed, so what it needs is not known.",
@@ -87,7 +87,7 @@ def tested() -> Iterator[Finding]:
 
 def extras() -> Iterator[Finding]:
     """What is optional: there in versions that fit, or not there."""
-    about = _about()
+    about = _etude_metadata()
     for extra in sorted(set(about.get_all("Provides-Extra") or ()) - NOT_FOR_RUNS) if about is not None else ():
         asked = [each for each in _requirements("etude") if each.marker and each.marker.evaluate({"extra": extra})]
         asked = [each for each in asked if not (each.marker and each.marker.evaluate({"extra": ""}))]
@@ -119,7 +119,7 @@ def environments() -> Iterator[Finding]:
 # -- small parts ------------------------------------------------------------------------------------------------------
 
 
-def _about() -> metadata.PackageMetadata | None:
+def _etude_metadata() -> metadata.PackageMetadata | None:
     try:
         return metadata.metadata("etude")
     except metadata.PackageNotFoundError:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from etude.models.layout import multiplies_bf16
+from etude.models.prepack import multiplies_bf16
 from etude.rollout.steady import STEADY, plain_forms
 
-__all__ = ["found"]
+__all__ = ["probe_torch"]
 
 SIZE, SECONDS = 512, 0.04
 LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
@@ -26,7 +26,7 @@ LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
 shares its batch."""
 
 
-def found() -> dict[str, Any]:
+def probe_torch() -> dict[str, Any]:
     """Torch's build, its threads, the devices that it reaches, and how fast products are in each precision."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -65,4 +65,4 @@ def _rate(dtype: torch.dtype) -> float:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(found()), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(probe_torch()), encoding="utf-8")

@@ -9,6 +9,6 @@ The journal may be written meanwhile. One rollout is in memory at a time, of pai
 
 from __future__ import annotations
 
-from etude.tools.rollouts.export import Export, Exported, export, told
+from etude.tools.rollouts.export import ExportOptions, ExportResult, export_rollouts, to_dict
 
-__all__ = ["Export", "Exported", "export", "told"]
+__all__ = ["ExportOptions", "ExportResult", "export_rollouts", "to_dict"]

@@ -14,15 +14,15 @@ from rich.text import Text
 
 from etude.chat import Tokenizer
 from etude.errors import ConfigError
-from etude.observe import get_log, make_console, progress
+from etude.observe import get_logger, make_console, progress
 from etude.store import Journal
-from etude.tools.rollouts.files import draft, writer
-from etude.tools.rollouts.lines import document
-from etude.tools.rollouts.reading import counting, opened, settled, stories, tokenizer_of
-from etude.tools.rollouts.sets import Chosen, Form, Row, demonstrations, pairs, schema
-from etude.tools.rollouts.spans import trace
+from etude.tools.rollouts.datasets import DatasetBuilder, Form, Row, dataset_schema, demonstration_rows, preference_rows
+from etude.tools.rollouts.jsonl import rollout_to_dict
+from etude.tools.rollouts.otlp import rollout_to_otlp
+from etude.tools.rollouts.reader import load_tokenizer, open_journal, read_rollouts, read_settled_groups, reward_getter
+from etude.tools.rollouts.writers import atomic_path, open_writer
 
-__all__ = ["Export", "Exported", "export", "told"]
+__all__ = ["ExportOptions", "ExportResult", "export_rollouts", "to_dict"]
 
 KINDS = {
     "sft": (".parquet", ".jsonl"),
@@ -35,7 +35,7 @@ SETS = ("sft", "dpo")
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportOptions:
     """What is asked for."""
 
     run: Path
@@ -76,72 +76,72 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What came of it."""
 
     file: Path
     rows: int
-    left_out: dict[str, int]
+    skipped: dict[str, int]
     changed: int
     """Rows of text that are other tokens when they are read again."""
 
 
-def export(asked: Export, console: Console | None = None) -> Exported:
+def export_rollouts(options: ExportOptions, console: Console | None = None) -> ExportResult:
     """Write the rollouts of a run to a file, and say what was written and what to do with it."""
-    asked.check()
+    options.check()
     console = make_console() if console is None else console
-    with opened(asked.run) as store, draft(asked.to) as place:
-        rows, chosen = _rows(asked, store)
-        layout = schema(asked.kind, asked.form) if asked.kind in SETS else None
+    with open_journal(options.run) as store, atomic_path(options.to) as place:
+        rows, chosen = _rows(options, store)
+        layout = dataset_schema(options.kind, options.form) if options.kind in SETS else None
         count = 0
-        with writer(place, asked.to.suffix, layout) as file, _told(asked, console) as advance:
+        with open_writer(place, options.to.suffix, layout) as file, _progress(options, console) as advance:
             for row in rows:
                 file.write(row)
                 advance()
                 count += 1
-            left_out = Counter() if chosen is None else +chosen.left_out
+            left_out = Counter() if chosen is None else +chosen.skipped
             if not count:
-                raise ConfigError(_nothing(asked, left_out))
-    done = Exported(asked.to, count, dict(left_out), 0 if chosen is None else chosen.changed)
-    _show(asked, done, console)
+                raise ConfigError(_nothing_message(options, left_out))
+    done = ExportResult(options.to, count, dict(left_out), 0 if chosen is None else chosen.changed)
+    _show(options, done, console)
     return done
 
 
-def _rows(asked: Export, store: Journal) -> tuple[Iterator[Row], Chosen | None]:
+def _rows(asked: ExportOptions, store: Journal) -> tuple[Iterator[Row], DatasetBuilder | None]:
     """What is written, and who counts what is not."""
-    counts = counting(asked.run)
+    counts = reward_getter(asked.run)
     if asked.kind in SETS:
-        tokenizer = tokenizer_of(asked.run, asked.model)
-        chosen = Chosen(asked.form, tokenizer, asked.min_reward, asked.min_gap, asked.tags)
+        tokenizer = load_tokenizer(asked.run, asked.model)
+        chosen = DatasetBuilder(asked.form, tokenizer, asked.min_reward, asked.min_gap, asked.tags)
         if asked.kind == "dpo":
-            return pairs(settled(store, counts), chosen), chosen
-        return demonstrations(stories(store, asked.split, counts), chosen), chosen
+            return preference_rows(read_settled_groups(store, counts), chosen), chosen
+        return demonstration_rows(read_rollouts(store, asked.split, counts), chosen), chosen
     if asked.kind == "otlp":
         run = str(asked.run.resolve())
-        return (trace(story, run) for story in stories(store, asked.split, counts)), None
-    speaks = _speaking(asked)
-    return (document(story, speaks) for story in stories(store, asked.split, counts)), None
+        return (rollout_to_otlp(story, run) for story in read_rollouts(store, asked.split, counts)), None
+    speaks = _optional_tokenizer(asked)
+    return (rollout_to_dict(story, speaks) for story in read_rollouts(store, asked.split, counts)), None
 
 
-def _speaking(asked: Export) -> Tokenizer | None:
+def _optional_tokenizer(asked: ExportOptions) -> Tokenizer | None:
     """The tokenizer, if it is still there: what the model was shown has its ids without one."""
     try:
-        return tokenizer_of(asked.run, asked.model)
+        return load_tokenizer(asked.run, asked.model)
     except ConfigError as error:
         if asked.model is not None:
             raise
-        get_log("tools").warning("What the model was shown is written as ids alone. %s", error)
+        get_logger("tools").warning("What the model was shown is written as ids alone. %s", error)
         return None
 
 
 @contextmanager
-def _told(asked: Export, console: Console) -> Iterator[Callable[[], None]]:
+def _progress(asked: ExportOptions, console: Console) -> Iterator[Callable[[], None]]:
     with progress(f"writing {asked.to.name}", None, console) as bar:
         yield bar.advance
 
 
-def _nothing(asked: Export, left_out: Counter[str]) -> str:
-    why = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+def _nothing_message(asked: ExportOptions, skipped: Counter[str]) -> str:
+    why = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())
     if not why:
         what = "settled task" if asked.kind == "dpo" else f"rollout of the split '{asked.split}'"
         return (
@@ -150,10 +150,10 @@ def _nothing(asked: Export, left_out: Counter[str]) -> str:
     return f"Nothing of the run in {asked.run} is as asked: of what it has, {why}. Ask for less."
 
 
-def _show(asked: Export, done: Exported, console: Console) -> None:
+def _show(asked: ExportOptions, done: ExportResult, console: Console) -> None:
     what = {"sft": "rows to learn", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[asked.kind]
     console.print(Text(f"{done.rows:,} {what} in {done.file}"), soft_wrap=True)
-    for reason, count in done.left_out.items():
+    for reason, count in done.skipped.items():
         console.print(Text(f"left out: {count:,} {reason}", "yellow"), soft_wrap=True)
     if done.changed:
         told = (
@@ -164,13 +164,13 @@ def _show(asked: Export, done: Exported, console: Console) -> None:
         console.print(Text.assemble("\nnext:  ", (command, "bold")), soft_wrap=True)
 
 
-def _next(asked: Export) -> str | None:
+def _next(asked: ExportOptions) -> str | None:
     """What to type next."""
     if asked.kind in SETS:
         return f"etude {asked.kind} model.path=MODEL data.train=[{asked.to}]"
     return None
 
 
-def told(done: Exported) -> dict[str, Any]:
+def to_dict(done: ExportResult) -> dict[str, Any]:
     """What came of it, as plain data."""
-    return {"file": str(done.file), "rows": done.rows, "left_out": done.left_out, "changed": done.changed}
+    return {"file": str(done.file), "rows": done.rows, "skipped": done.skipped, "changed": done.changed}

@@ -13,7 +13,7 @@ import etude
 from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
 from etude.records import Task
-from tests.agents.desks import QUICK
+from tests.agents.rollout_queues import QUICK
 
 
 def note(path: str, text: str) -> None:
@@ -116,7 +116,7 @@ if __name__ == "__main__":  # a program that has runners, and is killed by a tes
     )
     if named:
         agent = load_agent(f"tests.agents.execution.played:{named[0]}")
-    with ProcessRunners(agent, url, key, 2, logs=Path(logs), pace=QUICK) as runners:
+    with ProcessRunners(agent, url, key, 2, logs=Path(logs), timeouts=QUICK) as runners:
         Path(logs, "runners").write_text("")
         while True:
             Path(logs, "runners").write_text(" ".join(map(str, runners.pids)))

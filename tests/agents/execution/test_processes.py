@@ -18,31 +18,31 @@ import pytest
 import etude
 from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
-from etude.agents.execution.worker import join
+from etude.agents.execution.runner_process import join_store
 from etude.errors import AgentError, ConfigError
 from etude.records import Task
 from etude.store import open_store
-from etude.store.desk import Limits
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutLimits
 from etude.store.server import serve
 from etude.store.states import Status
-from tests.agents.desks import QUICK, wanted
 from tests.agents.execution import played
 from tests.agents.execution.test_threads import through
+from tests.agents.rollout_queues import QUICK, wanted
 from tests.processes import gone
 
 
 class Place:
     """A desk that is served."""
 
-    def __init__(self, desk: LocalDesk, url: str) -> None:
+    def __init__(self, desk: LocalRolloutQueue, url: str) -> None:
         self.desk, self.url = desk, url
         self.key = desk.keyring.runner
 
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    desk = LocalDesk(open_store())
+    desk = LocalRolloutQueue(open_store())
     with serve(desk, desk.keyring) as server:
         yield Place(desk, server.url)
     asyncio.run(desk.close())
@@ -61,7 +61,9 @@ def read(path: Path) -> list[str]:
 
 
 def test_processes_share_the_work_and_none_is_left(place: Place, tmp_path: Path) -> None:
-    with ProcessRunners(played.who, place.url, place.key, 2, logs=tmp_path, max_concurrency=1, pace=QUICK) as runners:
+    with ProcessRunners(
+        played.who, place.url, place.key, 2, logs=tmp_path, max_concurrency=1, timeouts=QUICK
+    ) as runners:
         until(lambda: len(asyncio.run(place.desk.runners())) == 2)
         pids = runners.pids
         found = through(place.desk, wanted(20))
@@ -79,8 +81,8 @@ def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
 ) -> None:
     caplog.set_level(logging.WARNING, "etude.agents")
     pids = tmp_path / "pids"
-    limits = Limits(timeout_s=20, unresponsive_s=0.6, max_attempts=1)
-    with ProcessRunners(played.starts, place.url, place.key, logs=tmp_path, pace=QUICK) as runners:
+    limits = RolloutLimits(timeout_s=20, unresponsive_s=0.6, max_attempts=1)
+    with ProcessRunners(played.starts, place.url, place.key, logs=tmp_path, timeouts=QUICK) as runners:
         (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"pids": str(pids)})))
         until(lambda: len(read(pids)) == 2)
         child, runner = map(int, read(pids))
@@ -94,7 +96,7 @@ def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
 def test_what_is_under_way_is_cancelled_when_there_is_no_more_time(place: Place, tmp_path: Path) -> None:
     told = tmp_path / "told"
     pace = replace(QUICK, drain_s=0.3)
-    with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, pace=pace) as runners:
+    with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
         (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         pids = runners.pids
@@ -108,7 +110,7 @@ def test_a_process_that_hangs_is_killed_in_the_end(
     monkeypatch.setattr("etude.agents.execution.processes.MARGIN", 0.2)
     told = tmp_path / "told"
     pace = replace(QUICK, drain_s=0.2, cancel_s=0.1)
-    with ProcessRunners(played.stops, place.url, place.key, logs=tmp_path, pace=pace) as runners:
+    with ProcessRunners(played.stops, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
         asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         (pid,) = runners.pids
@@ -120,9 +122,9 @@ def test_a_process_that_hangs_is_killed_in_the_end(
 def test_a_runner_that_cannot_begin_is_given_up_and_says_why(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.agents.execution.again.MOST", 1)
-    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
-    with ProcessRunners(played.Broken(), place.url, place.key, logs=tmp_path, pace=QUICK) as runners:
+    monkeypatch.setattr("etude.agents.execution.backoff.MAX_RESTARTS", 1)
+    monkeypatch.setattr("etude.agents.execution.backoff.FIRST_DELAY", 0.01)
+    with ProcessRunners(played.Broken(), place.url, place.key, logs=tmp_path, timeouts=QUICK) as runners:
         end = time.monotonic() + 20
         with pytest.raises(AgentError, match=r"Broken could not be set up: OSError: no index here.*given up"):
             while time.monotonic() < end:
@@ -136,7 +138,7 @@ def test_an_agent_that_no_process_can_load_is_tried_once(place: Place, tmp_path:
     agent = load_agent(f"{file}:solve")
     file.write_text("raise RuntimeError('it is broken now')\n")
     told = pytest.raises(AgentError, match=r"exit code 113.* it is broken now")
-    with ProcessRunners(agent, place.url, place.key, 1, logs=tmp_path, pace=QUICK) as runners, told as raised:
+    with ProcessRunners(agent, place.url, place.key, 1, logs=tmp_path, timeouts=QUICK) as runners, told as raised:
         until(lambda: runners.check())
     assert str(raised.value).count("it is broken now") == 1 and "Another begins" not in str(raised.value)
 
@@ -163,7 +165,7 @@ def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
 
 
 def test_an_agent_goes_along_with_what_it_was_made_with(place: Place, tmp_path: Path) -> None:
-    with ProcessRunners(played.Made(0.5), place.url, place.key, logs=tmp_path, pace=QUICK):
+    with ProcessRunners(played.Made(0.5), place.url, place.key, logs=tmp_path, timeouts=QUICK):
         (state,) = through(place.desk, wanted(1))
     assert state.last is not None and state.last.total == 0.5
 
@@ -181,10 +183,10 @@ def test_what_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_program_with_the_key_says_what_it_earned(place: Place, tmp_path: Path) -> None:
     code = "import etude; etude.emit.event('seen', 1); etude.emit.reward({'right': 1.0})"
     agent = etude.command([sys.executable, "-c", code], reward_key=True)
-    with ProcessRunners(agent, place.url, place.key, logs=tmp_path, pace=QUICK):
+    with ProcessRunners(agent, place.url, place.key, logs=tmp_path, timeouts=QUICK):
         (state,) = through(place.desk, wanted(1))
     assert state.status is Status.SUCCEEDED and state.last is not None and state.last.total == 1.0
-    assert asyncio.run(place.desk.events(state.id))[0]["name"] == "seen"
+    assert asyncio.run(place.desk.notes(state.id))[0]["name"] == "seen"
 
 
 def test_an_agent_of_the_file_that_was_started_goes_along(place: Place, tmp_path: Path) -> None:
@@ -196,8 +198,8 @@ from pathlib import Path
 import etude
 from etude.agents.agent import load_agent
 from etude.agents.execution.processes import ProcessRunners
-from etude.store.client import RemoteDesk
-from tests.agents.desks import QUICK
+from etude.store.remote_queue import RemoteRolloutQueue
+from tests.agents.rollout_queues import QUICK
 
 class Mine(etude.Agent):
     def __init__(self): self.value = 0.25
@@ -208,7 +210,7 @@ def mine(task): return 0.75
 
 if __name__ == "__main__":
     _, url, key, logs, which = sys.argv
-    with ProcessRunners(Mine() if which == "class" else mine, url, key, logs=Path(logs), pace=QUICK) as runners:
+    with ProcessRunners(Mine() if which == "class" else mine, url, key, logs=Path(logs), timeouts=QUICK) as runners:
         sys.stdin.read()
 """
     )
@@ -232,7 +234,9 @@ if __name__ == "__main__":
 
 
 def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(place: Place, tmp_path: Path) -> None:
-    code = "from etude.agents.execution.worker import join; join('tests.agents.execution.played:slow')"
+    code = (
+        "from etude.agents.execution.runner_process import join_store; join_store('tests.agents.execution.played:slow')"
+    )
     environment = {**os.environ, "ETUDE_STORE_URL": place.url, "ETUDE_STORE_KEY": place.key}
     told = tmp_path / "told"
     runner = subprocess.Popen([sys.executable, "-c", code], env=environment)
@@ -250,7 +254,7 @@ def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(
 def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_STORE_URL", raising=False)
     with pytest.raises(ConfigError, match=r"ETUDE_STORE_URL.* not set: where the store is"):
-        join("tests.agents.execution.played:who", key="key")
+        join_store("tests.agents.execution.played:who", key="key")
 
 
 def test_a_runner_claims_its_first_task_with_nothing_heavy_loaded(place: Place) -> None:
@@ -259,7 +263,7 @@ def test_a_runner_claims_its_first_task_with_nothing_heavy_loaded(place: Place) 
     code = f"""
 import asyncio, sys
 import etude
-from etude.agents import Runner, distant_desk
+from etude.agents import Runner, connect_queue
 
 loaded = []
 
@@ -270,7 +274,7 @@ async def first(task):
 
 async def main():
     global runner
-    desk = distant_desk({place.url!r}, {place.key!r})
+    desk = connect_queue({place.url!r}, {place.key!r})
     runner = Runner(desk, first, max_concurrency=1)
     await runner.run()
     await desk.close()

@@ -20,20 +20,20 @@ from etude.agents.execution.processes import ProcessRunners
 from etude.agents.execution.threads import ThreadRunners
 from etude.records import Outcome, Task
 from etude.store import open_store
-from etude.store.desk import Limits
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutLimits
 from etude.store.server import serve
 from etude.store.states import Status
-from tests.agents.desks import QUICK, wanted
 from tests.agents.execution import played
 from tests.agents.execution.test_processes import Place, read, until
 from tests.agents.execution.test_threads import desk, through
+from tests.agents.rollout_queues import QUICK, wanted
 from tests.processes import gone
 
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    made = LocalDesk(open_store())
+    made = LocalRolloutQueue(open_store())
     with serve(made, made.keyring) as server:
         yield Place(made, server.url)
     asyncio.run(made.close())
@@ -61,13 +61,15 @@ def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes
 ) -> None:
     """Stopped by SIGSTOP, it falls silent; let go on, it hears that its attempt is over."""
     told = tmp_path / "told"
-    limits = Limits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)
-    with ProcessRunners(played.slow, place.url, place.key, 2, logs=tmp_path, pace=QUICK, max_concurrency=1) as runners:
+    limits = RolloutLimits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)
+    with ProcessRunners(
+        played.slow, place.url, place.key, 2, logs=tmp_path, timeouts=QUICK, max_concurrency=1
+    ) as runners:
         until(lambda: len(asyncio.run(place.desk.runners())) == 2)
         (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"told": str(told)})))
         until(lambda: read(told))
         name = place.desk.journal.rollout(id).attempts[0].runner
-        hung = next(runner.told["pid"] for runner in asyncio.run(place.desk.runners()) if runner.name == name)
+        hung = next(runner.info["pid"] for runner in asyncio.run(place.desk.runners()) if runner.name == name)
         os.kill(hung, signal.SIGSTOP)
         try:
             until(lambda: place.desk.journal.rollout(id).status is Status.SUCCEEDED)
@@ -85,8 +87,8 @@ def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_
     """Asked twice, as by Ctrl-C twice: a coroutine that goes on when it is cancelled, and a thread that Python would
     wait for, do not keep the process."""
     code = (
-        "from etude.agents.execution.worker import join; from tests.agents.desks import QUICK; "
-        f"join('tests.agents.execution.played:{agent}', {place.url!r}, {place.key!r}, pace=QUICK)"
+        "from etude.agents.execution.runner_process import join_store; from tests.agents.rollout_queues import QUICK; "
+        f"join_store('tests.agents.execution.played:{agent}', {place.url!r}, {place.key!r}, timeouts=QUICK)"
     )
     told = tmp_path / "told"
     runner = subprocess.Popen([sys.executable, "-c", code])
@@ -107,8 +109,8 @@ def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_
 def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("etude.agents.runner.MOST_LEFT", 1)
-    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
+    monkeypatch.setattr("etude.agents.runner.MAX_ABANDONED", 1)
+    monkeypatch.setattr("etude.agents.execution.backoff.FIRST_DELAY", 0.01)
     release = threading.Event()
 
     @etude.agent(timeout_s=0.2)
@@ -121,7 +123,7 @@ def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
         return 1.0
 
     pace = replace(QUICK, cancel_s=0.1)
-    with desk() as one, ThreadRunners(one, stubborn, pace=pace, max_concurrency=1) as runners:
+    with desk() as one, ThreadRunners(one, stubborn, timeouts=pace, max_concurrency=1) as runners:
         found = through(one, wanted(2))
         runners.check()
     release.set()
@@ -132,15 +134,15 @@ def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: P
     """`asyncio.to_thread` begins threads for which Python waits at its end, unless the loop has others."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import asyncio, time\nimport etude\nfrom etude.agents.runner import Pace\n"
+        "import asyncio, time\nimport etude\nfrom etude.agents.runner import RunnerTimeouts\n"
         "from etude.agents.execution.threads import ThreadRunners\nfrom etude.records import Task\n"
-        "from etude.store import open_store\nfrom etude.store.desk import Limits, Wanted\n"
-        "from etude.store.local_desk import LocalDesk\n"
+        "from etude.store import open_store\nfrom etude.store.rollout_queue import RolloutLimits, RolloutRequest\n"
+        "from etude.store.local_queue import LocalRolloutQueue\n"
         "@etude.agent\nasync def hangs(task):\n    await asyncio.to_thread(time.sleep, 60)\n"
         "async def story():\n"
-        "    desk = LocalDesk(open_store())\n"
-        "    await desk.enqueue([Wanted(Task(0, {}), limits=Limits(timeout_s=0.3, max_attempts=1))])\n"
-        "    with ThreadRunners(desk, hangs, 1, pace=Pace(drain_s=0.2, cancel_s=0.2)):\n"
+        "    desk = LocalRolloutQueue(open_store())\n"
+        "    await desk.enqueue([RolloutRequest(Task(0, {}), limits=RolloutLimits(timeout_s=0.3, max_attempts=1))])\n"
+        "    with ThreadRunners(desk, hangs, 1, timeouts=RunnerTimeouts(drain_s=0.2, cancel_s=0.2)):\n"
         "        print((await desk.wait(0, 20.0))[1][0].status)\n"
         "    await desk.close()\n"
         "asyncio.run(story())\n"

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 import etude
-from etude.agents.execution.again import LASTED, Again
+from etude.agents.execution.backoff import HEALTHY_AFTER, RestartBackoff
 from etude.agents.execution.threads import ThreadRunners
-from etude.agents.runner import Pace
+from etude.agents.runner import RunnerTimeouts
 from etude.errors import AgentError
 from etude.records import Task
 from etude.store import RolloutState, open_store
-from etude.store.desk import Wanted
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutRequest
 from etude.store.states import Status
-from tests.agents.desks import QUICK, ends, wanted
+from tests.agents.rollout_queues import QUICK, ends, wanted
 from tests.processes import gone
 
 
@@ -43,10 +43,10 @@ class Alone(etude.Agent):
 
 
 @contextmanager
-def desk(path: Path | None = None) -> Iterator[LocalDesk]:
+def desk(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
     """A desk, closed in the end."""
     journal = open_store(path)
-    made = LocalDesk(journal)
+    made = LocalRolloutQueue(journal)
     try:
         yield made
     finally:
@@ -54,7 +54,7 @@ def desk(path: Path | None = None) -> Iterator[LocalDesk]:
         journal.close()
 
 
-def through(desk: LocalDesk, rollouts: list[Wanted]) -> list[RolloutState]:
+def through(desk: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[RolloutState]:
     """What came of these, as whoever trains sees it: on a loop of its own."""
 
     async def waited() -> list[RolloutState]:
@@ -67,7 +67,7 @@ def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_
     Alone.made = 0
     with (
         desk(tmp_path / "journal.db") as one,
-        ThreadRunners(one, Alone(), 3, max_concurrency=1, pace=QUICK) as runners,
+        ThreadRunners(one, Alone(), 3, max_concurrency=1, timeouts=QUICK) as runners,
     ):
         found = through(one, wanted(30))
         runners.check()
@@ -78,7 +78,7 @@ def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_
 def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.agents.execution.again.FIRST", 0.01)
+    monkeypatch.setattr("etude.agents.execution.backoff.FIRST_DELAY", 0.01)
     fails = [2]
 
     class Fickle(etude.Agent):
@@ -90,13 +90,13 @@ def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
         def run(self, task: Task) -> float:
             return 1.0
 
-    with desk() as one, ThreadRunners(one, Fickle(), pace=QUICK) as runners:
+    with desk() as one, ThreadRunners(one, Fickle(), timeouts=QUICK) as runners:
         assert through(one, wanted(1))[0].status is Status.SUCCEEDED
         runners.check()
     assert caplog.text.count("begins again") == 2
 
     fails[0] = 100
-    with desk() as one, ThreadRunners(one, Fickle(), pace=QUICK) as runners:
+    with desk() as one, ThreadRunners(one, Fickle(), timeouts=QUICK) as runners:
         until = time.monotonic() + 10
         with pytest.raises(AgentError, match="could not be set up: OSError: not yet"):
             while time.monotonic() < until:
@@ -113,7 +113,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         release.wait(30)
 
     with desk() as one:
-        runners = ThreadRunners(one, hangs, 2, pace=replace(QUICK, drain_s=0.2, cancel_s=0.2))
+        runners = ThreadRunners(one, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2))
         runners.start()
         (id,) = asyncio.run(one.enqueue(wanted(1)))
         assert begun.wait(20)  # a claim alone says that it runs, and what has not begun need not be left
@@ -121,7 +121,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         runners.stop()
         assert time.monotonic() - began < 5
         assert one.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
-        assert runners.left == 1
+        assert runners.abandoned == 1
     release.set()
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_pat
     with desk() as one:
         asyncio.run(one.enqueue(wanted(1)))
         program = etude.command(f"echo $$ > {tmp_path}/pid; sleep 60")
-        with pytest.raises(KeyboardInterrupt), ThreadRunners(one, program, 1, pace=Pace(drain_s=60)):
+        with pytest.raises(KeyboardInterrupt), ThreadRunners(one, program, 1, timeouts=RunnerTimeouts(drain_s=60)):
             end = time.monotonic() + 20
             while not (tmp_path / "pid").exists() and time.monotonic() < end:
                 time.sleep(0.02)
@@ -141,14 +141,14 @@ def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_pat
 
 
 def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> None:
-    again = Again()
+    again = RestartBackoff()
     waits = []
     for _ in range(6):
-        again.began(0.0)
-        waits.append(again.ended(1.0))
+        again.started(0.0)
+        waits.append(again.next_delay(1.0))
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, None]
-    again.began(0.0)
-    assert again.ended(LASTED) == 0.5
+    again.started(0.0)
+    assert again.next_delay(HEALTHY_AFTER) == 0.5
 
 
 def test_no_runner_is_refused() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken
 
-from etude.chat import Chat, Tokenizer
-from etude.models import Model, create, tiny
+from etude.chat import ChatRenderer, Tokenizer
+from etude.models import Model, create, tiny_config
 from etude.records import SamplingParams
 from tests.agents.proxy.world import World, serving
 from tests.chat.made import byte_level, published, save
@@ -80,7 +80,7 @@ def model_of_table(table: Table, tokenizer: Tokenizer, context: int = CONTEXT) -
     places = {token: place for place, token in enumerate(table, start=1)}
     hidden = 4 * math.ceil((len(places) + 1) / 4)
     sizes: dict[str, Any] = {"layers": 1, "hidden": hidden, "heads": 2, "kv_heads": 1, "head_dim": 2}
-    model = create(tiny(tokenizer.size, **sizes, intermediate=4, context=context, tied=False), seed=0)
+    model = create(tiny_config(tokenizer.vocab_size, **sizes, intermediate=4, context=context, tied=False), seed=0)
     weights = dict(model.module.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -122,7 +122,11 @@ def speaking(table: Table, history: Any = "served", **options: Any) -> Iterator[
         with (
             engine_of(model_of_table(table, tokenizer), tokenizer, kv_gib=0.05) as engine,
             serving(
-                engine, Chat(tokenizer, history), context=CONTEXT, train=SamplingParams(max_tokens=80), **options
+                engine,
+                ChatRenderer(tokenizer, history),
+                context=CONTEXT,
+                train=SamplingParams(max_tokens=80),
+                **options,
             ) as world,
         ):
             yield world

@@ -11,10 +11,10 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import record
-from etude.chat import Chat
+from etude.agents.proxy import session as record
+from etude.chat import ChatRenderer
 from etude.records import Message, SamplingParams, Turn
-from etude.store.desk import Key, Use
+from etude.store.rollout_queue import AttemptId, RolloutPurpose
 from tests.agents.proxy.test_exact import CLAUDE, FLAT
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
@@ -69,8 +69,8 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
         assert block.type == "text" and block.text == "ing, 🌧 and the sky is grey."
         whole = {"role": "assistant", "content": "It is rain" + block.text}
         client.messages.create(**given | {"messages": [*ASK, whole, {"role": "user", "content": "So?"}]})
-    turns = world.turns(claim.key)
-    shown = world.endpoint.chat.tokenizer.decode(turns[0].prompt, special=True)
+    turns = world.turns(claim.attempt_id)
+    shown = world.endpoint.chat.tokenizer.decode(turns[0].prompt, keep_special_tokens=True)
     assert shown.endswith("<|im_start|>assistant\nIt is rain"), "and no thinking that nobody thought"
     assert goes_on(turns) == [True] and branches(world) == before
 
@@ -90,7 +90,7 @@ def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most
                 second = stream.get_final_message()
         else:
             second = client.messages.create(**given)
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     assert goes_on(turns) == [True] and branches(world) == before
     assert np.array_equal(turns[1].prompt, np.concatenate([turns[0].prompt, turns[0].completion.ids]))
     texts = [block.text for message in (first, second) for block in message.content if block.type == "text"]
@@ -105,7 +105,7 @@ def test_an_answer_that_had_ended_goes_on_without_its_end(world: World) -> None:
         first = client.messages.create(**given, messages=ASK)
         begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
         client.messages.create(**given, messages=[*ASK, begun])
-    one, other = world.turns(claim.key)
+    one, other = world.turns(claim.attempt_id)
     assert np.array_equal(other.prompt, np.concatenate([one.prompt, one.completion.ids[:-1]]))
 
 
@@ -121,7 +121,9 @@ def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
             client.chat.completions.create(**given, extra_body=more, tool_choice="required")
         client.chat.completions.create(**given)
     decode = world.endpoint.chat.tokenizer.decode
-    assert decode(world.turns(claim.key)[-1].prompt, special=True).endswith("assistant\n"), "another answer, as before"
+    assert decode(world.turns(claim.attempt_id)[-1].prompt, keep_special_tokens=True).endswith("assistant\n"), (
+        "another answer, as before"
+    )
 
 
 def test_words_that_an_agent_puts_into_the_assistants_mouth_begin_a_conversation(world: World) -> None:
@@ -163,7 +165,7 @@ def test_thinking_is_signed(world: World, streamed: bool) -> None:
             messages = [*ASK, {"role": "assistant", "content": [changed, text]}, *ASK]
             response = client.messages.with_raw_response.create(**given | {"messages": messages})
             assert ("x-etude-ignored" in response.headers) == (changed != thinking)
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     assert [goes_on([turns[0], turn]) for turn in turns[1:]] == [[True]] * 3 and branches(world) == before
     decode = world.endpoint.chat.tokenizer.decode
     assert "I must act" not in decode(turns[-1].prompt)
@@ -176,7 +178,7 @@ def test_thinking_may_come_back_whole_cut_or_stripped(world: World, back: str) -
         answer = client.chat.completions.create(model="policy", messages=ASK).choices[0].message
         sent: Any = {"role": "assistant", "content": answer.content, "reasoning_content": back}
         client.chat.completions.create(model="policy", messages=[*ASK, sent, *ASK])
-    assert goes_on(world.turns(claim.key)) == [True] and branches(world) == before
+    assert goes_on(world.turns(claim.attempt_id)) == [True] and branches(world) == before
 
 
 CALL = (
@@ -203,7 +205,7 @@ def test_items_may_be_named_alone(streamed: bool) -> None:
             call = json.loads(answer.output[-1].model_dump_json())["call_id"]
             result = {"type": "function_call_output", "call_id": call, "output": "rain"}
             last = client.responses.create(**given | {"input": [*ASK, *names, result]})
-            assert last.output_text == "Rain." and goes_on(world.turns(claim.key)) == [True]
+            assert last.output_text == "Rain." and goes_on(world.turns(claim.attempt_id)) == [True]
             for id in ("msg_resp_0-0-99", "rs_none", f"fc_{answer.id}_call7", f"{answer.id}_call" + "9" * 5000):
                 with pytest.raises(openai.NotFoundError, match="has no item"):
                     client.responses.create(**given | {"input": [*ASK, {"type": "item_reference", "id": id}]})
@@ -218,21 +220,21 @@ def test_items_may_be_named_alone(streamed: bool) -> None:
 def test_answers_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "KEPT", 3)
     monkeypatch.setattr(record, "KEPT_CHARACTERS", 600)
-    use: Use = "train"
-    sitting = record.Sitting(Key(0, 0), use, chat_of())
+    use: RolloutPurpose = "train"
+    sitting = record.AttemptSession(AttemptId(0, 0), use, chat_of())
     for n in range(5):
-        sitting.keep(str(n), (Message("assistant", str(n)),))
-    assert [sitting.answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
-    sitting.keep("long", (Message("user", "a" * 600), Message("assistant", "long")))
-    assert sitting.answer("4") is None and sitting.answer("long") == Message("assistant", "long")
-    sitting.keep("5", (Message("assistant", "5"),))
-    assert sitting.answer("long") is None and sitting.earlier("5") == (Message("assistant", "5"),)
+        sitting.store_conversation(str(n), (Message("assistant", str(n)),))
+    assert [sitting.find_answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
+    sitting.store_conversation("long", (Message("user", "a" * 600), Message("assistant", "long")))
+    assert sitting.find_answer("4") is None and sitting.find_answer("long") == Message("assistant", "long")
+    sitting.store_conversation("5", (Message("assistant", "5"),))
+    assert sitting.find_answer("long") is None and sitting.find_conversation("5") == (Message("assistant", "5"),)
 
 
 @pytest.mark.parametrize("thinks", [None, True, False])
 def test_a_call_that_has_to_be_made_begins_without_thinking_that_nobody_thought(thinks: bool | None) -> None:
     variables = {} if thinks is None else {"enable_thinking": thinks}
-    chat = Chat(chat_of("qwen3").tokenizer, variables=variables)
+    chat = ChatRenderer(chat_of("qwen3").tokenizer, template_kwargs=variables)
     upstream = Scripted(chat.tokenizer, lambda _: '{"city": "Bern"}}\n</tool_call><|im_end|>')
     with serving(upstream, chat, train=SamplingParams(max_tokens=100)) as world:
         claim = world.attempt()
@@ -241,7 +243,7 @@ def test_a_call_that_has_to_be_made_begins_without_thinking_that_nobody_thought(
             answer = client.messages.create(**given, tool_choice={"type": "any", "disable_parallel_tool_use": True})
         (block,) = answer.content
         assert block.type == "tool_use" and block.input == {"city": "Bern"}
-        shown = chat.tokenizer.decode(world.turns(claim.key)[0].prompt, special=True)
+        shown = chat.tokenizer.decode(world.turns(claim.attempt_id)[0].prompt, keep_special_tokens=True)
     begun = shown.rpartition("<|im_start|>assistant\n")[2]
     empty = "<think>\n\n</think>\n\n" if thinks is False else ""  # the template's own
     assert begun == empty + '<tool_call>\n{"name": "weather", "arguments": '

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from etude.agents.proxy import EndpointConfig, anthropic, items
+from etude.agents.proxy import EndpointConfig, anthropic
+from etude.agents.proxy import response_items as items
 from etude.agents.proxy.anthropic import MESSAGES
-from etude.agents.proxy.app import router
+from etude.agents.proxy.app import create_router
 from etude.agents.proxy.chat_completions import CHAT_COMPLETIONS
 from etude.agents.proxy.completions import COMPLETIONS
-from etude.agents.proxy.policy import FORCED
 from etude.agents.proxy.responses import RESPONSES
+from etude.agents.proxy.sampling_rules import FORCED
 from tests.agents.proxy.world import Scripted, chat_of, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text(encoding="utf-8")
@@ -47,15 +48,15 @@ def test_fields() -> None:
 
 def test_routes_and_metrics() -> None:
     with serving(Scripted(chat_of().tokenizer, lambda _: "So."), chat_of()) as world:
-        for route in router(world.endpoint).routes:
+        for route in create_router(world.endpoint).routes:
             if route.name == "unknown":  # type: ignore[attr-defined]
                 continue
             methods = sorted(route.methods - {"HEAD"})  # type: ignore[attr-defined]  # which goes wherever GET does
             assert f"{' '.join(methods)} {route.path}`" in PAGE  # type: ignore[attr-defined]
-        world.endpoint._meter.took(1.0, 0.5)
-        world.endpoint._meter.took_elsewhere(1.0)
+        world.endpoint._metrics.record_call(1.0, 0.5)
+        world.endpoint._metrics.record_external_call(1.0)
         told = set(world.endpoint.metrics())
-    source = Path(router.__code__.co_filename).parent
+    source = Path(create_router.__code__.co_filename).parent
     counted = {name for path in source.glob("*.py") for name in re.findall(r'counts\["(\w+)"\]', path.read_text())}
     told |= {f"endpoint/{name}" for name in counted} | {
         f"endpoint/turns_{how}" for how in ("begun", "continued", "branched")

@@ -16,35 +16,35 @@ import httpx2
 import pytest
 from starlette.routing import Route
 
-from etude.agents.proxy.app import router
-from etude.agents.proxy.gate import Gate
+from etude.agents.proxy.app import create_router
+from etude.agents.proxy.slot_queue import SlotQueue
 from etude.chat.tokenizer import Ids
 from etude.records import Outcome, SamplingParams
 from etude.rollout.request import Delta
-from etude.store.desk import Ended
-from etude.store.server import app
+from etude.store.rollout_queue import AttemptReport
+from etude.store.server import create_app
 from tests.agents.proxy.test_faults import CALLS, CHAT, _until, posted, scripted
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 
 
 def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> None:
     with serving(scripted(pause=0.0), chat_of()) as world:
-        world.desk.tell(world.endpoint.over)
+        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
         for _ in range(12):
             claim = world.attempt()
             assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
-            world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+            world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
         _until(lambda: world.endpoint.metrics()["endpoint/attempts"] == 0)
     with serving(scripted("so " * 900, pause=30), chat_of()) as world, ThreadPoolExecutor(1) as pool:
-        world.desk.tell(world.endpoint.over)
+        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
         for end in ("finish", "cancel"):
             claim = world.attempt()
             call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
             _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
             if end == "finish":
-                world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+                world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
             else:
-                world.do(world.desk.cancel([claim.key.rollout], "nobody wants it"))
+                world.do(world.desk.cancel([claim.attempt_id.rollout], "nobody wants it"))
             answer = call.result(10)
             assert answer.status_code == 403 and "has ended" in answer.text
         told = world.endpoint.metrics()
@@ -54,13 +54,13 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
 def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.agents.proxy.endpoint.FAR_SWEEP", 0.3)
     with (
-        serving(scripted("so " * 900, pause=30), chat_of(), told=False) as world,
+        serving(scripted("so " * 900, pause=30), chat_of(), notified=False) as world,
         ThreadPoolExecutor(1) as pool,
     ):
         claim = world.attempt()
         call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
-        world.do(world.desk.cancel([claim.key.rollout], "nobody wants it"))
+        world.do(world.desk.cancel([claim.attempt_id.rollout], "nobody wants it"))
         answer = call.result(10)
         assert answer.status_code == 403 and "has ended" in answer.text
 
@@ -69,10 +69,10 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
     """Whoever leaves passes over a call that was cancelled a moment before, and has not yet heard of it."""
 
     async def scene() -> None:
-        gate, release = Gate(1, 4), asyncio.Event()
+        gate, release = SlotQueue(1, 4), asyncio.Event()
 
         async def call(until: asyncio.Event | None) -> None:
-            async with gate.entered(1):
+            async with gate.acquire(1):
                 if until is not None:
                     await until.wait()
 
@@ -80,12 +80,12 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
         await asyncio.sleep(0)
         waits = [asyncio.create_task(call(None)) for _ in range(3)]
         await asyncio.sleep(0)
-        assert (gate.taken, gate.waiting) == (1, 3)
+        assert (gate.running, gate.waiting) == (1, 3)
         release.set()  # the first leaves, and then the second hears that it is cancelled
         waits[0].cancel()
         told = await asyncio.gather(first, *waits, return_exceptions=True)
         assert [type(each).__name__ for each in told] == ["NoneType", "CancelledError", "NoneType", "NoneType"]
-        assert (gate.taken, gate.waiting) == (0, 0)
+        assert (gate.running, gate.waiting) == (0, 0)
 
     asyncio.run(scene())
 
@@ -93,8 +93,8 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
 def test_a_request_that_drips_or_breaks_off_is_let_go_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("etude.store.bounds.BODY_S", 0.5)
-    monkeypatch.setattr("etude.store.bounds.DRAINED_S", 0.2)
+    monkeypatch.setattr("etude.store.request_limits.BODY_S", 0.5)
+    monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
     caplog.set_level(logging.ERROR, "etude.agents")
     with serving(scripted(), chat_of()) as world:
         claim = world.attempt()
@@ -145,18 +145,18 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
             line.connect((host, int(port)))
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.model_key}\r\n"
             line.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-            (turn,) = _until(lambda: world.turns(claim.key), 60)
-            assert turn.completion.finish == "abort"
+            (turn,) = _until(lambda: world.turns(claim.attempt_id), 60)
+            assert turn.completion.finish_reason == "abort"
             _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
-            assert not world.notes(claim.key)
+            assert not world.notes(claim.attempt_id)
 
 
 def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> None:
     """Both behind one port, as a run serves them; and every route of the endpoint is in the table of its tests."""
     with serving(scripted(), chat_of()) as world:
         claim, ring, desk = world.attempt(), world.endpoint.keyring, world.desk
-        routes = router(world.endpoint)
-        both = app(desk, ring, routers=[routes])
+        routes = create_router(world.endpoint)
+        both = create_app(desk, ring, routers=[routes])
         paths = {route.path for route in routes.routes if isinstance(route, Route) and route.name != "unknown"}
         assert paths == {*CALLS, "/v1/models", "/v1/models/{model}"}
         stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
@@ -191,12 +191,17 @@ def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thr
 
     with serving(scripted(), chat_of()) as world:
         claim, before = world.attempt(), threads()
-        both = app(world.desk, world.endpoint.keyring, routers=[router(world.endpoint)])
+        both = create_app(world.desk, world.endpoint.keyring, routers=[create_router(world.endpoint)])
 
         async def asked() -> None:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
                 keys = {"authorization": f"Bearer {claim.reward_key}", "x-api-key": "none"}
-                note = {"rollout": claim.key.rollout, "attempt": claim.key.attempt, "event": "e", "data": "x" * 70_000}
+                note = {
+                    "rollout": claim.attempt_id.rollout,
+                    "attempt": claim.attempt_id.attempt,
+                    "event": "e",
+                    "data": "x" * 70_000,
+                }
                 assert (await client.post("/v1/store/note", headers=keys, json=note)).status_code == 200
                 keys = {"authorization": "Bearer none", "x-api-key": claim.model_key}
                 call = {**CHAT, "messages": [{"role": "user", "content": "2+2?" + " " * 70_000}]}
@@ -208,7 +213,7 @@ def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thr
 
 def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
     with serving(scripted(pause=0.001), chat_of()) as world:
-        world.desk.tell(world.endpoint.over)
+        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
 
         def one(number: int) -> None:
             claim = world.attempt()
@@ -219,7 +224,7 @@ def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
                 else:
                     with client.stream("POST", f"{world.url}/chat/completions", json={**CHAT, "stream": True}) as told:
                         next(told.iter_raw())
-            world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+            world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
 
         async def tasks() -> int:
             return len(asyncio.all_tasks())

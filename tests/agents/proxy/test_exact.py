@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.data.adapt import samples
+from etude.data.samples import build_samples
 from etude.records import SamplingParams, Turn
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
@@ -84,7 +84,7 @@ def test_chat_completions(world: World, streamed: bool) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
             else:
                 messages.append({"role": "user", "content": "Thanks."})
-    turns, told = world.turns(claim.key), world.endpoint.metrics()
+    turns, told = world.turns(claim.attempt_id), world.endpoint.metrics()
     assert_exact(world, turns)
     assert answer.message.content == "Bye."
     assert told["endpoint/turns_continued"] - before.get("endpoint/turns_continued", 0) == 3
@@ -131,7 +131,7 @@ def test_responses(world: World, streamed: bool, named: bool) -> None:
             items = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
             items = [*kept, *(items or [{"role": "user", "content": "Thanks."}])]
     assert answer.output_text == "Bye."
-    assert_exact(world, world.turns(claim.key))
+    assert_exact(world, world.turns(claim.attempt_id))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -154,7 +154,7 @@ def test_anthropic(world: World, streamed: bool) -> None:
     kinds = [block["type"] for block in messages[1]["content"]]
     assert kinds == ["thinking", "text", "tool_use"]
     assert messages[1]["content"][2]["input"] == {"city": "Bern"}
-    assert_exact(world, world.turns(claim.key))
+    assert_exact(world, world.turns(claim.attempt_id))
 
 
 def test_async_clients_stream_tools(world: World) -> None:
@@ -206,7 +206,7 @@ def test_async_clients_stream_tools(world: World) -> None:
 
     asyncio.run(all_of_them())
     for claim in claims:
-        turns = world.turns(claim.key)
+        turns = world.turns(claim.attempt_id)
         assert_exact(world, turns)
         assert turns[-1].completion.text == "Bye."
 
@@ -218,7 +218,7 @@ def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
         client.chat.completions.create(model="policy", messages=asked)
         rewritten = [*asked, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "!"}]
         client.chat.completions.create(model="policy", messages=rewritten)
-    first, second = world.turns(claim.key)
+    first, second = world.turns(claim.attempt_id)
     assert not np.array_equal(second.prompt[: len(first.prompt) + 5], np.append(first.prompt, first.completion.ids[:5]))
     assert np.array_equal(second.prompt, world.endpoint.chat.prompt_ids(rewritten))
     assert first.observed == second.observed == 0, "it goes on from no answer of the model"
@@ -247,12 +247,12 @@ def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None
             more = {"continue_final_message": True, "add_generation_prompt": False}
             begun = {"role": "assistant", "content": "It is "}
             client.chat.completions.create(**given, messages=[*messages, begun], extra_body=more)
-        turns = world.turns(claim.key)
-    decode = partial(chat.tokenizer.decode, special=True)
+        turns = world.turns(claim.attempt_id)
+    decode = partial(chat.tokenizer.decode, keep_special_tokens=True)
     shown = "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     ends = [decode(turn.prompt[len(turn.prompt) - turn.opened :]) for turn in turns]
     assert ends == ['<tool_call>\n{"name": "weather", "arguments": '] * 2 + ["It is "]
-    (row,) = samples(turns, 0)
+    (row,) = build_samples(turns, 0)
     assert row.observation is not None and decode(row.ids[row.observation]) == shown * 2
     assert [turn.observed for turn in turns] == [0, *[len(row.ids[row.observation]) // 2] * 2]
 
@@ -272,9 +272,9 @@ def test_a_call_is_forced(world: World) -> None:
             messages += [whole.model_dump(exclude_none=True)]
             messages += [{"role": "tool", "tool_call_id": whole.tool_calls[0].id, "content": "rain"}]
             chunks = list(client.chat.completions.create(**given, messages=messages, stream=True))
-        first, second = world.turns(claim.key)
+        first, second = world.turns(claim.attempt_id)
         decode = world.endpoint.chat.tokenizer.decode
-        assert decode(first.prompt, special=True).endswith('<tool_call>\n{"name": "weather", "arguments": ')
+        assert decode(first.prompt, keep_special_tokens=True).endswith('<tool_call>\n{"name": "weather", "arguments": ')
         assert whole.tool_calls[0].function.arguments == '{"city": "Bern"}'  # type: ignore[union-attr]
         seen = np.concatenate([first.prompt, first.completion.ids])
         assert np.array_equal(second.prompt[: len(seen)], seen)

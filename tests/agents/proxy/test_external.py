@@ -18,11 +18,11 @@ from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agents.proxy import EndpointConfig, External
-from etude.agents.proxy.events import events
+from etude.agents.proxy import EndpointConfig, ExternalModel
 from etude.agents.proxy.external import external_models
+from etude.agents.proxy.sse import iter_events
 from etude.errors import ConfigError
-from etude.store.desk import Claim
+from etude.store.rollout_queue import Claim
 from tests.agents.proxy.listening import served
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
@@ -47,7 +47,9 @@ def provider() -> Iterator[World]:
 @pytest.fixture
 def world(provider: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("THEIR_KEY", provider.attempt().model_key)
-    config = EndpointConfig(external={"judge": External(url=provider.url, model="their-model", key_from="THEIR_KEY")})
+    config = EndpointConfig(
+        external={"judge": ExternalModel(url=provider.url, model="their-model", key_from="THEIR_KEY")}
+    )
     with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
         yield world
 
@@ -56,7 +58,7 @@ def written(world: World, claim: Claim, count: int) -> list[dict[str, Any]]:
     """The calls to other models that are recorded of an attempt, once there are so many."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        found = [each["data"] for each in world.notes(claim.key) if each["name"] == "external"]
+        found = [each["data"] for each in world.notes(claim.attempt_id) if each["name"] == "external"]
         if len(found) >= count:
             break
         time.sleep(0.02)
@@ -80,7 +82,7 @@ def test_chat_whole_and_streamed(world: World) -> None:
     assert whole.choices[0].message.content == "It is\u2028so 🌧." and whole.model == "their-model"
     assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == "It is\u2028so 🌧."
     assert called.choices[0].message.tool_calls and streamed.tool_calls
-    assert [turn.completion.text for turn in world.turns(claim.key)] == ["Mine."], "nothing else is learned from"
+    assert [turn.completion.text for turn in world.turns(claim.attempt_id)] == ["Mine."], "nothing else is learned from"
     first, second, third, fourth = written(world, claim, 4)
     assert first["asked"] == json.dumps({"messages": ASK}) and first["said"] == second["said"] == "It is\u2028so 🌧."
     assert (first["model"], first["served_as"], first["path"]) == ("judge", "their-model", "/chat/completions")
@@ -192,8 +194,8 @@ def trouble() -> Iterator[World]:
     monkey = pytest.MonkeyPatch()
     monkey.setenv("THEIR_KEY", SECRET)
     with served(troubled()) as url:
-        models = {name: External(url=url, key_from="THEIR_KEY") for name in MODELS}
-        config = EndpointConfig(external=models | {"gone": External(url="http://127.0.0.1:9/v1")}, timeout_s=1.0)
+        models = {name: ExternalModel(url=url, key_from="THEIR_KEY") for name in MODELS}
+        config = EndpointConfig(external=models | {"gone": ExternalModel(url="http://127.0.0.1:9/v1")}, timeout_s=1.0)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine."), chat_of(), config=config) as world:
             yield world
     monkey.undo()
@@ -268,7 +270,7 @@ def test_events_are_the_same_however_they_come(pieces: list[str], size: int) -> 
             for at in range(0, len(text), size):
                 yield text[at : at + size]
 
-        return [event async for event in events(chunks())]
+        return [event async for event in iter_events(chunks())]
 
     *whole, last = re.split(rb"\r?\n\r?\n", text)
     assert asyncio.run(read(size)) == [*whole, *([last] if last.strip() else [])]
@@ -294,7 +296,7 @@ def test_a_stream_that_its_client_drops_is_recorded(trouble: World) -> None:
 
 def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(troubled()) as url:
-        config = EndpointConfig(external={"slow": External(url=url)}, max_running=1, max_waiting=0, timeout_s=1)
+        config = EndpointConfig(external={"slow": ExternalModel(url=url)}, max_running=1, max_waiting=0, timeout_s=1)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
             headers = {"authorization": f"Bearer {world.attempt().model_key}"}
 
@@ -314,14 +316,14 @@ def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pyt
 
 def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THEIR_KEY", raising=False)
-    config = EndpointConfig(external={"judge": External(url="http://127.0.0.1:9/v1", key_from="THEIR_KEY")})
+    config = EndpointConfig(external={"judge": ExternalModel(url="http://127.0.0.1:9/v1", key_from="THEIR_KEY")})
     upstream = Scripted(chat_of().tokenizer, lambda _: "")
     with (
         pytest.raises(ConfigError, match="'judge' is to be read from THEIR_KEY"),
         serving(upstream, chat_of(), config=config),
     ):
         pass
-    config = EndpointConfig(external={"policy": External(url="http://127.0.0.1:9/v1")})
+    config = EndpointConfig(external={"policy": ExternalModel(url="http://127.0.0.1:9/v1")})
     with pytest.raises(ConfigError, match="is called 'policy' here"), serving(upstream, chat_of(), config=config):
         pass
 
@@ -333,8 +335,8 @@ def test_models_are_read_from_a_file(tmp_path: Path) -> None:
     )
     found = external_models(file)
     assert found == {
-        "judge": External(url="https://example.org/v1", model="large", key_from="THEIR_KEY"),
-        "user": External(url="http://h/v1"),
+        "judge": ExternalModel(url="https://example.org/v1", model="large", key_from="THEIR_KEY"),
+        "user": ExternalModel(url="http://h/v1"),
     }
     assert external_models(None) == {}
     for text, says in (

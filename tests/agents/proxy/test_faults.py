@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from etude.agents.proxy import EndpointConfig
-from etude.agents.proxy.endpoint import FARTHEST
+from etude.agents.proxy.endpoint import MAX_CHARACTERS_PER_TOKEN
 from etude.chat.tokenizer import Ids
 from etude.errors import EngineError
 from etude.records import Completion, Outcome, SamplingParams
 from etude.rollout.request import Delta
-from etude.store.desk import Ended, Key
 from etude.store.keys import Keyring
+from etude.store.rollout_queue import AttemptId, AttemptReport
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import anthropic, openai
 from tests.sweeps import sweep
@@ -76,8 +76,14 @@ each_dialect = pytest.mark.parametrize(
 def test_keys(world: World, path: str) -> None:
     claim, ring = world.attempt(), world.endpoint.keyring
     stranger = Keyring(b"another secret of tests")
-    wrong = [None, "sk-none", ring.model_key(claim.key, -10), stranger.model_key(claim.key, 60), claim.model_key[:-1]]
-    others = [claim.reward_key, ring.admin, ring.runner, ring.model_key(Key(10**6, 0), 60)]
+    wrong = [
+        None,
+        "sk-none",
+        ring.model_key(claim.attempt_id, -10),
+        stranger.model_key(claim.attempt_id, 60),
+        claim.model_key[:-1],
+    ]
+    others = [claim.reward_key, ring.admin, ring.runner, ring.model_key(AttemptId(10**6, 0), 60)]
     for key in wrong:
         response = posted(world, path, CALLS[path], key)
         assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
@@ -171,12 +177,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_what_cannot_be_had_is_refused(world: World, path: str) -> None:
     claim = world.attempt()
     for change, says in REFUSED[path]:
-        before = len(world.turns(claim.key))
+        before = len(world.turns(claim.attempt_id))
         response = posted(world, path, {**CALLS[path], **change}, claim.model_key)
         if says or response.status_code != 200:
             assert response.status_code == 400, f"{change}: {response.text}"
             assert says in told(path, response)[0], change
-            assert len(world.turns(claim.key)) == before, change
+            assert len(world.turns(claim.attempt_id)) == before, change
 
 
 @pytest.mark.kept
@@ -188,7 +194,7 @@ def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> Non
     assert posted(world, "/v1/messages", {**CLAUDE, "messages": []}, claim.model_key).status_code == 400
     assert posted(world, "/v1/messages", CLAUDE, "sk-none").status_code == 401
     assert world.endpoint.metrics()["endpoint/refused"] == before + 6
-    notes = world.notes(claim.key)
+    notes = world.notes(claim.attempt_id)
     assert [note["name"] for note in notes] == ["refused"] * 3, "the same refusal is noted once"
     assert notes[0]["data"] == {
         **{"path": "/v1/chat/completions", "status": 404, "param": "model", "code": "model_not_found"},
@@ -197,7 +203,7 @@ def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> Non
     assert "not valid JSON" in notes[1]["data"]["error"] and notes[2]["data"]["path"] == "/v1/messages"
     for n in range(15):
         posted(world, "/v1/chat/completions", {**CHAT, "model": f"gpt-{n}"}, claim.model_key)
-    assert len(world.notes(claim.key)) == 16, "an agent that never gives up does not fill the store"
+    assert len(world.notes(claim.attempt_id)) == 16, "an agent that never gives up does not fill the store"
 
 
 def test_an_unknown_answer_to_go_on_from(world: World) -> None:
@@ -227,13 +233,13 @@ def test_a_prompt_that_is_too_long(world: World) -> None:
         pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* tokens > 199 maximum"),
     ):
         claude.messages.create(model="policy", max_tokens=5, messages=long)
-    notes = world.notes(claim.key)
+    notes = world.notes(claim.attempt_id)
     assert [note["name"] for note in notes] == ["context_length_exceeded"] * 2
     assert notes[0]["data"]["context"] == 200 and notes[0]["data"]["tokens"] > 200
-    assert not world.turns(claim.key)
+    assert not world.turns(claim.attempt_id)
 
 
-LONG = "a " * (FARTHEST * 100 + 10)
+LONG = "a " * (MAX_CHARACTERS_PER_TOKEN * 100 + 10)
 LONGEST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
     "/v1/completions": {"prompt": LONG},
@@ -250,7 +256,7 @@ def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, p
     response = posted(world, path, {**CALLS[path], **LONGEST[path]}, claim.model_key)
     assert response.status_code == 400 and "maximum context length is 200 tokens" in told(path, response)[0]
     assert time.monotonic() - began < 5.0
-    assert [note["name"] for note in world.notes(claim.key)] == ["context_length_exceeded"]
+    assert [note["name"] for note in world.notes(claim.attempt_id)] == ["context_length_exceeded"]
 
 
 @each_dialect
@@ -288,29 +294,29 @@ def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
 def test_an_attempt_that_is_over(world: World) -> None:
     claim = world.attempt()
     assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
-    world.do(world.desk.finish(claim.key, Ended(Outcome.SUCCEEDED)))
+    world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
     for _ in range(2):
         response = posted(world, "/v1/chat/completions", CHAT, claim.model_key)
         assert response.status_code == 403 and "is over" in response.text
-    assert len(world.turns(claim.key)) == 1
+    assert len(world.turns(claim.attempt_id)) == 1
     silent = world.attempt()
     assert posted(world, "/v1/chat/completions", CHAT, silent.model_key).status_code == 200
     before = world.endpoint.metrics()["endpoint/attempts"]
-    world.do(world.desk.finish(silent.key, Ended(Outcome.SUCCEEDED)))
+    world.do(world.desk.finish(silent.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
     world.do(world.endpoint.sweep())
     assert world.endpoint.metrics()["endpoint/attempts"] < before
-    assert not world.do(_known(world, silent.key))
+    assert not world.do(_known(world, silent.attempt_id))
 
 
-async def _known(world: World, key: Key) -> bool:
-    return key in world.endpoint._sittings
+async def _known(world: World, key: AttemptId) -> bool:
+    return key in world.endpoint._sessions
 
 
 def test_tags(world: World) -> None:
     claim = world.attempt()
     headers = {"authorization": f"Bearer {claim.model_key}", "x-etude-tags": "planner, first,"}
     assert CLIENT.post(f"{world.url}/chat/completions", json=CHAT, headers=headers).status_code == 200
-    assert world.turns(claim.key)[0].tags == ("planner", "first")
+    assert world.turns(claim.attempt_id)[0].tags == ("planner", "first")
 
 
 def test_stop_strings() -> None:
@@ -325,7 +331,7 @@ def test_stop_strings() -> None:
             said = claude.messages.create(**CLAUDE | {"max_tokens": 99}, stop_sequences=[", th"])
         assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", ", th")
         decode = world.endpoint.chat.tokenizer.decode
-        assert [decode(turn.completion.ids) for turn in world.turns(claim.key)] == ["One, two, th"] * 3
+        assert [decode(turn.completion.ids) for turn in world.turns(claim.attempt_id)] == ["One, two, th"] * 3
 
 
 def test_the_runs_parameters_are_forced() -> None:
@@ -385,8 +391,8 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
                     said += chunk.choices[0].delta.content or ""
                     if len(said) > 10:
                         break
-            turn = _until(lambda: world.turns(claim.key))[0]
-        assert turn.completion.finish == "abort"
+            turn = _until(lambda: world.turns(claim.attempt_id))[0]
+        assert turn.completion.finish_reason == "abort"
         assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 1500
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
         _until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
@@ -403,7 +409,7 @@ def test_a_call_that_its_client_drops_is_ended() -> None:
                 headers={"authorization": f"Bearer {claim.model_key}"},
                 timeout=0.2,
             )
-        notes = _until(lambda: world.notes(claim.key))
+        notes = _until(lambda: world.notes(claim.attempt_id))
         assert [note["name"] for note in notes] == ["aborted"]
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
 
@@ -422,8 +428,8 @@ def test_a_call_that_takes_too_long(streamed: bool) -> None:
         ):
             list(client.chat.completions.create(**CHAT, stream=streamed))
         if streamed:
-            (turn,) = _until(lambda: world.turns(claim.key))
-            assert turn.completion.finish == "abort" and 1 <= len(turn.completion.ids) < 100
+            (turn,) = _until(lambda: world.turns(claim.attempt_id))
+            assert turn.completion.finish_reason == "abort" and 1 <= len(turn.completion.ids) < 100
         else:
             assert isinstance(raised.value, openai.InternalServerError) and raised.value.status_code == 504
         assert world.endpoint.metrics()["endpoint/timed_out"] == 1
@@ -471,9 +477,9 @@ def test_an_engine_that_dies() -> None:
             claude.messages.stream(**CLAUDE) as stream,
         ):
             list(stream)
-        turns = _until(lambda: len(found := world.turns(claim.key)) == 3 and found)
-        assert {(turn.completion.finish, turn.completion.text) for turn in turns} == {("abort", "It i")}
-        assert [note["name"] for note in world.notes(claim.key)] == ["upstream_failed"] * 4
+        turns = _until(lambda: len(found := world.turns(claim.attempt_id)) == 3 and found)
+        assert {(turn.completion.finish_reason, turn.completion.text) for turn in turns} == {("abort", "It i")}
+        assert [note["name"] for note in world.notes(claim.attempt_id)] == ["upstream_failed"] * 4
 
 
 def test_calls_of_one_attempt_at_once() -> None:
@@ -495,7 +501,7 @@ def test_calls_of_one_attempt_at_once() -> None:
                 await asyncio.gather(*(conversation(client, n) for n in range(5)))
 
         asyncio.run(all_of_them())
-        turns, told = world.turns(claim.key), world.endpoint.metrics()
+        turns, told = world.turns(claim.attempt_id), world.endpoint.metrics()
         assert [turn.index for turn in turns] == list(range(15))
         assert (told["endpoint/turns_begun"], told["endpoint/turns_continued"]) == (5, 10)
         assert "endpoint/turns_branched" not in told
@@ -546,7 +552,7 @@ def test_of_several_answers_those_that_were_whole_are_recorded_and_no_more_are_s
     with serving(upstream, chat_of(), config=EndpointConfig(max_running=2)) as world:
         claim = world.attempt()
         assert posted(world, "/v1/chat/completions", {**CHAT, "n": 3}, claim.model_key).status_code == 500
-        assert len(world.turns(claim.key)) == 2
+        assert len(world.turns(claim.attempt_id)) == 2
         assert upstream.most == 2
 
 
@@ -558,7 +564,7 @@ def test_a_text_that_goes_on_behind_an_end_of_turn_has_that_end_once() -> None:
         said = posted(world, "/v1/completions", ask, claim.model_key).json()["choices"][0]["text"]
         assert said == "Hello"
         posted(world, "/v1/completions", {**ask, "prompt": f"a{said}{ends}\nb"}, claim.model_key)
-        first, second = world.turns(claim.key)
+        first, second = world.turns(claim.attempt_id)
         whole = np.concatenate([first.prompt, first.completion.ids])
         assert np.array_equal(second.prompt[: len(whole)], whole)
-        assert chat_of().tokenizer.decode(second.prompt, special=True) == f"aHello{ends}\nb"
+        assert chat_of().tokenizer.decode(second.prompt, keep_special_tokens=True) == f"aHello{ends}\nb"

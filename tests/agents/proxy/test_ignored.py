@@ -14,7 +14,7 @@ from etude.agents.proxy import EndpointConfig
 from etude.agents.proxy.anthropic import MESSAGES
 from etude.agents.proxy.chat_completions import CHAT_COMPLETIONS
 from etude.agents.proxy.completions import COMPLETIONS
-from etude.agents.proxy.fields import Rule
+from etude.agents.proxy.request_fields import FieldRule
 from etude.agents.proxy.responses import RESPONSES
 from etude.records import SamplingParams
 from tests.agents.proxy.test_exact import CLAUDE
@@ -118,11 +118,11 @@ def test_parts_that_cannot_be_served_are_left_out(
     response = posted(worlds[False], path, {**CALLS[path], **change}, claim.model_key)
     assert response.status_code == 200, response.text
     assert named(response) == [note]
-    shown = chat_of().tokenizer.decode(worlds[False].turns(claim.key)[0].prompt)
+    shown = chat_of().tokenizer.decode(worlds[False].turns(claim.attempt_id)[0].prompt)
     assert "I know." not in shown and "namespace" not in shown
     response = posted(worlds[True], path, {**CALLS[path], **change}, strict.model_key)
     assert response.status_code == 400 and told(path, response)[0]
-    assert not worlds[True].turns(strict.key)
+    assert not worlds[True].turns(strict.attempt_id)
 
 
 def test_what_no_answer_depends_on_is_accepted_by_a_strict_endpoint(worlds: Mapping[bool, World]) -> None:
@@ -146,7 +146,9 @@ def test_each_name_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_table_says_why() -> None:
     for _, name, rule in BY_TREATMENT:
-        assert isinstance(rule, Rule) and (rule.why.endswith(".") or rule.treatment not in ("ignored", "refused")), name
+        assert isinstance(rule, FieldRule) and (
+            rule.why.endswith(".") or rule.treatment not in ("ignored", "refused")
+        ), name
 
 
 @sweep(

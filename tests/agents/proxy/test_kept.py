@@ -12,12 +12,12 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import record
-from etude.agents.proxy.asked import Asked, characters_of
-from etude.agents.proxy.recent import Recent
-from etude.chat import remembered
+from etude.agents.proxy import session as record
+from etude.agents.proxy.bounded_cache import BoundedCache
+from etude.agents.proxy.request import ModelRequest, count_characters
+from etude.chat import answer_index as remembered
 from etude.records import Completion, Message, ToolCall
-from etude.store.desk import Key
+from etude.store.rollout_queue import AttemptId
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
 from tests.agents.sdks import openai
 from tests.chat.conversations import WEATHER
@@ -33,12 +33,12 @@ class Counted(ThreadPoolExecutor):
         return super().submit(fn, *args, **kwargs)
 
 
-def sitting(threads: ThreadPoolExecutor | None = None) -> record.Sitting:
-    return record.Sitting(Key(0, 0), "train", chat_of(), threads=threads)
+def sitting(threads: ThreadPoolExecutor | None = None) -> record.AttemptSession:
+    return record.AttemptSession(AttemptId(0, 0), "train", chat_of(), threads=threads)
 
 
-def asked(*messages: Message, **more: Any) -> Asked:
-    return Asked(model="policy", messages=messages, **more)
+def asked(*messages: Message, **more: Any) -> ModelRequest:
+    return ModelRequest(model="policy", messages=messages, **more)
 
 
 def answered(text: str = "Yes.<|im_end|>") -> Completion:
@@ -65,14 +65,14 @@ def world() -> Iterator[World]:
         (asked(Message("user", "a" * 3000)), 2),
     ],
 )
-def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: Asked, beside: int) -> None:
+def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: ModelRequest, beside: int) -> None:
     """By its messages and tools, however little they say."""
     with Counted(1) as threads:
         attempt = sitting(threads)
 
         async def called() -> None:
-            prompt = await attempt.prompt(call, compare=True)
-            await attempt.heard(call, prompt, answered(), Message("assistant", "Yes."))
+            prompt = await attempt.build_prompt(call, count_rerendered=True)
+            await attempt.remember_answer(call, prompt, answered(), Message("assistant", "Yes."))
 
         asyncio.run(called())
         assert threads.count == beside
@@ -86,7 +86,7 @@ def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_
         attempt, long = sitting(threads), asked(Message("user", "a" * 3000))
 
         async def cancelled() -> None:
-            task = asyncio.create_task(attempt.prompt(long, compare=True))
+            task = asyncio.create_task(attempt.build_prompt(long, count_rerendered=True))
             await asyncio.sleep(0)
             for _ in range(3):
                 task.cancel()
@@ -111,10 +111,10 @@ def test_more_messages_than_a_context_can_hold_are_refused_unread(world: World, 
 def test_a_message_weighs_all_that_it_says() -> None:
     call = ToolCall("c", "weather", "x" * 500)
     empty, calling = Message("assistant", ""), Message("assistant", "", tool_calls=(call,))
-    assert characters_of([empty] * 30) > 1000
-    assert characters_of([calling]) >= 500 + characters_of([empty])
+    assert count_characters([empty] * 30) > 1000
+    assert count_characters([calling]) >= 500 + count_characters([empty])
     thinking = Message("assistant", "b" * 7, reasoning="a" * 100)
-    assert asked(thinking).characters == characters_of([thinking]) == 107 + characters_of([empty])
+    assert asked(thinking).characters == count_characters([thinking]) == 107 + count_characters([empty])
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their
     monkeypatch.setattr(record, "KEPT_CHARACTERS", 1000)
     attempt, call = sitting(), ToolCall("c", "weather", "x" * 600)
     for name in ("first", "second"):
-        attempt.keep(name, (Message("assistant", "", tool_calls=(call,)),))
-    assert attempt.answer("first") is None and attempt.answer("second") is not None
+        attempt.store_conversation(name, (Message("assistant", "", tool_calls=(call,)),))
+    assert attempt.find_answer("first") is None and attempt.find_answer("second") is not None
 
 
 def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,46 +135,48 @@ def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(remembered, "KEPT", 3)
     attempt, calls = sitting(), [asked(Message("user", str(n))) for n in range(5)]
-    texts = [Asked(model="policy", prompt=f"{n}: ") for n in range(5)]
+    texts = [ModelRequest(model="policy", prompt=f"{n}: ") for n in range(5)]
 
     async def played() -> list[str]:
         for n, call in enumerate((*calls, *texts)):
-            prompt = await attempt.prompt(call, compare=True)
-            assert attempt.occurrence(prompt) == 0
-            await attempt.heard(call, prompt, answered(f"{n}!<|im_end|>"), Message("assistant", f"{n}!"))
+            prompt = await attempt.build_prompt(call, count_rerendered=True)
+            assert attempt.count_occurrence(prompt) == 0
+            await attempt.remember_answer(call, prompt, answered(f"{n}!<|im_end|>"), Message("assistant", f"{n}!"))
         goes_on = [(*calls[n].messages, Message("assistant", f"{n}!"), Message("user", "So?")) for n in range(5)]
-        return [(await attempt.prompt(asked(*messages), compare=False)).how for messages in goes_on]
+        return [(await attempt.build_prompt(asked(*messages), count_rerendered=False)).how for messages in goes_on]
 
     assert asyncio.run(played()) == ["begun"] * 2 + ["branched"] * 3, "the texts came last: only their ids are known"
-    kept = (attempt._served, attempt._texts, attempt._asked, attempt._conversation._served)
+    kept = (attempt._known_prefixes, attempt._texts, attempt._prompt_counts, attempt._conversation._answers)
     assert [len(each) for each in kept] == [3, 3, 3, 3]
 
 
 def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "KEPT_IDS", 100)
     chat = chat_of()
-    conversation, said = chat.conversation(), answered()
+    conversation, said = chat.start_conversation(), answered()
     for n in range(6):
         messages = [Message("user", f"{n} " + "b" * (200 if n == 5 else 10))]
-        conversation.served(messages, [], conversation.render(messages), said.ids, Message("assistant", "Yes."))
-        assert len(conversation._served) == 1 or conversation._served._ids <= 100
-    assert len(conversation._served) == 1, "the newest is kept, however long it is"
+        conversation.remember_answer(
+            messages, [], conversation.render(messages), said.ids, Message("assistant", "Yes.")
+        )
+        assert len(conversation._answers) == 1 or conversation._answers._num_ids <= 100
+    assert len(conversation._answers) == 1, "the newest is kept, however long it is"
 
 
 def test_a_look_up_compares_with_the_answers_to_the_same_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr(remembered, "same", lambda one, other: compared.append(one) or one == other)
-    chat, conversation, said = chat_of(), chat_of().conversation(), answered()
+    monkeypatch.setattr(remembered, "is_same_message", lambda one, other: compared.append(one) or one == other)
+    chat, conversation, said = chat_of(), chat_of().start_conversation(), answered()
     for n in range(200):
         messages = [Message("user", str(n))]
-        conversation.served(messages, [], chat.render(messages), said.ids, Message("assistant", f"{n}!"))
+        conversation.remember_answer(messages, [], chat.render(messages), said.ids, Message("assistant", f"{n}!"))
     compared.clear()
     more = [Message("user", "150"), Message("assistant", "150!"), Message("user", "So?")]
     assert conversation.render(more).tolist()[: len(said.ids)] and len(compared) < 10
 
 
 def test_recent_entries() -> None:
-    recent: Recent[str, int] = Recent(3, 10)
+    recent: BoundedCache[str, int] = BoundedCache(3, 10)
     for name, weight in (("a", 1), ("b", 1), ("a", 9)):
         recent.put(name, weight, weight)
     assert list(recent) == ["b", "a"] and recent.values() == [1, 9]
@@ -189,7 +191,7 @@ def test_the_name_of_an_answer_is_never_given_again(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         first = client.responses.create(model="policy", input="a")
-        world.loop.call_soon_threadsafe(world.endpoint.forget, claim.key)
+        world.loop.call_soon_threadsafe(world.endpoint.forget, claim.attempt_id)
         second = client.responses.create(model="policy", input="b")
         assert first.id != second.id
         with pytest.raises(openai.NotFoundError, match="no answer"):

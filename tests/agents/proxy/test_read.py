@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from etude.agents.proxy.anthropic import Anthropic
-from etude.agents.proxy.asked import Asked, Dialect, Refusal, Terms
-from etude.agents.proxy.chat_completions import ChatCompletions
-from etude.agents.proxy.responses import Responses
+from etude.agents.proxy.anthropic import AnthropicDialect
+from etude.agents.proxy.chat_completions import ChatCompletionsDialect
+from etude.agents.proxy.request import APIDialect, APIError, ModelRequest, ParseContext
+from etude.agents.proxy.responses import ResponsesDialect
 from etude.records import Message, ToolCall
 
 USER = {"role": "user", "content": "Weather?"}
@@ -25,8 +25,8 @@ SAID = Message(
 )
 
 
-def read(dialect: Dialect, body: dict[str, Any], *, strict: bool = False) -> Asked:
-    return dialect.parse(body, Terms(strict, {NAME: SAID}.get))
+def read(dialect: APIDialect, body: dict[str, Any], *, strict: bool = False) -> ModelRequest:
+    return dialect.parse(body, ParseContext(strict, {NAME: SAID}.get))
 
 
 # -- a field's name that has a dot in it ------------------------------------------------------------------------------
@@ -35,15 +35,15 @@ def read(dialect: Dialect, body: dict[str, Any], *, strict: bool = False) -> Ask
 @pytest.mark.parametrize(
     ("dialect", "body", "name"),
     [
-        (ChatCompletions(), CHAT, "stream_options.include_usage"),
-        (Responses(), RESPONSE, "reasoning.effort"),
-        (Responses(), RESPONSE, "text.format"),
-        (Anthropic(), CLAUDE, "tool_choice.disable_parallel_tool_use"),
+        (ChatCompletionsDialect(), CHAT, "stream_options.include_usage"),
+        (ResponsesDialect(), RESPONSE, "reasoning.effort"),
+        (ResponsesDialect(), RESPONSE, "text.format"),
+        (AnthropicDialect(), CLAUDE, "tool_choice.disable_parallel_tool_use"),
     ],
 )
-def test_a_name_with_a_dot_is_no_field_within_another(dialect: Dialect, body: dict[str, Any], name: str) -> None:
+def test_a_name_with_a_dot_is_no_field_within_another(dialect: APIDialect, body: dict[str, Any], name: str) -> None:
     assert read(dialect, {**body, name: False}).ignored == (name,)
-    with pytest.raises(Refusal, match=rf"'{name}' is not supported by this endpoint"):
+    with pytest.raises(APIError, match=rf"'{name}' is not supported by this endpoint"):
         read(dialect, {**body, name: False}, strict=True)
 
 
@@ -55,22 +55,22 @@ def test_an_answer_whose_items_are_named_is_read_once(ended: dict[str, Any]) -> 
     """A streamed answer has an item with text before each call, and one after the last."""
     ids = [f"rs_{NAME}_0", f"msg_{NAME}_1", f"fc_{NAME}_call0", f"rs_{NAME}_3", f"msg_{NAME}_4", f"fc_{NAME}_call1"]
     names = [{"type": "item_reference", "id": id} for id in ids]
-    asked = read(Responses(), {**RESPONSE, "input": [USER, *names, ended]})
+    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *names, ended]})
     assert asked.messages[1] == SAID and len(asked.messages) == 3
 
 
 def test_items_that_are_sent_are_read_in_their_order() -> None:
     texts = [{"type": "message", "role": "assistant", "id": f"msg_{NAME}_{n}", "content": f"{n}."} for n in range(3)]
-    asked = read(Responses(), {**RESPONSE, "input": [USER, *texts, USER]})
+    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *texts, USER]})
     assert asked.messages[1] == Message("assistant", "0.1.2.")
 
 
 def test_thinking_that_cannot_be_read_is_no_message_alone() -> None:
     thought = {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "x"}
-    asked = read(Responses(), {**RESPONSE, "input": [USER, thought, USER]})
+    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, USER]})
     assert [message.role for message in asked.messages] == ["user", "user"]
     silent = {"type": "message", "role": "assistant", "content": ""}
-    assert len(read(Responses(), {**RESPONSE, "input": [USER, thought, silent, USER]}).messages) == 3
+    assert len(read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, silent, USER]}).messages) == 3
 
 
 # -- a choice among some of the tools ---------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def among(mode: str, *names: str) -> dict[str, Any]:
     given = {"tools": tools("a", "b", "c")}
     flat = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
     nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
-    one = read(Responses(), {**RESPONSE, **given, "tool_choice": {"type": "allowed_tools", **flat}})
+    one = read(ResponsesDialect(), {**RESPONSE, **given, "tool_choice": {"type": "allowed_tools", **flat}})
     forms = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in given["tools"]]
     choice = {"type": "allowed_tools", "allowed_tools": nested}
-    other = read(ChatCompletions(), {**CHAT, "tools": forms, "tool_choice": choice})
-    assert (one.choice, one.named, one.ignored) == (other.choice, other.named, other.ignored)
-    return {"choice": one.choice, "named": one.named, "ignored": bool(one.ignored)}
+    other = read(ChatCompletionsDialect(), {**CHAT, "tools": forms, "tool_choice": choice})
+    assert (one.tool_choice, one.tool_name, one.ignored) == (other.tool_choice, other.tool_name, other.ignored)
+    return {"choice": one.tool_choice, "named": one.tool_name, "ignored": bool(one.ignored)}
 
 
 def test_a_call_among_some_of_the_tools() -> None:
@@ -100,7 +100,7 @@ def test_a_call_among_some_of_the_tools() -> None:
     assert among("required", "a", "b", "c") == {"choice": "required", "named": "", "ignored": False}
     assert among("auto", "b") == {"choice": "auto", "named": "", "ignored": True}
     assert among("auto", "a", "b", "c") == {"choice": "auto", "named": "", "ignored": False}
-    with pytest.raises(Refusal, match="tool_choice"):
+    with pytest.raises(APIError, match="tool_choice"):
         among("required", "elsewhere")
 
 
@@ -113,12 +113,15 @@ FOREIGN = {"type": "thinking", "thinking": "x", "signature": "of another"}
 @pytest.mark.parametrize("block", [SEARCH, FOREIGN])
 def test_an_assistants_message_of_which_nothing_is_read_is_left_out(block: dict[str, Any]) -> None:
     said = {"role": "assistant", "content": [block]}
-    assert [m.role for m in read(Anthropic(), {**CLAUDE, "messages": [USER, said, USER]}).messages] == ["user", "user"]
-    last = read(Anthropic(), {**CLAUDE, "messages": [USER, said]})
-    assert len(last.messages) == 1 and last.begun is None
-    with pytest.raises(Refusal, match="has nothing that is answered"):
-        read(Anthropic(), {**CLAUDE, "messages": [said]})
+    assert [m.role for m in read(AnthropicDialect(), {**CLAUDE, "messages": [USER, said, USER]}).messages] == [
+        "user",
+        "user",
+    ]
+    last = read(AnthropicDialect(), {**CLAUDE, "messages": [USER, said]})
+    assert len(last.messages) == 1 and last.prefill is None
+    with pytest.raises(APIError, match="has nothing that is answered"):
+        read(AnthropicDialect(), {**CLAUDE, "messages": [said]})
     beside = {"role": "assistant", "content": [block, {"type": "text", "text": "It is."}]}
-    assert len(read(Anthropic(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
+    assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
     silent = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
-    assert len(read(Anthropic(), {**CLAUDE, "messages": [USER, silent, USER]}).messages) == 3, "it said nothing"
+    assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, silent, USER]}).messages) == 3, "it said nothing"

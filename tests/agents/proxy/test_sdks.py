@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from etude.chat import Chat, Tokenizer
+from etude.chat import ChatRenderer, Tokenizer
 from etude.records import SamplingParams
 from tests.agents.proxy.world import World, serving
 from tests.agents.sdks import anthropic, openai
@@ -22,10 +22,10 @@ ASK = [{"role": "user", "content": "What is it?"}]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     tokenizer = Tokenizer.load(save(tmp_path_factory.mktemp("chat"), byte_level(CHATML), CHATML, ("<|im_end|>",)))
-    model = model_of(vocabulary=tokenizer.size, context=256)
+    model = model_of(vocabulary=tokenizer.vocab_size, context=256)
     with (
         engine_of(model, tokenizer) as engine,
-        serving(engine, Chat(tokenizer), context=256, train=SamplingParams(max_tokens=12)) as world,
+        serving(engine, ChatRenderer(tokenizer), context=256, train=SamplingParams(max_tokens=12)) as world,
     ):
         yield world
 
@@ -49,7 +49,7 @@ def test_chat_whole_streamed_sync_and_async(world: World) -> None:
             )
 
     one, streamed = asyncio.run(asked())
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert [turn.completion.text for turn in turns] == [whole.choices[0].message.content, said, one, streamed]
     assert [turn.index for turn in turns] == [0, 1, 2, 3]
@@ -58,7 +58,7 @@ def test_chat_whole_streamed_sync_and_async(world: World) -> None:
     assert whole.usage is not None and whole.usage.prompt_tokens == len(first.prompt)
     assert whole.usage.completion_tokens == len(first.completion.ids) <= 12
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len(turns[1].completion.ids)
-    assert whole.choices[0].finish_reason == first.completion.finish
+    assert whole.choices[0].finish_reason == first.completion.finish_reason
     assert len({tuple(turn.completion.ids) for turn in turns}) > 1, "each occurrence has a seed of its own"
 
 
@@ -70,7 +70,7 @@ def test_several_answers_are_several_turns(world: World) -> None:
         for chunk in client.chat.completions.create(model="policy", messages=ASK, n=2, stream=True):
             choice = chunk.choices[0]
             told[choice.index] = told.get(choice.index, "") + (choice.delta.content or "")
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     assert len(turns) == 5
     assert [choice.message.content for choice in whole.choices] == [turn.completion.text for turn in turns[:3]]
     assert sorted(told.values()) == sorted(turn.completion.text for turn in turns[3:])
@@ -89,7 +89,7 @@ def test_a_text_goes_on_with_the_ids_it_was_served(world: World) -> None:
             prompt += said.choices[0].text + " and then"
         streamed = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=4, stream=True)
         text = "".join(chunk.choices[0].text for chunk in streamed)
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     for before, after in pairwise(turns[:3]):
         whole = np.concatenate([before.prompt, before.completion.ids])
         assert np.array_equal(after.prompt[: len(whole)], whole)
@@ -108,7 +108,7 @@ def test_responses_whole_streamed_and_continued(world: World) -> None:
         last = events[-1]
         assert last.type in ("response.completed", "response.incomplete")
         final = last.response
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     assert first.output_text == turns[0].completion.text and second.output_text == turns[1].completion.text
     whole = np.concatenate([turns[0].prompt, turns[0].completion.ids])
     assert np.array_equal(turns[1].prompt[: len(whole)], whole)
@@ -133,7 +133,7 @@ def test_anthropic_whole_streamed_sync_and_async(world: World) -> None:
             return "".join(block.text for block in answer.content if block.type == "text")
 
     last = asyncio.run(asked())
-    turns = world.turns(claim.key)
+    turns = world.turns(claim.attempt_id)
     assert len(turns) == 3, "counting tokens is no turn"
     texts = ["".join(each.text for each in message.content if each.type == "text") for message in (whole, final)]
     assert [turn.completion.text for turn in turns] == [*texts, last] and said == texts[1]

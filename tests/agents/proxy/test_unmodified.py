@@ -73,7 +73,7 @@ def played(world: World, play: Callable[[str, str], Awaitable[Any]], runs: int =
             async with places:
                 claim = world.attempt()
                 await play(world.url, claim.model_key)
-                return world.turns(claim.key)
+                return world.turns(claim.attempt_id)
 
         return await asyncio.gather(*(one() for _ in range(runs)))
 
@@ -136,7 +136,7 @@ def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World
     for _ in range(4):
         claim = caller.attempt()
         last = unmodified.plain(caller.url, claim.model_key)
-        turns = caller.turns(claim.key)
+        turns = caller.turns(claim.attempt_id)
         ends = [at for at, message in enumerate(last) if at > 2 and message["role"] == "assistant"] + [len(last)]
         for turn, end in zip(turns[1:], ends, strict=False):
             kept, anew = turn.prompt.tolist(), caller.endpoint.chat.prompt_ids(last[:end], [unmodified.LOOK]).tolist()

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 import uvicorn
 
-from etude.agents.proxy import Endpoint, Upstream
-from etude.agents.proxy.app import app
-from etude.chat import Chat, Tokenizer
+from etude.agents.proxy import ModelEndpoint, Upstream
+from etude.agents.proxy.app import create_app
+from etude.chat import ChatRenderer, Tokenizer
 from etude.chat.tokenizer import Ids
 from etude.records import Completion, SamplingParams, Task, Turn
 from etude.rollout.request import Delta
-from etude.store.desk import Claim, Key, Limits, Use, Wanted
 from etude.store.keys import Keyring
-from etude.store.local_desk import LocalDesk
+from etude.store.local_queue import LocalRolloutQueue
 from etude.store.memory import MemoryJournal
+from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutPurpose, RolloutRequest
 from tests.chat.made import byte_level, ends_of, published, save
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ END = "<|im_end|>"
 
 
 @cache
-def chat_of(name: str = "qwen3", history: str = "served") -> Chat:
+def chat_of(name: str = "qwen3", history: str = "served") -> ChatRenderer:
     """A chat with a published template and a small tokenizer."""
     template, ends = published()[name], ends_of(name)
     with TemporaryDirectory(prefix="etude-chat-") as directory:
         tokenizer = Tokenizer.load(save(Path(directory), byte_level(template, ends), template, ends))
-    return Chat(tokenizer, "template" if history == "template" else "served")
+    return ChatRenderer(tokenizer, "template" if history == "template" else "served")
 
 
 class Scripted:
@@ -55,7 +55,7 @@ class Scripted:
 
     def _said(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         self.asked.append(sampling)
-        text, ends = self._says(self._tokenizer.decode(prompt, special=True)), self._tokenizer.ends
+        text, ends = self._says(self._tokenizer.decode(prompt, keep_special_tokens=True)), self._tokenizer.eos_tokens
         ids: list[int] = []
         finish = "length"
         while text and len(ids) < sampling.max_tokens:
@@ -73,7 +73,7 @@ class Scripted:
             ids=np.array(ids, np.int32),
             logp=np.linspace(-1, -0.5, count, dtype=np.float32),
             version=np.full(count, 7, np.int32),
-            finish=finish,
+            finish_reason=finish,
             text=said,
             top_ids=top,
             top_logp=None if top is None else -1 - top.astype(np.float32),
@@ -92,12 +92,12 @@ class Scripted:
             self.streamed += 1
             last = n == len(whole.ids) - 1
             columns = whole.ids[n : n + 1], whole.logp[n : n + 1], whole.version[n : n + 1]
-            yield Delta(*columns, "", whole.finish if last else None, whole if last else None)
+            yield Delta(*columns, "", whole.finish_reason if last else None, whole if last else None)
 
 
 def _markup(tokenizer: Tokenizer) -> Sequence[str]:
     names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    return [name for name in names if tokenizer.id(name) is not None]
+    return [name for name in names if tokenizer.token_to_id(name) is not None]
 
 
 @dataclass
@@ -105,8 +105,8 @@ class World:
     """The endpoint as a test sees it."""
 
     root: str
-    endpoint: Endpoint
-    desk: LocalDesk
+    endpoint: ModelEndpoint
+    desk: LocalRolloutQueue
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -118,24 +118,26 @@ class World:
         """Do something on the endpoint's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
-    def attempt(self, use: Use = "train") -> Claim:
+    def attempt(self, use: RolloutPurpose = "train") -> Claim:
         """A new attempt that runs."""
 
         async def claimed() -> Claim:
-            (id,) = await self.desk.enqueue([Wanted(Task(self._next(), {}), use=use, limits=Limits(max_attempts=1))])
+            (id,) = await self.desk.enqueue(
+                [RolloutRequest(Task(self._next(), {}), use=use, limits=RolloutLimits(max_attempts=1))]
+            )
             (claim,) = await self.desk.claim("tests", 1, 5)
-            assert claim.key.rollout == id
+            assert claim.attempt_id.rollout == id
             return claim
 
         return self.do(claimed())
 
-    def turns(self, key: Key) -> list[Turn]:
+    def turns(self, key: AttemptId) -> list[Turn]:
         """What is recorded of an attempt."""
         return self.do(self.desk.turns(*key))
 
-    def notes(self, key: Key) -> list[dict[str, Any]]:
+    def notes(self, key: AttemptId) -> list[dict[str, Any]]:
         """What is noted of it."""
-        return self.do(self.desk.events(*key))
+        return self.do(self.desk.notes(*key))
 
     def _next(self) -> int:
         self._count = getattr(self, "_count", -1) + 1
@@ -143,16 +145,16 @@ class World:
 
 
 @contextmanager
-def serving(upstream: Upstream, chat: Chat, *, held: int | None = None, **options: Any) -> Iterator[World]:
+def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, **options: Any) -> Iterator[World]:
     """Serve on loopback while the block runs. held: how many bytes the system keeps of what a client does not read."""
     keyring = Keyring(b"a secret of tests alone")
-    desk = LocalDesk(MemoryJournal(), keyring)
-    endpoint = Endpoint(desk, keyring, chat, upstream, **options)
+    desk = LocalRolloutQueue(MemoryJournal(), keyring)
+    endpoint = ModelEndpoint(desk, keyring, chat, upstream, **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if held is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, held)
-        server = uvicorn.Server(uvicorn.Config(app(endpoint), log_level="warning", timeout_graceful_shutdown=5))
+        server = uvicorn.Server(uvicorn.Config(create_app(endpoint), log_level="warning", timeout_graceful_shutdown=5))
         loop = asyncio.new_event_loop()
         began = threading.Event()
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from etude.config.compose import compose
 from etude.data import Dataset
-from etude.data.prepare import Prepared, preparation, prepared
-from etude.data.prepare.base import Split
+from etude.data.prepare import PreparedFiles, find_preparation, prepare_dataset
+from etude.data.prepare.base import DataSplit
 from etude.records import Task
-from etude.rewards import REWARDS, RewardFunction, score_of
+from etude.rewards import REWARDS, RewardFunction, parse_score
 
 GSM8K = [
     {"question": "Ann has 2 apples and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
@@ -43,23 +43,23 @@ def table(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def run(name: str, directory: Path, *options: str) -> Prepared:
+def run(name: str, directory: Path, *options: str) -> PreparedFiles:
     """Prepare a set into a directory, as the command line asks for it."""
-    return prepared(compose(preparation(name), [f"directory='{directory}'", *options]))
+    return prepare_dataset(compose(find_preparation(name), [f"directory='{directory}'", *options]))
 
 
-def rows(done: Prepared, split: Split = "train") -> list[dict[str, Any]]:
+def rows(done: PreparedFiles, split: DataSplit = "train") -> list[dict[str, Any]]:
     """The rows of a file that was written."""
     return list(pq.read_table(done.files[split]).to_pylist())
 
 
-def tasks(done: Prepared, split: Split = "train") -> list[Task]:
+def tasks(done: PreparedFiles, split: DataSplit = "train") -> list[Task]:
     """The tasks of a file that was written, as a run reads them."""
     dataset = Dataset.load(done.files[split])
     return [dataset.task(row, row) for row in range(len(dataset))]
 
 
-def judge(done: Prepared) -> RewardFunction:
+def judge(done: PreparedFiles) -> RewardFunction:
     """The reward that the command names which is to be typed next."""
     return REWARDS[done.command.rpartition("reward=")[2]]()
 
@@ -67,4 +67,4 @@ def judge(done: Prepared) -> RewardFunction:
 def earned(reward: RewardFunction, task: Task, answer: str) -> float:
     """What an answer earns."""
     reward.check(task)
-    return score_of(reward(task, answer))[0]
+    return parse_score(reward(task, answer))[0]

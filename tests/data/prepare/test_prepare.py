@@ -16,13 +16,13 @@ from datasets import DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.cli import parser
+from etude.cli import build_parser
 from etude.config.compose import compose
 from etude.data.prepare import PREPARATIONS
-from etude.data.prepare.base import drawn
-from etude.data.prepare.raw import raw_files
+from etude.data.prepare.base import sample_keys
+from etude.data.prepare.raw import find_raw_files
 from etude.errors import ConfigError, DataError
-from etude.recipes.run import Run
+from etude.recipes.run.config import Run
 from tests.data.prepare.made import GSM8K, lines, rows, run, table, tasks
 
 MANY = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
@@ -156,7 +156,7 @@ def test_what_is_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
     lines(tmp_path / "raw" / "train.jsonl", train)
     lines(tmp_path / "raw" / "test.jsonl", [GSM8K[2]])
     done = run("gsm8k", tmp_path / "out", f"raw='{tmp_path / 'raw'}'")
-    assert done.left_out.found == {
+    assert done.skipped.reasons == {
         "its question is among the test rows too": (1, f"{tmp_path}/raw/train.jsonl, row 2"),
         "the answer does not end in #### and a number": (2, f"{tmp_path}/raw/train.jsonl, row 3"),
         "the same stands there before": (2, f"{tmp_path}/raw/train.jsonl, row 4"),
@@ -214,11 +214,11 @@ def test_splits_are_told_by_names(tmp_path: Path) -> None:
     for name in [*names, "dataset_infos.json", "README.md", ".hidden/train.jsonl", "a/.train.jsonl"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = [(str(path.relative_to(tmp_path)), split) for split, path in raw_files([tmp_path])]
+    found = [(str(path.relative_to(tmp_path)), split) for split, path in find_raw_files([tmp_path])]
     assert dict(found) == names
     order = [name for name, _ in found]
     assert order.index("test/algebra/2.json") < order.index("test/algebra/10.json")
-    assert [split for split, _ in raw_files([tmp_path / "test"])] == ["test", "test"]
+    assert [split for split, _ in find_raw_files([tmp_path / "test"])] == ["test", "test"]
 
 
 def test_directories_of_datasets_are_read(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_next_command_is_one(tmp_path: Path) -> None:
     for directory in (tmp_path / "plain", tmp_path / "it's, [a] place"):
         quoted = str(directory).replace("'", "\\'")
         done = run("gsm8k", tmp_path, f"raw='{raw}'", "held_out=0.5", f"directory='{quoted}'")
-        asked = parser().parse_args(shlex.split(done.command)[1:])
+        asked = build_parser().parse_args(shlex.split(done.command)[1:])
         composed = compose(Run, asked.overrides[1:])
         assert composed.data.train == (str(directory / "train.parquet"),)
         assert composed.data.val == (str(directory / "val.parquet"),)
@@ -248,7 +248,7 @@ def test_every_preparation_is_named_as_it_is_asked_for() -> None:
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=20), st.integers(0, 25), st.text(max_size=3))
 def test_what_is_drawn_depends_on_nothing_else(keys: list[str], count: int, purpose: str) -> None:
-    found = drawn(keys, count, purpose)
+    found = sample_keys(keys, count, purpose)
     assert len(found) == min(count, len(keys)) and found <= set(keys)
-    assert found == drawn(keys[::-1], count, purpose)
-    assert found - {"another"} <= drawn([*keys, "another"], count + 1, purpose)
+    assert found == sample_keys(keys[::-1], count, purpose)
+    assert found - {"another"} <= sample_keys([*keys, "another"], count + 1, purpose)

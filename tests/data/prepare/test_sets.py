@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data.prepare.maths import last_boxed
+from etude.data.prepare.maths import extract_last_boxed
 from etude.errors import ConfigError, DataError
 from etude.rewards import Countdown, Gsm8k, Math
-from etude.rewards.countdown import evaluated
-from etude.rewards.maths import boxed
+from etude.rewards.countdown import evaluate_expression
+from etude.rewards.maths import extract_boxed
 from tests.data.prepare.made import GSM8K, MATH, earned, judge, lines, rows, run, table, tasks
 
 # -- mathematics ------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_levels_may_be_chosen(tmp_path: Path) -> None:
     raw = f"raw='{lines(tmp_path / 'train.jsonl', MATH)}'"
     done = run("math", tmp_path / "out", raw, "levels=[4,5]")
     assert [row["extra_info"]["level"] for row in rows(done)] == [5]
-    assert done.left_out.found == {"its level is none of 4, 5": (2, f"{tmp_path}/train.jsonl, row 0")}
+    assert done.skipped.reasons == {"its level is none of 4, 5": (2, f"{tmp_path}/train.jsonl, row 0")}
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_levels_may_be_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_box_is_found(text: str, found: str) -> None:
-    assert last_boxed(text) == found
+    assert extract_last_boxed(text) == found
 
 
 @given(st.text("a{}\\ ", max_size=12), st.text("a{}\\ ", max_size=12))
 def test_a_box_holds_what_the_reward_reads_in_it(before: str, inside: str) -> None:
-    read = boxed(f"{before}\\boxed{{{inside}}}")
+    read = extract_boxed(f"{before}\\boxed{{{inside}}}")
     if read:
-        assert last_boxed(f"{before}\\boxed{{{inside}}}") == read.strip()
+        assert extract_last_boxed(f"{before}\\boxed{{{inside}}}") == read.strip()
 
 
 # -- problems that are made up ----------------------------------------------------------------------------------------
@@ -130,7 +130,12 @@ def key(row: dict[str, Any]) -> tuple[int, ...]:
 def test_countdown_can_be_solved(
     numbers: list[int], largest: int, highest: int, operations: list[str], seed: int
 ) -> None:
-    asked = [f"numbers={numbers}", f"largest={largest}", f"highest={highest}", f"operations=[{','.join(operations)}]"]
+    asked = [
+        f"numbers={numbers}",
+        f"max_number={largest}",
+        f"max_target={highest}",
+        f"operations=[{','.join(operations)}]",
+    ]
     with TemporaryDirectory() as directory:
         try:
             done = run("countdown", Path(directory), *asked, f"seed={seed}", "train=6", "test=2")
@@ -175,7 +180,7 @@ def test_arithmetic_is_right(operations: list[str], digits: int, terms: int) -> 
         reward = judge(done)
         for task, row in zip(tasks(done), rows(done), strict=True):
             expression = row["prompt"][0]["content"].split("? ")[0].removeprefix("What is ")
-            value = evaluated(expression)
+            value = evaluate_expression(expression)
             assert value is not None and str(value[0]) == task.fields["ground_truth"]
             assert Counter(value[1].values()).total() and max(map(len, map(str, value[1]))) <= digits
             assert earned(reward, task, f"…\n#### {value[0]}") == 1
@@ -331,7 +336,7 @@ def test_a_pair_that_teaches_nothing_is_left_out(raw: dict[str, Any], why: str, 
     lines(tmp_path / "a.jsonl", [{"prompt": "x", "chosen": "y", "rejected": "z"}])
     lines(tmp_path / "b.jsonl", [raw])
     done = run("preferences", tmp_path / "out", f"raw='{tmp_path}'")
-    assert done.counts == {"train": 1} and done.left_out.found == {why: (1, f"{tmp_path}/b.jsonl, row 0")}
+    assert done.counts == {"train": 1} and done.skipped.reasons == {why: (1, f"{tmp_path}/b.jsonl, row 0")}
 
 
 @pytest.mark.parametrize(

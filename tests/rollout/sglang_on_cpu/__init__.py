@@ -9,17 +9,17 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from etude.rollout.environments import Environment, Pinned
+from etude.rollout.python_environments import PackagePins, PythonEnvironment
 
 __all__ = ["PINNED", "python"]
 
 HERE = Path(__file__).parent
 ALONE = ("sglang", "torchvision", "apache-tvm-ffi", "compressed-tensors", "gguf", "dill", "xgrammar", "soundfile")
 PINS = tuple(line for line in (HERE / "pins.txt").read_text().splitlines() if line and not line.startswith("#"))
-PINNED = Pinned("sglang-cpu", PINS, ALONE)
+PINNED = PackagePins("sglang-cpu", PINS, ALONE)
 
 
-def python(made: Environment, directory: Path) -> Path:
+def python(made: PythonEnvironment, directory: Path) -> Path:
     """A Python of the environment that finds the stand-ins, written into a directory."""
     file = directory / "python"
     file.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(HERE))} exec {shlex.quote(str(made.python))} "$@"\n')

@@ -1,0 +1,127 @@
+"""What another's server says, read along while it is passed on: its text, its calls, how it ended, what it cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ExternalAnswer"]
+
+MOST = 200_000
+"""Characters that are kept."""
+ENDS = ("response.completed", "response.incomplete", "response.failed")
+
+
+class ExternalAnswer:
+    """One answer of a chat, of completions or of responses, in one piece or as events. What it does not understand it
+    leaves alone: nobody's answer depends on it."""
+
+    def __init__(self) -> None:
+        self.finish_reason = ""
+        self.usage: dict[str, Any] = {}
+        self._texts: list[str] = []
+        self._length = 0
+        self._calling = False
+
+    @property
+    def text(self) -> str:
+        """Its text, with its calls as `name(arguments)`."""
+        return "".join(self._texts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as far as that was told."""
+        return self._number("prompt_tokens", "input_tokens")
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the answer."""
+        return self._number("completion_tokens", "output_tokens")
+
+    def read_response(self, data: bytes) -> None:
+        """An answer in one piece."""
+        body = _json(data)
+        self._usage(body)
+        self._response(body)
+        for choice in _many(body, "choices"):
+            self._choice(choice, "message")
+
+    def read_event(self, data: str) -> bool:
+        """An event of one; whether it ends the answer."""
+        if data == "[DONE]":
+            return True
+        body = _json(data)
+        self._usage(body)
+        for choice in _many(body, "choices"):
+            self._choice(choice, "delta")
+        kind = body.get("type")
+        if kind == "response.output_text.delta":
+            self._add(body.get("delta"))
+        if kind not in ENDS:
+            return False
+        response = _object(body, "response")
+        self._usage(response)
+        calls = {"output": [each for each in _many(response, "output") if each.get("type") == "function_call"]}
+        self._response({**response, **calls})
+        return True
+
+    def _choice(self, choice: Mapping[str, Any], part: str) -> None:
+        message = _object(choice, part)
+        self._add(message.get("content", choice.get("text")))
+        for call in _many(message, "tool_calls"):
+            self._call(_object(call, "function"))
+        if choice.get("finish_reason"):
+            self.finish_reason = str(choice["finish_reason"])
+            self._close()
+
+    def _call(self, function: Mapping[str, Any]) -> None:
+        """A call, or a part of one: each begins with its name."""
+        if function.get("name"):
+            self._close()
+            self._add(f"{function['name']}(")
+            self._calling = True
+        self._add(function.get("arguments"))
+
+    def _close(self) -> None:
+        if self._calling:
+            self._add(")")
+            self._calling = False
+
+    def _response(self, body: Mapping[str, Any]) -> None:
+        for item in _many(body, "output"):
+            if item.get("type") == "function_call":
+                self._call(item)
+                self._close()
+            for each in _many(item, "content"):
+                self._add(each.get("text"))
+        self.finish_reason = str(body.get("status") or self.finish_reason)
+
+    def _usage(self, body: Mapping[str, Any]) -> None:
+        self.usage = {name: value for name, value in _object(body, "usage").items() if type(value) is int} or self.usage
+
+    def _add(self, text: Any) -> None:
+        if isinstance(text, str) and self._length < MOST:
+            self._texts.append(text[: MOST - self._length])
+            self._length += len(text)
+
+    def _number(self, *names: str) -> int:
+        return max(0, *(int(self.usage.get(name, 0)) for name in names))
+
+
+def _json(data: bytes | str) -> Mapping[str, Any]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _many(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    value = body.get(name)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

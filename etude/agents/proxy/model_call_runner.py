@@ -1,0 +1,269 @@
+"""How a call is answered: it gets its place, the upstream samples, the turn is written, and the answer is given.
+
+Nothing of an answer's end is given before its turn is acknowledged. What ends otherwise leaves something too: a stream
+that its client dropped, or that took too long, is an aborted turn with what was sampled; an engine that failed is a
+note.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from etude.agents.proxy.metrics import EndpointMetrics
+from etude.agents.proxy.request import AnswerWriter, APIError, JSONObject, ModelAnswer
+from etude.agents.proxy.sampling_rules import SeedFunction
+from etude.agents.proxy.slot_queue import SlotQueue
+from etude.agents.proxy.turn_recorder import ModelCall, TurnRecorder
+from etude.agents.proxy.upstream import CompletionChunk, Upstream
+from etude.chat import ChatRenderer, ContentDelta, MessageDelta, ReasoningDelta, TokenStreamParser, ToolCallDelta
+from etude.chat.streaming import TextStreamParser
+from etude.errors import ConfigError, DataError, EngineError
+from etude.observe import get_logger
+from etude.records import Completion, Message, SamplingParams
+
+__all__ = ["ModelCallRunner", "Write"]
+
+T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class ModelCallRunner:
+    """Answers calls. Any number may be under way; each may be cancelled at any await."""
+
+    def __init__(
+        self,
+        chat: ChatRenderer,
+        upstream: Upstream,
+        slots: SlotQueue,
+        metrics: EndpointMetrics,
+        recorder: TurnRecorder,
+        seeds: SeedFunction,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._chat, self._upstream, self._slots, self._metrics = chat, upstream, slots, metrics
+        self._recorder, self._seeds, self._timeout = recorder, seeds, timeout_s
+
+    async def answer(self, call: ModelCall) -> JSONObject:
+        """The answers to a call in one piece."""
+        async with self._under_way(call):
+            began = time.perf_counter()
+            async with self._slots.acquire(call.request.n) as places:
+                said = await _gather_limited([self._answer_one(call, params) for params in self._params(call)], places)
+            sampled = max(each.sampled for each in said) - began
+        self._finished(call, said)
+        body = call.dialect.format_response(call.reply_header(self._chat.tokenizer), said)
+        self._metrics.record_call(time.perf_counter() - call.began, sampled)
+        return body
+
+    async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
+        """Write the answers as they come. `start` is called before the first byte, once the call has its place: what
+        goes wrong before is raised, what goes wrong later is written in the dialect's words."""
+        writer = call.dialect.writer(call.reply_header(self._chat.tokenizer))
+        started = False
+        try:
+            async with self._under_way(call):
+                async with self._slots.acquire(call.request.n) as places:
+                    await start()
+                    started = True
+                    await write(writer.begin())
+                    params = self._params(call)
+                    works = [self._stream_one(call, writer, n, each, write) for n, each in enumerate(params)]
+                    said = await _gather_limited(works, places)
+                self._finished(call, said)
+                self._metrics.record_call(time.perf_counter() - call.began)
+                await write(writer.close(said))
+        except APIError as refusal:
+            if not started:
+                raise
+            await write(writer.fail(refusal))
+
+    @asynccontextmanager
+    async def _under_way(self, call: ModelCall) -> AsyncIterator[None]:
+        """A call within its time, and within that of its attempt."""
+        task = asyncio.current_task()
+        assert task is not None, "calls are answered on an event loop"
+        self._metrics.counts["calls"] += 1
+        call.session.under_way.add(task)
+        try:
+            async with asyncio.timeout(self._timeout):
+                yield
+        except TimeoutError as error:
+            self._metrics.counts["timed_out"] += 1
+            told = f"The call took longer than {self._timeout:g} seconds, waiting for its turn included."
+            raise APIError(told, "timeout") from error
+        finally:
+            call.session.under_way.discard(task)
+
+    def _params(self, call: ModelCall) -> list[SamplingParams]:
+        """The parameters of each answer. Where the agent's seed holds, its further answers count on from it."""
+        sitting, prompt, own = call.session, call.prompt, call.sampling.seed
+        if own is not None:
+            seeds = [(own + n) % 2**63 for n in range(call.request.n)]
+        else:
+            asked = range(call.request.n)
+            of = sitting.attempt_id.rollout, sitting.draw, prompt.hash
+            seeds = [self._seeds(*of, sitting.count_occurrence(prompt)) for _ in asked]
+        return [replace(call.sampling, seed=seed) for seed in seeds]
+
+    async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
+        """One answer, recorded as soon as it is whole, whatever becomes of the call's others."""
+        completion = await self._generate(call, params)
+        sampled = time.perf_counter()
+        said = await self._record(call, completion, self._reader(call)[0].parse_all(completion.ids))
+        return replace(said, sampled=sampled)
+
+    async def _generate(self, call: ModelCall, params: SamplingParams) -> Completion:
+        try:
+            return await self._upstream.generate(call.input_ids, params)
+        except Exception as error:
+            raise await self._to_api_error(call, error) from error
+        except BaseException:  # the client has gone, or time is up
+            self._recorder.record_aborted(call, (), self._chat)
+            raise
+
+    async def _stream_one(
+        self, call: ModelCall, writer: AnswerWriter, index: int, params: SamplingParams, write: Write
+    ) -> ModelAnswer:
+        """One answer, written as it comes up to its end, then recorded, then ended."""
+        (reader, told), rest_of = self._reader(call), _PrefillStripper(self._parse_prefill(call))
+        rest_of.strip_deltas(told)
+        gained: list[CompletionChunk] = []
+        completion = None
+        try:
+            async with aclosing(self._upstream.stream(call.input_ids, params)) as stream:
+                async for each in stream:
+                    gained.append(each)
+                    completion = each.completion
+                    if completion is None:
+                        await _write_deltas(write, writer, index, rest_of.strip_deltas(reader.push(each.ids)))
+        except Exception as error:
+            self._recorder.record_aborted(call, gained, self._chat)
+            raise await self._to_api_error(call, error) from error
+        except BaseException:  # the client has gone, or time is up
+            self._recorder.record_aborted(call, gained, self._chat)
+            raise
+        assert completion is not None, "a stream ends with the whole"
+        rest = [*reader.push(gained[-1].ids), *reader.finish()]
+        said = await self._record(call, completion, reader.message)
+        await _write_deltas(write, writer, index, rest_of.strip_deltas(rest))
+        await write(writer.end(index, said))
+        return said
+
+    def _reader(self, call: ModelCall) -> tuple[TokenStreamParser, list[MessageDelta]]:
+        """Tells what the model says, and has told how that begins."""
+        if call.request.prompt is not None:
+            special = self._chat.tokenizer.special_ids
+            return TokenStreamParser(
+                TextStreamParser(None), self._chat.tokenizer, lambda id: id not in special, call.sampling
+            ), []
+        reader = self._chat.stream_parser(
+            call.prompt.ids, call.request.tools, call.sampling, parse_calls=call.allows_tools
+        )
+        return reader, reader.push_prefix(call.prompt.prefill_ids)
+
+    def _parse_prefill(self, call: ModelCall) -> Message:
+        """The beginning of the answer that the agent gave, as it is read."""
+        if call.request.prefill is None:
+            return Message("assistant", "")
+        reader, _ = self._reader(call)
+        reader.finish()
+        return reader.message
+
+    async def _record(self, call: ModelCall, completion: Completion, message: Message) -> ModelAnswer:
+        """Write the turn of an answer down. An answer is given only once that is acknowledged."""
+        turn = await self._recorder.record_turn(call, completion)
+        if completion.finish_reason == "abort":
+            raise APIError("The engine gave this answer up. Try again.", "failed")
+        stop = self._stop(completion, call.sampling)
+        await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
+        return ModelAnswer(
+            _PrefillStripper(self._parse_prefill(call)).strip(message), completion, len(call.input_ids), stop, turn
+        )
+
+    def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
+        """The stop string that an answer ended with: the first of those that end within its last token."""
+        if not sampling.stop or completion.finish_reason != "stop":
+            return None
+        decode = self._chat.tokenizer.decode
+        text, before = decode(completion.ids), len(decode(completion.ids[:-1]).rstrip("\ufffd"))
+        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        return min(found)[1] if found else None
+
+    async def _to_api_error(self, call: ModelCall, error: Exception) -> APIError:
+        """What the upstream says, as a refusal."""
+        if isinstance(error, APIError):
+            return error
+        if isinstance(error, DataError | ConfigError):
+            return APIError(str(error))
+        self._metrics.counts["upstream_failed"] += 1
+        if not isinstance(error, EngineError):
+            get_logger("agents").error(f"Sampling failed: {error!r}")
+        told = str(error) or repr(error)
+        await self._recorder.note(call, "upstream_failed", {"error": told})
+        return APIError(f"The model cannot answer now: {told}", "failed")
+
+    def _finished(self, call: ModelCall, answers: Sequence[ModelAnswer]) -> None:
+        if call.request.store:
+            call.session.store_conversation(
+                call.id, (*call.request.messages[call.request.instruction_count :], answers[0].message)
+            )
+        self._metrics.counts["answered"] += 1
+
+
+class _PrefillStripper:
+    """The part of an answer that is new to an agent that gave its beginning."""
+
+    def __init__(self, begun: Message) -> None:
+        known = {ContentDelta: str(begun.content), ReasoningDelta: begun.reasoning}
+        self._known = {kind: text.rstrip("\ufffd") for kind, text in known.items()}  # it may end within a character
+
+    def strip(self, message: Message) -> Message:
+        """The rest of a whole answer."""
+        content = str(message.content).removeprefix(self._known[ContentDelta])
+        return replace(message, content=content, reasoning=message.reasoning.removeprefix(self._known[ReasoningDelta]))
+
+    def strip_deltas(self, pieces: Sequence[MessageDelta]) -> list[MessageDelta]:
+        """The rest of an answer that comes piece by piece."""
+        return [new for piece in pieces if isinstance(new := self._strip_delta(piece), ToolCallDelta) or new.text]
+
+    def _strip_delta(self, piece: MessageDelta) -> MessageDelta:
+        if isinstance(piece, ToolCallDelta):
+            return piece
+        known = self._known[type(piece)]
+        self._known[type(piece)] = known[len(piece.text) :] if known.startswith(piece.text) else ""
+        return replace(piece, text="" if known.startswith(piece.text) else piece.text.removeprefix(known))
+
+
+async def _write_deltas(write: Write, writer: AnswerWriter, index: int, pieces: Sequence[MessageDelta]) -> None:
+    if pieces:
+        await write(b"".join(writer.delta(index, piece) for piece in pieces))
+
+
+async def _gather_limited(works: Sequence[Coroutine[Any, Any, T]], places: int) -> list[T]:
+    """What some coroutines return, of which so many are under way at once. Where one fails, the others are cancelled,
+    and have ended."""
+    if len(works) == 1:
+        return [await works[0]]
+    room = asyncio.Semaphore(places)
+
+    async def placed(work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with room:
+                return await work
+        finally:
+            work.close()  # one that never had its turn
+
+    tasks = [asyncio.ensure_future(placed(work)) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,236 @@
+"""The fields of a request, and the rules by which each is followed, ignored or refused.
+
+Each dialect has one table of rules. The run decides how answers are sampled, so a field about that is accepted and has
+no effect: the response names it in the header `x-etude-ignored`. A strict endpoint refuses it. A field that no table
+knows is treated the same. What carries the conversation has to be understood: it is obeyed or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias
+
+from etude.agents.proxy.request import APIError
+
+__all__ = [
+    "FieldRule",
+    "FieldRules",
+    "IgnoredFields",
+    "RequestFields",
+    "Treatment",
+    "field_rules",
+    "ignored",
+    "nonzero_penalties",
+    "parse_sampling",
+    "refused",
+]
+
+Treatment: TypeAlias = Literal["obeyed", "sampling", "accepted", "ignored", "refused"]
+"""obeyed: the answer follows it. sampling: the run's own value holds, unless the endpoint's `parameters` are `default`.
+accepted: no answer depends on it. ignored: the answer does not follow it; a strict endpoint refuses it. refused: the
+conversation would lose its meaning without it."""
+SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""The names that a header can show."""
+MOST_NAMES = 32
+"""The most names of one request that are noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """The treatment of one field."""
+
+    treatment: Treatment
+    why: str = ""
+    """The end of the sentence that refuses it, after the field's name."""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing."""
+
+
+FieldRules: TypeAlias = Mapping[str, FieldRule]
+OBEYED, SAMPLING, ACCEPTED = FieldRule("obeyed"), FieldRule("sampling"), FieldRule("accepted")
+UNKNOWN = FieldRule("ignored", "is not supported by this endpoint; leave it out.")
+
+
+def field_rules(*, obeyed: str, sampling: str, accepted: str, others: FieldRules) -> FieldRules:
+    """A table from three lists of names and the rules that say more."""
+    lists = (obeyed, OBEYED), (sampling, SAMPLING), (accepted, ACCEPTED)
+    return {name: rule for names, rule in lists for name in names.split()} | dict(others)
+
+
+def ignored(why: str, *neutral: Any) -> FieldRule:
+    """A field that answers do not follow."""
+    return FieldRule("ignored", why, neutral)
+
+
+def refused(why: str, *neutral: Any) -> FieldRule:
+    """A field without which the conversation would lose its meaning."""
+    return FieldRule("refused", why, neutral)
+
+
+class IgnoredFields:
+    """The fields of one request that the answer does not follow."""
+
+    def __init__(self, table: FieldRules | None = None, *, strict: bool = False) -> None:
+        self.table = table or {}
+        self.strict = strict
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, once each."""
+        return tuple(self._names)
+
+    def add(self, name: str) -> None:
+        """Name a field or a part."""
+        if len(self._names) < MOST_NAMES:
+            self._names[name if SHOWN.fullmatch(name) else "another"] = None
+
+    def drop(self, name: str, refusal: APIError) -> None:
+        """Name a part that is left out. A strict endpoint refuses the request instead."""
+        if self.strict:
+            raise refusal
+        self.add(name)
+
+
+class RequestFields:
+    """The fields of a request, taken one by one; the rules are for the rest. A null is as good as nothing."""
+
+    def __init__(self, body: Any, where: str = "", notes: IgnoredFields | None = None) -> None:
+        if not isinstance(body, Mapping):
+            raise APIError(f"{where or 'The body'} must be a JSON object; it is a {_kind(body)}.", param=where or None)
+        self._body = {name: value for name, value in body.items() if value is not None}
+        self._where = f"{where}." if where else ""
+        self._notes = notes or IgnoredFields()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._body
+
+    def error(self, name: str, why: str, code: str | None = None) -> APIError:
+        """The refusal that names this field."""
+        return APIError(f"'{self._where}{name}' {why}", param=f"{self._where}{name}", code=code)
+
+    def value(self, name: str) -> Any:
+        """Its value, whatever it is; None if it is not there."""
+        return self._body.pop(name, None)
+
+    def string(self, name: str, default: str | None = None) -> str:
+        """A text. Without a default it has to be there."""
+        return str(self._typed(name, str, "a text", default))
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        return bool(self._typed(name, bool, "true or false", default))
+
+    def array(self, name: str, *, required: bool = False) -> list[Any]:
+        """A list; empty if it need not be there and is not."""
+        return list(self._typed(name, list, "a list", None if required else []))
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """A whole number within bounds; None if it is not there."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(name, f"must be a whole number from {low} to {high}; it is {_brief(value)}.")
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A number within bounds; None if it is not there."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.error(name, f"must be a number from {low:g} to {high:g}; it is {_brief(value)}.")
+        return float(value)
+
+    def strings(self, name: str, most: int) -> tuple[str, ...]:
+        """One text or a list of them."""
+        value = self.value(name)
+        found = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(found, list) or len(found) > most or not all(isinstance(each, str) for each in found):
+            raise self.error(name, f"must be a text or a list of at most {most} texts; it is {_brief(value)}.")
+        return tuple(each for each in found if each)
+
+    def section(self, name: str) -> Self:
+        """The fields of an object in a field; of an empty one where it is not there."""
+        return type(self)(self.value(name) or {}, f"{self._where}{name}", self._notes)
+
+    def require(self, name: str, *values: Any, why: str) -> None:
+        """Take a field that may have these values alone."""
+        value = self.value(name)
+        if value is not None and value not in values:
+            raise self.error(name, why)
+
+    def apply_rules(self) -> None:
+        """Apply the rules to the fields that are left."""
+        for name, value in self._body.items():
+            path = f"{self._where}{name}"
+            rule = self._notes.table.get(path, UNKNOWN) if "." not in name else UNKNOWN  # the table's dots are objects
+            assert rule.treatment not in ("obeyed", "sampling"), f"the dialect does not read {path}"
+            if value in rule.neutral:
+                continue
+            if rule.treatment == "refused" or (rule.treatment == "ignored" and self._notes.strict):
+                raise self.error(name, rule.why, "unsupported_parameter")
+            self._notes.add(path)
+
+    def _typed(self, name: str, kind: type, word: str, default: Any) -> Any:
+        value = self.value(name)
+        if value is None:
+            if default is None:
+                raise self.error(name, "is missing.", "missing_required_parameter")
+            return default
+        if not isinstance(value, kind):
+            raise self.error(name, f"must be {word}; it is {_brief(value)}.")
+        return value
+
+
+def nonzero_penalties(fields: RequestFields, *names: str) -> tuple[str, ...]:
+    """Those of these penalties that are set to something."""
+    return tuple(name for name in names if fields.number(name, -2, 2))
+
+
+def parse_sampling(fields: RequestFields) -> dict[str, Any]:
+    """The parameters that all of OpenAI's dialects have, and those that servers of open models have beside them."""
+    numbers: dict[str, Callable[[str], Any]] = {
+        "temperature": lambda name: fields.number(name, 0, 2),
+        "top_p": lambda name: fields.number(name, 1e-9, 1),
+        "min_p": lambda name: fields.number(name, 0, 1),
+        "repetition_penalty": lambda name: fields.number(name, 1e-3, 1e3),
+        "min_tokens": lambda name: fields.integer(name, 0, 2**31 - 1),
+        "seed": lambda name: fields.integer(name, -(2**63), 2**63 - 1),
+    }
+    found = {name: value for name, take in numbers.items() if (value := take(name)) is not None}
+    top_k = fields.integer("top_k", -1, 2**31 - 1)
+    if top_k is not None:
+        found["top_k"] = max(top_k, 0)
+    stop_ids = fields.array("stop_token_ids")
+    if any(isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < 2**31 for id in stop_ids):
+        raise fields.error("stop_token_ids", "must be a list of token ids.")
+    bias = _bias(fields)
+    return found | ({"stop_ids": tuple(stop_ids)} if stop_ids else {}) | ({"logit_bias": bias} if bias else {})
+
+
+def _bias(fields: RequestFields) -> dict[int, float]:
+    given = fields.value("logit_bias") or {}
+    try:
+        bias = {int(id): float(amount) for id, amount in given.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        bias = {-1: 0.0}
+    if not all(0 <= id < 2**31 and math.isfinite(amount) for id, amount in bias.items()):
+        raise fields.error("logit_bias", "must be an object of numbers by token id.")
+    return bias
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
+    return kinds.get(type(value), "null")

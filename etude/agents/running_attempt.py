@@ -1,0 +1,244 @@
+"""One attempt while it is played: the agent is called, kept within its time, and what came of it is put into words.
+
+consumes       a claim
+produces       how it ended
+waits for      the agent, and then for the desk to hear what was said on the way
+unblocked by   the agent's end; its time limit, or `stop`, which cancel it; and `cancel_s` after that, when it is left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from etude.agents.agent import Agent, RolloutInfo, get_llm
+from etude.agents.attempt_context import AttemptContext
+from etude.agents.error_classification import classify_error, excuse_if_unreachable
+from etude.agents.rewards import parse_reward
+from etude.agents.worker_threads import WorkerThreads
+from etude.errors import AgentError, IllegalTransitionError
+from etude.records import Outcome
+from etude.store.rollout_queue import AttemptReport, Claim, RolloutQueue
+
+__all__ = ["RunningAttempt"]
+
+FLUSH_TIMEOUT = 30.0
+"""Seconds that the desk may take, in the end, to hear what was said on the way."""
+READY_AFTER = 0.2
+"""Seconds after which an attempt says that it runs; one that is over sooner need not."""
+LONGEST = 8000
+"""Characters of an error that are kept: its end, where the cause stands, and a part of its beginning."""
+_OURS = str(Path(__file__).parent)
+
+
+class RunningAttempt:
+    """An attempt that this process plays."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        claim: Claim,
+        queue: RolloutQueue,
+        threads: WorkerThreads,
+        *,
+        cancel_s: float,
+        store_url: str = "",
+    ) -> None:
+        self.claim = claim
+        self.is_abandoned = False
+        """Whether its coroutine goes on although it was cancelled."""
+        self._agent, self._threads, self._cancel_s, self._store_url = agent, threads, cancel_s, store_url
+        self._loop = asyncio.get_running_loop()
+        self._context = AttemptContext(queue, claim.attempt_id)
+        self._report: asyncio.Future[AttemptReport] = self._loop.create_future()
+        self._stop_report: AttemptReport | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._work: asyncio.Task[AttemptReport] | None = None
+
+    async def run(self) -> AttemptReport:
+        """Have the agent play it, to whatever end."""
+        if self._stop_report is not None:
+            return self._stop_report
+        limits = [each for each in (self.claim.limits.timeout_s, self._agent.timeout_s) if each is not None]
+        limit = min(limits) if limits else None
+        if limit is None or limit > READY_AFTER:
+            self._after(READY_AFTER, self._report_running, limit)
+        else:
+            self._after(limit, self._time_out, limit)
+        self._work = self._loop.create_task(self._call_agent())
+        self._work.add_done_callback(self._on_done)
+        try:
+            ended = await self._report
+        except asyncio.CancelledError:
+            self._work.cancel()
+            raise
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+        heard = self._check_emitted(ended, await self._context.close(FLUSH_TIMEOUT))
+        return replace(heard, error=self._without_keys(heard.error))
+
+    def stop(self, report: AttemptReport) -> None:
+        """Have it end so, unless it has ended by itself."""
+        if self._stop_report is None and not self._report.done():
+            self._stop_report = report
+            if self._work is not None:  # else it was claimed, and has not begun
+                self._work.cancel()
+                self._after(self._cancel_s, self._abandon)
+
+    def on_late_end(self, ended: Callable[[], None]) -> None:
+        """Have it told when a coroutine that was left to itself has ended after all."""
+        if self._work is not None:
+            self._work.add_done_callback(lambda _: ended())
+
+    # -- the agent's call ----------------------------------------------------------------------------------------------
+
+    async def _call_agent(self) -> AttemptReport:
+        """Call the agent. Whatever it does, this ends with a word on it: nothing else may reach the loop."""
+        wants = self._agent.call_signature()
+        try:
+            given = {name: self._argument(name) for name in wants.parameters}
+            if wants.is_async:
+                with self._context.activate():
+                    result = await self._agent.run(**given)
+            else:
+                result = await self._threads.call(lambda: self._call_in_context(given))
+                if inspect.isawaitable(result):
+                    with self._context.activate():
+                        result = await result
+            ended = self._stop_report or self._make_report(result)
+            return await excuse_if_unreachable(ended, self.claim.resources) if "llm" in wants.parameters else ended
+        except _NoEndpointError as error:
+            return AttemptReport(Outcome.INFRA_ERROR, str(error))
+        except BaseException as error:
+            if self._stop_report is not None:
+                return self._describe_stop(self._stop_report, error)
+            return AttemptReport(classify_error(error, self.claim.resources), self._format_error(error))
+
+    def _call_in_context(self, arguments: dict[str, Any]) -> Any:
+        """Call it, on its own thread."""
+        with self._context.activate():
+            return self._agent.run(**arguments)
+
+    def _argument(self, name: str) -> Any:
+        claim = self.claim
+        match name:
+            case "task":
+                return claim.task
+            case "rollout":
+                return RolloutInfo(claim.attempt_id.rollout, claim.attempt_id.attempt, claim.use)
+            case "resources":
+                return claim.resources
+            case "llm":
+                llm = get_llm(claim)
+                if llm is None:
+                    raise _NoEndpointError(
+                        f"The agent {self._agent.title} asks for `llm`, and no endpoint is there: the store has no "
+                        "resource named `endpoint`."
+                    )
+                return llm
+            case "claim":
+                return claim
+            case "store_url":
+                return self._store_url
+        raise AssertionError(f"nobody gives {name}")
+
+    def _make_report(self, result: Any) -> AttemptReport:
+        """How an attempt ended whose agent returned this."""
+        if isinstance(result, AttemptReport):
+            returned, reward = result, result.reward
+        else:
+            returned, reward = AttemptReport(Outcome.SUCCEEDED), result
+        if reward is None:
+            return returned
+        if self._context.has_final_reward:
+            return AttemptReport(
+                Outcome.FAILED,
+                f"The agent {self._agent.title} gave its final reward twice: by `etude.emit.reward`, and by what it "
+                f"returned ({reward!r}). Do one of the two; what a turn earned is emitted with `turn=`.",
+            )
+        try:
+            return replace(returned, reward=parse_reward(reward, f"The agent {self._agent.title} returned"))
+        except AgentError as error:
+            return AttemptReport(Outcome.FAILED, str(error))
+
+    # -- its end -------------------------------------------------------------------------------------------------------
+
+    def _after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self._timers.append(self._loop.call_later(seconds, call, *args))
+
+    def _report_running(self, limit: float | None) -> None:
+        """Say that it runs. Most attempts of a quick agent are over by now, and need no second timer either."""
+        if not self._report.done():
+            self._context.emit(lambda desk, key: desk.mark_ready(key))
+            if limit is not None:
+                self._after(limit - READY_AFTER, self._time_out, limit)
+
+    def _time_out(self, limit: float) -> None:
+        self.stop(AttemptReport(Outcome.TIMED_OUT, f"It was not over after {limit:g} s."))
+
+    def _on_done(self, work: asyncio.Task[AttemptReport]) -> None:
+        if work.cancelled():
+            ended = self._stop_report or AttemptReport(Outcome.INFRA_ERROR, "It was cancelled before it began.")
+        else:
+            ended = work.result()
+        if not self._report.done():
+            self._report.set_result(ended)
+
+    def _abandon(self) -> None:
+        """Wait no longer for a coroutine that was cancelled and goes on."""
+        if not self._report.done() and self._stop_report is not None:
+            self.is_abandoned = True
+            message = f"{self._stop_report.error} It was cancelled, ran on for {self._cancel_s:g} s, and was abandoned."
+            self._report.set_result(replace(self._stop_report, error=message))
+
+    def _check_emitted(self, report: AttemptReport, error: Exception | None) -> AttemptReport:
+        """How it ended, if the desk may not have heard all that was said on the way."""
+        if error is None or report.outcome is not Outcome.SUCCEEDED:
+            return report
+        outcome = Outcome.FAILED if isinstance(error, IllegalTransitionError) else Outcome.INFRA_ERROR
+        return AttemptReport(outcome, f"What it emitted was not written down: {type(error).__name__}: {error}")
+
+    def _describe_stop(self, ending: AttemptReport, error: BaseException) -> AttemptReport:
+        """How an attempt ended that was stopped, and how far it had come: what the error's notes say, such as a
+        command's last lines, or its line in the agent."""
+        notes = getattr(error, "__notes__", ())
+        if isinstance(error, asyncio.CancelledError) and notes:
+            return replace(ending, error=" ".join([ending.error, *notes]))
+        frames = traceback.extract_tb(_of_the_agent(error.__traceback__))
+        if not frames:  # it had not begun, or is a function on a thread, which nothing interrupts
+            return ending
+        last = next(frame for frame in reversed(frames) if frame.filename == frames[0].filename)
+        return replace(ending, error=f"{ending.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
+
+    def _without_keys(self, text: str) -> str:
+        """A text without the keys that the agent was given."""
+        for key in (self.claim.model_key, self.claim.reward_key):
+            text = text.replace(key, "…") if key else text
+        return text
+
+    def _format_error(self, error: BaseException) -> str:
+        """The traceback of what the agent raised."""
+        if isinstance(error, asyncio.CancelledError):
+            return f"The agent {self._agent.title} was cancelled, and by nobody here: it cancelled itself."
+        text = "".join(traceback.format_exception(type(error), error, _of_the_agent(error.__traceback__))).strip()
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST // 4]}\n…\n{text[-LONGEST * 3 // 4 :]}"
+        return text
+
+
+def _of_the_agent(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the agent's own call on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
+
+
+class _NoEndpointError(Exception):
+    """An agent that asks for the model is played where nobody serves one."""

@@ -1,0 +1,122 @@
+"""Losses that measure distance from the sampler itself and drop the tokens that went too far from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from etude.algorithms.base import PolicyLoss, log_ratio
+from etude.algorithms.losses.reinforce import capped_ratio, reinforce
+from etude.algorithms.view import Ranks, View
+from etude.lazy import torch
+from etude.observe import Mean, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DPPO", "M2PO", "Divergence", "dppo_drops", "m2po", "outliers"]
+
+Divergence = Literal["tv", "kl"]
+THRESHOLDS: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
+
+
+def dppo_drops(
+    logp: Tensor, behavior_logp: Tensor, advantage: Tensor, *, divergence: Divergence, low: float, high: float
+) -> Tensor:
+    """[A] bool: the tokens whose probability moved further from μ than allowed, in the direction A pushes.
+
+    high: how far it may rise where A > 0. low: how far it may fall where A < 0.
+    """
+    with torch.no_grad():
+        p, mu = logp.exp(), behavior_logp.exp()
+        outward = (p - mu) * advantage.sign()
+        bound = torch.where(advantage > 0, p.new_tensor(high), p.new_tensor(low))
+        if divergence == "tv":
+            return outward > bound
+        least = torch.finfo(p.dtype).tiny
+        others, others_mu = (-torch.expm1(x).clamp(max=-least) for x in (logp, behavior_logp))
+        moved = mu * (behavior_logp - logp) + others_mu * (others_mu / others).log()
+        return (outward > 0) & (moved > bound)
+
+
+def m2po(logp: Tensor, behavior_logp: Tensor, advantage: Tensor, dropped: Tensor) -> Tensor:
+    """−A·w, w = π_θ / μ; 0 for the tokens that were dropped."""
+    return -advantage.masked_fill(dropped, 0.0) * log_ratio(logp, behavior_logp).exp()
+
+
+def outliers(distance: Tensor, bound: float, ranks: Ranks) -> Tensor:
+    """[A] bool: the largest entries, as few as bring the mean of the others, over all ranks, down to the bound.
+
+    Entries within the bound can never be among them, so only the rest are put in order. Equal entries go together.
+    """
+    far = distance > bound
+    near = torch.where(far, 0.0, distance)
+    total, count = ranks.all_reduce(torch.stack([near.sum(), (~far).sum().to(near.dtype)]))
+    ordered = ranks.all_gather(distance[far]).sort().values
+    kept = torch.arange(1, len(ordered) + 1, device=distance.device) + count
+    over = (total + ordered.cumsum(0)) / kept > bound
+    if not bool(over.any()):
+        return torch.zeros_like(far)
+    return distance >= ordered[over][0]
+
+
+class DPPO(PolicyLoss):
+    """Divergence PPO: −sg(min(w, 20))·A·log π_θ·keep, w = π_θ / μ, with a trust region of probabilities, not of ratios.
+
+    Source: 2602.04879 (binary approximation); two thresholds as in its authors' code. A token is dropped if its
+    probability has moved from μ too far in the direction A pushes: up by more than `threshold_high` where A > 0, down
+    by more than `threshold_low` where A < 0. The distance is |π_θ − μ| for `tv`, for `kl` the divergence
+    KL(μ ‖ π_θ) of the two-outcome distributions (this token, any other). Assumes that what matters is probability
+    mass: a rare token may double freely, a common one may not. Everything is against the sampler, so a correction of
+    the mismatch has nothing left to weigh.
+    """
+
+    uses_old_logp = False
+    uses_behavior_logp = True
+
+    divergence: Divergence = Field("tv", description="how the distance from the sampler is measured")
+    threshold_low: float | None = Field(
+        None, gt=0, description="how far a token may fall where A < 0; none is 0.2 for tv and 0.05 for kl"
+    )
+    threshold_high: float | None = Field(
+        None, gt=0, description="how far a token may rise where A > 0; none is 0.2 for tv and 0.05 for kl"
+    )
+    cap: float = Field(20.0, gt=0, description="the most that π_θ/μ may weigh a token")
+
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
+        behavior, advantage = view.column("behavior_logp"), view.column("advantage")
+        usual = THRESHOLDS[self.divergence]
+        low = usual if self.threshold_low is None else self.threshold_low
+        high = usual if self.threshold_high is None else self.threshold_high
+        drop = dppo_drops(view.logp, behavior, advantage, divergence=self.divergence, low=low, high=high)
+        push = advantage.masked_fill(drop, 0.0) * capped_ratio(view.logp, behavior, self.cap)
+        return reinforce(view.logp, push), Metrics({"clip_share": Mean.over(drop.count_nonzero(), len(drop))})
+
+
+class M2PO(PolicyLoss):
+    """Second-moment trust: −A·w without the tokens that carry the second moment of log π_old/μ beyond a bound.
+
+    Source: 2510.01161, whose bound of 0.04 it takes; w = π_θ / μ. Assumes that stale tokens are worth learning from
+    once the few extreme ones are gone: the largest (log π_old/μ)² are dropped, as few as bring the mean of the others
+    down to the bound, and nothing else is clipped. With π_old = μ, a sampler without lag, nothing is dropped.
+    Ours: the moment is taken once, at the start of the step and over the whole rollout batch. Taken of π_θ, as in the
+    paper, it would depend on how the batch is cut into micro-batches.
+    """
+
+    uses_behavior_logp = True
+
+    bound: float = Field(0.04, gt=0, description="the most that the mean of (log π_old/μ)² over kept tokens may be")
+
+    def required_columns(self) -> frozenset[str]:
+        return super().required_columns() | {"chosen"}
+
+    def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor:  # noqa: ARG002
+        drift = view.column("old_logp").double() - view.column("behavior_logp").double()
+        return outliers(drift * drift, self.bound, view.ranks)
+
+    def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
+        behavior, advantage = view.column("behavior_logp"), view.column("advantage")
+        dropped = view.column("chosen", needed_by="M2PO")
+        loss = m2po(view.logp, behavior, advantage, dropped)
+        return loss, Metrics({"chosen_share": Mean.over(dropped.count_nonzero(), len(dropped))})

@@ -1,0 +1,162 @@
+"""A batch as one buffer of bytes: a JSON header, then each column's raw numbers, aligned. No pickle.
+
+The same bytes serve a pipe, a file and shared memory: `memory.buf[: len(wire)] = wire` on one side, and on the other
+`from_bytes(memory.buf)`, which copies nothing: the columns look into the buffer. Numbers are in the machine's own byte
+order, which the header names. A buffer that is cut short or does not add up is refused, whatever it says of itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import struct
+import sys
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.batch.batch import COLUMNS, Batch
+from etude.batch.columns import Column, ColumnKind
+from etude.errors import BatchError
+
+__all__ = ["from_bytes", "to_bytes"]
+
+_MAGIC = b"ETUDEBATCH1\n"
+_PREFIX = len(_MAGIC) + 8
+_ALIGN = 64
+_LAYOUT = ("offsets", "unit", "group")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def to_bytes(batch: Batch) -> bytearray:
+    """The batch, whole, as one buffer; `from_bytes` inverts it."""
+    tensors = {"offsets": batch.offsets, "unit": batch.unit, "group": batch.group}
+    kinds: dict[str, str] = {}
+    for name, column in batch.columns():
+        kinds[name] = column.kind.value
+        if isinstance(column.values, tuple):
+            tensors[f"{name}/lengths"] = torch.tensor([len(blob) for blob in column.values], dtype=torch.int64)
+            joined = b"".join(column.values)
+            tensors[name] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0).byte()
+        else:
+            tensors[name] = column.values
+        if column.offsets is not None:
+            tensors[f"{name}/offsets"] = column.offsets
+
+    layout, buffers, end = [], [], 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise BatchError(
+                f"The column `{name}` is {dtype}, which has no form on the wire; use {', '.join(_DTYPES)}."
+            )
+        raw = _as_bytes(tensor)
+        layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": end})
+        buffers.append(raw)
+        end += _aligned(raw.size)
+    told = {"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}
+    head = json.dumps({"order": sys.byteorder, "size": end, **told}).encode()
+    at = _aligned(_PREFIX + len(head))
+    wire = bytearray(at + end)
+    wire[: _PREFIX + len(head)] = _MAGIC + struct.pack("<Q", len(head)) + head
+    target = np.frombuffer(wire, dtype=np.uint8)
+    for raw in buffers:
+        target[at : at + raw.size] = raw
+        at += _aligned(raw.size)
+    return wire
+
+
+def from_bytes(wire: bytearray | memoryview, *, shared: bool = False) -> Batch:
+    """The batch in a writable buffer. Its columns look into the buffer, which must outlive them.
+
+    shared: others look into the same buffer, which may then be read-only. Nobody writes to the columns of such a batch:
+    where the system guards the buffer, that would end the process.
+    """
+    view = memoryview(wire)
+    if view.readonly and not shared:
+        raise BatchError("This buffer is read-only, and a batch can be written to. Copy it first: `bytearray(buffer)`.")
+    view = _writable_view(view) if view.readonly else view
+    if bytes(view[: len(_MAGIC)]) != _MAGIC:
+        raise BatchError("This buffer does not hold a batch: it does not begin as `to_bytes` writes it.")
+    try:
+        (length,) = struct.unpack_from("<Q", view, len(_MAGIC))
+        head = json.loads(bytes(view[_PREFIX : _PREFIX + length]))
+        start = _aligned(_PREFIX + length)
+        end = start + head["size"]
+        if head["order"] != sys.byteorder or end > len(view):
+            raise ValueError(f"{end} bytes in {head['order']} order are told, {len(view)} in {sys.byteorder} came")
+        return _decode_batch(head, view[start:end])
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise BatchError(
+            f"This buffer was damaged on its way: its header and its columns do not add up ({error}). Send it again."
+        ) from error
+
+
+def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
+    """What the header describes."""
+    found: dict[str, Tensor] = {}
+    end = 0
+    for entry in head["layout"]:
+        if entry["at"] != end:
+            raise ValueError(f"the column {entry['name']} is at {entry['at']} instead of {end}")
+        found[entry["name"]] = _decode_tensor(columns, entry)
+        end += _aligned(found[entry["name"]].nbytes)
+    values: dict[str, Any] = {name: found[name] for name in _LAYOUT}
+    extra: dict[str, Column] = {}
+    for name, kind in head["kinds"].items():
+        if name in COLUMNS:
+            values[name] = found[name]
+        elif ColumnKind(kind) is ColumnKind.BLOB:
+            ends = [0, *found[f"{name}/lengths"].cumsum(0).tolist()]
+            raw = bytes(found[name].numpy())
+            extra[name] = Column(ColumnKind.BLOB, tuple(raw[a:b] for a, b in pairwise(ends)))
+        else:
+            extra[name] = Column(ColumnKind(kind), found[name], found.get(f"{name}/offsets"))
+    return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
+
+
+def _writable_view(view: memoryview) -> memoryview:
+    """The same memory, as torch wants it, which knows no read-only tensors."""
+    raw = np.frombuffer(view, np.uint8)
+    block = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
+    block.kept = raw  # type: ignore[attr-defined]  # for as long as anybody looks into it
+    return memoryview(block).cast("B")
+
+
+def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's numbers as bytes."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    raw: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def _decode_tensor(columns: memoryview, entry: dict[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(columns, dtype=dtype, count=count, offset=entry["at"]).reshape(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

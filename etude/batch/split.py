@@ -1,0 +1,44 @@
+"""Where a batch is cut into parts: through no rollout, and with about as many tokens in each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.errors import BatchError
+
+__all__ = ["split_rollouts"]
+
+
+def split_rollouts(unit_tokens: Tensor, group: Tensor, parts: int, by: str) -> list[Tensor]:
+    """The rollouts of each part: whole rollouts (or whole groups), in order.
+
+    unit_tokens, group: [U + 1] and [U], as a batch has them.
+    """
+    if parts < 1 or by not in ("rollout", "group"):
+        raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
+    each = torch.arange(len(group), device=group.device)
+    whole = each if by == "rollout" else torch.unique(group, return_inverse=True)[1]
+    tokens = (unit_tokens[1:] - unit_tokens[:-1]).to(torch.float64) + 1e-3
+    weight = torch.bincount(whole, tokens)
+    part = _assign_evenly(weight, parts)[whole]
+    order = torch.argsort(whole, stable=True)
+    return [order[part[order] == p] for p in range(min(parts, len(weight)))]
+
+
+def _assign_evenly(weight: Tensor, parts: int) -> Tensor:
+    """[n] → [n]: the part that each unit goes to. Parts are stretches of units, each of at least one.
+
+    A unit that is heavier than a fair share counts as one share, which is what the others have each; then a unit goes
+    where its middle lies on the line of weights.
+    """
+    count = len(weight)
+    part = torch.arange(min(parts, count), device=weight.device)
+    falling = weight.sort(descending=True).values
+    shares = falling.flip(0).cumsum(0).flip(0)[: len(part)] / (len(part) - part)  # if those before have one each
+    weight = weight.clamp(max=shares[falling[: len(part)] <= shares][:1])
+    middle = weight.cumsum(0) - weight / 2
+    first = torch.searchsorted(middle * len(part), weight.sum() * part)
+    # of middles that lie on a border, rounding may put two into one part: no part goes without
+    begin = part + (first - part).cummax(0).values.clamp(0, count - len(part))
+    return torch.searchsorted(begin, torch.arange(count, device=weight.device), right=True) - 1

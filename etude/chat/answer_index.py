@@ -1,0 +1,158 @@
+"""The answers of one conversation with a model, found again by what came before each of them.
+
+The newest are kept. A conversation that goes on is looked for by its messages, so that the cost of a look-up follows
+the number of its messages, not the number of answers that are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from etude.chat.messages import content_text, is_same_message, message_hash, same_tools
+from etude.chat.tokenizer import Ids
+from etude.records import Message
+
+__all__ = ["AnswerIndex", "ServedAnswer", "Tools"]
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+KEPT, KEPT_IDS = 1024, 2**23
+"""The most answers of one conversation that are kept, and the most ids of their prompts and of themselves."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedAnswer:
+    """One answer and all that came before it."""
+
+    tools: Tools
+    history: tuple[Message, ...]
+    """The messages, with earlier answers as they were served; the last is the answer."""
+    ids: Ids
+    end: int | None
+    """The last id, if it is one that ends an answer."""
+    visible_reasoning: frozenset[int]
+    """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
+    answer_start: int
+    """How many of the ids come before the answer."""
+    stop_string: str = ""
+    """The stop string that ended the answer, and is among its ids."""
+
+    def appended_text(self, given: Message) -> str | None:
+        """What an agent added to the answer: nothing, or what follows the stop string that it wrote back. None where it
+        is not this answer."""
+        answer = self.history[-1]
+        if is_same_message(answer, given):
+            return ""
+        said, told = content_text(answer.content), content_text(given.content)
+        if not self.stop_string or said is None or told is None or not told.startswith(said + self.stop_string):
+            return None
+        return told[len(said + self.stop_string) :] if is_same_message(answer, replace(given, content=said)) else None
+
+    def is_continued_by(self, messages: tuple[Message, ...], tools: Tools) -> bool:
+        """Return whether these messages continue the answer."""
+        return (
+            len(self.history) <= len(messages)
+            and all(is_same_message(*pair) for pair in zip(self.history[:-1], messages, strict=False))
+            and self.appended_text(messages[len(self.history) - 1]) is not None
+            and same_tools(self.tools, tools)
+        )
+
+    def restore_whitespace(self, given: Message) -> Message:
+        """A message with the white space at the answer's end, where nothing else of its text differs."""
+        content = self.history[-1].content
+        said, told = content_text(content), content_text(given.content)
+        alike = said is not None and told is not None and said.rstrip() == told.rstrip()
+        return replace(given, content=content) if alike else given
+
+    def count_resent_reasoning(self, messages: tuple[Message, ...]) -> int:
+        """How many of the messages came back with the very reasoning that was served."""
+        return sum(one.reasoning == other.reasoning for one, other in zip(self.history, messages, strict=False))
+
+    def restore_history(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """A conversation that goes on from the answer, with what was served as it was, and what was added."""
+        answer, given = self.history[-1], messages[len(self.history) - 1]
+        if not is_same_message(answer, given):
+            answer = replace(answer, content=given.content)
+        return (*self.history[:-1], answer, *messages[len(self.history) :])
+
+
+class AnswerIndex:
+    """The newest answers. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._answers: deque[ServedAnswer] = deque()  # the oldest first
+        self._num_ids = 0
+        self._by_prefix: dict[int, list[ServedAnswer]] = {}  # by the messages before the answer; the latest first
+        self._by_answer: dict[int, list[ServedAnswer]] = {}  # by the answer itself
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, served: ServedAnswer) -> None:
+        """Keep an answer. The oldest are dropped where there are too many, or too many ids."""
+        self._answers.append(served)
+        self._num_ids += len(served.ids)
+        for index, key in self._keys(served):
+            index.setdefault(key, []).insert(0, served)
+        while len(self._answers) > KEPT or (self._num_ids > KEPT_IDS and len(self._answers) > 1):
+            self._drop(self._answers.popleft())
+
+    def find_continued(self, messages: Sequence[Message], tools: Tools) -> Iterator[ServedAnswer]:
+        """The answers that these messages go on from: the longest history first, of equals the one whose reasoning came
+        back, and of those the latest."""
+        messages = tuple(messages)
+        for chain in reversed(_prefix_hashes(messages[:-1])):
+            known = self._by_prefix.get(chain, ())
+            for served in (
+                sorted(known, key=lambda each: -each.count_resent_reasoning(messages)) if len(known) > 1 else known
+            ):
+                if served.is_continued_by(messages, tools):
+                    yield served
+
+    def find_answers_to(self, messages: Sequence[Message]) -> Iterator[ServedAnswer]:
+        """The answers to exactly these messages, the latest first."""
+        return self._find_answers(_prefix_hashes(messages)[-1], messages)
+
+    def occurs_in(self, messages: Sequence[Message]) -> bool:
+        """Return whether an answer is among the messages, or other words of the assistant's in the place of one."""
+        chains = _prefix_hashes(messages)
+        return any(
+            next(self._find_answers(chains[at], messages[:at]), None) is not None or self._is_answer(message)
+            for at, message in enumerate(messages)
+            if message.role == "assistant"
+        )
+
+    def _find_answers(self, chain: int, messages: Sequence[Message]) -> Iterator[ServedAnswer]:
+        for served in self._by_prefix.get(chain, ()):
+            before = served.history[:-1]
+            if len(before) == len(messages) and all(map(is_same_message, before, messages)):
+                yield served
+
+    def _is_answer(self, message: Message) -> bool:
+        """Return whether the message is one of the answers."""
+        stopped = (each for each in self._answers if each.stop_string)
+        return any(
+            each.appended_text(message) is not None
+            for each in (*self._by_answer.get(message_hash(message), ()), *stopped)
+        )
+
+    def _keys(self, served: ServedAnswer) -> tuple[tuple[dict[int, list[ServedAnswer]], int], ...]:
+        chain = _prefix_hashes(served.history[:-1])[-1]
+        return (self._by_prefix, chain), (self._by_answer, message_hash(served.history[-1]))
+
+    def _drop(self, oldest: ServedAnswer) -> None:
+        self._num_ids -= len(oldest.ids)
+        for index, key in self._keys(oldest):
+            index[key].remove(oldest)
+            if not index[key]:
+                del index[key]
+
+
+def _prefix_hashes(messages: Sequence[Message]) -> list[int]:
+    """A number for each beginning of these messages, the empty one included; the same ones have the same numbers."""
+    found = [0]
+    for message in messages:
+        found.append(hash((found[-1], message_hash(message))))
+    return found

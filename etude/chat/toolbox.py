@@ -1,0 +1,171 @@
+"""Calls of somebody else's functions, beside the event loop and bounded: nothing that they do can stop a run.
+
+Code that may block is called on a thread. No thread can be ended from outside, so one whose call is no longer waited
+for is left to itself and ends with its call; there may be `MAX_ABANDONED_THREADS` of those before it is said that
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from etude.chat.function_tools import FunctionTool, InvalidToolCallError, format_result
+from etude.errors import EnvError, PluginError
+from etude.records import Message, Task, ToolCall
+
+__all__ = ["ERROR_PREFIX", "CallThread", "Toolbox"]
+
+MAX_ABANDONED_THREADS = 64
+"""How many threads may be left to themselves in a process, all still in their calls."""
+ERROR_PREFIX = "Error: "
+"""How what the model is told of a call that failed begins."""
+
+_abandoned: list[threading.Thread] = []
+
+
+class CallThread:
+    """A thread on which calls are made one after the other; it begins with the first of them.
+
+    Consumes functions; produces what they return. Whoever waits may be cancelled at any time: the thread then makes no
+    further call but the `last`, once the one that is under way has ended.
+    """
+
+    def __init__(self, name: str = "etude-aside") -> None:
+        _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+        if len(_abandoned) >= MAX_ABANDONED_THREADS:
+            raise EnvError(
+                f"{len(_abandoned)} calls of environments or tools were given up for taking too long, and none of them "
+                "has ended: each holds a thread, which nothing can end. Have that code give up by itself, as by "
+                f"timeouts of its own, and start the run again: it goes on from here."
+            )
+        self._name = name
+        self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.is_idle = True
+        """Whether no call is under way."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns, or raises."""
+        assert self.is_idle, "one call at a time"
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._thread.start()
+        call = _ThreadCall(function, args, kwargs)
+        self.is_idle = False
+        self._calls.put(call)
+        result, error = await call.result
+        self.is_idle = True
+        if error is not None:
+            raise error
+        return result
+
+    def close(self, last: Callable[[], Any] | None = None) -> None:
+        """Let the thread end, after the call that is under way and a `last` one that nobody waits for."""
+        if self._thread is None:
+            return
+        if not self.is_idle:
+            _abandoned.append(self._thread)
+        if last is not None:
+            self._calls.put(_ThreadCall(last, (), {}))
+        self._calls.put(None)
+        self._thread = None
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+
+
+class _ThreadCall:
+    """One call, made on a thread and waited for in an event loop."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[tuple[Any, Exception | None]] = self._loop.create_future()
+
+    def run(self) -> None:
+        """Make it."""
+        try:
+            told: tuple[Any, Exception | None] = self._function(*self._args, **self._kwargs), None
+        except Exception as error:
+            told = None, error
+        except BaseException as error:  # sys.exit() in somebody's function is a failure of that function
+            raised = RuntimeError(f"{type(error).__name__} was raised")
+            told = None, raised.with_traceback(error.__traceback__)
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._set_result, told)
+
+    def _set_result(self, result: tuple[Any, Exception | None]) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+
+class Toolbox:
+    """Functions that a model may call, each call bounded by `timeout` seconds.
+
+    Whatever goes wrong with a call is told to the model and raises nothing. Coroutine functions are awaited here, any
+    other is called on a thread of its own. The calls of one answer are made at once where they are `parallel`, else one
+    after the other.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float, *, parallel: bool = True) -> None:
+        self._timeout, self._parallel = timeout, parallel
+        self._tools: dict[str, FunctionTool] = {}
+        for function in functions:
+            tool = FunctionTool(function)
+            if tool.name in self._tools:
+                raise PluginError(f"Two tools are called `{tool.name}`. Name them apart: the model calls them by name.")
+            self._tools[tool.name] = tool
+
+    @property
+    def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """What the model is told of them."""
+        return tuple(tool.schema for tool in self._tools.values())
+
+    async def run_calls(self, calls: Sequence[ToolCall], task: Task | None = None) -> tuple[Message, ...]:
+        """What came of some calls, one message each, in their order."""
+        if self._parallel:
+            texts = list(await asyncio.gather(*(self._run_call(call, task) for call in calls)))
+        else:
+            texts = [await self._run_call(call, task) for call in calls]
+        return tuple(
+            Message("tool", text, tool_call_id=call.id, name=call.name) for call, text in zip(calls, texts, strict=True)
+        )
+
+    async def _run_call(self, call: ToolCall, task: Task | None) -> str:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"{ERROR_PREFIX}there is no tool `{call.name}`; there are: {', '.join(self._tools)}."
+        bound = asyncio.timeout(self._timeout)
+        try:
+            given = tool.parse_arguments(call.arguments, task)
+            async with bound:
+                return format_result(await self._invoke(tool, given))
+        except InvalidToolCallError as error:
+            return f"{ERROR_PREFIX}{error}"
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:
+            if bound.expired():
+                return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} seconds, and was given up."
+            return f"{ERROR_PREFIX}`{tool.name}` raised {type(error).__name__}: {error}"
+
+    async def _invoke(self, tool: FunctionTool, arguments: Mapping[str, Any]) -> Any:
+        if tool.is_async:
+            return await tool.function(**arguments)
+        with CallThread(f"etude-tool-{tool.name}") as aside:
+            return await aside.call(tool.function, **arguments)

@@ -1,0 +1,245 @@
+"""Values as models write them in calls, in JSON and in Python, read as they come (`feed`).
+
+Each reading moves over one value and returns it as JSON text, or None at the first character by which it cannot be one.
+JSON stays to the letter. Of Python there are texts, numbers, lists, dictionaries with texts for keys, and the words for
+true, false and null, those of JSON among them, which some templates write within Python.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from etude.chat.parsing import ParseBuffer, Parser, has_more, match_literal, match_pattern
+
+__all__ = ["dump_json", "load_json", "parse_json_object", "parse_python_value"]
+
+_CLOSERS = {"{": "}", "[": "]"}
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_NUMERIC = re.compile(r"[-+.0-9eE]*")
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_PYTHON_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_UNQUOTED = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_ESCAPED = {"\n": "", **dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True))}
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class _Syntax(NamedTuple):
+    """How values are written down."""
+
+    string: Callable[[ParseBuffer], Parser[str | None]]
+    constants: Mapping[str, str]
+    """What stands for true, false and null."""
+    number: Callable[[str], str | None]
+    allows_trailing_comma: bool
+    """Whether a comma may come after the last."""
+
+
+def parse_json_object(feed: ParseBuffer) -> Parser[str | None]:
+    """A JSON object, to the letter."""
+    start = feed.position
+    if not (yield from has_more(feed)) or feed.text[feed.position] != "{":
+        return None
+    whole = yield from _parse_value(feed, _JSON)
+    return None if whole is None else feed.text[start : feed.position]
+
+
+def parse_python_value(feed: ParseBuffer) -> Parser[str | None]:
+    """A value that stands in Python, as JSON."""
+    return (yield from _parse_value(feed, _PYTHON))
+
+
+def load_json(text: str) -> Any:
+    """What JSON text says. ValueError if it is not JSON, or nested deeper than anybody reads."""
+    try:
+        return json.loads(text, parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def dump_json(value: Any) -> str:
+    """A value as JSON text, in which only halves of characters are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def _reject_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _parse_value(feed: ParseBuffer, syntax: _Syntax) -> Parser[str | None]:
+    """One value, with all that is in it. What is open is a list, so that no depth can be too deep."""
+    told: list[str] = []
+    closers: list[str] = []
+    while True:
+        first = yield from _peek(feed)
+        fresh = first in _CLOSERS
+        if fresh:
+            feed.position += 1
+            told.append(first)
+            closers.append(_CLOSERS[first])
+        else:
+            scalar = yield from _parse_scalar(feed, syntax, first)
+            if scalar is None:
+                return None
+            told.append(scalar)
+        while closers:
+            due = yield from _parse_separator(feed, syntax, closers, told, fresh)
+            if due is None:
+                return None
+            if due:
+                break
+            fresh = False
+        else:
+            return "".join(told)
+
+
+def _parse_separator(
+    feed: ParseBuffer, syntax: _Syntax, closers: list[str], told: list[str], is_first: bool
+) -> Parser[bool | None]:
+    """What comes after a value, or after the beginning of what is fresh: whether another value is due, in an object
+    after its key, or what was open is closed. None if it is neither."""
+    character = yield from _peek(feed)
+    comma = character == "," and not is_first
+    if comma:
+        feed.position += 1
+        character = yield from _peek(feed)
+    if character == closers[-1] and (syntax.allows_trailing_comma or not comma):
+        feed.position += 1
+        told.append(closers.pop())
+        return False
+    if not comma and not is_first:
+        return None
+    if comma:
+        told.append(", ")
+    if closers[-1] == "]":
+        return True
+    key = yield from syntax.string(feed)
+    if key is None or (yield from _peek(feed)) != ":":
+        return None
+    feed.position += 1
+    told += [key, ": "]
+    return True
+
+
+def _peek(feed: ParseBuffer) -> Parser[str]:
+    """The next character that is no white space; nothing at the end."""
+    while True:
+        while feed.position < len(feed.text):
+            if (character := feed.text[feed.position]) not in " \t\n\r":
+                return character
+            feed.position += 1
+        if feed.is_complete:
+            return ""
+        yield
+
+
+def _parse_scalar(feed: ParseBuffer, syntax: _Syntax, first: str) -> Parser[str | None]:
+    if first and first in "\"'":
+        return (yield from syntax.string(feed))
+    if not first.isalpha():
+        return syntax.number((yield from match_pattern(feed, _NUMERIC)))
+    for word, meant in syntax.constants.items():
+        if (yield from match_literal(feed, word)):
+            return meant
+    return None
+
+
+def _parse_json_string(feed: ParseBuffer) -> Parser[str | None]:
+    start = feed.position
+    if not (yield from match_literal(feed, '"')):
+        return None
+    while True:
+        yield from match_pattern(feed, _PLAIN)
+        if not (yield from has_more(feed)):
+            return None
+        character = feed.text[feed.position]
+        feed.position += 1
+        if character == '"':
+            return feed.text[start : feed.position]
+        if character != "\\" or not (yield from _parse_json_escape(feed)):
+            return None
+
+
+def _parse_json_escape(feed: ParseBuffer) -> Parser[bool]:
+    """What comes after a backslash."""
+    if not (yield from has_more(feed)):
+        return False
+    kind = feed.text[feed.position]
+    feed.position += 1
+    if kind != "u":
+        return kind in '"\\/bfnrt'
+    for _ in range(4):
+        if not (yield from has_more(feed)) or feed.text[feed.position] not in _HEX:
+            return False
+        feed.position += 1
+    return True
+
+
+def _parse_python_string(feed: ParseBuffer) -> Parser[str | None]:
+    """A text in quotes of any of the four kinds. It may go over several lines in all of them: templates write it so."""
+    if not (yield from has_more(feed)) or feed.text[feed.position] not in _UNQUOTED:
+        return None
+    quote = feed.text[feed.position]
+    close = quote * 3 if (yield from match_literal(feed, quote * 3)) else quote
+    feed.position += len(close) == 1
+    start = feed.position
+    while True:
+        yield from match_pattern(feed, _UNQUOTED[quote])
+        if not (yield from has_more(feed)):
+            return None
+        if feed.text[feed.position] == "\\":
+            feed.position += 1
+            if not (yield from has_more(feed)):
+                return None
+            feed.position += 1
+        elif (yield from match_literal(feed, close)):
+            return dump_json(_ESCAPE.sub(_unescape, feed.text[start : feed.position - len(close)]))
+        else:
+            feed.position += 1
+
+
+def _unescape(escape: re.Match[str]) -> str:
+    """What an escape stands for. Python keeps one that means nothing as it is written."""
+    kind = escape[1]
+    if kind in _ESCAPED:
+        return _ESCAPED[kind]
+    if kind[0] in "01234567":
+        return chr(int(kind, 8))
+    code = int(kind[1:], 16) if len(kind) > 1 else math.inf
+    return chr(int(code)) if code <= 0x10FFFF else escape[0]
+
+
+def _check_json_number(text: str) -> str | None:
+    return text if _JSON_NUMBER.fullmatch(text) else None
+
+
+def _convert_python_number(text: str) -> str | None:
+    """A number to the letter where JSON writes it so."""
+    if _JSON_NUMBER.fullmatch(text):
+        return text
+    if not _PYTHON_NUMBER.fullmatch(text):
+        return None
+    try:
+        number = float(text) if set(text) & set(".eE") else int(text)
+    except ValueError:
+        return None  # of more digits than are read
+    return json.dumps(number) if isinstance(number, int) or math.isfinite(number) else None
+
+
+_CONSTANTS = {word: word for word in ("true", "false", "null")}
+_JSON = _Syntax(_parse_json_string, _CONSTANTS, _check_json_number, allows_trailing_comma=False)
+_PYTHON = _Syntax(
+    _parse_python_string,
+    {"True": "true", "False": "false", "None": "null", **_CONSTANTS},
+    _convert_python_number,
+    allows_trailing_comma=True,
+)

@@ -1,0 +1,152 @@
+"""Weights as others load them: a directory in the Hugging Face layout.
+
+config.json, generation_config.json        what the model is, and how it likes to be sampled
+model.safetensors                          the weights, each once; in shards with an index where they are many
+tokenizer.json, tokenizer_config.json …    copied as they were found
+
+Or, of a model that was adapted, its adapter alone, as peft lays it out:
+
+adapter_config.json                        what it adapts, and how
+adapter_model.safetensors                  its weights
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from etude.errors import CheckpointError
+
+__all__ = ["export", "export_adapter"]
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+MAX_SHARD_BYTES = 5 * 10**9
+_storage: Any = StorageWeakRef  # it has no types
+
+
+def export(
+    weights: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    directory: Path,
+    *,
+    tokenizer: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a directory that `from_pretrained` and the serving engines load, and return it.
+
+    `config` and `generation` are what goes into `config.json` and `generation_config.json`; `tokenizer` is a directory
+    whose tokenizer files are copied. Weights may be made as they are asked for. A tensor that comes under two names
+    (tied weights) is written under the first, and loaded as the configuration ties it. A dtype casts the weights; none
+    writes them as they are.
+    """
+    copied = [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    if tokenizer is not None and not copied:
+        raise CheckpointError(
+            f"{tokenizer} has no tokenizer files (looked for {', '.join(TOKENIZER_FILES[:4])} …). Name the directory "
+            f"that the model's tokenizer was loaded from."
+        )
+    with _write_atomically(directory) as writing:
+        kept = _write_weights(writing, weights, dtype, max_shard_bytes)
+        told = dict(config) | {"dtype": str(kept).removeprefix("torch.")}
+        _write_json(writing / "config.json", told)
+        if generation is not None:
+            _write_json(writing / "generation_config.json", generation)
+        for file in copied:
+            shutil.copyfile(file, writing / file.name)
+    return directory
+
+
+def export_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Path:
+    """Write a directory that peft's `from_pretrained` loads, and return it."""
+    with _write_atomically(directory) as writing:
+        named = {f"base_model.model.{name}": weight.detach().contiguous() for name, weight in weights.items()}
+        save_file(named, writing / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(writing / "adapter_config.json", config)
+    return directory
+
+
+@contextmanager
+def _write_atomically(directory: Path) -> Iterator[Path]:
+    """A directory to write into, which gets its name when all is written; nothing is left if that fails."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: nothing is exported over it. Name another directory."
+        )
+    writing = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        yield writing
+        if directory.exists():
+            directory.rmdir()
+        writing.rename(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"The model could not be exported to {directory} ({error}). Nothing was left there."
+        ) from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def _write_weights(
+    directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard: int
+) -> torch.dtype:
+    """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
+    seen: set[tuple[Any, ...]] = set()  # what is computed as it is asked for is forgotten again
+    where: dict[str, int] = {}
+    held: dict[str, Tensor] = {}
+    total, count, size = 0, 0, 0
+    kept: torch.dtype | None = None
+    for name, tensor in weights:
+        place = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
+        if place in seen:
+            continue
+        seen.add(place)
+        plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
+        kept = kept or plain.dtype
+        if held and size + plain.nbytes > shard:
+            _write_shard(directory, count, held)
+            held, size, count = {}, 0, count + 1
+        held[name] = plain
+        where[name] = count
+        size += plain.nbytes
+        total += plain.nbytes
+    assert kept is not None, "a model without weights"
+    _write_shard(directory, count, held)
+    if count == 0:
+        _shard(directory, 0).rename(directory / "model.safetensors")
+        return kept
+    names = [f"model-{index + 1:05d}-of-{count + 1:05d}.safetensors" for index in range(count + 1)]
+    for index, name in enumerate(names):
+        _shard(directory, index).rename(directory / name)
+    table = {name: names[index] for name, index in where.items()}
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
+    return kept
+
+
+def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, _shard(directory, index), metadata={"format": "pt"})
+
+
+def _shard(directory: Path, index: int) -> Path:
+    """What a shard is called until it is known how many there are."""
+    return directory / f"shard-{index}"
+
+
+def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n")

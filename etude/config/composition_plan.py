@@ -1,0 +1,217 @@
+"""What a run is composed of: nodes made from the classes' defaults, and overrides; a sweep hands both to Hydra.
+
+Every choice becomes a Hydra group at its dotted path (`kl.controller` is the group `kl/controller`), with one node for
+each option that this composition may need: the default, or those the overrides name. A node holds the option's name and
+its defaults, changed by the user's file where the file speaks of that option. So a choice that the command line
+switches away from takes its part of the file with it, and a plug-in is imported here, before Hydra sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from etude.config.choice import NONE, ChoiceOptions, options_of
+from etude.config.override import ParsedOverride
+from etude.config.tree import (
+    REQUIRED,
+    escape_interpolations,
+    find_section_class,
+    iter_possible_fields,
+    join_path,
+    read_default,
+    to_plain,
+)
+from etude.config.validation_errors import ConfigLocation, make_unknown_key_error, merge_errors, prefix_error
+from etude.errors import ConfigError
+
+__all__ = ["ROOT", "CompositionPlan"]
+
+ROOT = "run"
+"""The name under which Hydra finds the root node."""
+
+_ABSENT: Any = object()
+
+
+class CompositionPlan:
+    """One composition made ready: as a tree, and in Hydra's terms."""
+
+    nodes: dict[tuple[str, str], dict[str, Any]]
+    """Hydra's nodes, by group and name; the root's group is empty."""
+    overrides: list[str]
+    """The overrides in Hydra's terms. A plain key is forced, so that a key nobody has is told by our check."""
+
+    def __init__(
+        self,
+        root: type[BaseModel],
+        parsed_overrides: Iterable[ParsedOverride],
+        given: Mapping[str, Any],
+        file: str = "",
+    ) -> None:
+        self.nodes = {}
+        self._root, self._file = root, file
+        self._parsed_overrides = {each.path: each for each in parsed_overrides}
+        self._problems: list[ConfigError] = []
+        self._groups: dict[str, str] = {}
+        body, defaults = self._build_section(root, None, "", "", given, None)
+        self._add_node("", ROOT, body, defaults)
+        if self._problems:
+            raise merge_errors(self._problems)
+        self.overrides = list(dict(map(self._to_hydra_override, self._parsed_overrides.values())).values())
+
+    def build_tree(self) -> dict[str, Any]:
+        """The tree before overrides: the root's node, with the node that each choice begins with in its place."""
+        return self._whole("", ROOT)
+
+    def iter_values(self) -> Iterator[tuple[str, Any]]:
+        """The overrides that set a value, each with its path; those that name a choice are in the tree already."""
+        for path, asked in {self._find_path(asked): asked for asked in self._parsed_overrides.values()}.items():
+            if path not in self._groups:
+                yield path, asked.values[0]
+
+    def _whole(self, group: str, name: str) -> dict[str, Any]:
+        node = self.nodes[group, name]
+        whole = {key: value for key, value in node.items() if key != "defaults"}
+        for entry in node["defaults"][1:]:
+            ((inner, chosen),) = entry.items()
+            *above, last = inner.split("/")
+            at = whole
+            for part in above:
+                at[part] = at = dict(at[part])
+            at[last] = self._whole(f"{group}/{inner}".lstrip("/"), chosen)
+        return whole
+
+    def _to_hydra_override(self, override: ParsedOverride) -> tuple[str, str]:
+        """An override's path and its text."""
+        path = self._find_path(override)
+        return path, self._groups.get(path, f"++{path}={override.text}")
+
+    def _find_path(self, override: ParsedOverride) -> str:
+        """The path that an override sets; `loss.name=…` is another way to write `loss=…`."""
+        for path in (override.path, override.path.removesuffix(".name")):
+            if path in self._groups:
+                return path
+        # A choice in a mapping is no group. Where options of it are asked for too, its name is set beside them.
+        within = any(path.startswith(f"{override.path}.") for path in self._parsed_overrides)
+        named = within and override.values and all(isinstance(value, str) for value in override.values)
+        return join_path(override.path, "name") if named else override.path
+
+    def _build_section(
+        self,
+        kind: type[BaseModel],
+        value: BaseModel | None,
+        path: str,
+        group_path: str,
+        given: Mapping[str, Any],
+        options: ChoiceOptions | None,
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """The body and the defaults list of an object: its fields as `value` or its class has them, or the file.
+
+        The defaults list names groups relative to `group_path`, where the node that it stands in has its group.
+        """
+        self._refuse_unknown(kind, path, given, options)
+        body: dict[str, Any] = {}
+        defaults: list[Any] = []
+        for name, field in kind.model_fields.items():
+            assert name != "defaults", f"{kind.__qualname__} has a field called defaults, which is Hydra's word"
+            here, set_to = join_path(path, name), given.get(name, _ABSENT)
+            default = getattr(value, name) if value is not None else read_default(field)
+            choice, inner = options_of(field.annotation, field.metadata), find_section_class(field.annotation)
+            if choice is not None:
+                group = here.removeprefix(f"{group_path}.").replace(".", "/")
+                defaults.append({group: self._add_choice(choice, default, here, set_to)})
+            elif inner is not None and (isinstance(set_to, Mapping) or (set_to is _ABSENT and default is not None)):
+                start = default if isinstance(default, BaseModel) else None
+                fields = {} if set_to is _ABSENT else set_to
+                body[name], below = self._build_section(inner, start, here, group_path, fields, None)
+                defaults += below
+            elif isinstance(set_to, Mapping):
+                kept = {} if self._is_replaced(here) else set_to
+                body[name] = {
+                    key: held for key, held in kept.items() if join_path(here, str(key)) not in self._parsed_overrides
+                }
+            elif set_to is not _ABSENT:
+                body[name] = set_to
+            elif default is not REQUIRED:
+                body[name] = (
+                    {}
+                    if self._is_replaced(here)
+                    else escape_interpolations(to_plain(default, field.annotation, field.metadata))
+                )
+        return body, defaults
+
+    def _add_choice(self, options: ChoiceOptions, default: Any, path: str, set_to: Any) -> str:
+        """Store the nodes that a choice may need; returns the name of the one that stands when nothing overrides it."""
+        group = path.replace(".", "/")
+        fields = dict(set_to) if isinstance(set_to, Mapping) else {}
+        chosen = fields.pop("name", _ABSENT) if isinstance(set_to, Mapping) else set_to
+        fallback = f"default-{len(self.nodes)}"
+        try:
+            start = None
+            if chosen is not _ABSENT:
+                usual = options.validate_name(chosen)
+            elif default is not REQUIRED:
+                usual, start = options.name_of(default), default
+            else:
+                usual = ""
+            names = self._requested_names(options, path)
+            for name in names:
+                node = self._build_option(options, name, None, path, fields if name == usual else {})
+                self._add_node(group, name, *node)
+            if names:
+                if fields and usual not in names and (unused := options.resolve(usual)):
+                    self._refuse_unknown(unused, path, fields, options)
+                self._groups[path] = f"{group}={','.join(names)}"
+                return names[0]
+            node = self._build_option(options, usual, start, path, fields) if usual else (fields, [])
+            self._add_node(group, fallback, *node)
+        except ConfigError as error:
+            self._problems.append(prefix_error(error, path))
+        return fallback
+
+    def _requested_names(self, options: ChoiceOptions, path: str) -> list[str]:
+        """The options that overrides name for a choice, by `loss=gspo`, `loss.name=gspo` or a sweep over several."""
+        asked = [each for each in self._parsed_overrides.values() if each.path in {path, join_path(path, "name")}]
+        if not asked:
+            return []
+        if not asked[-1].values:
+            raise ConfigError(
+                f"{asked[-1].text} does not name the choices one by one. The choices are {options.listing}."
+            )
+        return [options.validate_name(value) for value in asked[-1].values]
+
+    def _build_option(
+        self, options: ChoiceOptions, name: str, start: BaseModel | None, path: str, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """The body and defaults list of one option of a choice."""
+        kind = options.resolve(name) if start is None else type(start)
+        if kind is None:
+            return {"name": NONE, **fields}, []
+        body, defaults = self._build_section(kind, start, path, path, fields, options)
+        return {"name": name, **body}, defaults
+
+    def _add_node(self, group: str, name: str, body: dict[str, Any], defaults: list[Any]) -> None:
+        node = {"defaults": ["_self_", *defaults], **body}
+        if self.nodes.setdefault((group, name), node) != node:
+            path = group.replace("/", ".")
+            raise ConfigError(
+                f"'{name}' means different things under the choices above it. Sweep over {path} apart from them."
+            )
+
+    def _refuse_unknown(
+        self, kind: type[BaseModel], path: str, given: Mapping[str, Any], options: ChoiceOptions | None
+    ) -> None:
+        """Note the keys of the user's file that the class does not have."""
+        place = ConfigLocation(path, kind, [], None, kind, path, options)
+        for key in (str(key) for key in given if key not in kind.model_fields):
+            candidates = [known for known, _ in iter_possible_fields(self._root) if "*" not in known]
+            error = make_unknown_key_error(self._root, join_path(path, key), place, candidates, given[key])
+            self._problems.append(type(error)(f"{error} It is set in {self._file}."))
+
+    def _is_replaced(self, path: str) -> bool:
+        """Whether an override gives a whole mapping for a path; Hydra would merge it with the default."""
+        return path in self._parsed_overrides and any(
+            isinstance(value, dict) for value in self._parsed_overrides[path].values
+        )

@@ -1,0 +1,22 @@
+"""The name that was meant where another was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["find_closest", "suggest_name"]
+
+
+def find_closest(name: str, names: Iterable[str]) -> str | None:
+    """The name that comes nearest to one, whatever the case of its letters; None where none does."""
+    by_letters = {known.lower(): known for known in names}
+    swapped = [known for known in by_letters if sorted(known) == sorted(name.lower())]
+    near = swapped or get_close_matches(name.lower(), by_letters, n=1)
+    return by_letters[near[0]] if near else None
+
+
+def suggest_name(name: str, names: Iterable[str]) -> str:
+    """` Did you mean grpo?`, to follow a sentence that refuses a name; empty where nothing comes near it."""
+    near = find_closest(name, names)
+    return f" Did you mean {near}?" if near else ""

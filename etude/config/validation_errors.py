@@ -1,0 +1,298 @@
+"""Problems become sentences: what was asked, what was found, where, and what to do.
+
+pydantic finds what is wrong with a tree; this page tells it, several problems at once, one sentence each,
+with the meaning of the field from its own description. What a validator's author wrote is told as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from etude.config.choice import ChoiceOptions, options_of
+from etude.config.secrets import find_secret_key, mask, mask_text
+from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
+from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
+
+__all__ = ["ConfigLocation", "make_unknown_key_error", "merge_errors", "prefix_error", "to_config_error"]
+
+_RULES = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "finite_number": "a finite number",
+    "too_short": "a list of at least {min_length} entries",
+    "too_long": "a list of at most {max_length} entries",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+_MIN_SIMILARITY = 0.6
+_SIMILARITY_MARGIN = 0.15
+_LONGEST = 80
+
+
+@dataclass(frozen=True)
+class ConfigLocation:
+    """Where in a tree something stands."""
+
+    path: str
+    """Dotted path from the root; empty for the root."""
+    annotation: Any
+    """The type of what should stand there."""
+    metadata: list[Any]
+    """What the annotation was marked with."""
+    field: FieldInfo | None
+    """The field it is, or is an item of; None for the root, and for a key that no field has."""
+    owner: type[BaseModel]
+    """The class whose field it is, or should have been."""
+    owner_path: str
+    """Where an object of that class stands."""
+    options: ChoiceOptions | None
+    """The choice that chose that class."""
+
+    @property
+    def holds_fields(self) -> bool:
+        """Whether a whole object stands here, not a single value."""
+        options = options_of(self.annotation, self.metadata)
+        return self.field is None or options is not None or find_section_class(self.annotation) is not None
+
+
+def to_config_error(
+    root: type[BaseModel],
+    error: ValidationError,
+    tree: Any,
+    *,
+    title: str = "",
+    origins: Mapping[str, str] | None = None,
+) -> ConfigError:
+    """One error that tells every problem of a tree; `origins` says which file a path was set in."""
+    told: dict[str, ConfigError] = {}
+    for details in error.errors(include_url=False):
+        place = _locate(root, details, tree)
+        sentence = _explain(root, details, place, tree)
+        origin = (origins or {}).get(place.path)
+        if origin:
+            sentence = type(sentence)(f"{sentence} It is set in {origin}.")
+        # A union reports once for each member; a broken rule says more than the wrong types of the others.
+        key = str(sentence) if place.holds_fields else place.path
+        if key not in told or details["type"] in _RULES:
+            told[key] = sentence
+    return merge_errors(list(told.values()), title)
+
+
+def merge_errors(problems: list[ConfigError], title: str = "") -> ConfigError:
+    """Several problems as one error, each in its own sentence, all secrets masked."""
+    start = f"{title}: " if title else ""
+    sentences = [mask_text(str(each), yaml=False) for each in problems]
+    if len(sentences) == 1:
+        return type(problems[0])(start + sentences[0])
+    kinds = {type(each) for each in problems}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    return kind(f"{start}There are {len(sentences)} problems.\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+
+
+def prefix_error(error: ConfigError, path: str) -> ConfigError:
+    """The same error, with the path it concerns in front."""
+    return type(error)(f"{path}: {error}")
+
+
+def make_unknown_key_error(
+    root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], given: Any = None
+) -> UnknownKeyError:
+    """The sentence on a key that no field has: what it is called here, whose it is, or what comes near it."""
+    meant = _find_equivalents(root, path, given)
+    if meant:
+        return UnknownKeyError(
+            " ".join(
+                f"{whole} is not an option; here it is {name.removesuffix(', …')}." for whole, name in meant.items()
+            )
+        )
+    leaf, own = path.rsplit(".", 1)[-1], [join_path(location.owner_path, name) for name in location.owner.model_fields]
+    whose = ""
+    siblings: list[str] = []
+    if location.options is not None:
+        chosen = next(
+            (name for name, kind in location.options.table.items() if kind is location.owner), location.owner.__name__
+        )
+        whose = f" of {location.owner_path}={chosen}"
+        siblings = [
+            f"{location.owner_path}={n}" for n, kind in location.options.table.items() if leaf in kind.model_fields
+        ]
+    sentence = f"{path} is not an option{whose}."
+    if siblings:
+        sentence += f" It belongs to {_join_with_or(siblings)}."
+    near = _find_closest_paths(path, own) or ([] if siblings else _find_closest_paths(path, candidates))
+    if path in near:
+        above, _, last = path.rpartition(".")
+        return UnknownKeyError(f"{path} is one name with dots here. Write {last} under {above}, indented.")
+    if near:
+        return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
+    return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
+
+
+def _find_equivalents(root: type[BaseModel], path: str, given: Any) -> dict[str, str]:
+    """What keys from elsewhere are called here. A whole name of another trainer's means what that does; the last name
+    alone means, beside options of ours, one of those or none."""
+    known_as: Mapping[str, str] = getattr(root, "aliases", {})
+    elsewhere: Mapping[str, str] = getattr(root, "verl_trl_options", {})
+    ours = path.partition(".")[0] in root.model_fields
+    found: dict[str, str] = {}
+    for whole, last in _iter_leaf_paths(path, given):
+        if name := _match_full_name(whole, elsewhere):
+            found[whole] = name
+        elif last in known_as and (not ours or _parent_path(whole) == _parent_path(known_as[last])):
+            found[whole] = known_as[last]
+    return found
+
+
+def _match_full_name(path: str, elsewhere: Mapping[str, str]) -> str:
+    """What stands for a whole name from elsewhere, or for the end of one that could be no other's; else nothing."""
+    if path in elsewhere:
+        return elsewhere[path]
+    ends = {name for whole, name in elsewhere.items() if "." in path and whole.endswith(f".{path}")}
+    return ends.pop() if len(ends) == 1 else ""
+
+
+def _parent_path(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _iter_leaf_paths(path: str, given: Any) -> Iterator[tuple[str, str]]:
+    """The keys at the end of what was given under a path: each whole, and its last name."""
+    if isinstance(given, Mapping) and given:
+        for name, inner in given.items():
+            yield from _iter_leaf_paths(f"{path}.{name}", inner)
+    else:
+        yield path, path.rpartition(".")[2]
+
+
+def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
+    """Every dotted path that could be set in a tree as its choices stand."""
+    for name, field in kind.model_fields.items():
+        here, below = join_path(path, name), _child(node, name)
+        yield here
+        inner = _class_at(field.annotation, field.metadata, below)
+        if inner is not None and below is not None:
+            yield from iter_known_paths(inner, below, here)
+
+
+def _locate(root: type[BaseModel], details: ErrorDetails, tree: Any) -> ConfigLocation:
+    """Follow pydantic's trail; the names of union members in it lead nowhere and are passed over."""
+    place = ConfigLocation("", root, [], None, root, "", None)
+    node, trail = tree, details["loc"]
+    for index, part in enumerate(trail):
+        kind = _class_at(place.annotation, place.metadata, node)
+        here = join_path(place.path, str(part))
+        if kind is not None:
+            field = kind.model_fields.get(str(part))
+            options = options_of(place.annotation, place.metadata)
+            if field is not None:
+                place = ConfigLocation(here, field.annotation, field.metadata, field, kind, place.path, options)
+            elif details["type"] == "extra_forbidden" and index == len(trail) - 1:
+                place = ConfigLocation(here, Any, [], None, kind, place.path, options)
+        elif _child(node, part) is not None or (isinstance(node, Mapping) and part in node):
+            item = find_item_type(place.annotation, part if isinstance(part, int) else 0)
+            place = ConfigLocation(here, item, [], place.field, place.owner, place.owner_path, place.options)
+        else:
+            continue
+        node = _child(node, part)
+    return place
+
+
+def _class_at(annotation: Any, metadata: list[Any], node: Any) -> type[BaseModel] | None:
+    """The class whose fields stand at a node; None where single values do, or nothing that can be told."""
+    options = options_of(annotation, metadata)
+    if isinstance(node, BaseModel):
+        return type(node)
+    if options is None:
+        return find_section_class(annotation)
+    name = node.get("name") if isinstance(node, Mapping) else node
+    try:
+        return options.resolve(name) if isinstance(name, str) else None
+    except ConfigError:
+        return None
+
+
+def _child(node: Any, part: str | int) -> Any:
+    if isinstance(node, BaseModel):
+        return vars(node).get(str(part))
+    if isinstance(node, Mapping):
+        return node.get(part)
+    if isinstance(node, list | tuple) and isinstance(part, int) and part < len(node):
+        return node[part]
+    return None
+
+
+def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocation, tree: Any) -> ConfigError:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in {"value_error", "assertion_error"}:
+        return _explain_validator_error(context["error"], location)
+    if kind == "extra_forbidden" and location.field is None:
+        return make_unknown_key_error(root, location.path, location, iter_known_paths(root, tree), details["input"])
+    meaning = f" Its meaning: {location.field.description}" if location.field and location.field.description else ""
+    if kind == "missing":
+        return ConfigError(
+            f"{location.path} needs a value and has none. Set {location.path} to "
+            f"{_describe_expected(location)}.{meaning}"
+        )
+    given = _format_value(location.path, details["input"])
+    if kind in _RULES:
+        rule = _RULES[kind].format(
+            **{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        )
+        return ConfigError(f"{location.path} must be {rule}; {given} was given.{meaning}")
+    remedy = ""
+    if "text" in _describe_expected(location) and isinstance(details["input"], int | float):
+        remedy = f" To give it as text, quote it twice: '{location.path}=\"{given}\"'."
+    return ConfigError(
+        f"{location.path or 'The run'} expects {_describe_expected(location)}; {given} was given.{remedy}{meaning}"
+    )
+
+
+def _explain_validator_error(error: Exception, location: ConfigLocation) -> ConfigError:
+    """A validator's own sentence, as written; a value's validator cannot know its path, so that is put in front."""
+    if isinstance(error, UnknownChoiceError | PluginError | UnknownKeyError):
+        return prefix_error(error, location.path)
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(str(error)) if location.holds_fields else prefix_error(ConfigError(str(error)), location.path)
+
+
+def _describe_expected(location: ConfigLocation) -> str:
+    return describe_type(location.annotation, location.metadata)
+
+
+def _format_value(path: str, value: Any) -> str:
+    """A value as it is echoed: secrets masked, and not too long."""
+    text = repr(mask(to_plain(value), find_secret_key(path)))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _find_closest_paths(path: str, candidates: Iterable[str]) -> list[str]:
+    """Up to three candidates that come near a path, as a whole or in their last names; the nearest first."""
+
+    def closeness(candidate: str) -> float:
+        by_name = SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
+        whole = SequenceMatcher(None, path, candidate).ratio() if path.count(".") == candidate.count(".") else 0.0
+        # Under one parent the shared beginning says nothing.
+        return by_name if path.rpartition(".")[0] == candidate.rpartition(".")[0] else max(by_name, whole)
+
+    scored = sorted((-closeness(candidate), candidate) for candidate in set(candidates))
+    return [
+        candidate
+        for score, candidate in scored
+        if -score >= _MIN_SIMILARITY and score - scored[0][0] <= _SIMILARITY_MARGIN
+    ][:3]
+
+
+def _join_with_or(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

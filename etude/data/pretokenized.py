@@ -1,0 +1,99 @@
+"""Examples that are token ids already: what a model read and wrote, as it was, with nothing tokenised again.
+
+A row of tokens is a mapping of two lists: `input_ids`, and `assistant_masks`, which is 1 at what is learned. So
+`etude export rollouts` writes what a run drew. What ids mean is said by the vocabulary that they are of: a file that
+names another than the model's is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.chat import Tokenizer
+from etude.data.tokenization import AnswerRows, TokenRow
+from etude.errors import DataError
+
+__all__ = [
+    "ASSISTANT_MASKS",
+    "INPUT_IDS",
+    "VOCABULARY_COLUMN",
+    "check_vocabulary",
+    "keep_last_answer",
+    "load_token_rows",
+]
+
+INPUT_IDS, ASSISTANT_MASKS = "input_ids", "assistant_masks"
+VOCABULARY_COLUMN = "vocabulary"
+"""The column that names the vocabulary, as `Tokenizer.vocabulary` does."""
+
+
+def load_token_rows(value: Any, tokenizer: Tokenizer, where: str) -> AnswerRows:
+    """What is learned of a row of tokens, or of several rows that are one conversation, in the order of time."""
+    rows: list[TokenRow] = []
+    for each in value if isinstance(value, list) else [value]:
+        row = _load_token_row(each, tokenizer, where, int(rows[-1].turn.max()) + 1 if rows else 0)
+        if row.num_trained_tokens:
+            rows.append(row)
+    return tuple(rows)
+
+
+def check_vocabulary(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> None:
+    """Refuse ids that mean other tokens to this model."""
+    named = row.get(VOCABULARY_COLUMN)
+    if named is not None and named != tokenizer.vocab_hash:
+        raise DataError(
+            f"{where} has token ids of another vocabulary ({named}) than the tokenizer in {tokenizer.directory} "
+            f"({tokenizer.vocab_hash}): they would be other words. Choose a model of the same family, or write the "
+            f"rollouts as text: `etude export rollouts RUN FILE --form text`."
+        )
+
+
+def keep_last_answer(answer: AnswerRows) -> AnswerRows:
+    """The same, with nothing learned but the last stretch."""
+    if not answer:
+        return ()
+    last = answer[-1]
+    turn = last.turn[last.action].max()
+    return (TokenRow(last.ids, last.action & (last.turn == turn), last.turn),)
+
+
+def _load_token_row(value: Any, tokenizer: Tokenizer, where: str, first: int) -> TokenRow:
+    """One row, whose answers are numbered from `first`."""
+    if not isinstance(value, Mapping) or not {INPUT_IDS, ASSISTANT_MASKS} <= value.keys():
+        raise DataError(
+            f"{where} has tokens without `{INPUT_IDS}` and `{ASSISTANT_MASKS}`: both are lists, of the same length."
+        )
+    ids, mask = (
+        _integer_array(value[INPUT_IDS], INPUT_IDS, where),
+        _integer_array(value[ASSISTANT_MASKS], ASSISTANT_MASKS, where),
+    )
+    if len(ids) != len(mask):
+        raise DataError(
+            f"{where} has {len(ids)} `{INPUT_IDS}` and {len(mask)} `{ASSISTANT_MASKS}`: there is one for each token."
+        )
+    if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise DataError(
+            f"{where} has the token id {wrong}, and the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} "
+            f"tokens: these ids are of another model."
+        )
+    learned = mask != 0
+    learned[:1] = False  # nothing predicts the first token
+    begins = learned & ~np.concatenate([[False], learned[:-1]])
+    turn = np.where(learned, first + np.cumsum(begins) - 1, 0)
+    return TokenRow(ids.astype(np.int32), learned, turn.astype(np.int16))
+
+
+def _integer_array(values: Any, name: str, where: str) -> NDArray[np.int64]:
+    """A list of whole numbers."""
+    try:
+        found = np.asarray(values if values is not None else [])
+    except ValueError:
+        found = np.asarray("")
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iub"):
+        raise DataError(f"{where} has a `{name}` that is no list of whole numbers.")
+    return found.astype(np.int64)

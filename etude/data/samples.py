@@ -1,0 +1,172 @@
+"""Turns into rows: what the endpoint recorded, as token sequences to train on.
+
+A turn whose prompt begins with all that came before it goes on in the same row, so that a long conversation is one row
+and every action token in it counts once. Where the history was rewritten, a new row begins, with the whole prompt as
+its context. Ids are only ever compared and joined, never decoded.
+
+Which tokens of a prompt are an observation is decided for each turn before any rows are made, so that it does not
+depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.records import Sample, Turn
+
+__all__ = ["build_samples", "count_joined_rows", "find_observation_starts"]
+
+
+def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
+    """The rows of one attempt, in the order in which its turns happened. tags: learn from turns with one of these
+    alone; the others are context, where a later turn was shown them.
+
+    A turn's reward stands at its last action token. A turn that said nothing, or is not learned from, has none: its
+    reward stands at the last action before it, the newest one that could have earned it, and where there is none it
+    trains nothing.
+
+    Turns are joined with the row before alone. Those of conversations that are held at the same time are rows of their
+    own, because rows stand in the order of time, by which credit is given.
+    """
+    rows: list[_SampleBuilder] = []
+    for turn, begins in zip(turns, find_observation_starts(turns), strict=True):
+        if not tags or set(tags) & set(turn.tags):
+            if not rows or not rows[-1].is_continued_by(turn):
+                rows.append(_SampleBuilder(turn.model))
+            rows[-1].add(turn, begins)
+        if turn.reward is not None:
+            acted = next((row for row in reversed(rows) if row.last_action >= 0), None)
+            if acted is not None:
+                acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
+    return [row.build(rollout) for row in rows]
+
+
+def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
+    """Where in each turn's prompt begins what the environment showed since the answer before. It ends where the answer
+    opens; there it begins, too, where nothing was shown.
+
+    A turn that says how much was shown is believed. Otherwise a prompt goes on from the longest earlier prompt, or
+    prompt and answer, that it begins with, and what follows was shown, if an answer stands before it. A token that an
+    earlier turn was shown already, in the same place after the same tokens, is not shown again: also where the two
+    prompts differ after it.
+    """
+    begins: list[int] = []
+    known: dict[str, list[tuple[NDArray[np.int32], bool]]] = {}  # of each model, the longest first: ids, answered
+    prompts: dict[str, list[NDArray[np.int32]]] = {}
+    for turn in turns:
+        prompt, said, end = turn.prompt, turn.completion.ids, len(turn.prompt) - turn.opened
+        earlier, shown = known.setdefault(turn.model, []), prompts.setdefault(turn.model, [])
+        before, answered = next(((len(ids), acted) for ids, acted in earlier if _starts_with(prompt, ids)), (0, False))
+        if turn.observed is not None:
+            answered = turn.observed > 0
+            before = max(before, end - turn.observed)
+        for other in shown if answered else ():
+            before = _common_prefix_length(prompt, other, before)
+        begins.append(min(before, end) if answered else end)
+        shown.append(prompt)
+        earlier += [(prompt, answered), (np.concatenate([prompt, said]), answered or len(said) > 0)]
+        earlier.sort(key=lambda each: -len(each[0]))
+    return begins
+
+
+def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], least: int) -> int:
+    """How many ids both begin with, where these are more than `least`, and else that."""
+    length = min(len(one), len(other))
+    if length <= least or one[least] != other[least]:  # so it is for most: they end before, or differ there
+        return least
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return max(least, int(differ[0]) if len(differ) else length)
+
+
+def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
+    length = len(prefix)
+    if length > len(ids) or (length and ids[length - 1] != prefix[-1]):  # most that differ do so at the end
+        return False
+    return np.array_equal(ids[:length], prefix)
+
+
+def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Into how many rows turns join; and how many tokens of their prompts stood in the row before, which are not
+    computed and not trained again."""
+    rows = known = 0
+    whole, model = np.empty(0, np.int32), ""
+    for turn in turns:
+        length = len(whole)
+        if rows and turn.model == model and np.array_equal(turn.prompt[:length], whole):
+            known += length
+        else:
+            rows += 1
+        whole, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
+    return rows, known
+
+
+@dataclass
+class _SampleBuilder:
+    """A row as it grows: for each stretch of context or action, its columns."""
+
+    model: str
+    length: int = 0
+    last_action: int = -1
+    segments: list[dict[str, NDArray[Any]]] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    anchors: list[NDArray[np.int64]] = field(default_factory=list)
+    has_anchor: bool = False
+    observed: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_continued_by(self, turn: Turn) -> bool:
+        """Whether a turn's prompt begins with all of this row."""
+        if turn.model != self.model or len(turn.prompt) < self.length:
+            return False
+        ids = np.concatenate([stretch["ids"] for stretch in self.segments])
+        return np.array_equal(turn.prompt[: self.length], ids)
+
+    def add(self, turn: Turn, begins: int) -> None:
+        """Add the new part of the prompt, then the answer. begins: the start of the observation in the prompt."""
+        told = turn.prompt[self.length :]
+        said = turn.completion
+        self.observed.append((max(begins, self.length), len(turn.prompt) - turn.opened))
+        self._append_segment(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
+        self._append_segment(said.ids, True, said.logp, said.version, turn.index, turn.anchor)
+        if len(said.ids):
+            self.last_action = self.length - 1
+
+    def _append_segment(
+        self,
+        ids: NDArray[np.int32],
+        action: bool,
+        logp: NDArray[Any],
+        version: NDArray[Any],
+        turn: int,
+        anchor: int | None = None,
+    ) -> None:
+        columns = {"ids": ids, "logp": logp, "version": version}
+        self.segments.append(columns | {"action": np.full(len(ids), action), "turn": np.full(len(ids), turn)})
+        self.anchors.append(np.full(len(ids), anchor or 0, np.int64))
+        self.has_anchor |= anchor is not None
+        self.length += len(ids)
+
+    def build(self, rollout: int) -> Sample:
+        """The row as a record."""
+        reward = None
+        if self.rewards:
+            reward = np.zeros(self.length)
+            reward[list(self.rewards)] = list(self.rewards.values())
+        columns = {name: np.concatenate([each[name] for each in self.segments]) for name in self.segments[0]}
+        anchor = np.concatenate(self.anchors) if self.has_anchor else None
+        seen = self._observation_mask()
+        return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=seen)
+
+    def _observation_mask(self) -> NDArray[np.bool_] | None:
+        """The mask of tokens that were shown between answers; None where there are none."""
+        stretches = [(begin, end) for begin, end in self.observed if begin < end]
+        if not stretches:
+            return None
+        mask = np.zeros(self.length, np.bool_)
+        for begin, end in stretches:
+            mask[begin:end] = True
+        return mask

@@ -1,0 +1,110 @@
+"""The demonstration as a person meets it: what it is, the curves as they grow, where it all lies, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from etude.config.secrets import mask_text
+from etude.demo.algorithms import DemoRun
+from etude.demo.compare import ComparedRun, build_report, new_directory, select_runs, train_run
+from etude.demo.curves import LiveTable, draw_curves
+from etude.errors import ConfigError
+from etude.observe import configure_logging, make_console
+from etude.recipes.run.interrupt import Interrupt
+
+__all__ = ["NEXT", "run_demo"]
+
+NEXT = (
+    ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with an option of its own"),
+    ("etude demo algorithms advantage=rloo", "every loss again, with another advantage"),
+    ("etude demo algorithms kl=reverse kl.coefficient=0.1", "every loss, held to where it began"),
+    ("etude demo algorithms --multirun loss=ppo seed=0,1,2", "one run for each seed"),
+    ("etude config show", "every option, with its meaning"),
+)
+"""Commands to try next, and what they show."""
+
+
+def run_demo(overrides: Sequence[str], file: Path | None = None, *, sweep: bool = False) -> dict[str, Any]:
+    """Train what was asked for, show it, draw it; returns the report."""
+    compared = select_runs(overrides, file, sweep=sweep)
+    run = next(entry.run for entry in compared if entry.run is not None)
+    configure_logging(run.observe.level, mask=mask_text)
+    console = make_console(run.observe.console)
+    directory = new_directory(run.directory)
+    figure = directory / "curves.png"
+    _introduce(console, run, compared)
+    with _one_thread(), _checking_interrupt() as check, LiveTable(console, compared) as screen:
+
+        def stepped() -> None:
+            check()
+            screen.on_step()
+
+        for entry in compared:
+            if not entry.refused:
+                train_run(entry, directory / entry.folder, stepped)
+            screen.on_finish(entry)
+    trained = [entry for entry in compared if not entry.refused]
+    if not trained:
+        raise ConfigError(compared[0].refused)
+    draw_curves(trained, figure)
+    _conclude(console, compared, directory)
+    return build_report(compared, directory, figure)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A table of logits is too small to be shared among threads, which would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _checking_interrupt() -> Iterator[Callable[[], None]]:
+    """A function that stops where somebody pressed Ctrl-C and a library swallowed it, as one does while it is imported:
+    the first optimizer brings sympy, whose imports are tried and given up whatever is raised."""
+    with Interrupt(lambda _: None) as interrupt:
+        interrupt.may_finish_step = False  # there is nothing to save: any Ctrl-C stops at once
+
+        def check() -> None:
+            if interrupt.stop_requested:
+                raise KeyboardInterrupt
+
+        yield check
+
+
+def _introduce(console: Console, run: DemoRun, compared: Sequence[ComparedRun]) -> None:
+    what = f"{len(compared)} runs, one after another" if len(compared) > 1 else "one run"
+    lines = [
+        "Two prompts, three tokens, thirty answers: a world in which the expected reward J is known exactly.",
+        f"A table of logits learns in it from sampled answers, {what}: {run.steps} steps of "
+        f"{run.groups} groups of {run.group_size}, {run.updates} updates a step.",
+        "`gained` is how much of the way from the first J to the optimum was made.",
+    ]
+    for line in [*lines, *run.warnings()]:
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+
+
+def _conclude(console: Console, compared: Sequence[ComparedRun], directory: Path) -> None:
+    for entry in compared:
+        if entry.refused:
+            console.print(Text.assemble((entry.name, "bold yellow"), f" was refused: {entry.refused}"), soft_wrap=True)
+    console.print()
+    for name, path in (("curves", "curves.png"), ("metrics", "*/metrics.jsonl"), ("options", "*/run.yaml")):
+        console.print(Text.assemble((f"{name:<9}", "dim"), str(directory / path)), soft_wrap=True)
+    console.print()
+    console.print(Text("Try next:"), soft_wrap=True)
+    wide = max(len(command) for command, _ in NEXT)
+    for command, why in NEXT:
+        console.print(Text.assemble(f"  {command:<{wide}}", (f"   # {why}", "dim")), soft_wrap=True)

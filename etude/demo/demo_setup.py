@@ -1,0 +1,123 @@
+"""What the demonstrations that train share: a world of their own, which a command line does not change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from etude.config.compose import compose
+from etude.config.env import etude_command
+from etude.errors import ConfigError
+from etude.observe import progress
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import create_directory
+from etude.rollout import ServerConfig
+
+__all__ = [
+    "AGENT_DEMO",
+    "LANGUAGE_DEMO",
+    "DemoSpec",
+    "compose_demo",
+    "head_dim",
+    "path_options",
+    "warm_up",
+    "write_tasks",
+]
+
+
+@dataclass(frozen=True)
+class DemoSpec:
+    """A demonstration's run, as far as its options go."""
+
+    preset: Path
+    reserved: tuple[str, ...]
+    """The options that it brings itself."""
+    what: str
+    """These in words."""
+    replacements: str
+    """The options with which one trains one's own."""
+
+
+RESERVED_OPTIONS = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
+LANGUAGE_DEMO = DemoSpec(
+    Path(__file__).with_name("language.yaml"),
+    RESERVED_OPTIONS,
+    "model, tasks and reward",
+    "model.path=… data.train=[…]",
+)
+AGENT_DEMO = DemoSpec(
+    Path(__file__).with_name("agent.yaml"),
+    (*RESERVED_OPTIONS, "env", "agent.path"),
+    "agent, model and tasks",
+    "agent.path=my_agent.py:solve model.path=… data.train=[…]",
+)
+
+SERVED = 32
+"""The size of the smallest heads that servers have kernels for."""
+
+
+def head_dim(run: Run, own: int) -> int:
+    """The size of the heads of the model that learns. own: what it is where nothing speaks against it."""
+    return max(own, SERVED) if isinstance(run.rollout, ServerConfig) else own
+
+
+def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) -> Run:
+    """The run of a demonstration; an option that it brings itself is refused."""
+    for option in overrides:
+        name = option.partition("=")[0].strip("+ ")
+        if any(name == each or name.startswith(f"{each}.") for each in demo.reserved):
+            raise ConfigError(
+                f"The demonstration brings its own {demo.what}: `{name}` has no place in it. To train yours: "
+                f"`{etude_command()} train grpo {demo.replacements}`."
+            )
+    return compose(Run, overrides, file=file, preset=demo.preset)
+
+
+def write_tasks(
+    directory: Path, tasks: int, held_out: int, rows: Callable[[int, bool], Iterable[Mapping[str, Any]]]
+) -> Path:
+    """Write the tasks into a folder of the run's directory: what is trained on, and what is only ever scored on. rows:
+    so many of either kind."""
+    create_directory(directory)
+    world = directory / "world"
+    world.mkdir(exist_ok=True)
+    for name, count, scored in (("train", tasks, False), ("held_out", held_out, True)):
+        lines = (json.dumps(row) for row in rows(count, scored))
+        (world / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return world
+
+
+def warm_up(
+    world: Path,
+    what: str,
+    steps: int,
+    seed: int,
+    make: Callable[..., object],
+    console: Console,
+    **shape: int,
+) -> None:
+    """The model that learns: the one that an earlier start of the same made here, or one made now. make: makes it in a
+    directory by a seed, of this shape, and tells of each of so many steps."""
+    made = world / "made.json"
+    told = json.dumps({"seed": seed, "steps": steps, **shape})
+    if made.exists() and made.read_text(encoding="utf-8") == told:
+        return
+    made.unlink(missing_ok=True)
+    with progress(what, steps, console) as bar:
+        make(world / "model", seed, bar.advance, **shape)
+    made.write_text(told, encoding="utf-8")
+
+
+def path_options(world: Path, directory: Path) -> dict[str, Any]:
+    """The options that say where all of it is."""
+    return {
+        "model.path": world / "model",
+        "data.train": [world / "train.jsonl"],
+        "data.val": [world / "held_out.jsonl"],
+        "directory": directory,
+    }

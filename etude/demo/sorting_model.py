@@ -1,0 +1,86 @@
+"""A language model from nothing: its alphabet, its first weights, and what it picks up from an unreliable teacher.
+
+The warm-up is ordinary supervised training by the same learner that reinforcement learning uses afterwards. It ends
+after a number of steps that was fixed beforehand; nobody looks at held-out problems meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from etude.algorithms.losses.supervised import SFT
+from etude.batch import Batch
+from etude.chat import ChatRenderer, Tokenizer
+from etude.data.tokenization import tokenize_completion
+from etude.demo.sorting_task import ALPHABET, problems, prompt_of, teacher_answer
+from etude.models import Model, create, save, tiny_config
+from etude.recipes.supervised.examples import batch_of
+from etude.recipes.workers.policy_worker import LossObjective
+from etude.train import Learner, TrainConfig
+from etude.train.optim import PRECISIONS
+
+__all__ = ["make_tokenizer", "new_model", "warm_up"]
+
+PAD, END = "<pad>", "<end>"
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 2, 96, 4, 2, 24, 256, 32
+STEPS, BATCH = 300, 128
+TRAINING = TrainConfig(
+    precision="fp32", learning_rate=3e-3, schedule="cosine", warmup=30, weight_decay=0.01, betas=(0.9, 0.95)
+)
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
+    """A tokenizer with a token for each character, written as Hugging Face lays it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([PAD, END])
+    made.save(str(directory / "tokenizer.json"))
+    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told, indent=2))
+    return Tokenizer.load(directory)
+
+
+def new_model(tokenizer: Tokenizer, seed: int, head_dim: int = HEAD_DIM) -> Model:
+    """A small transformer with random weights."""
+    config = tiny_config(
+        tokenizer.vocab_size,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        intermediate=INTERMEDIATE,
+        context=CONTEXT,
+    )
+    return create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
+
+
+def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> Model:
+    """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
+    tokenizer = make_tokenizer(directory)
+    model = new_model(tokenizer, seed, head_dim)
+    learner = Learner(model, TRAINING, steps=STEPS)
+    shown, imitate = demonstrations(tokenizer, seed), LossObjective(SFT())
+    for _ in range(STEPS):
+        learner.update(next(shown), imitate)
+        advance()
+    save(model, directory)
+    return model
+
+
+def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
+    """Batches of what the teacher writes down, each problem a new one."""
+    chance, source, chat = random.Random(seed), problems(seed, held_out=False), ChatRenderer(tokenizer)
+    while True:
+        shown = ((prompt_of(problem), teacher_answer(problem, chance)) for problem in islice(source, BATCH))
+        yield batch_of([(tokenize_completion(chat, *each),) for each in shown])

@@ -1,0 +1,126 @@
+"""A model from nothing that has seen functions being called: its words, its first weights, its teacher.
+
+The teacher knows how it is done and is lazy: most of the time it guesses, now and then it finds the shelf and guesses
+then, and only the rest of the time does it find, count and say what it was told. A model that imitates it can do all
+three; which of them pays is what the reward tells. Imitation ends after a number of steps that was fixed beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from etude.algorithms.losses.supervised import SFT
+from etude.batch import Batch
+from etude.chat import Tokenizer
+from etude.data.collate import collate
+from etude.demo.storeroom_agent import KINDS, NUMBERS, SHELVES, question
+from etude.models import create, save, tiny_config
+from etude.recipes.workers.policy_worker import LossObjective
+from etude.records import Rollout, Sample
+from etude.train import Learner, TrainConfig
+from etude.train.optim import PRECISIONS
+
+__all__ = ["HEAD_DIM", "STEPS", "dialogue", "make_tokenizer", "warm_up"]
+
+PAD, END = "<pad>", "<end>"
+ROLES = ("<user>", "<model>", "<tool>")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FIND, COUNT = ('\n{"name": "find", "arguments": {"kind": "', '\n{"name": "count", "arguments": {"shelf": "')
+AFTER = '"}}\n'
+BEFORE_KIND, AFTER_KIND = question("|").split("|")
+PIECES = (OPEN, CLOSE, FIND, COUNT, AFTER, BEFORE_KIND, AFTER_KIND, *KINDS)
+"""Each is one token, so that a tiny model can write a call."""
+TEMPLATE = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}<model>{{ m.content }}"
+    "{%- for call in m.tool_calls or [] -%}"
+    '<tool_call>\n{{ \'{\' }}"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}'
+    "{{ '}' }}\n</tool_call>{%- endfor -%}"
+    "{%- else -%}<{{ m.role }}>{{ m.content }}{%- endif -%}<end>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<model>{%- endif -%}"
+)
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
+SPREAD = 0.1
+"""Of the first weights. With the 0.02 of large models, one this small may not find in 600 steps that what it was told
+is to be said again, and what it cannot do no reward teaches it."""
+STEPS, BATCH = 300, 64
+DILIGENT, HALFWAY = 0.25, 0.25
+"""How often the teacher does it right, and how often it guesses once it knows the shelf."""
+TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=20)
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
+    """A tokenizer of the storeroom's words, with a chat template, written as Hugging Face lays it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {token: i for i, token in enumerate([PAD, END, *ROLES, *PIECES, *SHELVES, *NUMBERS, "?"])}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([PAD, END, *ROLES])
+    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    made.save(str(directory / "tokenizer.json"))
+    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(told, indent=2))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.load(directory)
+
+
+def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> None:
+    """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
+    tokenizer = make_tokenizer(directory)
+    config = tiny_config(
+        tokenizer.vocab_size,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        intermediate=INTERMEDIATE,
+        context=CONTEXT,
+        initializer_range=SPREAD,
+    )
+    model = create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
+    learner = Learner(model, TRAINING, steps=STEPS)
+    shown, imitate = _demonstrations(tokenizer, seed), LossObjective(SFT())
+    for _ in range(STEPS):
+        learner.update(next(shown), imitate)
+        advance()
+    save(model, directory)
+
+
+def _demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
+    """Batches of what the teacher does, each in a storeroom of its own."""
+    chance = random.Random(seed)
+    while True:
+        rows = [_row(tokenizer, _teacher_dialogue(chance), place) for place in range(BATCH)]
+        yield collate(rows, [Rollout(place, place, place, 0.0) for place in range(BATCH)])
+
+
+def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[str, bool]]:
+    """A dialogue in pieces, each with whether the model is to write it. calls: how many functions are called before
+    the number is said."""
+    told = [(f"<user>{question(kind)}{END}<model>", False)]
+    for begun, asked, found in ((FIND, kind, shelf), (COUNT, shelf, number))[:calls]:
+        told += [(f"{OPEN}{begun}{asked}{AFTER}{CLOSE}{END}", True), (f"<tool>{found}{END}<model>", False)]
+    return [*told, (f"{number}{END}", True)]
+
+
+def _teacher_dialogue(chance: random.Random) -> list[tuple[str, bool]]:
+    """What the teacher does, in a storeroom of its own."""
+    mood = chance.random()
+    calls = 2 if mood < DILIGENT else 1 if mood < DILIGENT + HALFWAY else 0
+    return dialogue(chance.choice(KINDS), chance.choice(SHELVES), chance.choice(NUMBERS), calls=calls)
+
+
+def _row(tokenizer: Tokenizer, told: list[tuple[str, bool]], place: int) -> Sample:
+    pieces = [(tokenizer.encode(text), act) for text, act in told]
+    ids = np.concatenate([piece for piece, _ in pieces])
+    action = np.concatenate([np.full(len(piece), act) for piece, act in pieces])
+    zeros = np.zeros(len(ids), np.int32)
+    return Sample(ids, action, zeros.astype(np.float32), zeros, zeros, place)

@@ -1,0 +1,164 @@
+"""A crew of several processes on one machine, each of which is a rank of one process group.
+
+                  ┌─ pipe ─ rank 0   worker ─┐
+    controller ───┤                          ├─ gloo or NCCL, through the loopback interface
+                  └─ pipe ─ rank 1   worker ─┘
+
+However the controller ends, its ranks end too: with their pipe, and on Linux by the system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import Literal
+
+from etude.config.env import build_single_machine_env
+from etude.dispatch.config import CrewConfig
+from etude.dispatch.messages import PipeChannel, RankLogRecord
+from etude.dispatch.multi_rank_crew import MultiRankCrew, Rendezvous
+from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankHandle
+from etude.dispatch.split_call import Partitioner
+from etude.observe import LogLevel
+
+__all__ = ["ProcessCrew"]
+
+# First of all, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+# Elsewhere the end of the pipe ends it, unless it is stopped.
+_BOOT = (
+    "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
+    "sys.path[:] = json.loads(sys.argv[2]); "
+    "from etude.dispatch.rank import main; main(int(sys.argv[1]))"
+)
+
+
+class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
+    """Workers in processes of their own, spoken to as one."""
+
+    def __init__(
+        self,
+        make: Callable[..., object],
+        *args: object,
+        ranks: int,
+        share: Partitioner,
+        logs: Path,
+        config: CrewConfig | None = None,
+        threads: int = 1,
+        device: Literal["cpu", "cuda"] = "cpu",
+        level: LogLevel = "warning",
+        repeats: int = 1,
+    ) -> None:
+        """Start the ranks, each with `make(*args)` for a worker, and return once all of them are there.
+
+        `share` says which rollouts each of them gets, `logs` is where each writes what it says, `threads` is with how
+        many it computes, and `repeats` how many ranks in a row get the same rollouts.
+        """
+        members = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
+        super().__init__(
+            members, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
+        )
+        self._start(make, *args)
+
+    def _spawn(self) -> Rendezvous:
+        """Start every process; the first of them keeps the socket at which they meet."""
+        with socket.create_server(("127.0.0.1", 0)) as meeting:
+            for member in self._members:
+                member.start(*([meeting.fileno()] if member.rank == 0 else []))
+            return Rendezvous("127.0.0.1", meeting.getsockname()[1], meeting.fileno())
+
+
+class ProcessRankHandle(RankHandle):
+    """A rank that is a process of this machine, and the pipe to it."""
+
+    def __init__(self, rank: int, log: Path, on_log: Callable[[RankHandle, RankLogRecord], None]) -> None:
+        super().__init__(rank, log, on_log)
+        self._process: Popen[bytes] | None = None
+        self._channel: PipeChannel | None = None
+
+    def __str__(self) -> str:
+        return f"Rank {self.rank}" + (f" (process {self._process.pid})" if self._process else "")
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *descriptors: int) -> None:
+        """Start the process. It ends with the thread that calls this, if not before."""
+        ours, theirs = Pipe()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        given = (theirs.fileno(), *descriptors)
+        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)]
+        with self.log.open("ab") as log:
+            # In a session of its own: Ctrl-C is the controller's to answer, and killing it ends what it started.
+            self._process = Popen(
+                command,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                pass_fds=given,
+                start_new_session=True,
+                env=build_single_machine_env(),
+            )
+        theirs.close()
+        self._channel = PipeChannel(ours)
+        threading.Thread(target=self._read, name=f"etude-rank-{self.rank}", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Send a message. A rank that has ended gets nothing: that is noticed elsewhere."""
+        assert self._channel is not None
+        with suppress(OSError):
+            self._channel.send(message)
+
+    def dump_stacks(self) -> None:
+        """Have it write to its log where each of its threads stands, whatever they are at."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End it, and all it started, now."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Until it is gone."""
+        if self._process is not None and self._channel is not None:
+            with suppress(TimeoutExpired):
+                self._process.wait(EXIT_TIMEOUT)
+            self.closed.wait(EXIT_TIMEOUT)
+            self._channel.close()
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process has ended, or its pipe has."""
+        return self._process is not None and (self._process.poll() is not None or self.closed.is_set())
+
+    def exit_reason(self) -> str:
+        """How it ended."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(EXIT_TIMEOUT)
+        except TimeoutExpired:
+            return "it closed its pipe, and goes on"
+        if code >= 0:
+            return f"exit code {code}"
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (", as the system does where memory runs out" if -code == signal.SIGKILL else "")
+
+    def _read(self) -> None:
+        """Take what comes from it, until nothing does; on a thread of its own."""
+        assert self._channel is not None
+        while (message := self._channel.receive()) is not None:
+            self.on_message(message)
+        self.closed.set()

@@ -1,0 +1,250 @@
+"""The layers of the Llama, Mistral, Qwen2 and Qwen3 families, written once for trainer and engine.
+
+They compute what transformers' modules compute, with the modules' own parameters, in fewer and larger steps: q, k and
+v are one matrix product, gate and up another, and norms, rotary positions and the gated activation are each one step
+forward and one backward. Where peft's layers stand around the modules, their adapters are part of the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint as again
+from transformers import PreTrainedModel
+
+from etude.models.backbone import AttentionFn
+from etude.models.compiled_ops import compile_layer_ops
+from etude.models.fused_storage import fuse_storage
+from etude.models.layer_ops import EAGER_OPS, LayerOps
+from etude.models.lora_layers import FusedLora, adapted_linear, adapters_disabled, get_base_layer, is_adapted
+from etude.models.part import Columns, Rows, key_heads, refuse_uneven
+from etude.models.prepack import LinearWeight, prepacked_linear
+from etude.models.strand import Side, own
+from etude.models.visit import Visits, visited
+
+__all__ = ["FusedBackbone", "FusedLinear", "supports_fused"]
+
+_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def supports_fused(module: PreTrainedModel) -> bool:
+    """Whether this module is of a family whose layers are written here."""
+    config = module.config
+    return config.model_type in _TYPES and config.hidden_act == "silu" and not getattr(config, "mlp_bias", False)
+
+
+class FusedLinear:
+    """Linear maps of the same input as one: their weights are views of one storage, and stay leaves of their own."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        bases = [get_base_layer(part) for part in parts]
+        self.parameters: list[Any] = [base.weight for base in bases]
+        self.weight = fuse_storage(self.parameters)
+        biases: list[Any] = [base.bias for base in bases]
+        self.bias = None if biases[0] is None else fuse_storage(biases)
+        self.parameters += [] if self.bias is None else biases
+        self.low = FusedLora(parts) if any(map(is_adapted, parts)) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[P, H] → [P, ΣO]: the outputs side by side."""
+        first = self.parameters[0]
+        assert first.data_ptr() == self.weight.data_ptr(), "a fused parameter was given other memory: see `Model`"
+        low = None if self.low is None or adapters_disabled() else self.low
+        if not torch.is_grad_enabled():
+            out = prepacked_linear(x, self.weight, self.bias)
+            if low is not None:
+                low.add(out, x)
+            return out
+        if low is not None:
+            return adapted_linear(x, self.weight, self.bias, low)
+        fused: Tensor = _FusedLinear.apply(x, self.weight, self.bias, *self.parameters)  # type: ignore[no-untyped-call]
+        return fused
+
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`."""
+        return [LinearWeight(self.weight, any(parameter.requires_grad for parameter in self.parameters))]
+
+
+class _FusedLinear(torch.autograd.Function):
+    """One product forward, two backward; the parameters' gradients are views of one result.
+
+    Where some of them are frozen, each of the others has a product of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = [len(parameter) for parameter in parameters if parameter.ndim == 2]
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        into_x = grad @ weight if ctx.needs_input_grad[0] else None
+        count, needed = len(ctx.sizes), ctx.needs_input_grad[3:]
+        of_parts = torch.split(grad, ctx.sizes, 1)
+        if all(needed[:count]):
+            into: list[Tensor | None] = list(torch.split(grad.T @ x, ctx.sizes))
+        else:
+            into = [part.T @ x if wanted else None for part, wanted in zip(of_parts, needed, strict=False)]
+        into += [part.sum(0) if wanted else None for part, wanted in zip(of_parts, needed[count:], strict=False)]
+        return into_x, None, None, *into
+
+
+class _Linear:
+    """One linear map as torch runs it."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return prepacked_linear(x, self.part.weight, self.part.bias)
+
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`."""
+        return [LinearWeight(self.part.weight, self.part.weight.requires_grad)]
+
+
+def _linear(part: nn.Module) -> FusedLinear | _Linear:
+    """One linear map, with its adapter if it has one."""
+    return FusedLinear(part) if is_adapted(part) else _Linear(part)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The sizes that every layer's attention shares: of the whole, or of a rank's part."""
+
+    query: int
+    key: int
+    width: int
+    scale: float
+    eps: float
+
+
+class _DecoderLayer:
+    """One decoder layer: attention and a gated MLP, each added to what it reads."""
+
+    def __init__(self, layer: Any, index: int, heads: _Heads, tensor: Side | None = None) -> None:
+        """`tensor`: the ranks that have a part of it each, if this is a part."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.heads = index, heads
+        # Mistral windows every layer and reads the window from its config; the others say which layers.
+        source = attention.config if attention.config.model_type == "mistral" else attention
+        self.window: int | None = getattr(source, "sliding_window", None)
+        self.input_norm, self.post_attention_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        has_norms = hasattr(attention, "q_norm")
+        self.q_norm: Tensor | None = attention.q_norm.weight if has_norms else None
+        self.k_norm: Tensor | None = attention.k_norm.weight if has_norms else None
+        if tensor is None:
+            self.qkv: FusedLinear | Columns = FusedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+            self.out: FusedLinear | _Linear | Rows = _linear(attention.o_proj)
+            self.gate_up: FusedLinear | Columns = FusedLinear(mlp.gate_proj, mlp.up_proj)
+            self.down: FusedLinear | _Linear | Rows = _linear(mlp.down_proj)
+        else:
+            self._take_part(layer, heads, tensor)
+
+    def _take_part(self, layer: Any, heads: _Heads, tensor: Side) -> None:
+        """The linear maps, as far as they are this rank's."""
+        attention, mlp = layer.self_attn, layer.mlp
+        asked = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
+        read = key_heads(attention.config.num_key_value_heads, tensor)
+        keys = slice(read.start * heads.width, read.stop * heads.width)
+        self.qkv = Columns(tensor, [(attention.q_proj, asked), (attention.k_proj, keys), (attention.v_proj, keys)])
+        self.out = Rows(tensor, attention.o_proj, asked)
+        inner = own(attention.config.intermediate_size, tensor)
+        self.gate_up = Columns(tensor, [(mlp.gate_proj, inner), (mlp.up_proj, inner)])
+        self.down = Rows(tensor, mlp.down_proj, inner)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, steps: LayerOps) -> Tensor:
+        """[P, H] → [P, H]."""
+        heads = self.heads
+        asked = self.qkv(steps.rms_norm(x, self.input_norm, heads.eps))
+        heads_apart = asked.view(len(asked), -1, heads.width)
+        if torch.is_grad_enabled() or steps is not EAGER_OPS:
+            q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = steps.rms_norm(q, self.q_norm, heads.eps), steps.rms_norm(k, self.k_norm, heads.eps)
+            q, k = steps.apply_rotary(q, cos, sin), steps.apply_rotary(k, cos, sin)
+        else:
+            asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
+            q, k = torch.split(self._norm_and_rotate(asking, cos, sin), [heads.query, heads.key], 1)
+        seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
+        x = x + self.out(seen.flatten(1))
+        return x + self.down(steps.gated_silu(self.gate_up(steps.rms_norm(x, self.post_attention_norm, heads.eps))))
+
+    def _norm_and_rotate(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = self.heads
+            weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
+            asking = EAGER_OPS.rms_norm(asking, weight, heads.eps)
+        return EAGER_OPS.apply_rotary(asking, cos, sin)
+
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`."""
+        return [each for part in (self.qkv, self.out, self.gate_up, self.down) for each in part.linear_weights()]
+
+
+def _rotation_signs(sin: Tensor) -> Tensor:
+    """[D]: −1 over the first half, 1 over the second, as a rotation has them."""
+    half = sin.shape[-1] // 2
+    return torch.ones(2 * half, dtype=sin.dtype, device=sin.device).index_fill_(
+        0, torch.arange(half, device=sin.device), -1
+    )
+
+
+class FusedBackbone:
+    """A whole model of these families, or a rank's part of it; see `Backbone`.
+
+    A part is called with the ids of the rank's own tokens, and the positions of all tokens that its heads attend to.
+    """
+
+    def __init__(self, module: PreTrainedModel, tensor: Side | None = None) -> None:
+        """`tensor`: the ranks that have a part of each layer, if this is a part."""
+        body: Any = module.base_model
+        config = module.config
+        width = body.layers[0].self_attn.head_dim
+        query, keys, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        if tensor is not None:
+            refuse_uneven(query, keys, config.intermediate_size, tensor.count)
+            read = key_heads(keys, tensor)
+            query, keys = query // tensor.count, read.stop - read.start
+        heads = _Heads(query, keys, width, width**-0.5, eps)
+        self._module = module
+        self.embedding, self.rotary, self.norm, self.eps = body.embed_tokens, body.rotary_emb, body.norm, eps
+        self.layers = [_DecoderLayer(layer, index, heads, tensor) for index, layer in enumerate(body.layers)]
+        self._compiled: LayerOps | None = None
+
+    def compile(self) -> None:
+        """See `Backbone`."""
+        self._compiled = compile_layer_ops(self.embedding.weight.device)
+
+    def parted(self, tensor: Side) -> FusedBackbone:
+        """See `Backbone`."""
+        made = FusedBackbone(self._module, tensor)
+        made._compiled = self._compiled
+        return made
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
+    ) -> Tensor:
+        """See `Backbone`."""
+        x = embedding(ids, self.embedding.weight)
+        cos, sin = (angle[0] for angle in self.rotary(x[None], positions[None]))
+        sin = sin * _rotation_signs(sin)
+        steps = EAGER_OPS if self._compiled is None or torch.is_inference_mode_enabled() else self._compiled
+        rest = (cos, sin, attend, steps)
+        for layer in self.layers:
+            compute = partial(again, layer, use_reentrant=False) if checkpoint else layer
+            x = visited(visits, layer.index, compute, x, *rest)
+        return steps.rms_norm(x, self.norm.weight, self.eps)
+
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`."""
+        return [each for layer in self.layers for each in layer.linear_weights()]

@@ -1,0 +1,236 @@
+"""Models from a directory, from a configuration, and back into a directory. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers.utils import logging
+
+from etude.errors import ConfigError, describe_out_of_memory
+from etude.models.config import Head
+from etude.models.model import Model, cast
+from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
+
+__all__ = ["create", "create_empty", "load", "read_context_length", "save"]
+
+_causal_auto_class: Any = AutoModelForCausalLM
+_score_auto_class: Any = AutoModelForSequenceClassification
+_logging: Any = logging
+
+SCORE_HEAD = "score.weight"
+"""What transformers calls the head of a model that gives a number."""
+
+
+def load(
+    directory: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    keep_float32: bool = False,
+    head: Head = "language",
+) -> Model:
+    """The model of a Hugging Face directory. Every weight it needs must be there, in the shape its config says.
+
+    With `exact` it holds, beside the weights that half precision rounds, what they were in float32, until a learner
+    takes them. With another `head` the same files are read as transformers' sequence classification with one label.
+    """
+    where = Path(directory)
+    _refuse_unreadable(where)
+    config = _read_config(where)
+    if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        raise ConfigError(
+            f"The model in {where} gives scores and no words: it is a reward model, as `reward=model reward.path=…` "
+            f"takes it. Give a language model."
+        )
+    refuse_unsupported(config)
+    register_attention()
+    if head != "language":
+        config.num_labels = 1
+    auto = _causal_auto_class if head == "language" else _score_auto_class
+    try:
+        with _silence_transformers():
+            module, told = auto.from_pretrained(
+                where,
+                config=config,
+                dtype=torch.promote_types(dtype, torch.float32) if keep_float32 else dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
+        raise ConfigError(f"The model in {where} cannot be loaded: {describe_out_of_memory(error) or error}") from error
+    missing = set(told["missing_keys"])
+    if head != "language" and SCORE_HEAD in missing:
+        if head == "score":
+            raise ConfigError(
+                f"The model in {where} has no score head (`{SCORE_HEAD}`), so that it judges nothing. Give the "
+                f"directory of a reward model; `etude reward-model` trains one from preferences."
+            )
+        missing.remove(SCORE_HEAD)
+        nn.init.zeros_(module.score.weight)
+    _refuse_missing_weights(where, sorted(missing), sorted(told["mismatched_keys"]))
+    _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
+    module.to(device)
+    finer = _find_rounded_weights(module, dtype) if keep_float32 else {}
+    cast(module, dtype, torch.device(device))
+    return Model(module, finer)
+
+
+def read_context_length(directory: Path | str) -> int:
+    """The longest sequence that the positions of a model were made for, by its config alone."""
+    longest: int = _read_config(Path(directory)).get_text_config().max_position_embeddings
+    return longest
+
+
+def create(
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    head: Literal["language", "score"] = "language",
+) -> Model:
+    """A model with random weights. The same seed gives the same weights, rounded to the dtype asked for."""
+    refuse_unsupported(config)
+    register_attention()
+    if head != "language":
+        config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto = _causal_auto_class if head == "language" else _score_auto_class
+        module = auto.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    cast(module, dtype, torch.device(device))
+    return Model(module)
+
+
+def create_empty(
+    directory: Path | str | PreTrainedConfig, *, dtype: torch.dtype, head: Head = "language", keep_float32: bool = False
+) -> Model:
+    """A model of the sizes that a directory's config names, or a config: made where torch makes tensors, in the dtype
+    that it computes in, and its weights are nobody's. For whoever asks what a model would take. exact: made by the way
+    that `load` takes then; every weight is one that is rounded, unless the config says that the files are as coarse."""
+    config = copy.deepcopy(directory) if isinstance(directory, PreTrainedConfig) else _read_config(Path(directory))
+    coarse = config.dtype == dtype
+    refuse_unsupported(config)
+    register_attention()
+    if head != "language":
+        config.num_labels = 1
+    auto = _causal_auto_class if head == "language" else _score_auto_class
+    wide = torch.promote_types(dtype, torch.float32) if keep_float32 else dtype
+    module = auto.from_config(config, dtype=wide, attn_implementation=ATTENTION_NAME)
+    finer = {} if wide == dtype or coarse else _find_rounded_weights(module, dtype)
+    if wide != dtype:
+        cast(module, dtype, module.device)
+    return Model(module, finer)
+
+
+def save(model: Model, directory: Path | str) -> None:
+    """Write a directory that `load` and transformers' `from_pretrained` read."""
+    with _silence_transformers():
+        if model.has_adapters:
+            model.module.save_pretrained(directory, state_dict=dict(model.merged_weights()))
+        else:
+            model.module.save_pretrained(directory)
+
+
+def _find_rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that another dtype cannot hold."""
+    return {
+        name: weight.data
+        for name, weight in module.named_parameters()
+        if not torch.equal(weight.data.to(dtype).to(weight.dtype), weight.data)
+    }
+
+
+@contextmanager
+def _silence_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what matters of them is said in an error."""
+    level, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    _logging.set_verbosity_error()
+    _logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        _logging.set_verbosity(level)
+        if bars:
+            _logging.enable_progress_bar()
+
+
+def _read_config(where: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"The model in {where} brings code of its own (`auto_map` in its config.json), and Etude runs no code "
+                "that comes with a model. Choose a model of an architecture that transformers has built in; some have "
+                "a converted version whose name ends in -hf."
+            ) from error
+        raise ConfigError(f"The config.json in {where} cannot be used: {error}") from error
+    return config
+
+
+def _refuse_unreadable(where: Path) -> None:
+    """Refuse what is no model's directory, and weights that are read by running what stands in their file."""
+    if not where.is_dir():
+        raise ConfigError(
+            f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
+        )
+    if not (where / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in where.glob(pattern))
+    if pickled and not any(where.glob("*.safetensors")):
+        raise ConfigError(
+            f"The weights in {where} are pickled ({pickled[0]}): to load such a file is to run what stands in it, and "
+            f"only safetensors are read here. Fetch the model's .safetensors files; or, if you trust the file, write "
+            f"them once with transformers: `AutoModelForCausalLM.from_pretrained('{where}').save_pretrained('new')`."
+        )
+
+
+def _refuse_missing_weights(where: Path, missing: list[str], mismatched: list[object]) -> None:
+    if missing:
+        raise ConfigError(
+            f"The model in {where} lacks {len(missing)} of its weights, {', '.join(missing[:3])} among them. "
+            f"Fetch its weight files again, or mend its config.json."
+        )
+    if mismatched:
+        raise ConfigError(
+            f"{len(mismatched)} weights in {where} have other shapes than its config.json says, for one "
+            f"{_describe_mismatch(mismatched[0])}. The config and the weights are of two models."
+        )
+
+
+def _describe_mismatch(mismatch: object) -> str:
+    """A mismatch as transformers reports it: (name, shape found, shape wanted)."""
+    if isinstance(mismatch, tuple) and len(mismatch) == 3:
+        name, found, wanted = mismatch
+        return f"{name}: {list(found)} instead of {list(wanted)}"
+    return str(mismatch)
+
+
+def _refuse_large_tokenizer(where: Path, rows: int) -> None:
+    """A token id without a row in the embedding would be an index error in the middle of a run."""
+    file = where / "tokenizer.json"
+    if not file.is_file():
+        return
+    told = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = told.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    ids += [token["id"] for token in told.get("added_tokens", [])]
+    if ids and max(ids) >= rows:
+        raise ConfigError(
+            f"The tokenizer in {where} has the token id {max(ids)}, but the model embeds {rows} tokens (0 to "
+            f"{rows - 1}). The tokenizer belongs to another model."
+        )

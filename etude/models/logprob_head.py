@@ -1,0 +1,185 @@
+"""Log-probs and entropies straight from hidden states: the [N, V] matrix of logits never exists whole.
+
+A chunk of rows is turned into logits, judged, and forgotten; the backward pass computes its logits again. What is
+computed is what `algorithms/logits.py` says of logits: float32 or wider, divided by the temperature first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.models.model import Model
+
+__all__ = ["CHUNK", "logp_and_entropy", "map_logit_chunks", "token_logp"]
+
+CHUNK = 1024
+"""Rows of logits that exist at a time, at most."""
+MAX_LOGITS = 2**26
+"""How many logits exist at a time: a large vocabulary has fewer rows of them, but never less than an eighth of a chunk,
+because the gradient of the head is gone over once for each."""
+
+LogitChunkFn = Callable[[Tensor, int, int], tuple[Tensor, ...]]
+
+
+def map_logit_chunks(model: Model, hidden: Tensor, fn: LogitChunkFn, chunk: int | None = None) -> tuple[Tensor, ...]:
+    """What `fn(logits[start:stop], start, stop)` makes of each chunk of rows, end to end: tensors [N, …].
+
+    `fn` is differentiated through the logits, and called again in the backward pass; it must give the same both times.
+    Other tensors that it reads are constants.
+    """
+    out: tuple[Tensor, ...] = _LogitChunks.apply(model, fn, chunk or _chunk_rows(model), hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    return out
+
+
+def token_logp(
+    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+) -> Tensor:
+    """[N, H], [N] → [N]: log π of each row's token."""
+    logp: Tensor
+    logp, _ = _LogpEntropy.apply(model, ids, temperature, chunk or _chunk_rows(model), False, hidden, *_weights(model))  # type: ignore[no-untyped-call]
+    return logp
+
+
+def logp_and_entropy(
+    model: Model, hidden: Tensor, ids: Tensor, temperature: float = 1.0, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """[N, H], [N] → [N], [N]: log π of each row's token, and the entropy of the row's distribution."""
+    both: tuple[Tensor, Tensor] = _LogpEntropy.apply(
+        model, ids, temperature, chunk or _chunk_rows(model), True, hidden, *_weights(model)
+    )  # type: ignore[no-untyped-call]
+    return both
+
+
+def _chunk_rows(model: Model) -> int:
+    """How many rows of logits may exist at a time."""
+    return min(CHUNK, max(CHUNK // 8, MAX_LOGITS // len(model.head_weight)))
+
+
+def _weights(model: Model) -> tuple[Tensor, ...]:
+    return (model.head_weight,) if model.head_bias is None else (model.head_weight, model.head_bias)
+
+
+class _HeadGradients:
+    """The gradients of hidden states and head, gathered chunk by chunk from the gradient of the raw logits."""
+
+    def __init__(self, hidden: Tensor, weights: tuple[Tensor, ...], needed: tuple[bool, ...]) -> None:
+        self.weight = weights[0]
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weights = [
+            torch.zeros_like(w, dtype=wide) if wanted else None for w, wanted in zip(weights, needed[1:], strict=True)
+        ]
+
+    def add(self, rows: slice, hidden: Tensor, logits_grad: Tensor) -> None:
+        """One chunk's share."""
+        if self.hidden is not None:
+            torch.mm(logits_grad, self.weight, out=self.hidden[rows])
+        if self.weights[0] is not None:
+            self.weights[0] += logits_grad.T @ hidden
+        if len(self.weights) > 1 and self.weights[1] is not None:
+            self.weights[1] += logits_grad.sum(0)
+
+    def all(self) -> tuple[Tensor | None, ...]:
+        """In the order of the function's inputs."""
+        return self.hidden, *(None if w is None else w.to(self.weight.dtype) for w in self.weights)
+
+
+class _LogitChunks(torch.autograd.Function):
+    """`map_logit_chunks`: forward without a graph, backward through one chunk's graph at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, model: Model, fn: LogitChunkFn, chunk: int, hidden: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.model, ctx.fn, ctx.chunk = model, fn, chunk
+        ctx.save_for_backward(hidden, *weights)
+        parts = [
+            fn(model.logits(hidden[start : start + chunk]), start, min(start + chunk, len(hidden)))
+            for start in range(0, max(len(hidden), 1), chunk)
+        ]
+        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *weights = ctx.saved_tensors
+        into = _HeadGradients(hidden, tuple(weights), ctx.needs_input_grad[3:])
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, min(start + ctx.chunk, len(hidden)))
+            raw = ctx.model.raw_logits(hidden[rows]).detach().requires_grad_()
+            with torch.enable_grad():
+                outs = ctx.fn(ctx.model.scale_and_cap_logits(raw), rows.start, rows.stop)
+            wanted = [(out, grad[rows]) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+            (logits_grad,) = torch.autograd.grad([o for o, _ in wanted], raw, [g for _, g in wanted])
+            into.add(rows, hidden[rows], logits_grad.to(hidden.dtype))
+        return None, None, None, *into.all()
+
+
+class _LogpEntropy(torch.autograd.Function):
+    """Log-prob and entropy with the gradient written out, so that a chunk is worked on in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        model: Model,
+        ids: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy: bool,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logp, total = hidden.new_empty(len(hidden), dtype=wide), hidden.new_empty(len(hidden), dtype=wide)
+        spread = hidden.new_empty(len(hidden), dtype=wide) if entropy else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            scaled = _scaled(model.logits(hidden[rows]), temperature)
+            total[rows] = scaled.logsumexp(1)
+            logp[rows] = scaled.gather(1, ids[rows].long()[:, None])[:, 0] - total[rows]
+            if spread is not None:
+                spread[rows] = _entropy(scaled, total[rows])
+        ctx.model, ctx.temperature, ctx.chunk = model, temperature, chunk
+        ctx.save_for_backward(ids, total, spread, hidden, *weights)
+        return logp, spread
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ids, total, spread, hidden, *weights = ctx.saved_tensors
+        of_logp, of_entropy = grads
+        model = ctx.model
+        into = _HeadGradients(hidden, tuple(weights), ctx.needs_input_grad[5:])
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = model.logits(hidden[rows])
+            # the slope of a cap is read off the logits in the end; without one they may be written over
+            grad = _scaled(logits if model.logit_cap is None else logits.clone(), ctx.temperature)
+            grad.sub_(total[rows, None])
+            if spread is not None and of_entropy is not None:
+                # ∂H/∂z = −p (log p + H); a logit of −∞ has p = 0 and no gradient
+                p = grad.exp()
+                grad.add_(spread[rows, None]).mul_(p).mul_(-of_entropy[rows, None]).masked_fill_(p == 0, 0)
+                if of_logp is not None:
+                    grad.sub_(p.mul_(of_logp[rows, None]))
+            else:
+                assert of_logp is not None, "autograd runs a node only for a gradient of one of its outputs"
+                grad.exp_().mul_(-of_logp[rows, None])
+            if of_logp is not None:
+                grad.scatter_add_(1, ids[rows].long()[:, None], of_logp[rows, None])
+            grad.mul_(1 / ctx.temperature)
+            into.add(rows, hidden[rows], model.logits_backward(grad, logits).to(hidden.dtype))
+        return None, None, None, None, None, *into.all()
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divided by the temperature, in place."""
+    return logits if temperature == 1 else logits.mul_(1 / temperature)
+
+
+def _entropy(scaled: Tensor, total: Tensor) -> Tensor:
+    """−Σ p log p of each row; `scaled` is used up."""
+    logp = scaled.sub_(total[:, None])
+    return -(logp.exp() * logp.masked_fill_(logp == -torch.inf, 0)).sum(1)

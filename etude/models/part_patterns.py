@@ -1,0 +1,32 @@
+"""How an option names parts of a model: by any stretch of their dotted names, with `*` for anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from etude.errors import ConfigError
+
+__all__ = ["matches_part", "refuse_unmatched"]
+
+_SHOWN = 12
+
+
+def matches_part(part: str, name: str) -> bool:
+    """Whether `part` names this, or something that this is in: `layers.0`, `mlp` and `layers.*.mlp` all name
+    `model.layers.0.mlp.up_proj`."""
+    return fnmatchcase(f".{name}.", f"*.{part}.*")
+
+
+def refuse_unmatched(option: str, parts: Sequence[str], names: Iterable[str]) -> None:
+    """Refuse the first part that is none of the model's, and tell the names there are, layers as one."""
+    there = list(names)
+    for part in parts:
+        if not any(matches_part(part, name) for name in there):
+            alike = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in there))
+            listed = ", ".join(alike[:_SHOWN]) + (f" … {len(alike)} in all" if len(alike) > _SHOWN else "")
+            raise ConfigError(
+                f"`{option}` names `{part}`, and this model has no such part. It has {listed}; any stretch of these "
+                f"names will do, with `*` for anything."
+            )

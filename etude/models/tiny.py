@@ -1,0 +1,61 @@
+"""Small random models of every family, for demonstrations, tests and benchmarks: the real classes, made little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from etude.errors import UnknownChoiceError
+
+__all__ = ["FAMILIES", "tiny_config"]
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {"sliding_window": 4096, "query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3_text", {"sliding_window": 512, "query_pre_attn_scalar": 16}),
+    "gpt2": ("gpt2", {}),
+}
+"""The transformers model type of a family, and what its configuration needs beyond sizes."""
+
+
+def tiny_config(
+    vocab_size: int,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    context: int = 2048,
+    family: str = "qwen3",
+    tied: bool = True,
+    **more: Any,
+) -> PreTrainedConfig:
+    """The configuration of a model of these sizes. `more` is handed to the family's own configuration."""
+    if family not in FAMILIES:
+        raise UnknownChoiceError(f"There is no tiny model of the family '{family}'; there are {', '.join(FAMILIES)}.")
+    kind, own = FAMILIES[family]
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if kind == "gpt2":
+        sizes["n_inner"] = intermediate or 4 * hidden
+    else:
+        sizes["num_key_value_heads"] = kv_heads
+        sizes["head_dim"] = head_dim or hidden // heads
+        sizes["intermediate_size"] = intermediate or 3 * hidden
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **{**sizes, **own, **more})
+    return config

@@ -1,0 +1,295 @@
+"""Any transformers model whose attention goes through its AttentionInterface, run as it is.
+
+Attention is handed to us layer by layer; all else is the model's own code. Because that code is not ours, a model is
+examined once when it is made: that each layer asks for attention once, that nothing else lets a token know of the
+others (recurrence, convolution), and that its logits are what `Model.logits` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as again
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from etude.errors import ConfigError
+from etude.models.backbone import AttentionFn, Backbone
+from etude.models.lora_layers import make_adapters_switchable
+from etude.models.prepack import LinearWeight
+from etude.models.visit import Visits, visited
+
+if TYPE_CHECKING:
+    from etude.models.model import Model
+    from etude.models.strand import Side
+
+__all__ = [
+    "ATTENTION_NAME",
+    "TransformersBackbone",
+    "decoder_layers",
+    "refuse_unsupported",
+    "register_attention",
+    "verify_model",
+]
+
+ATTENTION_NAME = "etude"
+"""What our attention is called among transformers' implementations."""
+
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_attend: ContextVar[AttentionFn] = ContextVar("attend")
+
+
+_checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+_visits: ContextVar[Visits | None] = ContextVar("visits", default=None)
+
+
+class TransformersBackbone:
+    """A transformers model, called once for a flat list of tokens, and always in its mode for evaluation.
+
+    transformers checkpoints activations only in training mode, where dropout and a router's noise act too. So its
+    layers are checkpointed here, by a `forward` of their own that stands before that of their class.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module: Any = module
+        for index, layer in enumerate(decoder_layers(module, module.config.get_text_config().num_hidden_layers)):
+            layer.forward = partial(MethodType(_layer_forward, layer), index)
+        make_adapters_switchable(module)
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attend: AttentionFn, *, checkpoint: bool, visits: Visits | None = None
+    ) -> Tensor:
+        """See `Backbone`."""
+        checkpointing, visiting = _checkpointing.set(checkpoint), _visits.set(visits)
+        try:
+            with use_attention(attend):
+                out = self.module.base_model(input_ids=ids[None].long(), position_ids=positions[None], use_cache=False)
+        finally:
+            _checkpointing.reset(checkpointing)
+            _visits.reset(visiting)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def linear_weights(self) -> list[LinearWeight]:
+        """See `Backbone`: none, its modules multiply by themselves."""
+        return []
+
+    def compile(self) -> None:
+        """See `Backbone`: refused, its steps are the model's own code."""
+        raise ConfigError(
+            f"`train.compile` compiles the steps of the Llama, Mistral, Qwen2 and Qwen3 families, and this is a "
+            f"{_model_type(self.module)} model, which runs transformers' own code. Leave it out."
+        )
+
+    def parted(self, tensor: Side) -> Backbone:
+        """See `Backbone`: refused, its layers are the model's own code."""
+        raise ConfigError(
+            f"`mesh.tensor={tensor.count}` divides the layers of the Llama, Mistral, Qwen2 and Qwen3 families, and "
+            f"this is a {_model_type(self.module)} model, which runs transformers' own code. Leave it out; "
+            f"`mesh.sequence` divides the tokens of any model."
+        )
+
+
+def _layer_forward(layer: nn.Module, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward pass, to be made again in the backward pass where that is wanted."""
+    run: Callable[..., Any] = partial(type(layer).forward, layer)
+    if _checkpointing.get():
+        run = partial(again, run, use_reentrant=False, preserve_rng_state=False, context_fn=_recompute_contexts)
+    if (visits := _visits.get()) is None:
+        return run(hidden_states, *args, **kwargs)
+    beside: list[Any] = []
+
+    def compute(x: Tensor) -> Tensor:
+        out = run(x, *args, **kwargs)
+        alone: Tensor = out if isinstance(out, Tensor) else out[0]
+        beside[:] = [] if isinstance(out, Tensor) else [out[1:]]
+        return alone
+
+    x = visited(visits, index, compute, hidden_states)
+    return (x, *beside[0]) if beside else x
+
+
+@contextmanager
+def use_attention(attend: AttentionFn) -> Iterator[None]:
+    """Within, whatever asks our interface for attention is answered by `attend`."""
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """A checkpointed layer's first forward pass and its second, in which nobody is calling the model any more."""
+    attend = _attend.get()
+    return use_attention(attend), use_attention(attend)
+
+
+def _attention_interface(
+    module: Any,
+    query: Tensor,  # [1, Hq, P, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers asks; the `AttentionFn` of the running forward pass answers."""
+    strange = [
+        f"`{name}`" for name, given in more.items() if isinstance(given, Tensor) and name not in _IGNORED_ARGUMENTS
+    ]
+    strange += ["bidirectional attention"] if more.get("is_causal") is False else []
+    strange += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
+    if strange:
+        raise ConfigError(
+            f"Layer {module.layer_idx} ({type(module).__name__}) attends with {strange[0]}, which Etude's attention "
+            f"does not know. Choose a model with plain causal attention."
+        )
+    windows = {sliding_window} if attention_mask is None else {sliding_window, int(attention_mask) or None}
+    told = max((each for each in windows if each is not None), default=None)
+    out = _attend.get()(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=told,
+        softcap=softcap,
+    )
+    return out[None], None
+
+
+_IGNORED_ARGUMENTS = {"position_ids", "cache_position"}
+
+
+def _window_as_mask(*, local_size: int | None = None, **_: object) -> Tensor:
+    """What stands for a mask: the window that it would have drawn, 0 for none. No mask is ever made."""
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
+def register_attention() -> None:
+    """Make our attention known to transformers; a model can be made with it from then on."""
+    AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+    AttentionMaskInterface.register(ATTENTION_NAME, _window_as_mask)
+
+
+def refuse_unsupported(config: PreTrainedConfig) -> None:
+    """Refuse what its configuration already tells cannot be run, before any weight is read."""
+    text = config.get_text_config()
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in _SUPPORTED_LAYER_TYPES:
+            raise ConfigError(
+                f"Layer {index} of this {config.model_type} model is `{kind}`. Etude trains models whose every layer "
+                f"attends ({' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}); choose one of those."
+            )
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in [ropes, *(each for each in ropes.values() if isinstance(each, dict))]:
+        if rope.get("rope_type") in _LENGTH_DEPENDENT:
+            raise ConfigError(
+                f"This {config.model_type} model has `{rope['rope_type']}` rotary positions, which change with the "
+                f"longest sequence computed beside a token, so that a row's result would depend on its company. "
+                f"Set another `rope_type` in its config.json, such as `yarn`, or choose another model."
+            )
+
+
+class _SelfOnlyAttention:
+    """An `AttentionFn` in which each token sees only itself, and which notes who asked."""
+
+    def __init__(self) -> None:
+        self.called_layers: list[int] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        """A mean over one value is that value."""
+        self.called_layers.append(layer)
+        return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+@torch.no_grad()
+def verify_model(model: Model) -> None:
+    """Run four tokens that may see only themselves, and refuse a model in which they know of each other."""
+    module, alone = model.module, _SelfOnlyAttention()
+    ids = torch.tensor([0, 1, 2, 1], device=model.device) % model.vocab_size
+    positions = torch.zeros(4, dtype=torch.int64, device=model.device)
+    layers = decoder_layers(module, model.num_layers)
+    outputs: list[Tensor] = []
+    hooks = [layer.register_forward_hook(_record_outputs(outputs)) for layer in layers]
+    try:
+        hidden = model.hidden(ids, positions, alone)
+        with use_attention(_SelfOnlyAttention()):
+            logits = _reference_logits(model, ids, positions)
+    except ConfigError:
+        raise
+    except Exception as error:
+        where = _layer_label(layers, min(len(outputs), model.num_layers - 1))
+        raise ConfigError(f"This {_model_type(module)} model cannot be run: {where} fails with: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    silent = [index for index in range(model.num_layers) if alone.called_layers.count(index) != 1]
+    if silent:
+        raise ConfigError(
+            f"{_layer_label(layers, silent[0])} of this {_model_type(module)} model does not attend through "
+            "transformers' AttentionInterface: it is recurrent, or has an attention of its own. Choose a model whose "
+            f"every layer attends."
+        )
+    for index, output in enumerate(outputs[: model.num_layers]):
+        if not _is_close(output[1], output[3]):
+            raise ConfigError(
+                f"{_layer_label(layers, index)} of this {_model_type(module)} model tells tokens of each other outside "
+                f"its attention (a recurrence or a convolution). Choose a model in which only attention does."
+            )
+    if not _is_close(logits, model.logits(hidden)):
+        raise ConfigError(
+            f"This {_model_type(module)} model makes its logits in a way that Etude does not know, so that its "
+            f"log-probs would be wrong. Choose another model."
+        )
+
+
+def _reference_logits(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
+    """[N, V]: what transformers says of these tokens. Of a model that scores it would say it of the last one alone."""
+    module = model.module
+    asked = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    if model.has_score_head:
+        scores: Tensor = module.score(module.base_model(**asked).last_hidden_state)[0]
+        return scores
+    logits: Tensor = module(**asked).logits[0]
+    return logits
+
+
+def _record_outputs(outputs: list[Tensor]) -> Callable[..., None]:
+    def hook(_layer: nn.Module, _given: object, output: Any) -> None:
+        outputs.append((output if isinstance(output, Tensor) else output[0]).reshape(4, -1))
+
+    return hook
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    coarse = a.dtype in (torch.bfloat16, torch.float16)
+    return torch.allclose(a.double(), b.double(), rtol=0.05 if coarse else 1e-3, atol=0.05 if coarse else 1e-4)
+
+
+def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
+    """The list of layers: the first module list of that length."""
+    found = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not found:
+        raise ConfigError(
+            f"The {count} layers of this {_model_type(module)} model are nowhere to be found in its modules."
+        )
+    return list(found[0])
+
+
+def _layer_label(layers: list[nn.Module], index: int) -> str:
+    return f"Layer {index} ({type(layers[index]).__name__})"
+
+
+def _model_type(module: PreTrainedModel) -> str:
+    return str(module.config.model_type)

@@ -1,0 +1,61 @@
+"""Models that a program holds already, taken over as they are: their weights stay the very same tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from etude.errors import ConfigError
+from etude.models.model import Model
+from etude.models.transformers_backbone import ATTENTION_NAME, refuse_unsupported, register_attention
+
+__all__ = ["copy_with_score_head", "wrap_module"]
+
+_causal_auto_class: Any = AutoModelForCausalLM
+_score_auto_class: Any = AutoModelForSequenceClassification
+
+
+def wrap_module(module: PreTrainedModel) -> Model:
+    """A model over the parameters of one that is loaded: what trains here is seen there, and the module goes on working
+    as it did, with its own attention."""
+    refuse_unsupported(module.config)
+    register_attention()
+    twin = _build_module(_causal_auto_class, copy.deepcopy(module.config), module.dtype, module.device)
+    _share_parameters(module, twin)
+    return Model(twin)
+
+
+def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
+    """A copy of a language model whose head gives one number, 0 at first: a critic that begins from the policy."""
+    config = copy.deepcopy(model.module.config)
+    config.num_labels = 1
+    made = _build_module(_score_auto_class, config, dtype, model.device)
+    theirs = dict(model.module.base_model.named_parameters())
+    with torch.no_grad():
+        for name, weight in made.base_model.named_parameters():
+            weight.copy_(theirs[name])
+        nn.init.zeros_(made.score.weight)
+    return Model(made)
+
+
+def _build_module(auto: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).to(device)
+
+
+def _share_parameters(module: PreTrainedModel, twin: Any) -> None:
+    """Give a twin the parameters of the module, the tensors themselves."""
+    given = dict(module.named_parameters(remove_duplicate=False))
+    for name, mine in list(twin.named_parameters(remove_duplicate=False)):
+        place, _, leaf = name.rpartition(".")
+        theirs = given.get(name)
+        if theirs is None or theirs.shape != mine.shape:
+            raise ConfigError(
+                f"The {type(module).__name__} that was handed over does not have its weights as transformers' causal "
+                f"language models have them: `{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
+            )
+        setattr(twin.get_submodule(place), leaf, theirs)

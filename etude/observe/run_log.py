@@ -1,0 +1,193 @@
+"""The record of a run: what each step measured, reduced once and handed to every sink.
+
+    with RunLog(sinks, run) as log:
+        for step in range(1, steps + 1):
+            with log.step(step) as at:
+                with at.timer("update"):
+                    at.add(update(batch))
+
+A step that raises leaves no trace among the numbers: half a step is not a step. The exception passes on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from etude.observe.console import ProgressReporter
+from etude.observe.log import get_logger
+from etude.observe.metrics import Metric, Metrics
+from etude.observe.sinks import RunInfo, SafeSink, Sink
+from etude.observe.timer import Timer
+
+__all__ = ["ProgressDisplay", "RunLog", "SafeDisplay", "StepRecorder", "null_progress"]
+
+T = TypeVar("T")
+
+
+class ProgressDisplay(Protocol):
+    """Where a run is shown while it goes on."""
+
+    def show_phase(self, step: int, name: str) -> None:
+        """What a step is at now."""
+        ...
+
+    def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
+        """How far something inside a step has come."""
+        ...
+
+
+class SafeDisplay:
+    """A display that cannot disturb the run: at its first failure it is warned about, and shown nothing more."""
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        self._display: ProgressDisplay | None = display
+
+    def show_phase(self, step: int, name: str) -> None:
+        """What a step is at now."""
+        self._run_safely(lambda display: display.show_phase(step, name))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
+        """How far something inside a step has come."""
+        context = self._run_safely(lambda display: display.progress(description, total))
+        bar = None if context is None else self._run_safely(lambda _: context.__enter__())
+        try:
+            yield _NullBar() if bar is None else _SafeBar(bar, self._run_safely)
+        finally:
+            if context is not None and bar is not None:
+                self._run_safely(lambda _: context.__exit__(None, None, None))
+
+    def _run_safely(self, act: Callable[[ProgressDisplay], T]) -> T | None:
+        if self._display is None:
+            return None
+        try:
+            return act(self._display)
+        except Exception as error:
+            self._display = None
+            get_logger("observe").warning("The display failed, and shows nothing more: %s.", error)
+            return None
+
+
+class _SafeBar:
+    """A bar whose failures reach nobody."""
+
+    def __init__(self, bar: ProgressReporter, run_safely: Callable[[Callable[[ProgressDisplay], None]], None]) -> None:
+        self._bar, self._run_safely = bar, run_safely
+
+    def advance(self, amount: float = 1.0) -> None:
+        self._run_safely(lambda _: self._bar.advance(amount))
+
+
+class _NullBar:
+    """A bar that nobody watches."""
+
+    def advance(self, amount: float = 1.0) -> None:
+        pass
+
+
+def null_progress(description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:  # noqa: ARG001
+    """Progress that is shown nowhere."""
+    return nullcontext(_NullBar())
+
+
+class StepRecorder:
+    """One step being measured."""
+
+    def __init__(self, number: int, timer: Timer) -> None:
+        self.number = number
+        self.timer = timer
+        self.metrics = Metrics()
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Merge these metrics into the step's."""
+        self.metrics.merge(metrics)
+
+
+class RunLog:
+    """Opens the sinks, feeds them step by step, and closes them; none of them can stop the run.
+
+    With `every` above 1 the metrics of consecutive steps are merged and written together at each step that `every`
+    divides, at the last step of the run, and for what is left at a `flush` and when the log is closed: fewer lines,
+    nothing lost. A step up to `written` has its line from an earlier life of the run, and none is written again: what
+    is done again from a record measures less than it did.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        run: RunInfo,
+        every: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        last_written_step: int = -1,
+        display: ProgressDisplay | None = None,
+    ) -> None:
+        """display: shows what a step is at, and how far that has come."""
+        self._last_written_step = last_written_step
+        self._display = None if display is None else SafeDisplay(display)
+        self._sinks = [SafeSink(sink) for sink in sinks]
+        self._run = run
+        self._every = every
+        self._clock = clock
+        self._pending = Metrics()
+        self._finished = 0
+        self._warned: set[str] = set()
+        for sink in self._sinks:
+            sink.open(run)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[StepRecorder]:
+        """Measure one step; its time is measured for it."""
+        step = StepRecorder(number, Timer(self._clock, lambda phase: self._show_phase(number, phase)))
+        yield step
+        if number <= self._last_written_step:
+            return
+        step.add(step.timer.metrics())
+        self._pending.merge(step.metrics)
+        self._finished = number
+        if number % self._every == 0 or number == self._run.steps:
+            self._write()
+
+    def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
+        """A bar for something that takes its time within a step, shown where the run is."""
+        return (null_progress if self._display is None else self._display.progress)(description, total)
+
+    def flush(self) -> None:
+        """Write what is pending now."""
+        if len(self._pending) > 0:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is pending and close every sink; a second call does nothing."""
+        self.flush()
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _show_phase(self, step: int, phase: str) -> None:
+        if self._display is not None:
+            self._display.show_phase(step, phase)
+
+    def _write(self) -> None:
+        values = self._pending.reduce()
+        self._pending = Metrics()
+        for name, value in values.items():
+            if not math.isfinite(value) and name not in self._warned:
+                self._warned.add(name)
+                get_logger("observe").warning(
+                    "The metric %r is %s at step %d. This is said once.", name, value, self._finished
+                )
+        for sink in self._sinks:
+            sink.log(self._finished, values)

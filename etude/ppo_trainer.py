@@ -1,0 +1,393 @@
+"""The loop as a short program of one's own: collect, judge, optimise, with a model that is loaded already.
+
+    config = RLConfig(algorithm="ppo", batch_size=32, learning_rate=5e-5, clip_epsilon=0.2)
+    env = LanguageModelEnv(tokenizer, model, prompts=["2 + 2 ="], reward=lambda prompt, answer: float("4" in answer))
+    trainer = PPOTrainer(config=config, env=env)
+    for epoch in range(100):
+        trajectories = trainer.collect_rollouts()
+        rewards = trainer.compute_rewards(trajectories)
+        trainer.optimize(trajectories, rewards)
+
+The parts are those of `etude train`: the engine that samples, the judge, the algorithm of a preset, the learner. What
+is missing is what a program of one's own does as it likes: steps, evaluation, checkpoints, a journal to resume from.
+The model that was handed over is trained in place; save it with its own `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from etude.batch import Batch
+from etude.chat import ChatConfig, Tokenizer
+from etude.config.compose import compose
+from etude.config.suggestions import suggest_name
+from etude.data import Dataset
+from etude.data.collate import collate
+from etude.data.samples import build_samples as rows_of_turns
+from etude.dispatch import LocalCrew
+from etude.envs import LanguageModelEnv
+from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
+from etude.models import Model
+from etude.models.wrap import copy_with_score_head, wrap_module
+from etude.recipes.auxiliary_models import build_policy_worker
+from etude.recipes.collect.sampling import derived_seed
+from etude.recipes.presets import PRESETS
+from etude.recipes.run import checks
+from etude.recipes.run.components import Learners
+from etude.recipes.run.config import Run
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.servers.reward_models import load_reward_models
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.records import Outcome, Rollout, Task, Turn
+from etude.rewards import Judge, RewardFunction, Verdict
+from etude.rollout import TorchEngine, TorchEngineConfig
+from etude.train import FrozenModel
+from etude.train.optim import PRECISIONS
+
+__all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
+
+DEFAULT_MAX_TOKENS = 64
+"""The longest answer unless another is asked for: what a first program wants to wait for."""
+
+
+SUPPORTED_OPTIONS = frozenset(
+    ["advantage", "loss", "kl", "correction", "entropy", "overlong", "mask_truncated", "critic.warmup"]
+) | {
+    *("critic.loss", "critic.loss.clip", "critic.loss.reduction", "critic.train", "critic.train.learning_rate"),
+    *("train", "rollout", "sampling", "judging", "steps", "updates", "epochs", "seed", "collect.tasks"),
+    "collect.group_size",
+}
+"""The options of a run, or their first words, that act here as well."""
+UNSUPPORTED_COLUMNS = frozenset({"greedy_reward", "anchor", "reward_parts"})
+"""What an algorithm may need and the three calls do not bring."""
+
+
+DERIVED_OPTIONS = ("train.precision", "data.max_prompt_length")
+"""Options that follow from the model and the prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """What a short program sets of a run. Each field stands for an option of `etude train`; None leaves the preset's.
+
+    A field that the algorithm has no use for is refused, as the option would be.
+    """
+
+    algorithm: str = "ppo"
+    """A preset: `ppo`, `grpo`, `dapo`, … (`etude.recipes.presets.PRESETS`)."""
+    batch_size: int = 32
+    """Prompts a step."""
+    group_size: int | None = None
+    """Answers to each of them, compared with each other."""
+    learning_rate: float | None = None
+    clip_epsilon: float | None = None
+    """How far the ratio to the old policy may leave 1, on either side."""
+    updates: int | None = None
+    """Optimizer steps a step."""
+    epochs: int | None = None
+    """Passes over the answers of a step."""
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    """The longest answer."""
+    temperature: float | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Any other options of a run by their names: `{"kl": "reverse", "critic.warmup": 5}`."""
+
+    RUN_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "batch_size": ("collect.tasks",),
+        "group_size": ("collect.group_size",),
+        "learning_rate": ("train.learning_rate",),
+        "clip_epsilon": ("loss.clip_low", "loss.clip_high"),
+        "updates": ("updates",),
+        "epochs": ("epochs",),
+        "max_tokens": ("sampling.max_tokens",),
+        "temperature": ("sampling.temperature",),
+        "seed": ("seed",),
+    }
+    """The options that a field sets."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can be made of, in the names of these fields."""
+        for option in DERIVED_OPTIONS:
+            if option in self.options:
+                raise _derived_option_error(option)
+        try:
+            self.compose_run()
+        except ConfigError as error:
+            raise type(error)(self._translate_options(str(error))) from None
+
+    def _translate_options(self, told: str) -> str:
+        """A sentence on options of a run as one on the fields that set them, said once where a field sets two."""
+        for name, options in self.RUN_OPTIONS.items():
+            for option in options:
+                if option not in self.options:
+                    told = re.sub(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", f"RLConfig.{name}", told)
+        problems = list(dict.fromkeys(line for line in told.splitlines() if line.startswith("- ")))
+        return problems[0].removeprefix("- ") if len(problems) == 1 else told
+
+    def compose_run(self, **more: Any) -> Run:
+        """The run that this asks for; `more` are options that follow from the model."""
+        if self.algorithm not in PRESETS:
+            hint = suggest_name(self.algorithm, PRESETS)
+            raise UnknownChoiceError(
+                f"There is no algorithm '{self.algorithm}'.{hint} RLConfig(algorithm=…) is one of {', '.join(PRESETS)}."
+            )
+        for option in self.options:
+            first = option.partition(".")[0]
+            if first in Run.model_fields and not {option, first} & SUPPORTED_OPTIONS:
+                raise ConfigError(
+                    f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
+                    f"start the run with `etude train {option}=…`."
+                )
+        for name, options in self.RUN_OPTIONS.items():
+            twice = [option for option in options if option in self.options]
+            if twice and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"`{twice[0]}` is in `options`, and is given as `{name}=…` too. Give it once.")
+        asked = {option: getattr(self, name) for name, options in self.RUN_OPTIONS.items() for option in options}
+        given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
+        return compose(Run, values=given, preset=PRESETS[self.algorithm])
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectories:
+    """Answers as they were drawn, a group for each prompt, one after the other."""
+
+    tasks: Sequence[Task]
+    """What was asked, once for each answer."""
+    turns: Sequence[Turn]
+    """The very tokens: what was read, what was drawn, how likely it was."""
+    version: int
+    """The policy version that drew them."""
+
+    @property
+    def prompts(self) -> list[Any]:
+        """What each answer answers: text or messages; where nothing was asked, the token that a text begins with."""
+        return [task.fields["prompt"] for task in self.tasks]
+
+    @property
+    def answers(self) -> list[str]:
+        """The texts."""
+        return [turn.completion.text for turn in self.turns]
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+
+class PPOTrainer:
+    """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs
+    every preset that learns from answers and one reward of each.
+
+    Works inside a notebook as well: what waits there, waits in a thread of its own. `close` it, or use it in a
+    `with`, to have engine and threads ended before the program is.
+    """
+
+    def __init__(self, config: RLConfig, env: LanguageModelEnv) -> None:
+        self._exit_stack = ExitStack()
+        self._tokenizer = _tokenizer(env.tokenizer, self._exit_stack)
+        model = wrap_module(env.model)
+        self._chat = ChatConfig().build_renderer(self._tokenizer)
+        _check_prompts(env.prompts)
+        begin = self._tokenizer.bos_id
+        self._begin = self._tokenizer.eos_ids[0] if begin is None else begin
+        self._without_prompts = env.prompts is None
+        asked = [str(self._tokenizer.id_to_token(self._begin))] if env.prompts is None else list(env.prompts)
+        self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
+        longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
+        self.run = config.compose_run(**{"train.precision": _precision(model), "data.max_prompt_length": longest})
+        if checks.uses_teacher(self.run):
+            raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
+        if self.run.required_columns() & UNSUPPORTED_COLUMNS:
+            raise ConfigError(
+                f"`{config.algorithm}` wants more than answers and one reward of each (greedy answers, rewards in "
+                f"parts, or states that an environment names): run it with `etude train`."
+            )
+        checks.check_algorithm(self.run)
+        checks.check_context_length(self.run, model)
+        self._order = self.run.data.sampler.start(len(self._dataset), self.run.seed, self._dataset.sources)
+        self._device = model.device
+        if not isinstance(self.run.rollout, TorchEngineConfig):
+            raise ConfigError("A PPOTrainer samples within its own process: leave `rollout` at `embedded`.")
+        self._engine = self._exit_stack.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
+        crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
+        self._learners = Learners(crew, checks.model_columns(self.run), self.run.updates, self.run.loss.split_unit)
+        self._loop_runner = asyncio.Runner()  # one for all calls, as what a reward keeps may belong to its event loop
+        self._exit_stack.callback(run_outside_event_loop, self._loop_runner.close)
+        self._judge: Judge | None = None
+        self._step = self._collected = 0
+        weakref.finalize(self, self._exit_stack.close)
+
+    def collect_rollouts(self) -> Trajectories:
+        """Answers to the next prompts by the policy as it stands."""
+        first = self._collected * self.run.collect.tasks
+        ordinals = range(first, first + self.run.collect.tasks)
+        chosen = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
+        tasks = [task for task in chosen for _ in range(self._size)]
+        sampling = [
+            self.run.sampling.params(derived_seed(self.run.seed, "train", task.ordinal, place % self._size, 0))
+            for place, task in enumerate(tasks)
+        ]
+        self._collected += 1
+        drawn = self._engine.generate_all([self._ids(task) for task in tasks], sampling)
+        return Trajectories(tasks, [Turn(self._ids(t), c, 0) for t, c in zip(tasks, drawn, strict=True)], self._step)
+
+    def compute_rewards(self, trajectories: Trajectories) -> NDArray[np.float64]:
+        """What each answer earns, by the environment's reward; an answer that cannot be judged is an error."""
+        if self._reward is None:
+            raise ConfigError(
+                "This LanguageModelEnv was given no reward, so nothing can be learned. Pass one: "
+                "LanguageModelEnv(tokenizer, model, reward=f), where f(prompt, answer), or f(answer), returns a number."
+            )
+        if self._judge is None:
+            self._judge = self._exit_stack.enter_context(
+                Judge(_wrap_reward(self._reward, self._device), self.run.judging)
+            )
+        judged = self._verdicts(self._judge, trajectories)
+        verdicts = run_outside_event_loop(lambda: self._loop_runner.run(judged))
+        for verdict in verdicts:
+            if verdict.outcome is not Outcome.SUCCEEDED:
+                raise RewardError(verdict.error)
+        return np.array([verdict.reward for verdict in verdicts])
+
+    def optimize(self, trajectories: Trajectories, rewards: ArrayLike) -> dict[str, float]:
+        """Learn from answers and what they earned; returns what was measured. Each answer teaches once."""
+        earned = np.asarray(rewards, dtype=np.float64)
+        if earned.shape != (len(trajectories),) or not np.isfinite(earned).all():
+            raise DataError(
+                f"optimize needs one finite reward for each of the {len(trajectories)} trajectories; an array of shape "
+                f"{earned.shape} was given{'' if np.isfinite(earned).all() else ', with values that are not finite'}."
+            )
+        if trajectories.version != self._step:
+            raise DataError(
+                f"These trajectories were drawn by version {trajectories.version} of the policy, which is at version "
+                f"{self._step} now. Collect new ones before each call of optimize."
+            )
+        batch = self._batch(trajectories, earned)
+        batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
+        metrics = self._learners.update(batch)
+        self._step += 1
+        publish = asyncio.to_thread(self._learners.crew.call, PolicyWorker.publish, self._step)
+        metrics.merge(run_outside_event_loop(lambda: self._loop_runner.run(publish)))
+        return metrics.reduce()
+
+    def close(self) -> None:
+        """End the engine and the threads. The model stays as it was trained."""
+        self._exit_stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def _size(self) -> int:
+        return self.run.collect.group_size
+
+    def _ids(self, task: Task) -> NDArray[np.int32]:
+        """What the model is shown: where nothing is asked, that a text begins."""
+        if self._without_prompts:
+            return np.array([self._begin], dtype=np.int32)
+        prompt: Any = task.fields["prompt"]
+        return self._chat.prompt_ids(prompt)
+
+    def _batch(self, trajectories: Trajectories, earned: NDArray[np.float64]) -> Batch:
+        rows, rollouts = [], []
+        for place, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
+            rollout = self._step * len(trajectories) + place
+            truncated = turn.completion.finish_reason == "length"
+            rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(earned[place]), truncated=truncated))
+            rows += rows_of_turns([turn], rollout)
+        batch = collate(rows, rollouts)
+        return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), self._step))
+
+    @staticmethod
+    async def _verdicts(judge: Judge, trajectories: Trajectories) -> list[Verdict]:
+        pairs = zip(trajectories.tasks, trajectories.answers, strict=True)
+        return await asyncio.gather(*(judge.judge(task, answer) for task, answer in pairs))
+
+
+def _derived_option_error(option: str) -> ConfigError:
+    return ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
+
+
+def _tokenizer(given: Any, ends: ExitStack) -> Tokenizer:
+    """Ours, from one of transformers'."""
+    folder = Path(ends.enter_context(TemporaryDirectory()))
+    given.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{type(given).__name__} writes no tokenizer.json: it is not a fast tokenizer. Load it with "
+            f"`AutoTokenizer.from_pretrained(…, use_fast=True)`."
+        )
+    return Tokenizer.load(folder)
+
+
+def _precision(model: Model) -> str:
+    """The option that trains a model in the dtype that it was loaded in."""
+    return next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
+
+
+def _check_prompts(prompts: Any) -> None:
+    if isinstance(prompts, str):
+        raise ConfigError("The prompts of a LanguageModelEnv are a list, and one text was given: put it into a list.")
+    if prompts is not None and len(prompts) == 0:
+        raise ConfigError("The list of prompts is empty. Give some, or leave `prompts` out to begin from nothing.")
+
+
+def _row(prompt: Any) -> Mapping[str, Any]:
+    """A prompt as a row of data: text, messages, or a whole row with the columns that a reward reads."""
+    return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+
+
+def _wrap_reward(reward: Any, device: torch.device) -> Any:
+    """A reward as the judge calls it. A function of two is given prompt and answer, a function of one the answer; one
+    that takes what functions of a run take is given that. What has a default is left to it."""
+    if isinstance(reward, RewardFunction):
+        return load_reward_models(reward, device)
+    parameters = inspect.signature(reward).parameters
+    if {"task", "data_source", "solution_str"} & set(parameters):
+        return reward
+    by_place = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in by_place if each.default is each.empty]
+    owed = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if len(needed) > 2 or owed:
+        raise ConfigError(
+            f"The reward function takes ({', '.join(parameters)}), and it is called as f(prompt, answer), or f(answer)."
+            f" Give the others a default, or take (task, answer): `task.fields` has every column of a prompt's row."
+        )
+    alone = len(needed) == 1 or len(by_place) == 1
+
+    def called(task: Task, answer: str) -> Any:
+        return reward(answer) if alone else reward(task.fields["prompt"], answer)
+
+    async def awaited(task: Task, answer: str) -> Any:
+        return await called(task, answer)
+
+    told = awaited if inspect.iscoroutinefunction(reward) else called
+    told.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # what errors call it
+    return told
+
+
+def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
+    """The learner, and what stands beside it; each begins from the model that was handed over."""
+    reference = critic = None
+    if checks.uses_reference(run):
+        reference = FrozenModel(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
+    if checks.uses_critic(run):
+        critic = copy_with_score_head(model, model.dtype)
+        trained = run.critic.train.model_copy(update={"precision": run.train.precision})
+        run = run.model_copy(update={"critic": run.critic.model_copy(update={"train": trained})})
+    return build_policy_worker(run, model, engine, reference=reference, critic=critic)

@@ -1,0 +1,233 @@
+"""Where agents are at work for a run: the desk over its journal, the model endpoint, their server, and the runners.
+
+    journal ◄─ desk ◄─ server ─► endpoint ─► engine
+                ▲                   ▲
+              runners ──► agents ───┘
+
+Where a store elsewhere keeps the rollouts (`agent.store`), the desk is its, and the server here is for the endpoint.
+All of it is there before the first rollout is asked for, and gone, in the reverse order, when the run is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from etude.agents.agent import Agent, is_importable, load_agent
+from etude.agents.execution.processes import ProcessRunners
+from etude.agents.execution.threads import ThreadRunners
+from etude.agents.proxy.app import create_router
+from etude.agents.proxy.endpoint import EndpointConfig, ModelEndpoint
+from etude.agents.proxy.external import external_models
+from etude.agents.proxy.sampling_rules import make_seed_function
+from etude.agents.proxy.upstream import Upstream
+from etude.chat import ChatRenderer
+from etude.config.env import etude_command
+from etude.observe import Last, Metrics, get_logger
+from etude.recipes.agents.remote_store import (
+    LeaseRenewer,
+    MirroredRolloutQueue,
+    acquire_lease,
+    check_store_not_left,
+    load_owner,
+    read_admin_key,
+    release_lease,
+)
+from etude.recipes.collect.agent_rollouts import AgentConfig, seed_ordinal
+from etude.recipes.run.config import Run
+from etude.records import SamplingParams
+from etude.store import Journal
+from etude.store.keys import RUNNER_KEY, Keyring
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.remote_queue import RemoteRolloutQueue
+from etude.store.rollout_queue import QueueOwner, RolloutQueue
+from etude.store.server import serve
+from etude.store.server_thread import reachable_url
+
+__all__ = ["AgentServices", "agent_services", "build_endpoint", "freeze_gc"]
+
+LOCAL_OWNER = QueueOwner("this run", "here")
+"""Who keeps the desk over a run's own journal, wherever that lies: whoever may write to it."""
+
+
+@dataclass
+class AgentServices:
+    """What a run has of it."""
+
+    queue: RolloutQueue
+    """Where the run asks for rollouts."""
+    endpoint: ModelEndpoint
+    url: str
+    check_runners: Callable[[], None]
+    new_client: Callable[[], RemoteRolloutQueue]
+    """Another desk at the same rollouts, for whoever wants some besides the run."""
+
+    def metrics(self) -> Metrics:
+        """How the endpoint does."""
+        return Metrics({name: Last.of(value) for name, value in self.endpoint.metrics().items()})
+
+
+@contextmanager
+def agent_services(
+    run: Run,
+    chat: ChatRenderer,
+    engine: Upstream,
+    journal: Journal,
+    directory: Path,
+    max_total_tokens: int,
+    loop: asyncio.Runner,
+    agent: Agent | None = None,
+) -> Iterator[AgentServices]:
+    """Everything that agents need, at work. loop: the run's own. agent: who plays, where it is not to be loaded by
+    `agent.path`."""
+    asked = run.agent
+    if agent is None and asked.path is not None:
+        agent = load_agent(asked.path)
+    host, _, port = asked.listen.rpartition(":")
+    with ExitStack() as stack, freeze_gc():
+        keyring, desk, wanted, keeping = _open_queues(run, journal, directory, stack, loop)
+        val = run.evaluate.sampling.fill_from(run.sampling).params(0)
+        config, told = _endpoint_config(asked), asked.store is None
+        endpoint = build_endpoint(run, desk, keyring, chat, engine, max_total_tokens, val=val, config=config, told=told)
+        if isinstance(desk, LocalRolloutQueue):
+            desk.on_attempts_ended(endpoint.forget_attempts)
+        serving = stack.enter_context(
+            serve(
+                desk,
+                keyring,
+                host=host,
+                port=int(port),
+                routers=[create_router(endpoint)],
+                lifespans=[endpoint, *keeping],
+            )
+        )
+        url = asked.store or serving.url
+        here = serving.url if asked.store is None else reachable_url(serving.url, str(urlsplit(asked.store).hostname))
+        asyncio.run(_publish_endpoint(desk, {"base_url": f"{reachable_url(here)}/v1", "model": endpoint.model}))
+        check = _start_runners(run, agent, desk, keyring, url, directory, stack)
+        yield AgentServices(wanted, endpoint, url, check, partial(RemoteRolloutQueue, url, keyring.admin))
+
+
+def build_endpoint(
+    run: Run,
+    queue: RolloutQueue,
+    keyring: Keyring,
+    chat: ChatRenderer,
+    engine: Upstream,
+    max_total_tokens: int,
+    *,
+    val: SamplingParams,
+    config: EndpointConfig,
+    told: bool = True,
+) -> ModelEndpoint:
+    """The model endpoint of a run's model. val: the parameters by which answers are drawn in validation; in training it
+    is by the run's own."""
+    return ModelEndpoint(
+        queue,
+        keyring,
+        chat,
+        engine,
+        context=max_total_tokens,
+        train=_unseeded(run.sampling.params(0)),
+        val=_unseeded(val),
+        seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
+        config=config,
+        notified=told,
+    )
+
+
+def _start_runners(
+    run: Run, agent: Agent | None, desk: RolloutQueue, keyring: Keyring, url: str, directory: Path, stack: ExitStack
+) -> Callable[[], None]:
+    """Start the runners that play the agent here, or say how others may join; return the check that they are alive."""
+    asked = run.agent
+    if agent is not None and asked.runners and asked.strategy == "shm":
+        threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.max_concurrency, store_url=url)
+        return stack.enter_context(threads).check
+    if agent is not None and asked.runners:
+        logs = directory / "runners"
+        processes = ProcessRunners(
+            agent, url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.max_concurrency
+        )
+        return stack.enter_context(processes).check
+    key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if asked.store is None else "…"
+    who = shlex.quote(asked.path) if asked.path is not None and is_importable(asked.path) else "AGENT"
+    message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
+    get_logger("recipes").info(message, key, etude_command(), who, reachable_url(url))
+    return _nothing
+
+
+def _endpoint_config(asked: AgentConfig) -> EndpointConfig:
+    """The endpoint's options, by those of the run's agents."""
+    return EndpointConfig(
+        max_running=asked.max_calls,
+        max_waiting=8 * asked.max_calls,
+        timeout_s=asked.timeout,
+        parameters=asked.parameters,
+        strict=asked.strict,
+        external=external_models(asked.external),
+    )
+
+
+class _Queues(NamedTuple):
+    keyring: Keyring
+    served: RolloutQueue
+    """The desk that is served here, and written to by the endpoint."""
+    requested: RolloutQueue
+    """The desk where the run asks: the same one, or a store that is elsewhere."""
+    renewers: Sequence[LeaseRenewer] = ()
+    """Says there that the run is here."""
+
+
+def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner) -> _Queues:
+    """The desk, here or elsewhere, taken up by this run: nothing is lent any more that an earlier life of it left."""
+    url = run.agent.store
+    if url is None:
+        check_store_not_left(directory, journal)
+        keyring = Keyring.load_or_create(directory)
+        desk = LocalRolloutQueue(journal, keyring)
+        stack.callback(lambda: asyncio.run(desk.close()))
+        asyncio.run(desk.acquire_lease(LOCAL_OWNER))
+        return _Queues(keyring, desk, desk)
+    keyring = Keyring(admin=read_admin_key(url))
+    there, keeper = RemoteRolloutQueue(url, keyring.admin), load_owner(directory, journal)
+    life = asyncio.run(acquire_lease(there, keeper))
+    stack.callback(lambda: asyncio.run(release_lease(url, keyring.admin, keeper, life)))
+    far = MirroredRolloutQueue(url, keyring.admin, journal, life)
+    stack.callback(lambda: loop.run(far.close()))
+    return _Queues(keyring, there.with_epoch(life), far, [LeaseRenewer(url, keyring.admin, keeper, life)])
+
+
+async def _publish_endpoint(desk: RolloutQueue, endpoint: dict[str, str]) -> None:
+    """Tell whoever plays where the model is."""
+    await desk.put_resource("endpoint", endpoint)
+    if isinstance(desk, RemoteRolloutQueue):
+        await desk.close()  # its connections are this loop's
+
+
+@contextmanager
+def freeze_gc() -> Iterator[None]:
+    """Have the garbage collector leave alone what is there now: to go through a model's libraries each time, as it does
+    after so many calls to the endpoint, would have every agent wait for a third of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _nothing() -> None:
+    """Nobody was started here whose end could be told."""
+
+
+def _unseeded(params: SamplingParams) -> SamplingParams:
+    return replace(params, seed=None)

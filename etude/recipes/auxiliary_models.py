@@ -1,0 +1,174 @@
+"""The models beside the policy: what it is held to, whom it imitates, who foresees what it will earn; who trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from etude.chat import Tokenizer
+from etude.errors import ConfigError
+from etude.models import Model, adapt, load
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import checks
+from etude.recipes.run.config import Run
+from etude.recipes.run.directory import check_model
+from etude.recipes.run.placement import engine_device, role_device
+from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.workers.policy_worker import AuxiliaryModels, LossObjective, PolicyWorker
+from etude.recipes.workers.utilization import measure_peak_flops
+from etude.rollout import TorchEngine
+from etude.train import FrozenModel, Learner, Mesh
+from etude.train.optim import PRECISIONS
+
+__all__ = ["build_mesh", "build_policy_worker", "load_critic", "load_frozen", "load_reference"]
+
+
+def build_mesh(run: Recipe) -> Mesh:
+    """How this rank shares the work with the others. All ranks ask it together, once."""
+    return Mesh(run.mesh, timeout=run.crew.timeout)
+
+
+def load_reference(
+    run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0, *, mesh: Mesh | None = None
+) -> FrozenModel:
+    """What the policy is held to: by default the model that the run began with, whatever it has learned since.
+
+    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more. Where
+    whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
+    """
+    if path is None and run.lora.rank:
+        return FrozenModel(policy, run.train.micro_tokens, temperature=temperature, disable_adapters=True, mesh=mesh)
+    whole = isinstance(run, Run) and "full_kl" in run.forward_outputs()
+    return load_frozen(run, policy, "reference", path, temperature, mesh=mesh, stays=whole)
+
+
+def load_critic(run: Run, policy: Model) -> Model:
+    """Who foresees what will be earned, before it has learned anything."""
+    where = _model_directory(run, "critic", run.critic.path)
+    precision = PRECISIONS[run.critic.train.precision]
+    model = load(where, dtype=precision, device=_role_device(run, policy, "critic"), keep_float32=True, head="value")
+    _refuse_other_tokens(run, policy, "critic", where, model)
+    _refuse_short_context(run, policy, "critic", where, model)
+    return model
+
+
+def build_policy_worker(
+    run: Run,
+    policy: Model,
+    engine: TorchEngine | None,
+    *,
+    mesh: Mesh | None = None,
+    reference: FrozenModel | None = None,
+    teacher: FrozenModel | None = None,
+    critic: Model | None = None,
+) -> PolicyWorker:
+    """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
+    alone, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
+    learner = Learner(
+        policy,
+        run.train,
+        temperature=run.sampling.temperature,
+        steps=(run.steps - alone) * updates,
+        peak=measure_peak_flops(policy),
+        reference=reference if "full_kl" in run.forward_outputs() else None,
+        mesh=mesh,
+    )
+    foresees = None
+    if critic is not None:
+        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, mesh=mesh, option="critic.train")
+    asked = {"ref_logp": reference, "teacher_logp": teacher}
+    held = {column: model for column, model in asked.items() if model is not None}
+    beside = AuxiliaryModels(held, foresees, LossObjective(run.critic.loss), alone)
+    longest = checks.max_total_tokens(run, policy)
+    return PolicyWorker(
+        run, learner, seed=run.seed, epochs=run.epochs, auxiliary=beside, engine=engine, longest=longest
+    )
+
+
+def load_frozen(
+    run: Recipe,
+    policy: Model,
+    role: str,
+    path: Path | None,
+    temperature: float = 1.0,
+    *,
+    mesh: Mesh | None = None,
+    stays: bool = False,
+) -> FrozenModel:
+    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
+    `train.offload` it rests in the processor's memory, unless it `stays`, or is placed elsewhere than the policy."""
+    where, place = _model_directory(run, role, path), _role_device(run, policy, role)
+    rests = run.train.offload and not stays and place == policy.device
+    model = load(where, dtype=policy.dtype, device="cpu" if rests else place)
+    _refuse_other_tokens(run, policy, role, where, model)
+    _refuse_short_context(run, policy, role, where, model)
+    if path is None and run.lora.path is not None:
+        model = adapt(model, run.lora, seed=run.seed)
+    home = policy.device if rests else None
+    return FrozenModel(model, run.train.micro_tokens, temperature=temperature, compute_device=home, mesh=mesh)
+
+
+def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
+    """Where a role's model is: beside the policy, unless the run places it."""
+    if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
+        return policy.device
+    return role_device(run.placement, role, policy=policy.device, engine=engine_device(run))
+
+
+def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
+    """The directory of a role's model: the policy's own, unless another is named."""
+    where = path or run.model.path
+    assert where is not None, "a run has a model"
+    check_model(where, f"{role}.path")
+    return where
+
+
+def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model that reads the policy's ids as other words than the policy does."""
+    assert run.model.path is not None, "a run has a model"
+    ours = Tokenizer.load(run.model.tokenizer or run.model.path)
+    theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
+    # a larger model often has more rows than its tokenizer has tokens: to imitate it, the words are what counts
+    padded = role == "teacher" and theirs is not None and theirs.vocab_size == ours.vocab_size
+    if model.vocab_size != policy.vocab_size and not padded:
+        raise ConfigError(
+            f"The {role} in {where} knows {model.vocab_size} tokens, and the model in {run.model.path} knows "
+            f"{policy.vocab_size}: it would read other words. Give a `{role}.path` of the same tokenizer."
+        )
+    if theirs is None or where == run.model.path:
+        return
+    differ = next(
+        (id for id in range(max(ours.vocab_size, theirs.vocab_size)) if ours.id_to_token(id) != theirs.id_to_token(id)),
+        None,
+    )
+    if differ is not None:
+        raise ConfigError(
+            f"The {role} in {where} has another tokenizer than the policy: id {differ} is "
+            f"{theirs.id_to_token(differ)!r} there and {ours.id_to_token(differ)!r} here. Give a `{role}.path` of the "
+            "same tokenizer."
+        )
+
+
+def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
+    """Refuse a model that was made for shorter rows than the policy learns from."""
+    longest, lower = _longest_row(run, policy)
+    if model.context_length < longest:
+        raise ConfigError(
+            f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
+            f"{longest}: what it says of tokens beyond its context means nothing. Set {lower}, or give a `{role}.path` "
+            f"of a longer context."
+        )
+
+
+def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
+    """How many tokens a row may have that is learned from, and what bounds it."""
+    if isinstance(run, SupervisedRun):
+        return run.data.max_tokens or policy.context_length, "a lower `data.max_tokens`"
+    assert isinstance(run, Run), "every recipe is one or the other"
+    if run.env.is_enabled:
+        return run.env.max_tokens or checks.max_total_tokens(run, policy), "a lower `env.max_tokens`"
+    return (
+        run.data.max_prompt_length + run.sampling.max_tokens,
+        "a lower `data.max_prompt_length` or `sampling.max_tokens`",
+    )

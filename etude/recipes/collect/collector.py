@@ -1,0 +1,447 @@
+"""How the groups of a step come together, wherever its rollouts are made (`sources`).
+
+    scheduler ─Issue─► an attempt, judged ─► journal ─► scheduler ─Admit─► samples and rollouts
+
+Every rollout is written to the journal before it counts, and so is the admission that ends a step. A run that was
+killed therefore takes up exactly what it had: admitted steps are replayed from the journal, scored rollouts are used,
+and those that were under way are issued again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from etude.data import Dataset, RowOrder
+from etude.data.samples import build_samples as rows_of_turns
+from etude.errors import CollectionError
+from etude.observe import Mean, Metrics, null_progress
+from etude.recipes.collect.agent_rollouts import FIRST_EVALUATION_ORDINAL
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.player import AttemptResult
+from etude.recipes.collect.rollout_rows import PutSamples, RolloutRows, ScoredRollout
+from etude.recipes.collect.rollout_source import ProgressFactory, StepGroups
+from etude.recipes.collect.scheduler import (
+    AdmitStep,
+    AttemptFailed,
+    CollectionScheduler,
+    Decision,
+    DropTask,
+    IssueRollout,
+    RolloutFinished,
+    StepOpened,
+)
+from etude.recipes.collect.statistics import CollectionStatistics, CollectionWarnings
+from etude.records import Outcome, Rollout, Sample, Task, Turn
+from etude.rewards import Judge
+from etude.store import Journal, JournalMark, Phase, RolloutState, TaskState, events
+
+__all__ = ["Collector", "FinishedAttempt", "row_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedAttempt:
+    """How one attempt ended."""
+
+    task: int
+    sample: int
+    result: AttemptResult
+
+
+class Collector(ABC):
+    """Collects the groups of a step; who is derived from it says how an attempt is made and what is written of it.
+
+    Consumes tasks in the run's order. Waits for attempts, which bound themselves. Unblocked by whatever ends first;
+    what ended together is told to the scheduler in the order of ordinals.
+    """
+
+    def __init__(
+        self,
+        collection: CollectionConfig,
+        *,
+        seed: int,
+        dataset: Dataset,
+        order: RowOrder,
+        judge: Judge,
+        store: Journal,
+        runner: asyncio.Runner,
+        retries: int,
+        episodic: bool,
+        greedy: bool = False,
+        min_group_size: int = 1,
+        code_changed: bool = False,
+        keep: PutSamples = tuple,
+    ) -> None:
+        """runner: the run's one event loop. retries: further attempts that the scheduler asks for. episodic: whether
+        attempts may have several turns. greedy: whether each task is answered greedily too, for the others to be
+        compared with. min_group_size: a group with fewer scored rollouts has failed. code_changed: the code that
+        plays or judges is not what it was when the run was started. keep: where the tokens of rollouts are laid that a
+        step may train on; here, by default."""
+        self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
+        self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
+        self._episodic, self._min_group, self._code_changed, self._put_samples = (
+            episodic,
+            min_group_size,
+            code_changed,
+            keep,
+        )
+        self._tasks: dict[int, Task] = {}
+        self._scored: dict[int, ScoredRollout] = {}
+        self._unstored: list[int] = []
+        """Of those, the ones whose tokens are still here."""
+        self._baselines: dict[int, float] = {}
+        """What the greedy answer to each open task earned."""
+        self._admitted: dict[int, tuple[int, ...]] = {}
+        self._dropped: dict[int, list[TaskState]] = {}
+        self._dropped_before_stop: list[TaskState] = []
+        """Tasks that were left out by the step that was open when the run stopped."""
+        self._open_tasks: list[TaskState] = []
+        self._reissues: list[IssueRollout] = []
+        self._statistics = CollectionStatistics()
+        self._runner = runner
+        self._warnings = CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward)
+        self.progress: ProgressFactory = null_progress
+        """Shows how far a step's answers have come."""
+        self._scheduler = self._fresh_scheduler(0)
+
+    # -- what a source says -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start_events(self, issue: IssueRollout) -> list[events.Event]:
+        """What is written before an attempt is made."""
+
+    @abstractmethod
+    async def _issue_attempts(self, issues: Sequence[IssueRollout]) -> None:
+        """Do what is to be done for several attempts at once, before each is waited for."""
+
+    @abstractmethod
+    async def _run_attempt(self, task: int, sample: int) -> FinishedAttempt:
+        """One attempt at a rollout, to its end."""
+
+    @abstractmethod
+    def _end_events(self, end: FinishedAttempt, retry: bool) -> list[events.Event]:
+        """What is written of an attempt that ended."""
+
+    @abstractmethod
+    def _recover(self, left: RolloutState) -> int | None:
+        """Make ready to try a rollout again that a run left without a score; how many attempts at it have failed. None
+        is not to be tried."""
+
+    def _metrics(self) -> Metrics:
+        """What else there is to tell of a step's rollouts."""
+        return Metrics()
+
+    # -- what the loop asks -------------------------------------------------------------------------------------------
+
+    def next(self, step: int) -> StepGroups:
+        """The groups of this step: from the journal if it was admitted before, else sampled and judged now."""
+        if step in self._admitted:
+            return self._replay_step(step, self._admitted.pop(step))
+        self._statistics = CollectionStatistics()
+        for task in (*self._dropped_before_stop, *self._open_tasks):
+            self._statistics.add_interrupted(task, map(self._store.rollout, task.rollouts))
+        self._restore_tasks(self._dropped_before_stop, self._open_tasks)
+        self._dropped_before_stop, self._open_tasks = [], []
+        wanted = self._config.tasks * self._rollouts_per_task
+        with self.progress(f"step {step}: answers", wanted) as bar:
+            admit = self._runner.run(self._collect(step, bar.advance))
+        ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
+        if not ids:
+            error = self._statistics.error
+            between = "\n" if "\n" in error else " "  # a traceback ends its line
+            raise CollectionError(
+                f"Step {step} has nothing to train on: each of {self._statistics.dropped.total()} tasks failed. "
+                f"The last failure: {error}{between}Mend that; a run that is started again goes on from here."
+            )
+        self._store.append([events.RolloutsAdmitted(step, tuple(ids))])
+        scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.zero_variance, len(admit.tasks)
+        self._warnings.warn_about_step(
+            step, self._statistics, [each.total for each in scored], zero_variance=level == groups
+        )
+        metrics = self._statistics.metrics(level, groups, episodic=self._episodic)
+        metrics.merge(self._judge.pop_metrics())
+        metrics.merge(self._metrics())
+        return self._groups(scored, metrics)
+
+    def disable_refill(self) -> None:
+        """Have each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
+        self._scheduler.max_tasks = self._config.tasks
+
+    @property
+    def last_replayed_step(self) -> int:
+        """The last step that was admitted before and is read back from the journal; 0 if none is."""
+        return max(self._admitted, default=0)
+
+    def mark(self) -> tuple[dict[str, Any], JournalMark]:
+        """Return the position of the order of tasks and of the journal, at one moment, for a checkpoint."""
+        return self._order.state(), self._store.flush()
+
+    def resume_from(self, step: int, state: Mapping[str, Any] | None, mark: JournalMark) -> None:
+        """Resume at the checkpoint of this step, state and mark (0 and None: at the beginning).
+
+        Later steps of the journal are replayed, scored rollouts are used, unfinished ones are issued again. A
+        checkpoint that was saved during a replay has later steps before its mark.
+        """
+        since, dropped = 0, []
+        for at, event in self._store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
+            match event:
+                case events.RolloutsAdmitted(step=trained, rollouts=rollouts) if trained > step:
+                    self._admitted[trained] = rollouts
+                case events.RolloutsAdmitted(step=trained) if trained == step:
+                    since = at
+                case events.TaskDropped(task=task, step=left_by) if left_by > step and task < FIRST_EVALUATION_ORDINAL:
+                    dropped.append((left_by, task))
+        self._store.verify_mark(mark, since)
+        for left_by, task in dropped:
+            self._dropped.setdefault(left_by, []).append(self._store.task(task))
+        if state is not None:
+            self._order.restore(state)
+        first = self._order.position
+        for issued in self._store.iter_states(TaskState, first - 1):
+            if issued.id >= FIRST_EVALUATION_ORDINAL:
+                break
+            first = issued.id + 1
+        self._open_tasks = [task for task in self._store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
+        self._scheduler = self._fresh_scheduler(first)
+        scored, again = self._read_open_work()
+        self._dropped_before_stop = [
+            task for left_by, left in self._dropped.items() if left_by not in self._admitted for task in left
+        ]
+        # What the code failed at before it was changed does not count: the step may ask for as many tasks again.
+        self._reissues = self._scheduler.resume(
+            scored, again, 0 if self._code_changed else len(self._dropped_before_stop)
+        )
+
+    def _read_open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
+        """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
+        scored: dict[int, dict[int, float]] = {}
+        again: dict[tuple[int, int], int] = {}
+        for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
+            if left.task >= FIRST_EVALUATION_ORDINAL:
+                continue
+            if left.phase is Phase.FINISHED and self._has_score(left):
+                found = self._read_scored(left)
+                scored.setdefault(left.task, {})[left.sample] = found.metric
+                if left.sample < self._config.group_size:
+                    self._scored[left.id] = found.stored(self._put_samples)
+                else:
+                    self._baselines[left.task] = found.total
+            elif (failed := self._recover(left)) is not None:
+                again[left.task, left.sample] = failed
+        return scored, again
+
+    def _has_score(self, ended: RolloutState) -> bool:
+        """Whether a rollout that ended has its score in the journal."""
+        return ended.last is not None and ended.last.total is not None
+
+    # -- collecting ---------------------------------------------------------------------------------------------------
+
+    async def _collect(self, step: int, on_answer: Callable[[], None]) -> AdmitStep:
+        """Do what the scheduler decides until it admits. What is decided is written before it is done. `told` is called
+        after each answer."""
+        decisions: list[Decision] = [*self._reissues, *self._scheduler.handle(StepOpened(step))]
+        self._reissues = []
+        written: list[events.Event] = []
+        running: set[asyncio.Task[FinishedAttempt]] = set()
+        ended: asyncio.Queue[asyncio.Task[FinishedAttempt]] = asyncio.Queue()
+        try:
+            while True:
+                written += self._decision_events(step, decisions)
+                if written:
+                    self._store.append(written)
+                written = []
+                self._store_rows()
+                issues = [decision for decision in decisions if isinstance(decision, IssueRollout)]
+                if issues:
+                    await self._issue_attempts(issues)
+                for issue in issues:
+                    attempt = asyncio.create_task(self._run_attempt(issue.task, issue.sample))
+                    attempt.add_done_callback(ended.put_nowait)
+                    running.add(attempt)
+                for decision in decisions:
+                    if isinstance(decision, AdmitStep):
+                        return decision
+                assert running, "the scheduler waits for nothing"
+                done = [await ended.get()]
+                while not ended.empty():
+                    done.append(ended.get_nowait())
+                running.difference_update(done)
+                results = await asyncio.gather(*done)
+                for end in results:
+                    if end.result.verdict.outcome is Outcome.SUCCEEDED:
+                        on_answer()
+                decisions, written = self._handle_ended(sorted(results, key=lambda end: (end.task, end.sample)))
+                del done, results  # whose tokens are written and laid down next
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _handle_ended(self, ended: Sequence[FinishedAttempt]) -> tuple[list[Decision], list[events.Event]]:
+        """What follows from attempts that ended, and what is to be written of them."""
+        decisions: list[Decision] = []
+        written: list[events.Event] = []
+        for end in ended:
+            played, verdict = end.result, end.result.verdict
+            self._statistics.add_attempt(played)
+            if verdict.error:
+                self._statistics.add_failure(verdict.outcome, verdict.error)
+            if verdict.outcome is Outcome.SUCCEEDED:
+                self._count(end)
+                metric = self._config.group_metric(end.task, verdict.parts, played.total, verdict.error)
+                follows = self._scheduler.handle(RolloutFinished(end.task, end.sample, metric))
+            else:
+                follows = self._scheduler.handle(AttemptFailed(end.task, end.sample, verdict.error))
+            written += self._end_events(end, IssueRollout(end.task, end.sample) in follows)
+            decisions += follows
+        return decisions, written
+
+    def _count(self, end: FinishedAttempt) -> None:
+        """Remember what a rollout earned: to be trained on, or to be compared with."""
+        played, id = end.result, self._id(end.task, end.sample)
+        if end.sample == self._config.group_size:
+            self._baselines[end.task] = played.total
+            return
+        self._scored[id] = self._scored_rollout(played, id, end.task)
+        self._unstored.append(id)
+
+    def _store_rows(self) -> None:
+        """Lay down the tokens of the rollouts that were written since this was done last, and let go of them here."""
+        for id in self._unstored:
+            if id in self._scored:  # else its task was dropped
+                self._scored[id] = self._scored[id].stored(self._put_samples)
+        self._unstored.clear()
+
+    def _decision_events(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
+        """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
+        written: list[events.Event] = []
+        for decision in decisions:
+            match decision:
+                case IssueRollout():
+                    written += self._start_events(decision)
+                case DropTask(task, cause):
+                    self._statistics.dropped[cause] += 1
+                    written.append(events.TaskDropped(task, step, cause))
+                    earned = [self._scored[id].total for id in self._ids(task) if id in self._scored]
+                    self._order.record_rewards(row_of(self._tasks.pop(task)), earned)
+                    self._forget(task)
+                case AdmitStep(_, tasks):
+                    for task in tasks:
+                        self._forget(task, but=tasks[task])
+        return written
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _fresh_scheduler(self, first: int) -> CollectionScheduler:
+        config = self._config
+        return CollectionScheduler(
+            tasks=config.tasks,
+            group_size=config.group_size,
+            refill=config.refill,
+            retries=self._retries,
+            first=first,
+            greedy=self._greedy,
+            min_group_size=self._min_group,
+        )
+
+    @property
+    def _rollouts_per_task(self) -> int:
+        """How many rollouts a task has, the greedy one included."""
+        return self._config.group_size + self._greedy
+
+    def _id(self, task: int, sample: int) -> int:
+        """The run-wide name of a rollout."""
+        return task * self._rollouts_per_task + sample
+
+    def _ids(self, task: int) -> list[int]:
+        """The names of a task's rollouts, the greedy one included."""
+        return [self._id(task, sample) for sample in range(self._rollouts_per_task)]
+
+    def _forget(self, task: int, but: Sequence[int] = ()) -> None:
+        """Let go of what was kept of a task that is settled; of these samples the scores are still wanted."""
+        for sample, id in enumerate(self._ids(task)):
+            if sample not in but:
+                self._scored.pop(id, None)
+        if not but:
+            self._baselines.pop(task, None)
+
+    def _restore_tasks(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
+        """Move the order of tasks past those that were issued before the restart, and tell it what the dropped ones of
+        them earned."""
+        for task in sorted((*dropped, *others), key=lambda task: task.id):
+            if task.id >= self._order.position:
+                self._order.replay(task.id, task.row)
+            self._tasks[task.id] = task.task
+        size = self._config.group_size
+        for task in dropped:
+            tries = [state for state in map(self._store.rollout, task.rollouts) if state.sample < size]
+            earned = [self._read_scored(state).total for state in tries if self._has_score(state)]
+            self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
+
+    def _task(self, ordinal: int) -> Task:
+        """The task of an ordinal: one that was asked before, or the next in the run's order."""
+        if ordinal not in self._tasks:
+            self._tasks[ordinal] = self._dataset.task(self._order.advance_to(ordinal), ordinal)
+        return self._tasks[ordinal]
+
+    def _scored_rollout(self, played: AttemptResult, id: int, task: int) -> ScoredRollout:
+        """A rollout that a step may train on, by how it was played."""
+        verdict = played.verdict
+        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
+        return self._score_turns(played.turns, Rollout(id, task, task, *told), played.total, verdict.error)
+
+    def _score_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float, error: str) -> ScoredRollout:
+        metric = self._config.group_metric(rollout.task, rollout.parts, total, error)
+        return ScoredRollout(
+            len(turns), RolloutRows.from_samples(self._samples(turns, rollout.id)), rollout, total, metric
+        )
+
+    def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
+        """The token sequences that a rollout is trained on as."""
+        return rows_of_turns(turns, rollout)
+
+    def _read_scored(self, state: RolloutState) -> ScoredRollout:
+        """A scored rollout as the journal has it."""
+        last = state.last
+        assert last is not None and last.reward is not None and last.total is not None
+        told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
+        rollout = Rollout(state.id, state.task, state.task, *told)
+        return self._score_turns(self._store.turns(state.id), rollout, last.total, last.error)
+
+    def _replay_step(self, step: int, ids: Sequence[int]) -> StepGroups:
+        """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
+        states = [self._store.rollout(id) for id in ids]
+        admitted = [self._store.task(task) for task in {state.task for state in states}]
+        self._restore_tasks(self._dropped.pop(step, []), admitted)
+        for task in {state.task for state in states} if self._greedy else ():
+            last = self._store.rollout(self._id(task, self._config.group_size)).last
+            assert last is not None and last.total is not None, "a task without its greedy answer is dropped"
+            self._baselines[task] = last.total
+        scored = [self._read_scored(state).stored(self._put_samples) for state in states]
+        return self._groups(scored, Metrics(), replayed=True)
+
+    def _groups(self, scored: Sequence[ScoredRollout], metrics: Metrics, *, replayed: bool = False) -> StepGroups:
+        """The records of an admission. The order is told what its rows earned."""
+        earned: dict[int, list[float]] = {}
+        rollouts = self._warnings.fill_missing_parts([each.rollout for each in scored])
+        for each in scored:
+            earned.setdefault(each.rollout.task, []).append(each.total)
+        if self._episodic:
+            metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
+        if self._greedy:
+            baselines = {task: self._baselines.pop(task) for task in earned}
+            rollouts = [replace(each, greedy_reward=baselines[each.task]) for each in rollouts]
+            metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
+        for task, rewards in earned.items():
+            self._order.record_rewards(row_of(self._tasks.pop(task)), rewards)
+        return StepGroups([each.rows for each in scored], rollouts, metrics, replayed)
+
+
+def row_of(task: Task) -> int:
+    """The row of the dataset that a task is."""
+    row = task.fields["row"]
+    assert isinstance(row, int)
+    return row

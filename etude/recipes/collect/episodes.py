@@ -1,0 +1,270 @@
+"""Rollouts of several turns: the model answers, somebody says what comes of it, and so on until it is over.
+
+    reset ─► what is shown ─► the model answers ─► its calls are made, or `step` ─► what is shown ─► …
+
+What the model wrote stays the ids that it wrote (`chat.transcript`). A rollout ends where the environment says so,
+where an answer calls no tool and there is no environment, after `env.max_turns`, or where what is shown leaves no room
+for an answer; the last two truncate it. What an environment does wrong, raises or is too long about is an outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from etude.chat import CallThread, ChatRenderer, Transcript, decode_conversation
+from etude.chat.toolbox import ERROR_PREFIX
+from etude.chat.transcript import ObservationContent, check_observation, observation_text
+from etude.errors import ChatError, EnvError, RewardError
+from etude.observe import get_logger
+from etude.protocols import Env, Ids, Observation
+from etude.recipes.collect.environment import EnvConfig
+from etude.records import Completion, Message, Outcome, Task, Turn
+from etude.rewards import parse_score
+from etude.rewards.base import describe_task
+from etude.rewards.verdict import describe_exception
+
+__all__ = ["ENVIRONMENT_PART", "AnswerFunction", "Episode", "EpisodeEndedError", "EpisodePlayer"]
+
+ENVIRONMENT_PART = "environment"
+"""The part of a reward that an environment pays without a name of its own."""
+
+
+class AnswerFunction(Protocol):
+    """Whoever answers for the model."""
+
+    async def __call__(self, prompt: Ids, turn: int, room: int) -> Completion:
+        """The answer to a prompt, of at most so many tokens. Raises `EpisodeEndedError` where there will be none."""
+        ...
+
+
+class EpisodeEndedError(Exception):
+    """The rollout is over, and did not succeed."""
+
+    def __init__(self, outcome: Outcome, error: str) -> None:
+        super().__init__(error)
+        self.outcome = outcome
+
+
+@dataclass
+class Episode:
+    """One rollout, as far as it has come."""
+
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    """What the environment paid in all, by the names that it gave."""
+    truncated: bool = False
+    role: int = 0
+    outcome: Outcome = Outcome.SUCCEEDED
+    error: str = ""
+    waited: float = 0.0
+    """Seconds that the environment took, and the tools."""
+    calls: int = 0
+    """How often tools were called, and how many of the calls failed."""
+    failed_calls: int = 0
+
+    def add_reward(self, reward: Any) -> None:
+        """Give the last turn what its answer earned."""
+        if reward is None:
+            return
+        amount, parts = parse_score(reward)
+        for name, value in (parts or {ENVIRONMENT_PART: amount}).items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + value
+        self.turns[-1] = replace(self.turns[-1], reward=amount)
+
+
+class EpisodePlayer:
+    """Plays rollouts with whom the options name.
+
+    Waits for a seat (`env.max_concurrency` rollouts are played at a time), for whoever answers, and for the
+    environment, at most `env.timeout` seconds a step.
+    """
+
+    def __init__(self, config: EnvConfig, chat: ChatRenderer, longest: int) -> None:
+        """longest: how many tokens a rollout may have at most, all that it is shown included."""
+        self.config, self._chat = config, chat
+        self._longest = min(longest, config.max_tokens or longest)
+        self._tools = config.load_toolbox()
+        self._seats = asyncio.Semaphore(config.max_concurrency)
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether there is an environment, which may pay for what is done in it."""
+        return self.config.path is not None
+
+    def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        """What was said in a rollout."""
+        return decode_conversation(self._chat.tokenizer, turns)
+
+    async def play(self, task: Task, generate: AnswerFunction) -> Episode:
+        """One rollout, from its beginning to its end."""
+        episode = Episode()
+        async with self._seats:
+            partner = _EnvironmentSession(self.config, self._tools, task, episode)
+            try:
+                await self._play_turns(partner, task, generate, episode)
+            except EpisodeEndedError as ended:
+                episode.outcome, episode.error = ended.outcome, str(ended)
+            except ChatError as error:
+                told = f"What was shown on {describe_task(task)} cannot be: {error}"
+                episode.outcome, episode.error = Outcome.FAILED, told
+            finally:
+                await partner.close()
+        return episode
+
+    async def _play_turns(
+        self, partner: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
+    ) -> None:
+        """Turn after turn, until it is over."""
+        first = await partner.reset()
+        shown = check_observation(first.content or task.fields["prompt"])
+        transcript, state = Transcript(self._chat, shown, first.tools), _state(first.anchor, shown)
+        episode.role = first.role
+        for index in range(self.config.max_turns):
+            prompt = transcript.ids
+            room = self._longest - len(prompt)
+            if room < 1:
+                if index == 0:
+                    raise EpisodeEndedError(
+                        Outcome.FAILED,
+                        f"What {describe_task(task)} begins with has {len(prompt)} tokens, and a rollout may have "
+                        f"{self._longest} in all: nothing could follow. Show less, or raise `env.max_tokens`.",
+                    )
+                break
+            observed = transcript.count_observed_tokens(prompt)
+            completion = await generate(prompt, index, room)
+            answer = transcript.add_answer(prompt, completion)
+            episode.turns.append(Turn(prompt, completion, index, anchor=state, observed=observed))
+            told = await partner.step(answer, last=index + 1 == self.config.max_turns)
+            if told.done or told.truncated:
+                episode.truncated = told.truncated or completion.finish_reason == "length"
+                return
+            transcript.add_observation(check_observation(told.content))
+            state = _state(told.anchor, check_observation(told.content))
+        episode.truncated = True
+
+
+class _EnvironmentSession:
+    """The other side of one rollout: functions that the model may call, and behind them an environment, or nobody."""
+
+    def __init__(self, config: EnvConfig, tools: Any, task: Task, episode: Episode) -> None:
+        self._config, self._tools, self._task, self._episode = config, tools, task, episode
+        self._env: Env | None = None
+        self._call_thread = CallThread("etude-env")
+
+    async def reset(self) -> Observation:
+        """What the model is shown first, and what it may call."""
+        if self._config.path is None:
+            return Observation(tools=self._tools.schemas)
+        self._env = await self._call("be made", self._config.load_factory(), **self._config.options)
+        told = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
+        if told.done or told.truncated or told.reward is not None:
+            raise self._environment_error("`reset` says that it is over, or pays for an answer, before there was any")
+        if self._tools is None:
+            return told
+        if told.tools:
+            raise self._environment_error(
+                "it offers tools of its own beside `env.tools`. Offer all of them in one of the two places"
+            )
+        return replace(told, tools=self._tools.schemas)
+
+    async def step(self, answer: Message, *, last: bool) -> Observation:
+        """What comes of an answer. last: whether no answer will follow, so that nobody would read what a tool says."""
+        if answer.tool_calls and self._tools is not None:
+            if last:
+                return Observation(truncated=True)
+            began = time.perf_counter()
+            told = Observation(await self._tools.run_calls(answer.tool_calls, self._task))
+            self._episode.waited += time.perf_counter() - began
+        elif self._env is None:
+            return Observation(done=True)
+        else:
+            told = self._check_observation("step", await self._call("`step`", self._env.step, answer))
+            try:
+                self._episode.add_reward(told.reward)
+            except RewardError as error:
+                raise self._environment_error(f"the reward of `step` cannot be used: {error}") from error
+        self._count(told)
+        if not (told.content or told.done or told.truncated):
+            raise self._environment_error("`step` shows nothing, and does not say that it is over")
+        return told
+
+    async def close(self) -> None:
+        """Let go of the environment. One that is still in a call is closed after it, and not waited for."""
+        close = getattr(self._env, "close", None)
+        if callable(close) and self._call_thread.is_idle:
+            try:
+                await self._call("`close`", close)
+            except EpisodeEndedError as ended:
+                get_logger("recipes").warning("%s", ended)
+            close = None
+        self._call_thread.close(partial(self._close_in_thread, close) if callable(close) else None)
+
+    def _close_in_thread(self, close: Callable[[], Any]) -> None:
+        """Close, on the thread of a call that has ended at last, where no event loop runs."""
+        try:
+            found = close()
+            if inspect.isawaitable(found):
+                asyncio.run(_awaited(found))
+        except Exception as error:
+            get_logger("recipes").warning("%s", self._environment_error(f"`close` failed: {describe_exception(error)}"))
+
+    async def _call(self, what: str, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """What one of the environment's functions returns, within its time."""
+        began, bound = time.perf_counter(), asyncio.timeout(self._config.timeout)
+        try:
+            async with bound:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*given, **options)
+                found = await self._call_thread.call(function, *given, **options)
+                return await found if inspect.isawaitable(found) else found
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:
+            if bound.expired():
+                where = f"The environment {self._config.path} took longer than `env.timeout` ="
+                told = f"{where} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
+                raise EpisodeEndedError(Outcome.TIMED_OUT, told) from error
+            raise self._environment_error(f"{what} failed: {describe_exception(error)}") from error
+        finally:
+            self._episode.waited += time.perf_counter() - began
+
+    def _check_observation(self, method: str, told: Any) -> Observation:
+        if not isinstance(told, Observation):
+            raise self._environment_error(
+                f"`{method}` returned a value of type {type(told).__name__}; it returns an Observation"
+            )
+        for name, kind in (("role", int), ("anchor", str | None), ("tools", Sequence)):
+            if not isinstance(getattr(told, name), kind):
+                raise self._environment_error(
+                    f"`{method}` gave {getattr(told, name)!r} for `{name}`, which is no such thing"
+                )
+        return replace(told, content=check_observation(told.content))
+
+    def _count(self, told: Observation) -> None:
+        """Count the calls whose results are shown."""
+        for each in () if isinstance(told.content, str) else told.content:
+            if isinstance(each, Message) and each.role == "tool":
+                self._episode.calls += 1
+                self._episode.failed_calls += str(each.content).startswith(ERROR_PREFIX)
+
+    def _environment_error(self, what: str) -> EpisodeEndedError:
+        text = f"The environment {self._config.path} failed on {describe_task(self._task)}: {what.rstrip('.')}."
+        return EpisodeEndedError(Outcome.FAILED, text)
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+def _state(name: str | None, shown: ObservationContent) -> int:
+    """A number for the state that a turn begins in: of its name, or of what is shown."""
+    text = f"named {name}" if name is not None else f"shown {observation_text(shown)}"
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,46 @@
+"""Why a rollout came to nothing, in sentences: its error, and what was noted on its attempt beside it.
+
+Agents often keep to themselves why a call of theirs was refused. The endpoint notes that on the attempt, so that the
+cause is found where the failure is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from etude.store import Journal, NoteRecorded, RolloutState
+
+__all__ = ["describe_failure", "endpoint_errors", "last_attempt_notes"]
+
+
+def describe_failure(store: Journal, state: RolloutState) -> str:
+    """The cause of a failure, as far as the journal has it; empty where a rollout has none."""
+    error = state.why or (state.last.error if state.last is not None else "")
+    return "\n".join([error] * bool(error) + endpoint_errors(last_attempt_notes(store, state)))
+
+
+def last_attempt_notes(store: Journal, state: RolloutState) -> list[dict[str, Any]]:
+    """The notes of a rollout's last attempt, as `RolloutQueue.notes` gives them."""
+    last = len(state.attempts) - 1
+    found = (event for _, event in store.read(kinds=(NoteRecorded,), rollout=state.id))
+    return [
+        {"name": each.name, "data": each.data}
+        for each in found
+        if isinstance(each, NoteRecorded) and each.attempt == last
+    ]
+
+
+def endpoint_errors(notes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The notes of the endpoint that may be a cause, a sentence each. Agents may have notes of the same names."""
+    told = []
+    for note in notes:
+        data = note["data"] if isinstance(note["data"], Mapping) else {}
+        match note["name"], data:
+            case "refused", {"path": path, "status": status, "error": error}:
+                told.append(f"The endpoint refused a call to {path} ({status}): {error}")
+            case "context_length_exceeded", {"context": context}:
+                told.append(f"The endpoint refused a prompt that was longer than the model's {context} tokens.")
+            case "upstream_failed", {"error": error}:
+                told.append(f"The engine failed on a call: {error}")
+    return told

@@ -1,0 +1,179 @@
+"""What a step's collection cost and left out: in numbers, and, where something is wrong with it, in words."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from etude.observe import Mean, Metrics, Sum, format_seconds, get_logger
+from etude.recipes.collect.player import AttemptResult
+from etude.records import Outcome, Rollout
+from etude.store import Phase, RolloutState, TaskState
+from etude.store.queue_state import INTERRUPTED
+from etude.store.states import LIVE, AttemptState
+
+__all__ = ["CollectionStatistics", "CollectionWarnings", "ended_attempts"]
+
+RARE = 0.05
+"""The share of answers above the least reward, below which the model that a run begins with is said to fail."""
+
+
+@dataclass(slots=True)
+class CollectionStatistics:
+    """One step's collection."""
+
+    began: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    attempts: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    failed_parts: Counter[str] = field(default_factory=Counter)
+    judging_seconds: float = 0.0
+    error: str = ""
+    environment_seconds: float = 0.0
+    """Seconds that environments and tools took."""
+    calls: int = 0
+    failed_calls: int = 0
+
+    def add_attempt(self, played: AttemptResult) -> None:
+        """Count what an attempt cost, however it ended."""
+        self.attempts += 1
+        if played.verdict.failed_part:
+            self.failed_parts[played.verdict.failed_part] += 1
+        self.judging_seconds += played.verdict.seconds
+        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
+        self.environment_seconds += played.waited
+        self.calls += played.calls
+        self.failed_calls += played.failed_calls
+
+    def add_interrupted(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
+        """Count what failed of a task before the run was stopped."""
+        if task.phase is Phase.DROPPED:
+            self.dropped[task.cause] += 1
+        for attempt in (each for rollout in rollouts for each in ended_attempts(rollout)):
+            self.attempts += 1
+            if attempt.error:
+                self.add_failure(Outcome(attempt.status.value), attempt.error)
+
+    def add_failure(self, outcome: Outcome, error: str) -> None:
+        """Count a failure of judging or playing; beside a success, a score stands for what it would have earned."""
+        self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
+        self.error = error
+
+    def metrics(self, zero_variance: int, groups: int, *, episodic: bool = False) -> Metrics:
+        """The numbers; `level` is in how many of the admitted groups all earned the same. episodic: whether rollouts
+        may have several turns."""
+        metrics = Metrics(
+            {
+                "sampled_tokens": Sum.of(self.tokens),
+                "judging_seconds": Sum.of(self.judging_seconds),
+                "zero_variance_groups": Mean.over(zero_variance, groups),
+                "dropped_tasks": Sum.of(self.dropped.total()),
+                "failed_attempts": Sum.of(self.failed.total()),
+                "failed_share": Mean.over(self.failed.total(), self.attempts),
+            }
+        )
+        if episodic:
+            metrics.add("environment_seconds", Sum.of(self.environment_seconds))
+            metrics.add("tool_calls", Sum.of(self.calls))
+            metrics.add("failed_tool_calls", Sum.of(self.failed_calls))
+        for cause, count in self.failed.items():
+            metrics.add(f"failed_attempts/{cause}", Sum.of(count))
+        for part, count in self.failed_parts.items():
+            metrics.add(f"failed_parts/{part}", Sum.of(count))
+        for cause, count in self.dropped.items():
+            metrics.add(f"dropped_tasks/{cause.replace(' ', '_')}", Sum.of(count))
+        return metrics
+
+
+def ended_attempts(state: RolloutState) -> list[AttemptState]:
+    """The attempts at a rollout that came to an end of their own, and were not cut off by a stop of the run."""
+    return [each for each in state.attempts if each.status not in LIVE and each.error != INTERRUPTED]
+
+
+class CollectionWarnings:
+    """Says what is wrong with steps: at once, and again when it has become twice as much."""
+
+    def __init__(self, *, one_by_one: bool, pays: bool = True) -> None:
+        """one_by_one: whether answers are judged one at a time, though several might be. pays: whether there is
+        anything to earn."""
+        self._log = get_logger("recipes")
+        self._failures = self._spoken_of = self._zero_variance_steps = 0
+        self._hint, self._unlike, self._pays = one_by_one, False, pays
+
+    def warn_about_step(
+        self, step: int, tally: CollectionStatistics, earned: Collection[float], *, zero_variance: bool
+    ) -> None:
+        """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
+        self._of_failures(step, tally)
+        self._of_judging(step, tally)
+        self._of_rewards(step, earned, level=zero_variance)
+
+    def fill_missing_parts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts of a step, all with the same named parts: 0 stands for one that a reward did not give."""
+        names = sorted({name for rollout in rollouts for name in rollout.parts})
+        lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(names)]
+        if not lacking:
+            return list(rollouts)
+        if not self._unlike:
+            self._unlike = True
+            self._log.warning(
+                "The reward gave %d of %d answers fewer named parts than others, which have %s: what is missing counts "
+                "as 0. This is said once.",
+                *(len(lacking), len(rollouts), ", ".join(names)),
+            )
+        return [replace(each, parts={name: each.parts.get(name, 0.0) for name in names}) for each in rollouts]
+
+    def _of_failures(self, step: int, tally: CollectionStatistics) -> None:
+        self._failures += tally.failed.total()
+        if not tally.failed.total() or self._failures < 2 * self._spoken_of:
+            return
+        self._spoken_of = self._failures
+        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in tally.failed.items())
+        self._log.warning(
+            "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and spoken "
+            "of again when there are twice as many.",
+            *(step, causes, tally.error),
+        )
+
+    def _of_judging(self, step: int, tally: CollectionStatistics) -> None:
+        seconds = time.perf_counter() - tally.began
+        if self._hint and tally.judging_seconds > max(seconds / 2, 2.0):
+            self._hint = False
+            self._log.warning(
+                "Judging took %s of the %s in which step %d was collected, one answer at a time. `judging.workers=2` "
+                "judges in two processes beside the run.",
+                *(format_seconds(tally.judging_seconds), format_seconds(seconds), step),
+            )
+
+    def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
+        self._zero_variance_steps = self._zero_variance_steps + 1 if level else 0
+        low, high = min(earned), max(earned)
+        with_the_first_model = step == 1
+        all_earned_alike = high == low > 0
+        if self._pays and with_the_first_model and not level and not all_earned_alike:
+            self._warn_weak_model(step, earned)
+        if not self._pays or self._zero_variance_steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
+            return
+        said = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
+        before = "" if self._zero_variance_steps == 1 else f", as in the {self._zero_variance_steps - 1} before"
+        self._log.warning(
+            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. Where "
+            "that is the most there is to earn, the tasks are learned; else look at the answers with `etude answers`, "
+            "at `sampling.temperature` and at the reward.",
+            *(step, said, before),
+        )
+
+    def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:
+        """Warn, with the remedy, where the first model of a run hardly ever earns anything."""
+        least = min(earned)
+        above = sum(reward > least for reward in earned)
+        if above < RARE * len(earned):
+            self._log.warning(
+                "In step %d, %d of %d answers earned more than the least, %g: a model learns slowly from so few. Begin "
+                "with easier tasks, draw more answers to each (`collect.group_size`), or show it some first: `etude "
+                "sft`.",
+                *(step, above, len(earned), least),
+            )

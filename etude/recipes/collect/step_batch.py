@@ -1,0 +1,35 @@
+"""The batch of a step, of rollouts whose tokens may lie elsewhere: each rank makes its share of what it reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from etude.batch import Batch, BatchMeta, BatchSchema
+from etude.data.collate import collate
+from etude.protocols import Crew
+from etude.recipes.collect.rollout_rows import RolloutRows
+from etude.records import Rollout, Sample
+
+__all__ = ["build_step_batch"]
+
+
+def build_step_batch(crew: Crew, rows: Sequence[RolloutRows], rollouts: Sequence[Rollout], version: int) -> Batch:
+    """The batch of these rollouts, of which each has these rows; `version` is the trainer's."""
+    models = [model for each in rows for model in each.models]
+    form = BatchSchema.from_records(models, [there for each in rows for there in each.has_anchor], rollouts)
+    outline = BatchMeta.from_lengths(
+        np.array([each.tokens for each in rows], np.int64),
+        np.array([each.first_action for each in rows], np.int64),
+        torch.from_numpy(np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1].astype(np.int64)),
+    )
+    return crew.build_batch(outline, [each.kept for each in rows], partial(_batch, form, version), rollouts)
+
+
+def _batch(form: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]) -> Batch:
+    """Of some of these rollouts, or of none."""
+    batch = collate([sample for each in samples for sample in each], rollouts, form)
+    return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))

@@ -1,0 +1,230 @@
+"""The splits of a data set on the Hugging Face hub: which of its files they are.
+
+A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most data sets
+lists the files of each split; where none does, a file belongs to the split whose name stands in its path, in the
+file's own name before a directory's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+
+from etude.data.files import READERS
+from etude.errors import ConfigError
+
+__all__ = [
+    "NO_DATA",
+    "DatasetName",
+    "SplitPatterns",
+    "lacking_shards",
+    "parse_dataset_name",
+    "patterns_of",
+    "quote_option",
+]
+
+NAMED = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:/([\w.-]+))?(?::([\w.-]+))?")
+WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval"), "test"),
+}
+"""The words in a path that say which split a file belongs to."""
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..+)")
+NO_ROWS = ("dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+"""The files beside the data that tell of it."""
+NO_DATA = (".*", "*/.*", *NO_ROWS, *(f"*/{name}" for name in NO_ROWS))
+"""The patterns of files that hold no data, whatever they end in."""
+FILE_SUFFIXES = (*READERS, ".gz", ".py", ".txt", ".arrow")
+"""Ends of names that are of files, whether they are there or not."""
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A data set as a run names it."""
+
+    text: str
+    """The whole name, as it was written."""
+    name: str
+    """The repository."""
+    config: str | None
+    """One of several tables in it."""
+    split: str | None
+    """A part of that."""
+
+
+@dataclass(frozen=True)
+class SplitPatterns:
+    """The files of a split: the patterns that the card lists, or none where the paths of the files say it."""
+
+    listed: tuple[str, ...] | None
+    directory: str = ""
+    """The directory of the table, where the card names that alone."""
+
+    @property
+    def downloaded(self) -> tuple[str, ...]:
+        """The patterns of the files that are downloaded: all data, where the card lists none."""
+        if self.listed is not None:
+            return self.listed
+        return tuple(f"{self.directory}/*{suffix}" if self.directory else f"*{suffix}" for suffix in READERS)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The patterns of the files that are none of the data, unless the card lists them."""
+        return () if self.listed is not None else NO_DATA
+
+    def files(self, wanted: DatasetName, snapshot: Path, option: str) -> list[Path]:
+        """The files of the split in a snapshot; refused where there are none, or they cannot be read."""
+        found = self.matching(snapshot)
+        if self.listed is None:
+            root, splits = snapshot / self.directory, dict[str, list[Path]]()
+            for file in found:
+                path = file.relative_to(root)
+                if self.directory or wanted.config in (None, path.parts[0]):
+                    splits.setdefault(_split_of(path), []).append(file)
+            found = splits[_chosen(wanted, sorted(splits), option)] if splits else []
+        odd = next((file for file in found if not file.name.endswith(tuple(READERS))), None)
+        if not found or odd is not None:
+            what = "has no data files" if odd is None else f"keeps its data in files such as {odd.name}"
+            raise ConfigError(
+                f"{quote_option(option, wanted.text)} names a data set of the Hugging Face hub that {what}; what can "
+                f"be read are {', '.join(READERS)}. Write it as such a file with the `datasets` library, and give that."
+            )
+        return found
+
+    def matching(self, snapshot: Path) -> list[Path]:
+        """The files of a snapshot that match."""
+        files = sorted(file for file in snapshot.rglob("*") if file.is_file())
+        paths = [(file, file.relative_to(snapshot).as_posix()) for file in files]
+        return [file for file, path in paths if _fits(path, self.downloaded) and not _fits(path, self.ignored)]
+
+
+def quote_option(option: str, text: str) -> str:
+    """What an error calls a name: the option that it was given for, if it was."""
+    return f"`{option}=[{text}]`" if option else f"`{text}`"
+
+
+def parse_dataset_name(text: str) -> DatasetName | None:
+    """Parse a data set's name on the hub; None for a file, a directory, or a Python function."""
+    named = NAMED.fullmatch(text)
+    if named is None or Path(text).exists() or Path(text.partition(":")[0]).suffix in FILE_SUFFIXES:
+        return None
+    return DatasetName(text, *named.groups())
+
+
+def patterns_of(wanted: DatasetName, card: Path, option: str) -> SplitPatterns:
+    """The patterns of the files of the split that is wanted, as far as the card tells."""
+    configs = _configs(card)
+    if not configs:
+        return SplitPatterns(None)
+    names = [str(each.get("config_name", "default")) for each in configs]
+    preset = [name for each, name in zip(configs, names, strict=True) if each.get("default") or name == "default"]
+    name = wanted.config or (names[0] if len(names) == 1 else preset[0] if preset else None)
+    if name not in names:
+        listed = ", ".join(f"`{wanted.name}/{each}`" for each in names)
+        asked = f"has no `{wanted.config}`" if wanted.config else "holds several tables"
+        raise ConfigError(f"{quote_option(option, wanted.text)}: the data set {asked}. Name one of them: {listed}.")
+    config = configs[names.index(name)]
+    try:
+        below = _text(config.get("data_dir") or "").strip("./")
+        splits = _patterns_by_split(config.get("data_files"), below)
+    except _MalformedError as odd:
+        raise ConfigError(
+            f"{quote_option(option, wanted.text)}: the data set's card, {card}, says where its files are in a way that "
+            f"cannot be read: {odd} stands under `{name}`. Give the files themselves, by their paths."
+        ) from None
+    if not splits:
+        return SplitPatterns(None, below)
+    return SplitPatterns(splits[_chosen(wanted, list(splits), option)])
+
+
+def lacking_shards(wanted: DatasetName, patterns: SplitPatterns, snapshot: Path) -> str:
+    """The first file that is known to belong to the split and is not in the snapshot; empty where none is known."""
+    there = {file.relative_to(snapshot).as_posix() for file in patterns.matching(snapshot)}
+    if not there:
+        return f"files of `{wanted.split}`" if wanted.split else "data files"
+    for path in sorted(there):
+        if shard := SHARD.fullmatch(path):
+            stem, _, count, suffix = shard.groups()
+            every = (f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count)))
+            if missing := next((each for each in every if each not in there), None):
+                return missing
+    return ""
+
+
+def _configs(card: Path) -> list[dict[str, Any]]:
+    """The tables that a card lists."""
+    if not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    try:
+        told = yaml.safe_load(head.group(1)) if head else None
+    except yaml.YAMLError:
+        return []
+    configs = told.get("configs") if isinstance(told, dict) else None
+    return [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+
+
+def _patterns_by_split(data_files: Any, directory: str) -> dict[str, tuple[str, ...]]:
+    """The patterns of each split, from any of the ways in which a card may write them."""
+    if data_files is None:
+        return {}
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    splits: dict[str, tuple[str, ...]] = {}
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        told = entry if isinstance(entry, Mapping) else {"path": entry}
+        split, path = _text(told.get("split", "train")), told.get("path")
+        joined = tuple(f"{directory}/{each}" if directory else each for each in map(_text, _several(path)))
+        splits[split] = splits.get(split, ()) + joined
+    return splits
+
+
+class _MalformedError(Exception):
+    """Something in a card that is none of the ways in which files are listed."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _MalformedError(f"`{value!r}`")
+    return value
+
+
+def _several(path: Any) -> list[Any]:
+    return path if isinstance(path, list) else [path]
+
+
+def _fits(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def _chosen(wanted: DatasetName, splits: Sequence[str], option: str) -> str:
+    """The split that is wanted: the one that is named, or the only one, or `train` to train on."""
+    if wanted.split is not None:
+        if wanted.split in splits:
+            return wanted.split
+        asked = f"has no `{wanted.split}`"
+    elif len(splits) == 1:
+        return splits[0]
+    elif option != "data.val" and "train" in splits:
+        return "train"
+    else:
+        asked = "has several parts"
+    name = wanted.text.partition(":")[0]
+    raise ConfigError(
+        f"{quote_option(option, wanted.text)}: the data set {asked}. Name one: "
+        f"{', '.join(f'`{name}:{split}`' for split in splits)}."
+    )
+
+
+def _split_of(path: Path) -> str:
+    """The split that a file's path names; `train` where it names none."""
+    words = (word for part in reversed(path.parts) for word in re.split(r"[^a-z]+", part.lower()))
+    return next((WORDS[word] for word in words if word in WORDS), "train")

@@ -1,0 +1,244 @@
+"""A trained model put to use: scored, asked, or written out as a Hugging Face directory.
+
+Each takes either the directory of a run, whose checkpoint it reads, or a model directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain, count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.chat import ChatRenderer, Tokenizer
+from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
+from etude.config.secrets import mask_text
+from etude.errors import ConfigError, RunError
+from etude.models import Model, adapter_config
+from etude.observe import configure_logging, make_console, progress
+from etude.protocols import Ids
+from etude.recipes.collect.sampling import derived_seed
+from etude.recipes.evaluate import compute_scores, write_answers
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import checks, inputs
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import build_agent_evaluator, build_episode_player, build_evaluator, load_policy
+from etude.recipes.run.config import Run
+from etude.recipes.run.device import select_device
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.run.placement import gpus_of_servers
+from etude.recipes.run_argument import without_secrets
+from etude.recipes.servers.reward_models import load_reward_models
+from etude.recipes.servers.server_weights import DTYPES, server_device_kind
+from etude.records import Message
+from etude.rewards import Judge
+from etude.rollout import ServerConfig, ServerPool, TorchEngine, TorchEngineConfig
+from etude.rollout.launch import start_servers
+from etude.train import load_weights, read_weights
+
+__all__ = ["evaluate", "export_run", "generate", "load_for_inference"]
+
+
+def evaluate(run: Run, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
+    """Score a model on `data.val` and show how; returns the scores, and what was scored.
+
+    The answers are written to the file `answers`, or beside those of the run.
+    """
+    return run_outside_event_loop(lambda: _evaluated(run, best=best, answers=answers))
+
+
+def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
+    if not run.data.val:
+        raise ConfigError("There is nothing to score on: give tasks with `data.val=[tasks.parquet]`.")
+    checks.check_agents(run)
+    console = make_console(run.observe.console)
+    with ExitStack() as stack:
+        step, chat, engine, longest = stack.enter_context(load_for_inference(run, best=best))
+        judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
+        runner = stack.enter_context(asyncio.Runner())
+        with progress("reading the tasks", None, console):
+            if run.agent.path is None:
+                evaluator = build_evaluator(run, chat, engine, judge, runner, build_episode_player(run, longest, chat))
+            else:
+                evaluator = build_agent_evaluator(run, chat, engine, judge, runner, longest, stack)
+        assert evaluator is not None
+        with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
+            found = evaluator.answer_all(bar.advance, step=step or 0)
+    written = answers or _answers_path(run, step)
+    told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
+    told |= {} if step is None else {"step": step}
+    told |= {} if written is None else {"answers": str(written)}
+    spent = {f"eval/{name}": value for name, value in evaluator.pop_metrics().reduce().items()}
+    _show_scores(console, run, told, reduced := {**compute_scores(found).reduce(), **spent})
+    if written is not None:
+        write_answers(found, written)
+        console.print(Text(f"answers  {written}"), soft_wrap=True)
+    return told | reduced
+
+
+def _answers_path(run: Run, step: int | None) -> Path | None:
+    """A new file among the evaluations of a run; a model that belongs to no run has none."""
+    if run.directory is None or step is None:
+        return None
+    name = f"eval-step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = chain([name], (f"{name}-{n}" for n in count(2)))
+    places = (run.directory / "evaluations" / f"{each}.jsonl" for each in names)
+    return next(place for place in places if not place.exists())
+
+
+def _show_scores(console: Console, run: Run, summary: dict[str, Any], found: dict[str, float]) -> None:
+    """What was scored, and how well it did."""
+    what = str(run.model.path) if "step" not in summary else f"step {summary['step']} of {run.directory}"
+    each = "one answer" if summary["samples"] == 1 else f"{summary['samples']} answers"
+    on = ", ".join(run.data.val)
+    console.print(Text(f"{what}, on {_count(summary['tasks'], 'task')} of {on}, {each} to each"), soft_wrap=True)
+    table = Table("score", "value")
+    for name, value in found.items():
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def generate(run: Run, prompt: str, *, answers: int, best: bool, raw: bool) -> None:
+    """Ask the model and print what it answers, as it is written where there is one answer.
+
+    The prompt is a user's message where the model has a chat template; `raw` has it continued as it stands.
+    """
+    console = make_console(run.observe.console)
+    with load_for_inference(run, best=best) as (_, chat, engine, _):
+        asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
+        asyncio.run(_answer(run, asked, engine, console, answers))
+
+
+async def _answer(run: Run, asked: Ids, engine: TorchEngine | ServerPool, console: Console, answers: int) -> None:
+    params = [run.sampling.params(derived_seed(run.seed, "generate", n)) for n in range(answers)]
+    if answers == 1:
+        async for delta in engine.stream(asked, params[0]):
+            console.print(Text(delta.text), end="", soft_wrap=True)
+        console.print()
+        return
+    for n, completion in enumerate(await asyncio.gather(*(engine.generate(asked, each) for each in params)), start=1):
+        console.print(Text.assemble((f"{n:>3}  ", "dim"), completion.text), soft_wrap=True)
+
+
+def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, fall_back: bool = False) -> None:
+    """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
+    or, with `adapter`, these alone, as peft loads them. fall_back: where the newest checkpoint is damaged, write the
+    newest that is whole."""
+    options = ["checkpoint.fall_back=true"] if fall_back else []
+    run = folder.read_recipe(folder.read_recipe_class(directory), directory, options, masked=without_secrets)
+    assert run.model.path is not None
+    if adapter and (not run.lora.is_enabled or run.head != "language"):
+        trained = (
+            "trained the model itself" if not run.lora.is_enabled else "trained a head besides, which is no adapter's"
+        )
+        raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
+    model, chat = load_policy(run.model_copy(update={"device": "cpu"}))
+    kept, found = _checkpoint(run, best=best)
+    if adapter:
+        export_adapter(read_weights(model, kept, found), adapter_config(model, run.model.path), to)
+    else:
+        load_weights(model, kept, found)
+        generation = None if model.has_score_head else model.module.generation_config
+        export(
+            model.merged_weights(),
+            _described(model, chat.tokenizer),
+            to,
+            tokenizer=run.model.tokenizer or run.model.path,
+            generation=None if generation is None else generation.to_dict(),
+        )
+    what = "adapter" if adapter else "model"
+    make_console().print(Text(f"Wrote the {what} of step {found.step} to {to}."), soft_wrap=True)
+
+
+def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What config.json says of a model. Of one that scores it says which token is padding, so that the score of a row
+    is read before it; a padding token that also ends answers is not named, because the end itself would be passed over:
+    such a model scores one row at a time."""
+    config = model.config_dict()
+    if model.has_score_head:
+        config["pad_token_id"] = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
+    return config
+
+
+# -- what they share --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def load_for_inference(
+    run: Run, *, best: bool
+) -> Iterator[tuple[int | None, ChatRenderer, TorchEngine | ServerPool, int]]:
+    """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked for
+    as many tokens as it has room for."""
+    if best and run.directory is None:
+        raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
+    configure_logging(run.observe.level, mask=mask_text)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(run.threads or threads)
+    model, chat = load_policy(run)
+    step = None if run.directory is None else _load_checkpoint(run, model, best=best)
+    try:
+        with _open_engine(run, model, chat) as engine:
+            yield step, chat, engine, checks.max_total_tokens(run, model)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEngine | ServerPool]:
+    """What samples from a model: the embedded engine, or servers that are given its weights as files."""
+    config = run.rollout
+    if isinstance(config, TorchEngineConfig):
+        with TorchEngine(model, chat.tokenizer, config, merge=run.lora.publish == "merged") as engine:
+            yield engine
+        return
+    assert isinstance(config, ServerConfig) and run.model.path is not None
+    checks.check_servers(run)
+    device = server_device_kind(run)
+    if device == "cuda":
+        config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
+    seen = run.directory if config.url else None  # by servers elsewhere
+    with TemporaryDirectory(prefix="etude-", dir=seen) as made:
+        where, logs, untied = Path(made) / "model", Path(made) / "logs", config.needs_untied_head(device)
+        described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
+        weights = model.untied_weights() if untied else model.merged_weights()
+        export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
+        dtype, threads = DTYPES[run.train.precision], checks.threads_of(run)
+        console = make_console(run.observe.console)
+        with start_servers(
+            config, where, chat.tokenizer, dtype=dtype, device=device, logs=logs, threads=threads, console=console
+        ) as served:
+            if config.url:
+                asyncio.run(served.load(where, 0))
+            yield served
+
+
+def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:
+    """Bring a run's checkpoint into the model; returns its step."""
+    kept, found = _checkpoint(run, best=best)
+    load_weights(model, kept, found)
+    return found.step
+
+
+def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoint]:
+    """A run's checkpoint, and those it is one of."""
+    assert run.directory is not None
+    kept = CheckpointManager(run.directory / "checkpoints", run.checkpoint.keep)
+    found = kept.best() if best else kept.newest(fall_back=run.checkpoint.fall_back)
+    if found is None:
+        which = "best checkpoint: none was scored and saved" if best else "checkpoint yet"
+        raise RunError(f"{run.directory} has no {which}. Let the run go on, or name a model directory instead.")
+    inputs.check_base_model(run.directory, run)
+    return kept, found

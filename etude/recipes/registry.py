@@ -1,0 +1,51 @@
+"""The recipes, by the commands that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+
+from etude.config.compose import compose
+from etude.errors import ConfigError
+from etude.recipes.recipe import Recipe
+from etude.recipes.run.config import Run
+from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.supervised.distill import DistillRun
+from etude.recipes.supervised.dpo import DPORun
+from etude.recipes.supervised.reward_model import RewardModelRun
+from etude.recipes.supervised.sft import SFTRun
+
+__all__ = ["RECIPES", "SUPERVISED", "compose_run"]
+
+R = TypeVar("R", bound=Recipe)
+
+SUPERVISED: dict[str, type[SupervisedRun]] = {
+    "sft": SFTRun,
+    "dpo": DPORun,
+    "reward-model": RewardModelRun,
+    "distill": DistillRun,
+}
+"""Those that learn from examples."""
+RECIPES: dict[str, type[Recipe]] = {"train": Run, **SUPERVISED}
+"""All of them."""
+
+
+def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = None, preset: Path | None = None) -> R:
+    """The run that a command line asks for. A file that is another command's is told as that, and not key by key."""
+    if file is not None and file.is_file():
+        mine, written = kind.model_fields["recipe"].default, _recipe_in(file)
+        if written not in (None, mine):
+            raise ConfigError(f"{file} holds options of `etude {written}`, and this is `etude {mine}`: give it there.")
+    return compose(kind, overrides, file=file, preset=preset)
+
+
+def _recipe_in(file: Path) -> object:
+    """What a file says of its recipe; whatever else is wrong with it is told by whoever reads it whole."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return found.get("recipe") if isinstance(found, dict) else None

@@ -1,0 +1,1 @@
+"""A reinforcement-learning run: its options, the parts it is built from, its loop, its directory."""

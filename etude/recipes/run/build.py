@@ -1,0 +1,427 @@
+"""From a run's options to the parts of its loop: the only place that knows which concrete part stands where.
+
+What is heavy is imported when a run is built, so that whoever can start one need not load it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from etude.chat import ChatRenderer, Tokenizer
+from etude.config.secrets import mask
+from etude.config.tree import to_tree
+from etude.dispatch import LocalCrew
+from etude.errors import ConfigError
+from etude.lazy import pause_gc
+from etude.observe import RunInfo, RunLog, get_logger, open_run_log, read_last_step
+from etude.protocols import Crew, TokenGenerator
+from etude.recipes.collect.episodes import EpisodePlayer
+from etude.recipes.collect.player import EnginePlayer
+from etude.recipes.collect.sources import AgentSource, EngineSource
+from etude.recipes.evaluate import Evaluator
+from etude.recipes.run.console_metrics import failure_metrics, headline
+from etude.recipes.run.interrupt import Interrupt
+from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
+from etude.rewards import Judge, RewardFunction
+from etude.store import Journal, open_store
+
+if TYPE_CHECKING:
+    from etude.agents.agent import Agent
+    from etude.models import Model
+    from etude.recipes.collect.agent_rollouts import AgentRollouts
+    from etude.recipes.recipe import Recipe
+    from etude.recipes.run.components import Engine, RunComponents
+    from etude.recipes.run.config import Run
+    from etude.recipes.servers.server_weights import WeightPublisher
+    from etude.recipes.workers.policy_worker import PolicyWorker
+    from etude.rollout import TorchEngine
+    from etude.store.rollout_queue import RolloutQueue
+
+__all__ = [
+    "build",
+    "build_agent_evaluator",
+    "build_chat_renderer",
+    "build_episode_player",
+    "build_evaluator",
+    "build_rank_worker",
+    "load_model",
+    "load_policy",
+    "start_agents",
+]
+
+
+@contextmanager
+def build(
+    run: Run, interrupt: Interrupt | None = None, agent: Agent | None = None, tasks: Mapping[str, str] | None = None
+) -> Iterator[RunComponents]:
+    """Every part of the run, checked against each other, open; and closed again in the end.
+
+    Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
+    `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
+    place of what `agent.path` names. `tasks`: see `folder.write_tasks`.
+    """
+    from etude.recipes.hub import resolve_hub_names
+    from etude.recipes.run import directory as folder
+
+    run = resolve_hub_names(run)
+
+    def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> RunComponents:
+        folder.write_tasks(directory, tasks or {})
+        return _assemble_parts(run, directory, interrupt, stack, agent)
+
+    with ExitStack() as stack:
+        with pause_gc():
+            from etude.recipes.run import checks
+            from etude.recipes.run.session import run_session
+
+            kept = "; the answers drawn since are kept"
+            frame = run_session(run, assembled, interrupt, check=checks.check_run, looks=("plot", "answers"), kept=kept)
+            parts = stack.enter_context(frame)
+        yield parts
+
+
+def _assemble_parts(
+    run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack, agent: Agent | None = None
+) -> RunComponents:
+    """The parts, each open until the stack closes; and the run written down, once all of them are there."""
+    from etude.checkpoint import CheckpointManager
+    from etude.recipes.run import checks, inputs
+    from etude.recipes.run import directory as folder
+    from etude.recipes.run.components import Learners, PeriodicEvaluation, RunComponents
+    from etude.recipes.run.placement import describe_placement
+    from etude.recipes.run.save_resume import CheckpointSaver, resume_run
+    from etude.recipes.run.session import log_start
+    from etude.recipes.workers.policy_worker import PolicyWorker
+
+    chat = build_chat_renderer(run)
+    _refuse_uncallable_tools(run, chat)
+    agentic = run.agent.path is not None
+    if agentic:
+        train, overlong = load_agent_tasks(run, run.data.train), 0
+    else:
+        train, overlong = load_tasks(run, chat, "data.train", run.data.train)
+    judge = stack.enter_context(Judge(_load_reward(run), run.judging))
+    crew, engine, publisher = _crew(run, chat, directory, stack)
+    runner = stack.enter_context(asyncio.Runner())
+    store = stack.enter_context(closing(open_store(directory / folder.JOURNAL)))
+    longest = crew.call(PolicyWorker.max_total_tokens)
+    order = run.data.sampler.start(len(train), run.seed, train.sources)
+    common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
+    common |= {"runner": runner, "keep": crew.put} | _failure_rules(run, directory)
+    source: AgentSource | EngineSource
+    client: Callable[[], RolloutQueue] | None = None
+    if agentic:
+        agents = start_agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
+        source, client = AgentSource(run.collect, agents, **common), agents.new_client
+        evaluator = build_agent_scorer(run, agents, judge, store, runner)
+    else:
+        episodes = build_episode_player(run, longest, chat)
+        evaluator = build_evaluator(run, chat, engine, judge, runner, episodes)
+        source = _engine_source(run, chat, engine, episodes, common)
+    kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+    learners = Learners(crew, checks.model_columns(run), run.updates, run.loss.split_unit)
+    step = resume_run(run.checkpoint, kept, learners, source, run.steps)
+    inputs.record_inputs(directory, run)
+    folder.write_options(directory, run)
+    written = read_last_step(directory)
+    log = stack.enter_context(_open_log(run, directory, written))
+    measured = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
+    source.progress = log.progress
+    scoring = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, measured, log.progress)
+    saved = (run.checkpoint, kept, learners, source, run.steps, interrupt, log, scoring.score_at)
+    saver = CheckpointSaver(*saved, evaluation_id=measured, step=step, saved_step=step)
+    log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    _log_placement(describe_placement(run, checks.active_roles(run)), source.last_replayed_step)
+    if run.train.offload:
+        on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
+        learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
+    beside = (chat.tokenizer.decode, client, publisher)
+    return RunComponents(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
+
+
+def _load_reward(run: Run) -> RewardFunction:
+    """Load the reward's models, if it has any, on the device that is placed for them."""
+    from etude.recipes.run.device import select_device
+    from etude.recipes.run.placement import engine_device, role_device
+    from etude.recipes.servers.reward_models import load_reward_models
+
+    where = role_device(run.placement, "reward", policy=select_device(run), engine=engine_device(run))
+    return load_reward_models(run.reward, where)
+
+
+def _open_log(run: Run, directory: Path, last_written_step: int) -> AbstractContextManager[RunLog]:
+    """Return the run's log, which shows its headline and writes its metrics."""
+    info = RunInfo(directory.name, directory, run.steps, mask(to_tree(run)))
+    return open_run_log(
+        run.observe, info, headline(run), last_written_step=last_written_step, failures=failure_metrics(run)
+    )
+
+
+def _failure_rules(run: Run, directory: Path) -> dict[str, Any]:
+    """The options of a source for rollouts that failed."""
+    from etude.recipes.run import inputs
+    from etude.recipes.run.group_size import min_group_size
+
+    return {"min_group_size": min_group_size(run), "code_changed": bool(inputs.code_changed(directory, run))}
+
+
+def _log_placement(placement: Sequence[str], replays: int) -> None:
+    """Say who is where, and up to which step nothing is drawn."""
+    for line in placement:
+        get_logger("recipes").info("%s", line)
+    if replays:
+        told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
+        get_logger("recipes").info(told, replays)
+
+
+def _engine_source(
+    run: Run, chat: ChatRenderer, engine: TokenGenerator, episodes: EpisodePlayer | None, common: Mapping[str, Any]
+) -> EngineSource:
+    return EngineSource(
+        run.collect,
+        run.sampling,
+        prompt_ids=build_prompt_encoder(run, chat),
+        engine=engine,
+        max_concurrency=run.rollout.max_concurrency(run.ranks),
+        episodes=episodes,
+        greedy="greedy_reward" in run.required_columns(),
+        **common,
+    )
+
+
+def start_agents(
+    run: Run,
+    chat: ChatRenderer,
+    engine: Any,
+    judge: Judge,
+    store: Journal,
+    directory: Path,
+    max_total_tokens: int,
+    stack: ExitStack,
+    runner: asyncio.Runner,
+    agent: Agent | None,
+) -> AgentRollouts:
+    """Who asks agents for rollouts; and the agents, at work."""
+    from etude.store import check_serving_installed
+
+    check_serving_installed()
+    from etude.recipes.agents.services import agent_services
+    from etude.recipes.collect.agent_rollouts import AgentRollouts
+
+    cursor = store.position if run.agent.store is None else 0
+    found = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, runner, agent))
+    agents = AgentRollouts(run.agent, run.collect.retries, found.queue, judge, chat.tokenizer, cursor)
+    agents.check_runners, agents.endpoint_metrics, agents.new_client = (
+        found.check_runners,
+        found.metrics,
+        found.new_client,
+    )
+    return agents
+
+
+def build_agent_scorer(
+    run: Run, agents: AgentRollouts, judge: Judge, store: Journal, runner: asyncio.Runner
+) -> Evaluator | None:
+    """Whoever has agents score the policy on `data.val`, if there are such tasks."""
+    from etude.recipes.collect.agent_rollouts import AgentPlayer
+    from etude.recipes.run import inputs
+
+    if not run.data.val:
+        return None
+    dataset = load_agent_tasks(run, run.data.val)
+    player = AgentPlayer(agents, store, inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling)))
+    sampling = run.evaluate.sampling.fill_from(run.sampling)
+    return Evaluator(
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
+    )
+
+
+def build_agent_evaluator(
+    run: Run,
+    chat: ChatRenderer,
+    engine: Engine,
+    judge: Judge,
+    runner: asyncio.Runner,
+    max_total_tokens: int,
+    stack: ExitStack,
+) -> Evaluator | None:
+    """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
+    machine. What they did is kept in no journal: a run's own is none of theirs."""
+    place = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+    store = stack.enter_context(closing(open_store()))
+    here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
+    run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
+    agents = start_agents(run, chat, engine, judge, store, place, max_total_tokens, stack, runner, None)
+    return build_agent_scorer(run, agents, judge, store, runner)
+
+
+def _crew(
+    run: Run, chat: ChatRenderer, directory: Path, stack: ExitStack
+) -> tuple[Crew, Engine, WeightPublisher | None]:
+    """Whoever trains and samples: here, or in as many processes or Ray actors as there are to be ranks; or servers
+    sample, which somebody is to bring weights to."""
+    from etude.recipes.run import directory as folder
+    from etude.recipes.servers.rank_engines import RankEngines, start_ranks
+    from etude.recipes.servers.server_weights import serve_run
+    from etude.rollout import ServerConfig
+
+    crew: Crew
+    engine: Engine | None
+    if run.ranks == 1 and run.cluster == "local":
+        worker, embedded = _rank(run, chat)
+        if embedded is not None:
+            stack.enter_context(closing(embedded))
+        stack.callback(worker.close)
+        crew, engine = stack.enter_context(closing(LocalCrew(worker))), embedded
+    else:
+        several = stack.enter_context(closing(start_ranks(build_rank_worker, run, directory / folder.RANK_LOGS)))
+        crew, engine = several, RankEngines(several)
+    if isinstance(run.rollout, ServerConfig):
+        served, publisher = stack.enter_context(serve_run(run, run.rollout, chat.tokenizer, crew, directory))
+        return crew, served, publisher
+    assert engine is not None, "what is not served is sampled by the workers"
+    return crew, engine, None
+
+
+def build_rank_worker(run: Run) -> PolicyWorker:
+    """The worker of one rank, made in its own process."""
+    return _rank(run, build_chat_renderer(run))[0]
+
+
+def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | None]:
+    """A model, the engine that samples from it unless servers do, and whoever trains it."""
+    from etude.recipes.run import checks
+    from etude.recipes.run.placement import engine_device
+    from etude.rollout import TorchEngine, TorchEngineConfig
+
+    model = load_model(run, chat, trained=True)
+    checks.check_context_length(run, model)
+    if not isinstance(run.rollout, TorchEngineConfig):
+        return _worker(run, model, None), None
+    sampled = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
+    engine = TorchEngine(sampled, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    try:
+        return _worker(run, model, engine), engine
+    except BaseException:
+        engine.close()
+        raise
+
+
+def load_policy(run: Recipe, *, trained: bool = False) -> tuple[Model, ChatRenderer]:
+    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
+    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    chat = build_chat_renderer(run)
+    return load_model(run, chat, trained=trained), chat
+
+
+def build_chat_renderer(run: Recipe) -> ChatRenderer:
+    """How the model of a run is spoken to."""
+    from etude.recipes.run.directory import check_model
+
+    if run.model.path is None:
+        raise ConfigError("A run needs a model: give a Hugging Face model directory with `model.path=…`.")
+    check_model(run.model.path)
+    return run.chat.build_renderer(Tokenizer.load(run.model.tokenizer or run.model.path))
+
+
+def load_model(run: Recipe, chat: ChatRenderer, *, trained: bool) -> Model:
+    """The model of a run, which is spoken to so."""
+    from etude.models import adapt, load
+    from etude.recipes.run.device import select_device
+    from etude.train.optim import PRECISIONS
+
+    assert run.model.path is not None, "a run has a model"
+    tokenizer, exact = chat.tokenizer, trained and not run.lora.is_enabled
+    model = load(
+        run.model.path,
+        dtype=PRECISIONS[run.train.precision],
+        device=select_device(run),
+        keep_float32=exact,
+        head=run.head,
+    )
+    if tokenizer.vocab_size > model.vocab_size:
+        remedy = "Leave `model.tokenizer` out." if run.model.tokenizer else "Set `model.tokenizer`."
+        raise ConfigError(
+            f"The tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens, and the model in "
+            f"{run.model.path} knows {model.vocab_size}: they belong to different models. {remedy}"
+        )
+    if run.lora.is_enabled:
+        model = adapt(model, run.lora, seed=run.seed)
+    if run.model.freeze:
+        model.freeze(run.model.freeze)
+    return model
+
+
+def _refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
+    """Refuse tools that the model could never call."""
+    if run.env.tools and chat.tool_format is None:
+        raise ConfigError(
+            "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
+            "(those of Hermes, Qwen, Llama, Mistral and LFM 2), so none would ever be called. Set `chat.template`, or "
+            "read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+        )
+
+
+def build_episode_player(run: Run, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
+    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    _refuse_uncallable_tools(run, chat)
+    if run.env.max_tokens is not None and run.env.max_tokens > max_total_tokens:
+        raise ConfigError(
+            f"`env.max_tokens={run.env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
+            f"context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
+        )
+    return EpisodePlayer(run.env, chat, max_total_tokens) if run.env.is_enabled else None
+
+
+def build_evaluator(
+    run: Run,
+    chat: ChatRenderer,
+    engine: TokenGenerator,
+    judge: Judge,
+    runner: asyncio.Runner,
+    episodes: EpisodePlayer | None,
+) -> Evaluator | None:
+    """Whoever scores the policy on `data.val`, if there are such tasks."""
+    if not run.data.val:
+        return None
+    dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
+    player = EnginePlayer(
+        prompt_ids=build_prompt_encoder(run, chat),
+        engine=engine,
+        judge=judge,
+        timeout=run.collect.timeout,
+        max_concurrency=run.rollout.max_concurrency(run.ranks),
+        episodes=episodes,
+    )
+    sampling = run.evaluate.sampling.fill_from(run.sampling)
+    return Evaluator(
+        run.evaluate, sampling=sampling, seed=run.seed, dataset=dataset, player=player, judge=judge, runner=runner
+    )
+
+
+def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
+    """The learner, and what stands beside it."""
+    from etude.recipes import auxiliary_models as models
+    from etude.recipes.run import checks
+
+    warmth, mesh = run.sampling.temperature, models.build_mesh(run)
+    reference, teacher = None, None
+    if checks.uses_reference(run):
+        reference = models.load_reference(run, model, run.reference.path, warmth, mesh=mesh)
+    if checks.uses_teacher(run):
+        teacher = models.load_frozen(run, model, "teacher", run.teacher.path, warmth, mesh=mesh)
+    return models.build_policy_worker(
+        run,
+        model,
+        engine,
+        mesh=mesh,
+        reference=reference,
+        teacher=teacher,
+        critic=models.load_critic(run, model) if checks.uses_critic(run) else None,
+    )

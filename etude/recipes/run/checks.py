@@ -1,0 +1,424 @@
+"""What is known to go wrong is refused before anything is loaded, with what to change."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+
+from etude.dispatch import CrewConfig
+from etude.errors import ConfigError
+from etude.models import Model
+from etude.observe import MlflowConfig, ObserveConfig, WandbConfig, get_logger
+from etude.recipes.evaluate import EvaluationConfig
+from etude.recipes.recipe import Recipe, ReferenceConfig, TeacherConfig
+from etude.recipes.run.config import CriticConfig, Run
+from etude.recipes.run.device import select_device
+from etude.recipes.run.group_size import TRIAL_REWARDS, trial_advantages
+from etude.recipes.run.placement import ROLES, check_placement
+from etude.rewards import CombinedReward, NoReward, RewardFunction, RewardModelScore
+from etude.rollout import ServerConfig, TorchEngineConfig
+from etude.rollout.kv_cache import block_bytes
+
+__all__ = [
+    *("active_roles", "check_agents", "check_algorithm", "check_answer_length", "check_context_length"),
+    *("check_ranks", "check_run", "check_servers", "model_columns", "idle_tracker_warnings", "max_total_tokens"),
+    *("model_rewards", "threads_of", "uses_critic", "uses_reference", "uses_teacher"),
+]
+
+MAX_RANKS_PER_CORE = 8
+"""Ranks to a processor, beyond which a run is refused."""
+ROLLOUT_COLUMNS = frozenset(
+    ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
+) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
+"""Columns that come with the rollouts."""
+
+POLICY_COLUMNS = frozenset({"old_logp", "entropy", "sum_pi_squared"})
+"""Columns that the policy itself can tell."""
+
+REFERENCE_COLUMNS = frozenset({"ref_logp"})
+"""Columns that the reference policy tells."""
+
+TEACHER_COLUMNS = frozenset({"teacher_logp"})
+"""Columns that the teacher tells."""
+
+CRITIC_COLUMNS = frozenset({"value", "final_value"})
+"""Columns that the critic tells."""
+
+MODEL_COLUMNS = POLICY_COLUMNS | REFERENCE_COLUMNS | TEACHER_COLUMNS | CRITIC_COLUMNS
+
+ENVIRONMENT_COLUMNS = frozenset({"anchor"})
+"""Columns that an environment tells."""
+
+
+def check_run(run: Run) -> None:
+    """Refuse what this run cannot do, and say what it may not mean."""
+    if not run.data.train:
+        raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
+    if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
+        raise ConfigError(
+            "`reward=nothing` gives every answer 0, and this advantage reads the reward: nothing would be learned. "
+            "Choose a reward, or `advantage=distillation`."
+        )
+    check_agents(run)
+    check_servers(run)
+    _check_environment(run)
+    _check_echo(run)
+    _check_metric(run)
+    check_algorithm(run)
+    check_placement(run, frozenset(ROLES) - active_roles(run), together="full_kl" in run.forward_outputs())
+    for warning in _idle_options(run):
+        get_logger("recipes").warning("%s", warning)
+
+
+def check_algorithm(run: Run) -> None:
+    """Refuse an algorithm that cannot be run as asked, and say what it may not mean."""
+    for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
+        raise ConfigError(
+            f"This algorithm needs the column `{name}`, which nobody in a run computes. Choose another advantage, loss "
+            f"or KL: `etude config show` lists them."
+        )
+    _refuse_idle_models(run)
+    if run.sampling.top_p < 1 or run.sampling.top_k > 0:
+        raise ConfigError(
+            "`sampling.top_p` and `sampling.top_k` cut tokens off that training does not know to be cut off: the "
+            "policy would be compared with another distribution than it was drawn from. Leave them at 1 and 0; "
+            "`evaluate.sampling` may have others."
+        )
+    warnings = run.warnings()
+    overlong = run.overlong
+    if run.env.is_enabled and run.env.max_turns > 1 and overlong and overlong.max_length <= run.sampling.max_tokens:
+        warnings.append(
+            f"`overlong.max_length={overlong.max_length}` counts the tokens of all turns of a rollout, and one turn "
+            f"alone may have {run.sampling.max_tokens}. Raise it to what a whole rollout may have."
+        )
+    if run.collect.group_size == 1:
+        alone = trial_advantages(run.advantage)
+        if alone is not None and not any(alone):
+            raise ConfigError(
+                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing would "
+                "be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+            )
+        if alone == TRIAL_REWARDS:
+            warnings.append(
+                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with: its bare reward is "
+                "its advantage. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+            )
+    for warning in warnings:
+        get_logger("recipes").warning("%s", warning)
+
+
+def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
+    """What to say of trackers that were given options and are off."""
+    warnings = []
+    if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
+        warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
+    if not observe.mlflow.enabled and observe.mlflow != MlflowConfig():
+        warnings.append("`observe.mlflow.enabled` is false, so nothing is sent there.")
+    return warnings
+
+
+def threads_of(run: Recipe) -> int:
+    """With how many threads each rank computes."""
+    return run.threads or max(1, torch.get_num_threads() // run.ranks)
+
+
+def check_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
+    """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
+    check_divided_weights(run)
+    if run.ranks == 1:
+        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
+    told = _check_cores(run) if run.cluster == "local" else []
+    holders = run.ranks // run.mesh.size
+    if groups < holders:
+        one, there = (
+            ("one rank trains", f"{holders} ranks")
+            if run.mesh.size == 1
+            else (f"{run.mesh.size} ranks train together", f"{run.ranks}")
+        )
+        told.append(
+            f"A step has {groups} groups, each of which {one} on, and there are {there}: some will be idle. Lower "
+            f"`ranks`, or raise `{told_by}`."
+        )
+    return told
+
+
+def check_divided_weights(run: Recipe) -> None:
+    """Refuse to divide what cannot be, or is not worth it."""
+    trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
+    for option in (name for name, train in trained.items() if train.weights == "divided"):
+        if run.ranks == 1:
+            raise ConfigError(
+                f"`{option}.weights=divided` has each of several ranks keep its rows of the weights, and there is one. "
+                f"Set `ranks`, or `{option}.weights=whole`."
+            )
+        if option == "train" and run.lora.is_enabled:
+            raise ConfigError(
+                "`train.weights=divided` divides the weights that are trained, and with `lora` these are a few "
+                "adapters: what is large is frozen, and whole on every rank. Leave one of them out."
+            )
+
+
+def _check_cores(run: Recipe) -> list[str]:
+    """Refuse more ranks than this machine can move, and say if they are in each other's way."""
+    cores, threads = os.cpu_count() or 1, threads_of(run)
+    if run.ranks > MAX_RANKS_PER_CORE * cores:
+        raise ConfigError(
+            f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
+            f"processors: nothing would move. Lower it."
+        )
+    if run.ranks * threads > cores:
+        return [
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
+            f"they will get in each other's way. Lower `ranks` or `threads`."
+        ]
+    return []
+
+
+def _idle_options(run: Run) -> list[str]:
+    """What is spoken of and does nothing, a sentence each."""
+    warnings = check_ranks(run, run.collect.tasks, "collect.tasks") + idle_tracker_warnings(run.observe)
+    if run.evaluate != EvaluationConfig() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to score on held-out tasks, and there are none, so nothing is scored. Give them with "
+            "`data.val=[held_out.parquet]`."
+        )
+    return warnings
+
+
+def _refuse_idle_models(run: Run) -> None:
+    """Refuse models beside the policy that would do nothing, and an algorithm that lacks one."""
+    if run.reference != ReferenceConfig() and not uses_reference(run):
+        raise ConfigError(
+            "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
+            "`kl=reverse`, or leave it out."
+        )
+    if run.critic != CriticConfig() and not uses_critic(run):
+        raise ConfigError(
+            "`critic` says how a critic learns, and this advantage asks none. Choose `advantage=gae`, or leave it out."
+        )
+    if run.teacher != TeacherConfig() and not uses_teacher(run):
+        raise ConfigError(
+            "`teacher.path` names a teacher, and this advantage asks none. Choose `advantage=distillation`, or leave "
+            "it out."
+        )
+    if uses_teacher(run) and run.teacher.path is None:
+        raise ConfigError(
+            "This advantage is taken from a teacher, and none is named: give a model directory with `teacher.path=…`."
+        )
+
+
+def check_agents(run: Run) -> None:
+    """Refuse what cannot be asked of agents, and options that would need one."""
+    if run.agent.path is None:
+        if run.agent != type(run.agent)():
+            raise ConfigError(
+                "`agent` has options, and names no agent: they would do nothing. Give `agent.path=my_agent.py:solve`, "
+                "or leave them out."
+            )
+        return
+    if run.env.is_enabled:
+        raise ConfigError(
+            "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
+            "Leave one out; an agent may speak with whatever it likes."
+        )
+    idle = {
+        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, calls and all"),
+        "data.overlong": (run.data.overlong, "what the model is asked is the agent's to say, and to shorten"),
+    }
+    for name, (value, why) in idle.items():
+        room, _, option = name.partition(".")
+        if value != type(getattr(run, room)).model_fields[option].default:
+            raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
+    if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
+        raise ConfigError(
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it "
+            f"in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
+        )
+    if run.ranks > 1 and isinstance(run.rollout, TorchEngineConfig):
+        raise ConfigError(
+            f"`ranks={run.ranks}` have an engine each, and the endpoint that agents call has one: agents are trained "
+            f"by one rank so far. Leave `ranks` out."
+        )
+    if "greedy_reward" in run.required_columns():
+        raise ConfigError(
+            "This advantage compares with a greedy answer to each task, which agents are not asked for. Choose "
+            "another, such as `advantage=grpo`."
+        )
+
+
+def _check_environment(run: Run) -> None:
+    """Refuse an environment that cannot be made, and options that would need one."""
+    missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
+    if not run.env.is_enabled:
+        if run.env != type(run.env)():
+            raise ConfigError(
+                "`env` has options, and names nobody to speak with: they would do nothing. Give `env.path` or "
+                "`env.tools`, or leave them out."
+            )
+        if missing and run.agent.path is None:
+            raise ConfigError(
+                f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
+                f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."
+            )
+    if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
+        raise ConfigError(
+            "`reward=environment` leaves rewards to the environment, and there is none that pays. Give one with "
+            "`env.path`, or choose a reward."
+        )
+    if run.env.is_enabled and run.data.overlong == "truncate":
+        raise ConfigError(
+            "`data.overlong=truncate` cuts off the beginning of a prompt, and a rollout of several turns keeps its "
+            "own. Choose `data.overlong=filter`."
+        )
+    run.env.prepare()
+
+
+def _check_echo(run: Run) -> None:
+    """Refuse to learn from what an environment shows between answers, where there is one answer."""
+    if run.echo and run.agent.path is None and (not run.env.is_enabled or run.env.max_turns == 1):
+        which = "`env.max_turns=1` allows one answer" if run.env.is_enabled else "neither `env` nor `agent.path` is set"
+        raise ConfigError(
+            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers, and a rollout of "
+            f"this run is a single answer ({which}): it would do nothing. Leave `echo` out, or give an environment, "
+            f"tools or an agent."
+        )
+
+
+def _check_metric(run: Run) -> None:
+    """Refuse a part of the reward that nothing compares, or that there is none of."""
+    name, reward = run.collect.metric, run.reward
+    if name and not run.collect.refill:
+        raise ConfigError(
+            f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
+            f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
+        )
+    alone = run.env.path is None and run.agent.path is None
+    if name and alone and isinstance(reward, CombinedReward) and name not in reward.parts:
+        raise ConfigError(
+            f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
+            f"them, or leave it out."
+        )
+
+
+def check_context_length(run: Run, model: Model) -> None:
+    """Refuse prompts and answers that the model or its engine has no room for."""
+    check_answer_length(run, model, "sampling.max_tokens", run.sampling.max_tokens)
+    if run.data.val:
+        check_answer_length(
+            run, model, "evaluate.sampling.max_tokens", run.evaluate.sampling.fill_from(run.sampling).max_tokens
+        )
+
+
+def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
+    """Refuse answers of this length, named by the option that sets it."""
+    longest = run.data.max_prompt_length + answer
+    if longest > model.context_length:
+        less = min(answer, max(1, model.context_length // 2))
+        raise ConfigError(
+            f"`data.max_prompt_length` + `{name}` = {longest} tokens ({run.data.max_prompt_length} and {answer}) do "
+            f"not fit into this model's context of {model.context_length}. Lower them, for example "
+            f"`data.max_prompt_length={model.context_length - less} {name}={less}`."
+        )
+    held = _kv_capacity(run, model)
+    if longest > held:
+        raise ConfigError(
+            f"`data.max_prompt_length` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds "
+            f"{held} tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
+        )
+
+
+def max_total_tokens(run: Run, model: Model) -> int:
+    """How many tokens model and engine have room for, prompt and answers together."""
+    return min(model.context_length, _kv_capacity(run, model))
+
+
+def _kv_capacity(run: Run, model: Model) -> int:
+    """How many tokens the engine has memory for. A server sees to it itself that it has enough for its context."""
+    if not isinstance(run.rollout, TorchEngineConfig):
+        return model.context_length
+    size = run.rollout.block_size
+    return int(_kv_gib(run) * 2**30) // block_bytes(model, size) * size
+
+
+def _kv_gib(run: Run) -> float:
+    return run.rollout.kv_gib if isinstance(run.rollout, TorchEngineConfig) else math.inf
+
+
+def check_servers(run: Run) -> None:
+    """Refuse what servers cannot be asked for."""
+    if isinstance(run.rollout, TorchEngineConfig):
+        return
+    if run.train.precision == "fp64":
+        raise ConfigError(
+            "`train.precision=fp64` is what no server computes in. Choose another, or `rollout=embedded`."
+        )
+    if run.lora.publish != type(run.lora)().publish:
+        raise ConfigError(
+            "`lora.publish` is how the embedded engine is told of an adapter, and servers are given merged weights. "
+            "Leave it out."
+        )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only" and not run.lora.is_enabled:
+        raise ConfigError(
+            "`rollout.adapters=only` brings servers the adapters that are trained, and there are none. Set `lora.rank` "
+            "(16 is usual), or leave it out."
+        )
+    if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files" and run.ranks > 1:
+        bound = run.rollout.update_timeout
+        if run.crew.timeout < 2 * bound:
+            raise ConfigError(
+                f"`rollout.update_timeout={bound:g}`: a rank waits so long for a server that hangs while weights are "
+                f"brought, and the others wait for that rank `crew.timeout={run.crew.timeout:g}` s and then end the "
+                f"run. Have that twice as long at least: raise it, or lower `rollout.update_timeout`."
+            )
+    if run.train.offload and select_device(run).type == "cpu":
+        raise ConfigError(
+            "`train.offload` has servers give their memory up while the policy is trained, which they can on a GPU "
+            "only. Leave it out."
+        )
+
+
+def uses_reference(run: Run) -> bool:
+    """Whether the policy is compared with a reference."""
+    return bool(run.required_columns() & REFERENCE_COLUMNS)
+
+
+def uses_teacher(run: Run) -> bool:
+    """Whether the policy learns from a teacher."""
+    return bool(run.required_columns() & TEACHER_COLUMNS)
+
+
+def uses_critic(run: Run) -> bool:
+    """Whether a critic says what it expects."""
+    return bool(run.required_columns() & CRITIC_COLUMNS)
+
+
+def active_roles(run: Run) -> frozenset[str]:
+    """Who there is beside the policy and its engine."""
+    there = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
+    there["reward"] = bool(model_rewards(run.reward))
+    return frozenset(role for role, is_there in there.items() if is_there)
+
+
+def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
+    """The rewards that a model in this process gives: this one, or parts of it."""
+    if isinstance(reward, CombinedReward):
+        return [found for part in reward.parts.values() for found in model_rewards(part)]
+    return [reward] if isinstance(reward, RewardModelScore) else []
+
+
+def model_columns(run: Run) -> frozenset[str]:
+    """The columns that the policy and the models beside it are asked for before a step's estimates.
+
+    π_old is asked for even where no loss reads it, because the sampler is compared with it at every step. It is left
+    out where μ stands in for it, and where the step's one update tells it, so that no pass is made for it alone. What
+    a critic is trained on is what it said before.
+    """
+    asked = run.required_columns() & MODEL_COLUMNS
+    asked |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
+    if run.correction.policies == "two":
+        return asked
+    alone = run.updates * run.epochs == 1 and not asked & POLICY_COLUMNS - {"old_logp"}
+    return asked - {"old_logp"} if alone and "old_logp" not in run.columns_before_estimate() else asked | {"old_logp"}

@@ -1,0 +1,238 @@
+"""What a loop is made of, as the loop speaks to it; `build` decides what stands behind each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from etude.batch import Batch
+from etude.checkpoint import Checkpoint, CheckpointManager
+from etude.observe import Last, Max, Mean, Metrics, RunLog, Sum, get_logger
+from etude.protocols import Crew, Ids, TokenGenerator
+from etude.recipes.collect.collector import Collector
+from etude.recipes.collect.rollout_source import ProgressFactory, StepGroups
+from etude.recipes.collect.step_batch import build_step_batch
+from etude.recipes.evaluate import EvaluatedAnswer, Evaluator, compute_scores, write_answers
+from etude.recipes.run.save_resume import CheckpointSaver
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.store import Journal, events
+from etude.store.rollout_queue import RolloutQueue
+
+__all__ = ["Engine", "Learners", "PeriodicEvaluation", "RunComponents"]
+
+
+class Engine(TokenGenerator, Protocol):
+    """What answers, as far as the loop looks at it: one engine, or one on each rank."""
+
+    def stats(self) -> Metrics:
+        """What was done since this was last asked."""
+        ...
+
+
+@dataclass
+class Learners:
+    """The trained roles, as the loop speaks to them: one policy. What they make of a batch may stay with them."""
+
+    crew: Crew
+    columns: frozenset[str]
+    """What the model itself must tell of a batch before advantages can be estimated."""
+    updates: int
+    """Into how many update batches a step's batch is cut, before each of them is shared out over the ranks."""
+    split_unit: Literal["rollout", "group"]
+    """What no update batch has a part of."""
+    free_engine_memory: Callable[[], None] = field(default=lambda: None)
+    """Has whoever shares the device give up its memory, before there is work."""
+
+    def annotate(self, batch: Batch) -> Batch:
+        """The batch with what the run's algorithms declared they need of the model. Work on a batch begins with it."""
+        self.free_engine_memory()
+        return self.crew.call_for_ref(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
+
+    def estimate(self, batch: Batch, step: int) -> Batch:
+        """The batch with corrections and advantages."""
+        return self.crew.call_for_ref(PolicyWorker.estimate, batch, step)
+
+    def update(self, batch: Batch) -> Metrics:
+        """Every optimizer step that this batch is good for."""
+        return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.split_unit))
+
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of them in plain numbers."""
+        return self.crew.call(PolicyWorker.facts)
+
+    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint of them."""
+        return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
+
+    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
+        """Go on from one."""
+        self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
+
+
+@dataclass
+class PeriodicEvaluation:
+    """Evaluation as the loop speaks to it: due or not, shown, written, and remembered for the best checkpoint.
+
+    A step that the journal has a score of is not scored again.
+    """
+
+    evaluator: Evaluator | None
+    directory: Path
+    steps: int
+    store: Journal
+    engine: Engine
+    evaluation_id: str
+    """What the scores are measured with, as the journal names it."""
+    progress: ProgressFactory
+    """Shows how far the answers have come."""
+    scores: dict[int, float] = field(default_factory=dict)
+    """The score of each step, where nothing failed."""
+    failure: Exception | None = None
+    """What ended the last evaluation, until it is raised."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to score after this step."""
+        return self.evaluator is not None and self.evaluator.is_due(step, self.steps)
+
+    def maybe_run(self, step: int) -> Metrics:
+        """Score the policy if this step asks for it. Should that fail, the step itself is still to be saved: what
+        happened is kept until `raise_failed`."""
+        if self.evaluator is None or not self.is_due(step):
+            return Metrics()
+        scored = self._read_scores(step)
+        metrics = Metrics()
+        if scored is None:
+            try:
+                wanted = self.evaluator.tasks * self.evaluator.samples
+                with self.progress(f"step {step}: answers to score", wanted) as bar:
+                    answers = self.evaluator.answer_all(bar.advance, step=step)
+            except Exception as error:
+                self.failure = error
+                return Metrics()
+            scored = compute_scores(answers)
+            self._keep(step, answers, scored)
+            beside = {**self.engine.stats(), **self.evaluator.pop_metrics()}
+            metrics.merge({f"eval/{name}": metric for name, metric in beside.items()})
+        metrics.merge(scored)
+        self._remember(step, scored.reduce(), self.evaluator)
+        return metrics
+
+    def raise_failed(self) -> None:
+        """Raise what ended the last evaluation, if anything did."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def score_at(self, step: int) -> float | None:
+        """The score at a step, where there was one."""
+        return self.scores.get(step)
+
+    def _read_scores(self, step: int) -> Metrics | None:
+        """What the journal has of a step, measured as now."""
+        for _, event in self.store.read(kinds=(events.PolicyEvaluated,)):
+            if isinstance(event, events.PolicyEvaluated) and (event.step, event.name) == (step, self.evaluation_id):
+                counts = {name for name in event.scores if name.endswith("/failed")}
+                return Metrics({n: Sum.of(v) if n in counts else Mean.of(v) for n, v in event.scores.items()})
+        return None
+
+    def _remember(self, step: int, scored: Mapping[str, float], evaluator: Evaluator) -> None:
+        failed, log = int(scored["eval/failed"]), get_logger("recipes")
+        score = scored[f"eval/mean@{evaluator.samples}"]
+        if failed:
+            log.warning(
+                "%d of %d answers that were to be scored after step %d failed and count as 0: the score is too low, "
+                "and marks no best checkpoint. Each says why in `evaluations`.",
+                *(failed, evaluator.tasks * evaluator.samples, step),
+            )
+        else:
+            self.scores[step] = score
+        if step == 0:
+            log.info("Before training, the score is %.4g on %d tasks.", score, evaluator.tasks)
+
+    def _keep(self, step: int, answers: list[EvaluatedAnswer], scored: Metrics) -> None:
+        write_answers(answers, self.directory / "evaluations" / f"step-{step:08d}.jsonl")
+        self.store.append([events.PolicyEvaluated(step, self.evaluation_id, dict(scored.reduce()))])
+
+
+@dataclass
+class RunComponents:
+    """The parts of a loop, ready."""
+
+    directory: Path
+    log: RunLog
+    source: Collector
+    learners: Learners
+    evaluate: PeriodicEvaluation
+    checkpoint: CheckpointSaver
+    engine: Engine
+    store: Journal
+    runner: asyncio.Runner
+    """The run's one event loop."""
+    overlong_prompts: int
+    """How many prompts of `data.train` were too long."""
+    decode: Callable[[Ids], str]
+    """What ids say, in words."""
+    new_client: Callable[[], RolloutQueue] | None = None
+    """Another desk at the rollouts of agents, where those play."""
+    publisher: Callable[[int], Metrics] | None = None
+    """Who brings weights to the engine under a version, where the workers' own engines are not it."""
+
+    def begin(self) -> None:
+        """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What
+        the engine did before is no part of the run."""
+        step = self.checkpoint.step
+        self.publish(step)
+        self.engine.stats()
+        if self.evaluate.is_due(step):
+            with self.log.step(step) as at, at.timer("evaluate"):
+                at.add(self.evaluate.maybe_run(step))
+                self.evaluate.raise_failed()
+            self.checkpoint.mark_best(step)  # it was saved without a score, if its evaluation had failed
+
+    def collate(self, groups: StepGroups) -> Batch:
+        """One batch of a step's groups, which ranks make where its tokens do not lie here."""
+        return build_step_batch(self.learners.crew, groups.rows, groups.rollouts, self.checkpoint.step)
+
+    def publish(self, version: int) -> Metrics:
+        """Hand the weights to every engine, under a new version."""
+        if self.publisher is not None:
+            return self.publisher(version)
+        return self.learners.crew.call(PolicyWorker.publish, version)
+
+    def measure(self, groups: StepGroups) -> Metrics:
+        """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
+        there = [rows for rows in groups.rows if rows.models]
+        prompts, answers = [rows.prompt_tokens for rows in there], [rows.answer_tokens for rows in there]
+        pairs = zip(groups.rows, groups.rollouts, strict=True)
+        rewards = [rows.total_reward(rollout.reward) for rows, rollout in pairs]
+        metrics = Metrics(
+            {
+                "reward": Mean.over(sum(rewards), len(rewards)),
+                "prompt_length": Mean.over(sum(prompts), len(prompts)),
+                "answer_length": Mean.over(sum(answers), len(answers)),
+                "answer_length_max": Max.of(max(answers, default=0)),
+                "truncated": Mean.over(sum(r.truncated for r in groups.rollouts), len(rewards)),
+                "rollouts": Last.of(len(rewards)),
+                "tokens": Last.of(sum(rows.tokens for rows in groups.rows)),
+                "overlong_prompts": Last.of(self.overlong_prompts),
+                "replayed": Last.of(float(groups.replayed)),
+            }
+        )
+        for rollout in groups.rollouts:
+            for name, value in rollout.parts.items():
+                metrics.add(f"reward/{name}", Mean.of(value))
+        if "turns" in groups.metrics:
+            metrics.add(
+                "observation_length", Mean.over(sum(rows.observation_tokens for rows in groups.rows), len(rewards))
+            )
+        metrics.merge(groups.metrics)
+        seen = self.engine.stats()
+        drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
+        metrics.add("sampled_tokens_per_second", Mean.over(drawn, busy))
+        metrics.merge(seen)
+        metrics.merge(self.learners.crew.call(PolicyWorker.utilization))
+        metrics.merge(self.checkpoint.pop_metrics())
+        return metrics

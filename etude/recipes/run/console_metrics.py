@@ -1,0 +1,22 @@
+"""The metrics that the console shows of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from etude.recipes.run.config import Run
+
+__all__ = ["failure_metrics", "headline"]
+
+
+def headline(run: Run) -> list[str]:
+    """The metrics on the line of a step; all the others are in metrics.jsonl."""
+    once = run.updates * run.epochs == 1  # where one update leaves loss and policy_kl at 0, whatever is learned
+    learned = ["grad_norm", "zero_variance_groups"] if once else ["loss", "policy_kl"]
+    return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
+
+
+def failure_metrics(run: Run) -> dict[str, str]:
+    """For each mean on that line, the metric that counts the answers it leaves out, or counts as 0."""
+    return {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}

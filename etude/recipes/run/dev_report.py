@@ -1,0 +1,130 @@
+"""Rollouts as `Trainer.dev` shows them: what was said and noted, what it earned, what would be learned from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from etude.protocols import Ids
+from etude.recipes.collect.agent_rollouts import ADDED_FIELDS
+from etude.recipes.collect.failure_messages import describe_failure, endpoint_errors, last_attempt_notes
+from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.run.components import RunComponents
+from etude.records import Turn
+from etude.store import RolloutState
+
+__all__ = ["continued_turn", "show_failed", "show_scored"]
+
+WIDE = 200
+"""Letters of a field of a task that are shown."""
+LONGEST = 2000
+"""Letters of a note that are shown: its end."""
+
+
+def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> None:
+    """Show rollouts that have a reward, and what would be learned from each."""
+    learners = parts.learners
+    batch = learners.crew.fetch(learners.estimate(learners.annotate(parts.collate(groups)), 1))
+    advantage, rows, ends = batch.require("advantage"), batch.rollout_row_offsets.tolist(), batch.offsets.tolist()
+    for place, rollout in enumerate(groups.rollouts):
+        fields = parts.store.task(rollout.task).fields
+        asked = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED_FIELDS)
+        console.rule(Text(f"task {rollout.task}, try {rollout.id % 2 + 1}", style="bold"))
+        console.print(Text(asked, style="dim"), soft_wrap=True)
+        _show_turns(parts, rollout.id, console)
+        _show_notes(parts, parts.store.rollout(rollout.id), console)
+        named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
+        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}", style="bold"))
+        first, last = rows[place], rows[place + 1]
+        for row in range(first, last):
+            learned = int(batch.action[ends[row] : ends[row + 1]].sum())
+            told = f"{ends[row + 1] - ends[row]} tokens, {learned} of them written by the model"
+            console.print(Text(f"row {row - first + 1} of {last - first}: {told}"))
+        whole = slice(ends[first], ends[last])
+        console.print(Text(_describe_update(advantage[whole][batch.action[whole]].tolist())))
+
+
+def show_failed(parts: RunComponents, others: Collection[int], console: Console) -> None:
+    """Show the tries that came to nothing, as far as they came, and why. others: those that are shown already."""
+    for state in parts.store.rollouts():
+        if state.id in others or state.last is None:
+            continue
+        console.rule(Text(f"task {state.task}, try {state.id % 2 + 1}: {state.last.status}", style="bold red"))
+        _show_turns(parts, state.id, console)
+        _show_notes(parts, state, console, causes=False)
+        why = describe_failure(parts.store, state) or "nothing would be learned from it"
+        console.print(Text(why, style="red"), soft_wrap=True)
+
+
+def _show_turns(parts: RunComponents, rollout: int, console: Console) -> None:
+    """Turn by turn what the model read that was new to it, and what it wrote."""
+    earlier: list[Turn] = []
+    for turn in parts.store.turns(rollout):
+        known, stand = continued_turn(turn.prompt, earlier)
+        told = f"{len(turn.prompt) - known} {'more ' if known else ''}tokens read"
+        console.print(Text(f"turn {turn.index}: {told}{stand}", style="dim"), soft_wrap=True)
+        console.print(Text(parts.decode(turn.prompt[known:]), style="cyan"), soft_wrap=True)
+        console.print(Text(f"{len(turn.completion.ids)} tokens written ({turn.completion.finish_reason})", style="dim"))
+        console.print(Text(turn.completion.text, style="green"), soft_wrap=True)
+        earlier.append(turn)
+
+
+def continued_turn(prompt: Ids, earlier: Sequence[Turn]) -> tuple[int, str]:
+    """Return how many tokens of a prompt stand in an earlier turn that it continues, and how it stands to those turns,
+    where that is worth a word."""
+    wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in earlier]
+    continued = [place for place, whole in enumerate(wholes) if _begins(prompt, whole)]
+    if continued:
+        longest = max(continued, key=lambda place: len(wholes[place]))
+        last = longest == len(earlier) - 1
+        return len(wholes[longest]), "" if last else f", after those of turn {earlier[longest].index}"
+    rewritten = [turn for turn in earlier if len(prompt) > len(turn.prompt) and _begins(prompt, turn.prompt)]
+    if rewritten:
+        return 0, f", begun anew: after the prompt of turn {rewritten[-1].index} the agent rewrote its history"
+    return 0, ", a conversation of its own" if earlier else ""
+
+
+def _begins(ids: Ids, start: Ids) -> bool:
+    return len(start) <= len(ids) and np.array_equal(ids[: len(start)], start)
+
+
+def _show_notes(parts: RunComponents, state: RolloutState, console: Console, *, causes: bool = True) -> None:
+    """The notes of an attempt. causes: include the endpoint's notes."""
+    notes = last_attempt_notes(parts.store, state)
+    for note in notes:
+        for name, text in _texts(note):
+            console.print(Text(f"{name}:", style="dim"))
+            console.print(Text(text.strip()[-LONGEST:], style="yellow"), soft_wrap=True)
+    for sentence in endpoint_errors(notes) if causes else ():
+        console.print(Text(sentence, style="red"), soft_wrap=True)
+
+
+def _texts(note: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A note under names that people know: each output of a command, or whatever an agent emitted."""
+    name, data = note["name"], note["data"]
+    if endpoint_errors([note]):
+        return []
+    if name == "output" and isinstance(data, Mapping):
+        streams = {"standard output": data.get("stdout"), "standard error": data.get("stderr")}
+        return [(stream, str(text)) for stream, text in streams.items() if text]
+    return [(name, json.dumps(data, ensure_ascii=False, default=str))]
+
+
+def _describe_update(advantages: Sequence[float]) -> str:
+    """Describe what an update would do with a rollout."""
+    if not advantages:
+        return "nothing would be learned from it: the model wrote nothing"
+    mean = sum(advantages) / len(advantages)
+    if not any(advantages):
+        return "nothing would be learned from it: the tries at this task earned the same"
+    return f"advantage {mean:+.3g}: what it wrote would become {'likelier' if mean > 0 else 'less likely'}"
+
+
+def _short(value: Any) -> str:
+    told = json.dumps(value, ensure_ascii=False, default=str)
+    return told if len(told) <= WIDE else told[:WIDE] + "…"

@@ -1,0 +1,54 @@
+"""What a run computes on: the processor, or a GPU for each of its ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from etude.errors import ConfigError
+from etude.lazy import LazyModule, torch
+from etude.observe import get_logger
+
+if TYPE_CHECKING:
+    from etude.models import prepack as layout
+    from etude.recipes.recipe import Recipe
+else:
+    layout = LazyModule("etude.models.prepack")
+
+__all__ = ["check_device", "select_device"]
+
+
+def select_device(run: Recipe) -> torch.device:
+    """The device of this process, where it is one of the run's ranks or the only one. To the controller of ranks over
+    Ray, which stand wherever a GPU is, one that says so may be no more than a word."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.device == "cpu" or (run.device == "auto" and not there):
+        return torch.device("cpu")
+    if not there and run.cluster == "ray":
+        return torch.device("cuda")
+    if not there:
+        raise ConfigError(
+            "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
+            "and compute on the processor."
+        )
+    if run.ranks > there and run.cluster == "local":
+        raise ConfigError(
+            f"`ranks={run.ranks}` want a GPU each, and torch sees {there}. Lower `ranks`, make more of them visible, "
+            f"or compute on the processor with `device=cpu`."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_device(run: Recipe) -> None:
+    """Refuse a device that is not there, and say what is known of one that is."""
+    if select_device(run).type == "cuda":
+        here = torch.cuda.is_available()
+        get_logger("recipes").warning(
+            "Computing on %s, where Etude's own tests have not been run yet. `device=cpu` is the processor.",
+            torch.cuda.get_device_name() if here else "GPUs of Ray's nodes (this machine has none)",
+        )
+    elif run.train.precision in ("bf16", "fp16") and not layout.multiplies_bf16():
+        get_logger("recipes").warning(
+            "This processor does not multiply %s itself, and is many times slower in it than in fp32: train with "
+            "`train.precision=fp32`, where memory allows.",
+            run.train.precision,
+        )

@@ -1,0 +1,358 @@
+"""The directory of a run: one process at a time works in it, and what it holds says which run it is.
+
+run.yaml        every option of the run, as it was started; its last line is a checksum of the others
+inputs.json     what lay in the files that it was started on
+metrics.jsonl   what each step measured
+journal.sqlite  every rollout, and which step trained on it
+checkpoints/    what the run goes on from
+ranks/          what each of several processes said
+evaluations/    the answers that were scored
+tasks/          those that a program gave, where they lay in no file
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+
+from etude.config.compose import compose
+from etude.config.env import etude_command
+from etude.config.secrets import mask
+from etude.config.show import to_yaml
+from etude.config.tree import to_tree
+from etude.errors import ConfigError, CrewError, EngineError, RunError
+from etude.integrity import read_text, write_text
+from etude.observe import get_logger, read_steps
+from etude.observe.jsonl import METRICS_FILE
+from etude.recipes.recipe import Recipe
+from etude.recipes.registry import RECIPES
+from etude.recipes.run.config import Run
+from etude.recipes.run.inputs import INPUTS, is_module, path_option
+
+__all__ = [
+    "OPTIONS",
+    "RANK_LOGS",
+    "SERVER_LOGS",
+    "TASKS_FOLDER",
+    "can_change_length",
+    "check_same_options",
+    "create_directory",
+    "differences",
+    "lock_directory",
+    "new_directory",
+    "read_metrics",
+    "read_options",
+    "read_recipe",
+    "read_recipe_class",
+    "read_recipe_name",
+    "read_run",
+    "replace_option",
+    "with_absolute_paths",
+    "write_options",
+    "write_tasks",
+]
+
+OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
+JOURNAL, STORE_RUN_FILE = "journal.sqlite", "joined.json"
+"""What was sampled; and, where a store elsewhere keeps that, which run this is to it."""
+R = TypeVar("R", bound=Recipe)
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """A directory that is not there yet, named by the date and time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
+        directory = parent / f"{name}-{stamp}{suffix}"
+        if not directory.exists():
+            return directory
+    raise RunError(f"{parent} holds a hundred runs named {name}-{stamp}. Name a directory with `directory=…`.")
+
+
+@contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Hold the directory for this process. The system lets go of it when the process ends, however it ends.
+
+    A directory that was made for this and in which nothing came to be is removed again. What ranks said comes to
+    nothing where they were refused, and stays where one was lost: the error points to it.
+    """
+    new = not directory.exists()
+    if Path.cwd().is_relative_to(_absolute(directory)) and not (directory / OPTIONS).exists():
+        raise ConfigError(
+            f"`directory={directory}` is where you stand, or holds it: a run wants a directory of its own. Name a new "
+            f"one, such as `directory=runs/mine`."
+        )
+    create_directory(directory)
+    with (directory / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip()
+            raise RunError(
+                f"The run directory {directory} is in use by process {owner or 'unknown'}. Wait until it has ended, or "
+                f"choose another with `directory=…`."
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        nothing = {LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER, STORE_RUN_FILE}
+        try:
+            yield
+        except (CrewError, EngineError):
+            nothing = {LOCK, TASKS_FOLDER, STORE_RUN_FILE}
+            raise
+        finally:
+            left = {path.name for path in directory.iterdir()}
+            if new and {name for name in left if not name.startswith(JOURNAL)} <= nothing:  # a journal without options
+                shutil.rmtree(directory)
+
+
+def create_directory(directory: Path) -> None:
+    """Make the directory of a run, which may then be written to before the run begins; refuse one in which something
+    else lies."""
+    there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    others = sorted(name for name in there if not name.startswith((".", JOURNAL)))  # a journal without options
+    if others and not there & {OPTIONS, INPUTS, LOCK}:
+        listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
+        raise ConfigError(
+            f"`directory={directory}` is not empty and holds no run, but {listed}: a run wants a directory of its own. "
+            f"Name a new one, such as `directory={directory / 'run'}`."
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / LOCK).touch()
+    except OSError as error:
+        raise RunError(f"No directory can be made at {directory}: {error.strerror}. Choose another.") from error
+
+
+def read_options(directory: Path) -> dict[str, Any]:
+    """The options of the run that a directory holds, as plain values; refused where they are not what was written."""
+    found: dict[str, Any] = yaml.safe_load(
+        read_text(
+            directory / OPTIONS,
+            f"Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
+            f"copy; or remove it, and give the run's first command once more, with all its options and "
+            f"`directory={directory}`: the run goes on.",
+        )
+    )
+    return found
+
+
+def read_recipe_name(directory: Path) -> str:
+    """The command of the run that a directory holds."""
+    file = directory / OPTIONS
+    if not file.exists():
+        if (directory / INPUTS).exists():
+            raise RunError(
+                f"{file} is missing, in which the options of the run were. Bring it back from a copy; or give the "
+                f"run's first command once more, with all its options and `directory={directory}`: the run goes on."
+            )
+        if (directory / LOCK).exists():
+            raise RunError(
+                f"The run in {directory} has not begun: it has no {OPTIONS} yet. Wait until its ranks and servers are "
+                f"there; or give its command once more, if it has ended."
+            )
+        raise RunError(
+            f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
+            f"such as runs/train-20260101-120000."
+        )
+    return str(read_options(directory).get("recipe", "train"))
+
+
+def read_recipe_class(directory: Path) -> type[Recipe]:
+    """The recipe of the run that a directory holds."""
+    name = read_recipe_name(directory)
+    if name not in RECIPES:
+        raise RunError(
+            f"{directory} holds a run of `etude {name}`, which this version does not have. It has {', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
+
+
+def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:
+    """The run of `etude train` that a directory holds; see `read_recipe`."""
+    return read_recipe(Run, directory, overrides, masked=masked)
+
+
+def read_recipe(
+    kind: type[R], directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None
+) -> R:
+    """The run that a directory holds, of one kind, with some options changed.
+
+    A secret was not written: what stands in its place is given by an override, or by `masked` for its path.
+    """
+    found, mine = read_recipe_name(directory), kind.model_fields["recipe"].default
+    if found != mine:
+        raise RunError(
+            f"{directory} holds a run of `etude {found}`, and this is `etude {mine}`. Name another directory; to go on "
+            f"with that run, `etude {found} --resume {directory}`."
+        )
+    elsewhere = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
+    if elsewhere:
+        raise ConfigError(
+            f"`{elsewhere[0]}` was given beside the run in {directory}, which stays where it is. Leave it out; to go "
+            f"on elsewhere, copy the directory and name the copy."
+        )
+    run = compose(kind, overrides, file=directory / OPTIONS, unmask=masked)
+    return run.model_copy(update={"directory": _absolute(directory)})
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    """What each step of training measured, in order. The line of step 0, which only scores, is none."""
+    steps = {line["step"]: line for line in read_steps(directory / METRICS_FILE)}
+    return [steps[step] for step in sorted(steps) if step > 0]
+
+
+def with_absolute_paths(run: R) -> R:
+    """The same run with every path as it is seen from anywhere."""
+
+    def data(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
+
+    found: dict[str, Any] = {path: path_option(run, path) for path in ("directory", *run.path_options.values())}
+    found = {path: _absolute(there) for path, there in found.items() if there is not None}
+    found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
+    if isinstance(run, Run):
+        found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
+        found |= {"agent.path": run.agent.path and _named(run.agent.path)}
+        found |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
+        found |= {"reward": run.reward.with_absolute_paths(_absolute)}
+    for path, value in found.items():
+        run = replace_option(run, path, value)
+    return run
+
+
+def replace_option(run: R, path: str, value: Any) -> R:
+    """The same run with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return run.model_copy(update={name: replace_option(getattr(run, name), rest, value) if rest else value})
+
+
+def _named(path: str) -> str:
+    """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
+    file, _, name = path.rpartition(":")
+    return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
+
+
+def _absolute(path: Path) -> Path:
+    """Without a step back in it, and with its symbolic links as they are: who moves a link knows why."""
+    return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
+
+
+def check_same_options(directory: Path, run: Recipe) -> None:
+    """Refuse to go on with a run that was started with other options; says which. A secret that the directory does
+    not tell is taken to be what it was."""
+    if not (directory / OPTIONS).exists():
+        if (directory / INPUTS).exists():
+            told = "%s is missing: the options that are given now are taken to be those that the run was started with."
+            get_logger("recipes").warning(told, directory / OPTIONS)
+        return
+    changed = differences(read_recipe(type(run), directory, masked=_flat_options(run, shown=False).get), run)
+    if changed:
+        listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
+        schedules = ""
+        if any(path in run.length_options for path, *_ in changed):
+            schedules = (
+                f"{_listed(run.length_options)} may change only while nothing depends on it: "
+                f"{_listed(run.schedules())} constant. "
+            )
+        raise ConfigError(
+            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To go on, leave that out. "
+            f"To train its model on with other options, begin a new run from it: `etude export {directory} my-model`, "
+            "then the same command with `model.path=my-model` and another `directory`."
+        )
+
+
+def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
+    """Write the tasks of a program as files of its run, by what they are for; refused where it was started on others.
+    What scores it may change."""
+    for name, text in tasks.items():
+        place = directory / TASKS_FOLDER / f"{name}.jsonl"
+        held = place.read_text(encoding="utf-8") if place.exists() else None
+        if held == text:
+            continue
+        if name == "train" and (directory / INPUTS).exists():
+            raise ConfigError(
+                f"{directory} holds a run that was started on other tasks than those that are given now. Give the "
+                "same, in the same order, or start a new run in another `directory`."
+            )
+        place.parent.mkdir(exist_ok=True)
+        writing = place.with_name(f".{place.name}")
+        writing.write_text(text, encoding="utf-8")
+        writing.replace(place)
+
+
+def write_options(directory: Path, run: Recipe) -> None:
+    """Write the run's options into its directory, whole or not at all."""
+    write_text(directory / OPTIONS, to_yaml(run))
+
+
+def can_change_length(run: Recipe) -> bool:
+    """Whether nothing of what a run learns depends on how long it is to be."""
+    return set(run.schedules().values()) == {"constant"}
+
+
+def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
+    """The options that make two runs different ones: path, value before, value after.
+
+    Where files lie makes no difference: what is in them does, which `inputs` compares.
+    """
+    old, new = _flat_options(with_absolute_paths(before)), _flat_options(with_absolute_paths(after))
+    free = [name for name in before.changeable if can_change_length(before) or name not in before.length_options]
+    free += [*before.path_options.values(), "data.train"]
+    return [
+        (path, old.get(path, "absent"), new.get(path, "absent"))
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path, "absent") != new.get(path, "absent") and not _is_one_of(path, free)
+    ]
+
+
+def _flat_options(run: Recipe, *, shown: bool = True) -> dict[str, object]:
+    """Every value of a run by its dotted path; as it may be `shown`, without secrets."""
+
+    def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
+        for name, value in tree.items():
+            here = f"{path}.{name}" if path else name
+            if isinstance(value, Mapping) and value:
+                yield from flat(value, here)
+            else:
+                yield here, value
+
+    return dict(flat(mask(to_tree(run)) if shown else to_tree(run), ""))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def _is_one_of(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def check_model(path: Path, name: str = "model.path") -> None:
+    """Refuse a path that is no model's directory, and say what to give instead."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
+            f"weights and tokenizer; or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."
+        )
+    if (path / OPTIONS).is_file():
+        raise ConfigError(
+            f"`{name}={path}` is the directory of a run, not of a model. Write its model with `{etude_command()} "
+            f"export {path} my-model` and give that; to go on with the run, `{etude_command()} "
+            f"{read_recipe_name(path)} --resume {path}`."
+        )
+    if not (path / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            f"`{name}={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
+            f"holds a model's config.json, weights and tokenizer."
+        )

@@ -1,0 +1,85 @@
+"""Work that waits on event loops of its own, started where a loop may be running already, as in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+from etude.recipes.run.interrupt import SIGNALS, interrupt_of
+
+__all__ = ["run_outside_event_loop"]
+
+T = TypeVar("T")
+
+
+def run_outside_event_loop(work: Callable[[], T]) -> T:
+    """Do it here; or in a thread of its own, where an event loop is running in this one, and wait for its end.
+
+    Ctrl-C is passed on to that thread: to the `Interrupt` that listens there, which finishes the step and saves; else,
+    and the second time, as a `KeyboardInterrupt` at the next line of Python that runs there. So is SIGTERM.
+    """
+    if not _has_running_loop():
+        return work()
+    outcome: Future[T] = Future()
+    begun, pressed = threading.Event(), threading.Event()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            begun.set()  # from here on an interrupt of this thread becomes the outcome
+            if pressed.is_set():
+                raise KeyboardInterrupt
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # whatever it is, it is raised where the work was asked for
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="etude", daemon=True)
+
+    def caught(*_: object) -> None:
+        pressed.set()
+        if begun.is_set():
+            _forward_interrupt(thread)
+
+    with _redirect_signals(caught):
+        thread.start()
+        thread.join()
+    if not outcome.done():  # a last interrupt came while the outcome was written down
+        raise KeyboardInterrupt
+    return outcome.result()
+
+
+@contextmanager
+def _redirect_signals(handler: Callable[..., None]) -> Iterator[None]:
+    """Have the signals that end a run go to a handler while this is entered, in the main thread, which gets them.
+
+    An event loop's own handler would cancel the task that waits here, and the work would go on.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield
+    finally:
+        for number, kept in before.items():
+            signal.signal(number, kept)
+
+
+def _forward_interrupt(thread: threading.Thread) -> None:
+    listens = interrupt_of(thread)
+    if listens is not None and listens.defer_to_step_end():
+        return
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
+
+
+def _has_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""Ctrl-C: the first one finishes the step and saves, the second one stops now. Before the first step, any does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_elsewhere: dict[int, Interrupt] = {}
+"""Listeners of threads to which Python delivers no signals, by the thread."""
+
+
+class Interrupt:
+    """Catches SIGINT and SIGTERM while a run goes on. `asked` says whether to stop after this step.
+
+    Outside the main thread, where Python delivers no signals, it hears of Ctrl-C by `run_outside_event_loop`, which
+    waits for it.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._before: dict[signal.Signals, Any] = {}
+        self._quiet = ExitStack()
+        self.stop_requested = False
+        self.may_finish_step = True
+        """Whether there may be a step to finish; else there is nothing to wait for."""
+
+    def _caught(self, *_: object) -> None:
+        if not self.defer_to_step_end():
+            if not self.stop_requested:
+                self._tell("Stopping: no step has begun yet.")
+            self.stop_requested = True
+            # The coroutines that this cuts short are never awaited, and nobody need hear of that.
+            self._quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            raise KeyboardInterrupt
+
+    def defer_to_step_end(self) -> bool:
+        """Take note of a Ctrl-C; whether there is a step that is finished and saved before the run stops."""
+        if self.stop_requested or not self.may_finish_step:
+            return False
+        self.stop_requested = True
+        self._tell("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
+        return True
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._caught) for number in SIGNALS}
+        else:
+            _elsewhere[threading.get_ident()] = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        if _elsewhere.get(threading.get_ident()) is self:
+            del _elsewhere[threading.get_ident()]
+        self._quiet.close()
+
+
+def interrupt_of(thread: threading.Thread) -> Interrupt | None:
+    """The listener for Ctrl-C in a thread that is not the main one."""
+    return _elsewhere.get(thread.ident or 0)

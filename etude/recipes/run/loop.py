@@ -1,0 +1,57 @@
+"""The loop: collect, score, estimate, update, publish, again and again.
+
+Everything here is a verb of some part; what the parts are is decided in `build`, and how they do it in their rooms.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.errors import translate_memory_errors
+from etude.recipes.run.build import build
+from etude.recipes.run.event_loop import run_outside_event_loop
+
+if TYPE_CHECKING:
+    from etude.recipes.run.components import RunComponents
+    from etude.recipes.run.config import Run
+    from etude.recipes.run.interrupt import Interrupt
+
+__all__ = ["run_loop", "train"]
+
+
+def train(run: Run, interrupt: Interrupt | None = None) -> Path:
+    """Train until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on.
+
+    `interrupt`: who listens for that already, where several runs follow each other.
+    """
+
+    def trained() -> Path:
+        with build(run, interrupt) as parts:
+            run_loop(parts)
+            return parts.directory
+
+    return run_outside_event_loop(trained)
+
+
+def run_loop(parts: RunComponents) -> None:
+    """The loop itself, over parts that are ready."""
+    parts.begin()
+    for step in parts.checkpoint.remaining_steps():
+        with translate_memory_errors(), parts.log.step(step) as at:
+            with at.timer("collect"):
+                groups = parts.source.next(step)  # scored and filtered; every wait in it is bounded
+            with at.timer("annotate"):
+                batch = parts.learners.annotate(parts.collate(groups))
+            with at.timer("estimate"):
+                batch = parts.learners.estimate(batch, step)
+            with at.timer("update"):
+                at.add(parts.learners.update(batch))
+            with at.timer("publish"):
+                at.add(parts.publish(step))
+            at.add(parts.measure(groups))
+            del groups, batch  # what lies elsewhere is let go of before there is more
+            with at.timer("evaluate"):
+                at.add(parts.evaluate.maybe_run(step))
+        parts.checkpoint.maybe_save(step)  # what the step measured is written by now
+        parts.evaluate.raise_failed()

@@ -1,0 +1,81 @@
+"""The tasks of a run, loaded from its files: those that its reward can judge and whose prompts fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from etude.chat import ChatRenderer
+from etude.data import Dataset
+from etude.errors import ConfigError, DataError
+from etude.observe import get_logger
+from etude.protocols import Ids
+from etude.recipes.collect.player import PromptIds
+from etude.records import Task
+from etude.rewards import RewardFunction
+
+if TYPE_CHECKING:
+    from etude.recipes.run.config import Run
+
+__all__ = ["build_prompt_encoder", "load_agent_tasks", "load_tasks"]
+
+
+def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
+    """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
+    whole = _judged(run, Dataset.load(files, run.data.columns), name)
+    toolbox = run.env.load_toolbox()
+    if toolbox is not None and run.env.path is None and isinstance(whole.task(0, 0).fields["prompt"], str):
+        raise ConfigError(
+            f"`env.tools` offers functions by the chat template, and {whole.location(0)} has text for a prompt, which "
+            f"is continued without one. Give prompts as messages."
+        )
+    asked = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+    fitting, counts = whole.filter_overlong(asked, run.data.max_prompt_length, run.data.overlong)
+    over = int(counts.reduce()["overlong_prompts"])
+    if over:
+        done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
+        get_logger("recipes").warning(
+            f"{over} of {len(whole)} prompts in {name} are longer than "
+            f"`data.max_prompt_length={run.data.max_prompt_length}`: {done}."
+        )
+    return fitting, over
+
+
+def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
+    """The tasks that the reward can judge an answer to; refuses files that have none."""
+    if type(run.reward).check is RewardFunction.check:
+        return dataset
+    wanted, why = np.ones(len(dataset), dtype=bool), ""
+    for row in range(len(dataset)):
+        task = dataset.task(row, row)
+        try:
+            run.reward.check(task)
+        except DataError as error:
+            wanted[row], why = False, why or f"{dataset.location(row)}: {error}"
+    if wanted.all():
+        return dataset
+    if not wanted.any():
+        remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
+        none = f"None of the {len(dataset)} tasks in {name} can be judged."
+        raise DataError(f"{none} {why}{remedy if run.env.path else ''}")
+    left = int((~wanted).sum())
+    get_logger("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
+    return dataset.select(wanted)
+
+
+def load_agent_tasks(run: Run, files: Sequence[str]) -> Dataset:
+    """Tasks as agents are given them: whatever their rows hold."""
+    return Dataset.load(files, run.data.columns, requires_prompt=False)
+
+
+def build_prompt_encoder(run: Run, chat: ChatRenderer) -> PromptIds:
+    """How a task's prompt becomes ids."""
+
+    def ids(task: Task) -> Ids:
+        asked: Any = task.fields["prompt"]
+        return run.data.truncate(chat.prompt_ids(asked))
+
+    return ids

@@ -1,0 +1,157 @@
+"""The run that a command asks about: a run's directory or a model's stands first, options follow.
+
+Nothing heavy is loaded here, so that a mistyped option is told at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from etude.config.compose import compose
+from etude.config.env import etude_command
+from etude.config.secrets import MASK
+from etude.config.tree import to_tree
+from etude.errors import ConfigError, RunError
+from etude.recipes.hub import locate_model, resolve_hub_names
+from etude.recipes.run import directory as folder
+from etude.recipes.run.config import Run
+
+__all__ = ["READ_OPTIONS", "parse_question", "resolve_run", "without_secrets"]
+
+SHARED = (
+    *("model.path", "model.tokenizer", "lora.path", "lora.publish", "chat", "rollout", "train.precision", "seed"),
+    *("device", "threads", "observe.console", "observe.level", "checkpoint.fall_back"),
+)
+READ_OPTIONS = {
+    "eval": (
+        *(
+            "data.val",
+            "data.columns",
+            "data.max_prompt_length",
+            "data.overlong",
+            "reward",
+            "judging",
+            "env",
+            "evaluate.samples",
+        ),
+        *("evaluate.limit", "evaluate.sampling", "sampling.max_tokens", "collect.timeout", "collect.retries"),
+        *(
+            "agent.path",
+            "agent.strategy",
+            "agent.runners",
+            "agent.max_concurrency",
+            "agent.timeout",
+            "agent.heartbeat_timeout",
+        ),
+        *("agent.failed", "agent.parameters", "agent.strict", "agent.max_calls", *SHARED),
+    ),
+    "generate": ("sampling", *SHARED),
+    "chat": ("sampling", *SHARED),
+    "serve": ("sampling", *SHARED),
+}
+"""The options that each command reads; any other would do nothing there."""
+ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
+"""The options that runs of all recipes have."""
+OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
+"""How an option of the run begins; a prompt such as `2 + 2 =` does not."""
+
+
+def parse_question(overrides: Sequence[str], file: Path | None, typed: TextIO | None) -> tuple[Run, str]:
+    """The run that `etude generate` asks, and the prompt: the words after it, or what is typed."""
+    options = [word for word in overrides if OPTION.match(word)]
+    words = [word for word in overrides if not OPTION.match(word)]
+    named = any(option.startswith("model.path=") for option in options)
+    first = [] if named and not (words and Path(words[0]).is_dir()) else words[:1]
+    if not (first or named):
+        raise ConfigError('Name a model or a run\'s directory first: `etude generate runs/mine "2 + 2 ="`.')
+    run, _ = resolve_run([*first, *options], file, "generate", masked=without_secrets)
+    source = first[0] if first else str(run.model.path)
+    prompt = " ".join(words[len(first) :]) or (typed.read().strip() if typed is not None else "")
+    if not prompt:
+        raise ConfigError(f'There is no prompt. Write it after {source}: `etude generate {source} "What is 2 + 2?"`.')
+    return run, prompt
+
+
+def without_secrets(path: str) -> str:  # noqa: ARG001
+    """What stands for a secret that is not needed."""
+    return MASK
+
+
+def resolve_run(
+    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None = None
+) -> tuple[Run, str]:
+    """The run that is asked about: a run's directory, or a model's, may stand first.
+
+    How a run showed itself as it was trained is no matter of those who ask it.
+    """
+    run, source = _parse_run(words, file, command, masked)
+    return resolve_hub_names(run), source
+
+
+def _parse_run(
+    words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None
+) -> tuple[Run, str]:
+    if not words or OPTION.match(words[0]):
+        run = compose(Run, words, file=file)
+        _refuse_unread(run, words, command)
+        return run.model_copy(update={"directory": None}), "model.path"
+    where, options = Path(words[0]), list(words[1:])
+    if (where / folder.OPTIONS).exists():
+        if file is not None:
+            raise ConfigError(
+                f"{where} is a run, whose options lie in its own {folder.OPTIONS}: --config has no place beside it. "
+                f"Write what is to be otherwise as key=value."
+            )
+        shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
+        run = _read_run_for_inference(where, [*options, *shown], masked)
+        _refuse_unread(run, options, command)
+        return run, words[0]
+    run = compose(Run, options, file=file)
+    _refuse_unread(run, options, command)
+    where = locate_model(where, "model.path")
+    if not where.is_dir():
+        raise RunError(f"There is no directory {where}. Give the directory of a run or of a model.")
+    if run.model.path is not None:
+        raise ConfigError(f"Two models were named: {where} and `model.path={run.model.path}`. Keep one of them.")
+    model = run.model.model_copy(update={"path": where})
+    return run.model_copy(update={"model": model, "directory": None}), words[0]
+
+
+def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
+    """The run in a directory as one that asks its model. Of another recipe it has what both have; the rest is given, or
+    by default."""
+    kind = folder.read_recipe_class(where)
+    if kind is Run:
+        run = folder.read_run(where, options, masked=masked)
+        return run.model_copy(update={"cluster": "local"})  # whoever asks computes here
+    if kind.head != "language":
+        raise ConfigError(
+            f"The run in {where} trains a model that scores, and cannot be asked for words. Write it with "
+            f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
+            f"reward.path=my-judge`."
+        )
+    held = to_tree(folder.read_recipe(kind, where, masked=masked))
+    run = compose(Run, options, base={name: held[name] for name in ALIKE})
+    return run.model_copy(update={"directory": where})
+
+
+def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
+    """An option that the command does not look at is no option of it: what it was meant to do would not happen."""
+    for option in options:
+        name = option.partition("=")[0].strip("+ ")
+        hidden = name == "sampling.max_tokens" and command == "eval" and run.evaluate.sampling.max_tokens is not None
+        if not hidden and any(name == read or name.startswith(f"{read}.") for read in READ_OPTIONS[command]):
+            continue
+        remedy = "Leave it out."
+        if command == "eval" and name.startswith("sampling."):
+            remedy = f"How answers are drawn for scoring is said by `evaluate.{name}`."
+        elif command == "eval" and name == "data.train":
+            remedy = "Tasks to score on are given by `data.val`."
+        elif command == "generate" and name.startswith("evaluate."):
+            remedy = "How answers are drawn is said by `sampling`, how many by -n."
+        elif name.startswith("evaluate."):
+            remedy = "How answers are drawn is said by `sampling`."
+        raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")

@@ -1,0 +1,1 @@
+"""The inference servers of a run, and the weights that are published to them."""

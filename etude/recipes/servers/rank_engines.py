@@ -1,0 +1,71 @@
+"""The processes of a run that several ranks share: started, and spoken to as one engine.
+
+Each rank holds the whole model and an engine that samples from it. The controller holds neither: tasks, order, rewards
+and journal are its own, and what needs the model it asks of the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etude.data.partition import partition_rollouts
+from etude.dispatch import crew_of
+from etude.dispatch.multi_rank_crew import MultiRankCrew
+from etude.observe import Metrics
+from etude.protocols import Ids
+from etude.recipes.recipe import Recipe
+from etude.recipes.run.checks import threads_of
+from etude.recipes.run.device import select_device
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.records import Completion, SamplingParams
+from etude.rollout.router import Router
+
+__all__ = ["RankEngines", "start_ranks"]
+
+R = TypeVar("R", bound=Recipe)
+
+
+def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCrew[Any]:
+    """Start the ranks of a run, and wait until each has made its worker."""
+    return crew_of(run.cluster)(
+        rank,
+        run,
+        ranks=run.ranks,
+        share=partition_rollouts,
+        logs=logs,
+        config=run.crew,
+        threads=threads_of(run),
+        device="cuda" if select_device(run).type == "cuda" else "cpu",
+        level=run.observe.level,
+        repeats=run.mesh.size,
+    )
+
+
+class RankEngines(Router):
+    """The engines of all ranks."""
+
+    def __init__(self, crew: MultiRankCrew[Any]) -> None:
+        super().__init__([_Replica(crew, rank) for rank in range(crew.ranks)])
+        self._crew = crew
+
+    def stats(self) -> Metrics:
+        """What they did since this was last asked, together."""
+        return self._crew.call(PolicyWorker.engine_stats)
+
+
+class _Replica:
+    """The engine of one rank."""
+
+    def __init__(self, crew: MultiRankCrew[Any], rank: int) -> None:
+        self._crew, self._rank = crew, rank
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation there. Cancelling the wait aborts the request."""
+        asked = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, on_start=on_start)
+        answer: Completion = await asyncio.wrap_future(asked)
+        return answer

@@ -1,0 +1,100 @@
+"""A model served to an agent, with runners that play, for algorithms that do not train it.
+
+rollouts asked for ─► queue ─► runners ─► the agent ─► the model's endpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from etude.agents.agent import Agent
+from etude.data import Dataset
+from etude.data.table import DatasetLike
+from etude.recipes.collect.agent_rollouts import AgentRollouts
+from etude.recipes.collect.player import AttemptResult
+from etude.recipes.hub import locate_data, resolve_hub_names
+from etude.recipes.inference import load_for_inference
+from etude.recipes.run import checks
+from etude.recipes.run.build import start_agents
+from etude.recipes.run.config import Run
+from etude.recipes.run.device import select_device
+from etude.recipes.servers.reward_models import load_reward_models
+from etude.records import Task
+from etude.rewards import Judge
+from etude.store import Journal, RolloutState, open_store
+from etude.store.rollout_queue import RolloutQueue
+
+__all__ = ["ServedModel", "serve_to_agent"]
+
+
+@dataclass
+class ServedModel:
+    """A model that is served to an agent, while it is."""
+
+    run: Run
+    store: Journal
+    agents: AgentRollouts = field(repr=False)
+    loop: asyncio.Runner = field(repr=False)
+
+    def __post_init__(self) -> None:
+        newest = next(self.store.iter_states(RolloutState, backwards=True), None)
+        self._ids = count(0 if newest is None else newest.id + 1)
+
+    def play(
+        self,
+        tasks: DatasetLike,
+        resources: Mapping[str, Any] | None = None,
+        use: Literal["train", "val"] = "val",
+    ) -> list[AttemptResult]:
+        """Have the agent play each task once; how each rollout ended, in the order of the tasks. The wait is bounded by
+        `agent.timeout` and `agent.runner_timeout`.
+
+        tasks: one or several files of tasks, or tasks as mappings, as in `fit`. resources: put first, for agents that
+        name `resources`. use: by which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
+        """
+        dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
+        named = [(next(self._ids), row) for row in range(len(dataset))]
+        return self.loop.run(
+            self._wait_for_all([(id, dataset.task(row, id)) for id, row in named], resources or {}, use)
+        )
+
+    async def _wait_for_all(
+        self, tasks: Sequence[tuple[int, Task]], resources: Mapping[str, Any], use: Literal["train", "val"]
+    ) -> list[AttemptResult]:
+        desk = self.new_client()
+        try:
+            for name, value in resources.items():
+                await desk.put_resource(name, value)
+        finally:
+            await desk.close()
+        await self.agents.enqueue([(id, task, 0) for id, task in tasks], use)
+        return list(await asyncio.gather(*(self.agents.wait_for(id, task) for id, task in tasks)))
+
+    @property
+    def new_client(self) -> Callable[[], RolloutQueue]:
+        """Makes further clients of the rollout queue."""
+        return self.agents.new_client
+
+
+@contextmanager
+def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Iterator[ServedModel]:
+    """Serve the model of a run's options to an agent. directory: where the journal and the logs of runners are kept;
+    None keeps nothing."""
+    checks.check_agents(run)
+    run = resolve_hub_names(run)
+    with ExitStack() as stack:
+        place = directory or Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+        place.mkdir(parents=True, exist_ok=True)
+        _, chat, engine, longest = stack.enter_context(load_for_inference(run, best=False))
+        judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
+        loop = stack.enter_context(asyncio.Runner())
+        store = stack.enter_context(closing(open_store(place / "journal.sqlite")))
+        agents = start_agents(run, chat, engine, judge, store, place, longest, stack, loop, agent)
+        yield ServedModel(run, store, agents, loop)

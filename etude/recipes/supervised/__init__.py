@@ -1,0 +1,1 @@
+"""Supervised runs: fine-tuning, preferences, distillation, and reward models."""

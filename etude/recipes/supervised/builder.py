@@ -1,0 +1,222 @@
+"""From the options of a supervised run to the parts of its loop: what its loss needs decides what stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from etude.chat import ChatRenderer
+from etude.checkpoint import CheckpointManager
+from etude.config.secrets import mask
+from etude.config.tree import to_tree
+from etude.data.examples import Examples
+from etude.dispatch import LocalCrew
+from etude.errors import ConfigError
+from etude.models import Model, read_context_length
+from etude.observe import RunInfo, get_logger, make_console, open_run_log, progress, read_last_step
+from etude.protocols import Crew
+from etude.recipes import auxiliary_models as models
+from etude.recipes.hub import resolve_hub_names
+from etude.recipes.recipe import ReferenceConfig
+from etude.recipes.run import checks, inputs
+from etude.recipes.run import directory as folder
+from etude.recipes.run.build import build_chat_renderer, load_model
+from etude.recipes.run.event_loop import run_outside_event_loop
+from etude.recipes.run.interrupt import Interrupt
+from etude.recipes.run.save_resume import CheckpointSaver, resume_run
+from etude.recipes.run.session import log_start, run_session
+from etude.recipes.servers.rank_engines import start_ranks
+from etude.recipes.supervised.config import SupervisedRun, ValidationConfig
+from etude.recipes.supervised.distill import DistillRun, DistillTeacherConfig
+from etude.recipes.supervised.dpo import DPORun
+from etude.recipes.supervised.examples import ExampleStream, batch_of
+from etude.recipes.supervised.loop import PeriodicValidation, SupervisedComponents, run_supervised_loop
+from etude.recipes.supervised.worker import (
+    Annotate,
+    SupervisedLearner,
+    SupervisedWorker,
+    annotate_with_reference,
+    annotate_with_teacher,
+)
+from etude.recipes.workers.utilization import measure_peak_flops
+from etude.train import FrozenModel, Learner, Mesh
+
+__all__ = ["build", "build_rank_worker", "build_supervised_worker", "check_loss", "train_supervised"]
+
+COMMON = frozenset({"turn"})
+"""Columns that every example has."""
+COLUMN_SOURCES = {
+    "ref_logp": "a reference: `etude dpo` has one",
+    "teacher_topk_ids": "a teacher: `etude distill` has one",
+    "teacher_topk_logp": "a teacher: `etude distill` has one",
+    "reward": "pairs of which one is preferred: `etude dpo` and `etude reward-model` learn from such",
+}
+"""Who tells a column, where a run has nobody who does."""
+
+
+def train_supervised(run: SupervisedRun, interrupt: Interrupt | None = None) -> Path:
+    """Learn until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on.
+
+    `interrupt`: who listens for that already, where several runs follow each other.
+    """
+
+    def learned() -> Path:
+        with build(run, interrupt) as parts:
+            run_supervised_loop(parts)
+            return parts.directory
+
+    return run_outside_event_loop(learned)
+
+
+@contextmanager
+def build(run: SupervisedRun, interrupt: Interrupt | None = None) -> Iterator[SupervisedComponents]:
+    """Every part of the run, checked against each other, open; and closed again in the end."""
+    with run_session(resolve_hub_names(run), _assemble_parts, interrupt, check=_check_run, looks=("plot",)) as parts:
+        yield parts
+
+
+def _check_run(run: SupervisedRun) -> None:
+    """Refuse what this run cannot do, and say what it may not mean."""
+    if not run.data.train:
+        raise ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
+    check_loss(run)
+    if run.lora.publish != "adapter":
+        raise ConfigError(
+            "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
+        )
+    warnings = checks.check_ranks(run, run.batch_size, "batch_size") + checks.idle_tracker_warnings(run.observe)
+    if run.evaluate != ValidationConfig() and not run.data.val:
+        warnings.append(
+            "`evaluate` says how to measure on held-out examples, and there are none, so nothing is measured. Give "
+            "them with `data.val=[held_out.parquet]`."
+        )
+    for warning in warnings:
+        get_logger("recipes").warning("%s", warning)
+
+
+def check_loss(run: SupervisedRun) -> None:
+    """Refuse a loss that cannot be computed in such a run, and models that it would not read."""
+    for name in sorted(run.loss.required_columns() - run.told - COMMON):
+        raise ConfigError(
+            f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'somebody to compute it')}. "
+            f"Choose another loss."
+        )
+    for name in sorted(run.loss.forward_outputs() - run.outputs):
+        raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
+    _refuse_idle_models(run)
+
+
+def _refuse_idle_models(run: SupervisedRun) -> None:
+    """Refuse a model beside the one that learns of which the loss reads nothing, and a loss that lacks one."""
+    if isinstance(run, DPORun) and run.reference != ReferenceConfig() and "ref_logp" not in run.loss.required_columns():
+        raise ConfigError(
+            "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
+            "`loss=dpo`."
+        )
+    if isinstance(run, DistillRun) and not run.loss.required_columns() & run.told:
+        raise ConfigError(
+            "This loss reads nothing of what a teacher tells: `etude sft` learns from the same texts without one. "
+            "Start that, or choose `loss=distill_topk`."
+        )
+    if isinstance(run, DistillRun) and run.teacher.path is None:
+        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+
+
+def _assemble_parts(
+    run: SupervisedRun, directory: Path, interrupt: Interrupt, stack: ExitStack
+) -> SupervisedComponents:
+    """The parts, each open until the stack closes; and the run written down, once all of them are there."""
+    chat = build_chat_renderer(run)
+    assert run.model.path is not None, "a run has a model"
+    context = read_context_length(run.model.path)
+    examples = _read(run, "data.train", run.data.train, chat, context)
+    held_out = _read(run, "data.val", run.data.val, chat, context) if run.data.val else None
+    order = run.data.sampler.start(len(examples), run.seed, examples.sources)
+    lessons = ExampleStream(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
+    pupil = SupervisedLearner(stack.enter_context(closing(_crew(run, chat, lessons.total_steps, directory))))
+    kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+    step = resume_run(run.checkpoint, kept, pupil, lessons, run.steps)
+    steps = step + lessons.remaining_steps(step)
+    inputs.record_inputs(directory, run)
+    folder.write_options(directory, run)
+    written = read_last_step(directory)
+    info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))
+    log = stack.enter_context(open_run_log(run.observe, info, _headline(run), last_written_step=written))
+    measured = inputs.evaluation_id(run, {"limit": run.evaluate.limit})
+    shown = None if held_out is None else batch_of(held_out.take(run.evaluate.limit))
+    measuring = PeriodicValidation(run.evaluate, pupil, shown, steps)
+    saver = CheckpointSaver(
+        *(run.checkpoint, kept, pupil, lessons, steps, interrupt, log, measuring.score_at),
+        evaluation_id=measured,
+        step=step,
+        saved_step=step,
+    )
+    log_start(run, *pupil.parameters(), f"examples: {len(examples)}", saver, written)
+    return SupervisedComponents(directory, log, lessons, pupil, measuring, saver, examples.skip_metrics())
+
+
+def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRenderer, context: int) -> Examples:
+    """The examples of some files, shown as they are read."""
+    with progress(f"reading {name}", None, make_console(run.observe.console)) as bar:
+        return run.data.load_examples(name, files, chat, context, bar.advance)
+
+
+def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -> Crew:
+    """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
+    run = run.model_copy(update={"steps": steps, "epochs": None})
+    here = run.ranks == 1 and run.cluster == "local"
+    return LocalCrew(_worker(run, chat)) if here else start_ranks(build_rank_worker, run, directory / folder.RANK_LOGS)
+
+
+def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
+    """The worker of one rank, made in its own process; the run says in how many steps it learns."""
+    return _worker(run, build_chat_renderer(run))
+
+
+def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
+    model = load_model(run, chat, trained=True)
+    mesh = models.build_mesh(run)
+    return build_supervised_worker(run, model, _load_other_model(run, model, mesh), mesh)
+
+
+def build_supervised_worker(
+    run: SupervisedRun, model: Model, other: FrozenModel | None, mesh: Mesh
+) -> SupervisedWorker:
+    """Whoever learns, of models that are there. other: the reference or the teacher, where the loss reads what such a
+    one tells."""
+    peak = measure_peak_flops(model)
+    learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak, mesh=mesh)
+    return SupervisedWorker(run.loss, learner, _build_annotate(run, model, other))
+
+
+def _load_other_model(run: SupervisedRun, model: Model, mesh: Mesh) -> FrozenModel | None:
+    """Who tells what the loss reads and the model itself does not tell."""
+    if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
+        return models.load_reference(run, model, run.reference.path, mesh=mesh)
+    if isinstance(run, DistillRun):
+        return models.load_frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
+    return None
+
+
+def _build_annotate(run: SupervisedRun, model: Model, other: FrozenModel | None) -> Annotate | None:
+    """How it is asked for that."""
+    if other is None or not isinstance(run, DistillRun):
+        return None if other is None else annotate_with_reference(other)
+    among = min(model.vocab_size, other.model.vocab_size)
+    if run.teacher.top > among and run.teacher.top != DistillTeacherConfig.model_fields["top"].default:
+        raise ConfigError(
+            f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {among}. Lower it."
+        )
+    return annotate_with_teacher(other, min(run.teacher.top, among), among)
+
+
+def _temperature(run: SupervisedRun) -> float:
+    return run.temperature if isinstance(run, DistillRun) else 1.0
+
+
+def _headline(run: SupervisedRun) -> list[str]:
+    """What the line of a step shows; all the rest is in metrics.jsonl."""
+    telling = ["accuracy", "margin"] if "reward" in run.loss.required_columns() else []
+    seen = [name for each in ("loss", *telling) for name in (each, f"eval/{each}")]
+    return [*seen, "grad_norm", "trained_tokens_per_second"]

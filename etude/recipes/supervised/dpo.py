@@ -1,0 +1,33 @@
+"""`etude dpo`: direct preference optimisation. The model comes to prefer what people preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from etude.algorithms import Loss
+from etude.algorithms.losses.preference import DPO
+from etude.config import Choice
+from etude.data.preferences import PreferenceDataConfig
+from etude.recipes.recipe import Recipe, ReferenceConfig
+from etude.recipes.run.option_aliases import DPO_ALIASES, SUPERVISED_ALIASES
+from etude.recipes.supervised.config import SupervisedRun
+from etude.train import TrainConfig
+
+__all__ = ["DPORun"]
+
+
+class DPORun(SupervisedRun):
+    """Everything `etude dpo` needs to know."""
+
+    aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DPO_ALIASES
+    path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"reference": "reference.path"}
+    told: ClassVar[frozenset[str]] = frozenset({"reward", "ref_logp"})
+
+    recipe: Literal["dpo"] = Field("dpo", description="the command that these options are for")
+    data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="what was preferred to what")
+    loss: Annotated[Loss, Choice({"dpo": DPO})] = Field(DPO(), description="what each step minimises")
+    train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
+    reference: ReferenceConfig = Field(ReferenceConfig(), description="the model that it is compared with and held to")

@@ -1,0 +1,401 @@
+"""What runs on a rank: the policy's learner, the algorithm that it learns by, and the engine that samples from it.
+
+The controller speaks to these through a crew. Token columns come in and go out as batches; numbers come out as metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import AlgorithmConfig, AlgorithmState, Denominators, Loss, LossValue, Outputs, View
+from etude.algorithms.losses.supervised import ValueLoss
+from etude.batch import Batch
+from etude.checkpoint import Checkpoint, CheckpointManager, export, export_adapter
+from etude.dispatch.machine import machine_id
+from etude.models import adapter_config
+from etude.observe import Last, Metrics, Sum
+from etude.protocols import Gather, Ids, Split, dispatch_mode
+from etude.recipes.workers.utilization import UtilizationMeter, count_parameters
+from etude.recipes.workers.weight_sender import CollectiveWeights, SendPlan, SendResult, ServerUpdate, WeightSender
+from etude.records import Completion, SamplingParams
+from etude.rollout import TorchEngine
+from etude.rollout.omp_workers import release_omp_workers
+from etude.rollout.server_client import ServerAddress
+from etude.sync import LocalWeightSync
+from etude.train import FrozenModel, Learner
+from etude.train.forward import TOKEN_OF_BATCH
+from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
+
+__all__ = ["AuxiliaryModels", "LossObjective", "PolicyObjective", "PolicyWorker"]
+
+CRITIC = "critic"
+"""What the critic's tensors are kept under, beside the policy's."""
+
+
+class PolicyObjective:
+    """What a policy's update minimises: the run's algorithm, under the state that its batch was estimated in.
+
+    Where a step makes one update and nothing before it reads π_old, π_old is what that update's own forward pass says
+    (`begins`): the weights are those that the step began with.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._algorithm = algorithm
+        self.state = AlgorithmState()
+        self._old: Tensor | None = None
+
+    def start_single_update(self, batch: Batch) -> None:
+        """The next update is the one of its step, and of this batch."""
+        self._old = torch.full((batch.num_tokens,), torch.nan)
+
+    def take_old_logp(self) -> Tensor | None:
+        """[T]: π_old of the batch, now that its update was made; forgotten here. None where it was known before."""
+        old, self._old = self._old, None
+        return old
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        return self._algorithm.loss.split_unit
+
+    def required_columns(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return self._algorithm.required_columns()
+
+    def forward_outputs(self) -> frozenset[str]:
+        """What the forward pass must compute."""
+        return self._algorithm.forward_outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """This micro-batch's share."""
+        if self._old is not None:
+            old = View(batch, outputs).full_output("logp").detach()
+            self._old = self._old.to(old.dtype).index_copy(0, batch.extra[TOKEN_OF_BATCH].tensor.cpu(), old.cpu())
+            batch = batch.replace(old_logp=old)
+        return self._algorithm.compute_loss(batch, outputs, whole, self.state)
+
+
+@dataclass(frozen=True)
+class LossObjective:
+    """What an update minimises that has no algorithm around it: a loss, and nothing besides."""
+
+    wrapped: Loss
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        return self.wrapped.split_unit
+
+    def required_columns(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        return self.wrapped.required_columns()
+
+    def forward_outputs(self) -> frozenset[str]:
+        """What the forward pass must compute."""
+        return self.wrapped.forward_outputs()
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """This micro-batch's share."""
+        return self.wrapped(View(batch, outputs), whole)
+
+
+@dataclass(frozen=True)
+class AuxiliaryModels:
+    """The models beside the policy, where its algorithm asks for them."""
+
+    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    """Who tells a column of log-probs and never learns: the reference, the teacher."""
+    critic: Learner | None = None
+    critic_objective: LossObjective = LossObjective(ValueLoss())
+    warmup: int = 0
+    """Steps at the beginning in which the critic learns alone."""
+
+
+class PolicyWorker:
+    """One rank of the policy: annotates, estimates, updates. The statistics of a batch go through its `Ranks`."""
+
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        learner: Learner,
+        *,
+        seed: int,
+        epochs: int,
+        auxiliary: AuxiliaryModels | None = None,
+        engine: TorchEngine | None = None,
+        longest: int = 0,
+    ) -> None:
+        """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
+        answers together."""
+        self._algorithm, self._learner, self._auxiliary, self._engine = (
+            algorithm,
+            learner,
+            auxiliary or AuxiliaryModels(),
+            engine,
+        )
+        self._seed, self._epochs, self._ranks = seed, epochs, learner.ranks
+        self._longest = longest
+        self._meter = UtilizationMeter(learner.model.device)
+        self._objective = PolicyObjective(algorithm)
+        self._next_state = AlgorithmState()
+        self._estimated = Metrics()
+        self._step = 0
+        self._sender: WeightSender | None = None
+        self._sent_version: int | None = None
+        """The learner's version when its weights were carried to servers last."""
+
+    def close(self) -> None:
+        """Let go of what was made on the way."""
+        if self._sender is not None:
+            self._sender.close()
+
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """The batch with the columns that only the models can tell."""
+        for name in sorted(columns & self._auxiliary.frozen.keys()):
+            batch = batch.replace(**{name: self._auxiliary.frozen[name].logp(batch)})
+        critic = self._auxiliary.critic
+        foreseen = columns & critic.columns if critic is not None else frozenset()
+        if critic is not None and foreseen:
+            batch = critic.annotate(batch, foreseen)
+        own = columns - foreseen - self._auxiliary.frozen.keys()
+        return self._learner.annotate(batch, own) if own else batch
+
+    @dispatch_mode(Split.GROUPS, Gather.CONCAT)
+    def estimate(self, batch: Batch, step: int) -> Batch:
+        """The batch with advantages, weights and masks."""
+        self._step = step
+        found = self._algorithm.estimate(batch, self._next_state, seed=self._seed, step=step, ranks=self._ranks)
+        self._objective.state, self._next_state = found.state, found.next_state
+        self._estimated = found.metrics
+        return found.batch
+
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
+    def update(self, parts: Sequence[Batch]) -> Metrics:
+        """An optimizer step on each of these update batches, in every epoch, and what was seen since the last ones."""
+        metrics, self._estimated = self._estimated, Metrics()
+        before = self._learner.version
+        critic = self._auxiliary.critic
+        resting = nullcontext() if critic is None else critic.working()
+        with self._pause_engine(), self._learner.working(), resting:
+            for _ in range(self._epochs):
+                for part in parts:
+                    if critic is not None:
+                        told = critic.update(part, self._auxiliary.critic_objective)
+                        metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
+                    if self._step > self._auxiliary.warmup:
+                        metrics.merge(self._update_policy(part, alone=self._epochs * len(parts) == 1))
+        metrics.add("optimizer_steps", Last.of(self._learner.version - before))
+        return metrics
+
+    @contextmanager
+    def _pause_engine(self) -> Iterator[None]:
+        """Within, and on until weights are published, an engine that shares them computes nothing, and does not have
+        them whole. It may be at an answer that nobody waits for any more, and be asked for one that comes late. Where
+        the update fails, it goes on."""
+        shared = self._engine if self._engine is not None and self._engine.model is self._learner.model else None
+        if shared is not None:
+            _wait_for(shared.pause())
+        self._learner.disperse()
+        try:
+            yield
+        except BaseException:
+            if shared is not None:
+                _wait_for(shared.resume())
+            raise
+
+    def _update_policy(self, part: Batch, *, alone: bool) -> Metrics:
+        """An update of the policy; alone, if it is the only one of its step."""
+        if part.old_logp is not None or not alone:
+            return self._learner.update(part, self._objective)
+        self._objective.start_single_update(part)
+        metrics = self._learner.update(part, self._objective)
+        known = View(part.replace(old_logp=self._objective.take_old_logp()), ranks=self._ranks)
+        metrics.merge(self._algorithm.correction.measure(known))
+        return metrics
+
+    @dispatch_mode()
+    def parameters(self) -> tuple[int, int]:
+        """How many weights the model has, and how many of them are trained."""
+        return count_parameters(self._learner.model)
+
+    @dispatch_mode()
+    def max_total_tokens(self) -> int:
+        """How many tokens a rollout may have."""
+        return self._longest
+
+    @dispatch_mode()
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights by their published names."""
+        return self._learner.weights()
+
+    @dispatch_mode()
+    def tensors(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of this rank in tensors."""
+        critic = self._auxiliary.critic
+        return self._learner.state() if critic is None else {**self._learner.state(), CRITIC: critic.state()}
+
+    @dispatch_mode()
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps in plain numbers: the algorithm's own state."""
+        return asdict(self._next_state)
+
+    @dispatch_mode()
+    def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        if self._auxiliary.critic is not None:
+            self._auxiliary.critic.restore(tensors[CRITIC])
+        self._learner.restore({name: value for name, value in tensors.items() if name != CRITIC})
+        means = {int(role): mean for role, mean in facts["role_means"].items()}
+        self._next_state = AlgorithmState(facts["kl_value"], means)
+
+    @dispatch_mode()
+    def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint, each rank its share."""
+        return checkpoints.save(step, self.tensors(), facts)
+
+    @dispatch_mode()
+    def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
+        """Go on from what lies on the disk, however many ranks wrote it."""
+        tensors = self.tensors()
+        checkpoints.load(checkpoint, tensors)
+        self.restore(tensors, checkpoint.facts["learner"])
+
+    # -- servers --------------------------------------------------------------------------------------------------
+
+    @dispatch_mode(gather=Gather.ALL)
+    def machine(self) -> list[str]:
+        """Which machine each rank is on; see `dispatch.machine`."""
+        return machine_id()  # type: ignore[return-value]
+
+    @dispatch_mode(gather=Gather.ALL)
+    def send_weights(
+        self, servers: Mapping[int, ServerAddress], version: int, plan: SendPlan, restarted: bool = False
+    ) -> list[SendResult]:
+        """Bring servers, by their places, to the weights, under this version, each rank its share of them; what came of
+        each.
+
+        restarted: these were started again, and the version is the one that was carried last. Where the weights have
+        moved on since, they are left as they are: the next publish brings them.
+        """
+        mine = plan.share(servers, rank_of(current_ranks()))
+        if restarted and self._sent_version != self._learner.version:
+            left = [
+                ServerUpdate(each.url, updated=False, started=False, error="The weights have moved on.")
+                for each in mine
+            ]
+            return SendResult(left)  # type: ignore[return-value]
+        self._sent_version = self._learner.version
+        self._sender = self._sender or WeightSender(plan.sync, self._learner.model.device)
+        with self._server_weights(plan.untied) as weights:
+            return self._sender.send(mine, weights, version)  # type: ignore[return-value]
+
+    @dispatch_mode()
+    def write_model(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
+        """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
+
+        untied: with a head of its own, where that is the embedding. bare: without its adapters.
+        """
+        model = self._learner.model
+        told = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
+        with nullcontext(model.base_weights()) if bare else self._server_weights(untied) as weights:
+            if is_first_rank(current_ranks()):
+                export(weights, told, directory, tokenizer=tokenizer)
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+    @dispatch_mode()
+    def write_adapter(self, directory: Path, base: Path) -> int:
+        """Write the adapters of the policy alone, as peft does; how many bytes they are. One rank does. base: where the
+        model lies that they adapt."""
+        if is_first_rank(current_ranks()):
+            model = self._learner.model
+            export_adapter(model.adapter_weights(), adapter_config(model, base), directory)
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+    @dispatch_mode()
+    def adapter_rank(self) -> int:
+        """The inner width of its widest adapter."""
+        named = self._learner.model.adapter_weights()
+        return max((weight.shape[0] for name, weight in named.items() if ".lora_A." in name), default=0)
+
+    @contextmanager
+    def _server_weights(self, untied: bool) -> Iterator[Iterable[tuple[str, Tensor]]]:
+        """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`. Where
+        they are divided, every rank goes through all of them, whatever it does with them."""
+        model = self._learner.model
+        if not self._learner.divided:
+            yield model.untied_weights() if untied else model.merged_weights()
+            return
+        whole = self._learner.weights()
+        weights = CollectiveWeights(model.untied_weights(whole) if untied else whole)
+        try:
+            yield weights
+        finally:
+            weights.drain()
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None]) -> Completion:
+        """Answer one question by this rank's engine."""
+        return await self._sampling_engine.generate(prompt, sampling, on_start=on_start)
+
+    @dispatch_mode()
+    def publish(self, version: int) -> Metrics:
+        """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
+        model, weights = self._learner.model, CollectiveWeights(self.weights())
+        if self._sampling_engine.model is model:
+            self.assemble()
+        try:
+            told = asyncio.run(LocalWeightSync(self._sampling_engine).publish(weights, version, model.named_weights()))
+        finally:
+            if self._learner.divided:
+                weights.drain()
+        asyncio.run(self._sampling_engine.wake())  # where it slept, to make room
+        asyncio.run(self._sampling_engine.resume())  # it has paused since the update
+        release_omp_workers()
+        return told
+
+    def assemble(self) -> None:
+        """Have the weights be whole in the model, where they are divided, until the next update."""
+        self._learner.assemble()
+
+    @dispatch_mode()
+    def free_engine_memory(self) -> None:
+        """Have the engine give its memory up, until new weights are published. What it still computes, nobody waits
+        for."""
+        asyncio.run(self._sampling_engine.abort())
+        asyncio.run(self._sampling_engine.sleep())
+
+    @dispatch_mode(gather=Gather.METRICS)
+    def engine_stats(self) -> Metrics:
+        """What the engine did since this was last asked. It is busy beside those of the other ranks."""
+        seen = dict(self._sampling_engine.stats())
+        seen["engine/busy_seconds"] = Sum.of(
+            (seen["engine/busy_seconds"].value() or 0.0) / count_ranks(current_ranks())
+        )
+        return Metrics(seen)
+
+    @dispatch_mode(gather=Gather.METRICS)
+    def utilization(self) -> Metrics:
+        """How busy the device was since this was last asked."""
+        return self._meter.read()
+
+    @property
+    def _sampling_engine(self) -> TorchEngine:
+        assert self._engine is not None, "a worker that samples has an engine"
+        return self._engine
+
+
+def _wait_for(work: Coroutine[Any, Any, None]) -> None:
+    """Until it is done, on a thread of its own: whoever has an update made may stand on an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()

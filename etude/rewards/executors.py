@@ -1,0 +1,211 @@
+"""Where a reward is computed: in place, on a thread or in processes beside the run, or part by part.
+
+A place turns one call into a verdict, whatever the call does, and within its limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeAlias, cast
+
+from etude.errors import ConfigError
+from etude.observe import Metrics
+from etude.records import Outcome, Task
+from etude.rewards.base import RewardFunction, describe_task
+from etude.rewards.combined import CombinedReward
+from etude.rewards.function import FunctionAdapter
+from etude.rewards.verdict import Verdict, describe_timeout, extract_answer, make_failed_verdict, make_verdict
+from etude.rewards.worker_pool import ProcessWorker, ThreadWorker, Worker, WorkerPool
+
+__all__ = ["RewardExecutor", "make_executor"]
+
+QUEUE_CHECK_INTERVAL_S = 1.0
+"""Seconds that a call waits for a seat before it is looked whether the others hang, so that one may be added."""
+MOST_THREADS = 16
+"""Calls of a function at a time on threads, where all but one hang."""
+AnyReward: TypeAlias = RewardFunction | FunctionAdapter
+
+
+class RewardExecutor(ABC):
+    """Somewhere a reward is computed. Any number of calls may be under way."""
+
+    one_by_one = False
+    """Whether it judges one answer at a time, though it might judge several."""
+
+    @abstractmethod
+    async def run(self, task: Task, answer: str) -> Verdict:
+        """What this answer earns, or why there is no telling."""
+
+    def pop_metrics(self) -> Metrics:
+        """What its calls have cost since this was last asked."""
+        return Metrics()
+
+    def close(self) -> None:  # noqa: B027
+        """End its threads and processes, where it has any."""
+
+
+def make_executor(reward: AnyReward, workers: int | None, limit: float) -> RewardExecutor:
+    """The place that a reward needs. workers: processes for it, where the run says so. limit: seconds of one call."""
+    if isinstance(reward, CombinedReward):
+        return _make_combined_executor(reward, workers, limit)
+    if isinstance(reward, RewardFunction) and reward.in_place:
+        _check_inline_options(reward, workers, limit)
+        return _InlineExecutor(reward, limit)
+    processes = reward.default_workers if workers is None else workers
+    if processes:
+        payload = _pickle_reward(reward, limit)
+        return _PoolExecutor(WorkerPool(processes, lambda: ProcessWorker(payload, limit), reward.title))
+    if reward.quick or reward.is_async:
+        return _InlineExecutor(reward, limit)
+
+    def open_seat() -> Worker:
+        return ThreadWorker(reward, reward.title, limit)
+
+    most = MOST_THREADS if workers is None else 1
+    return _PoolExecutor(WorkerPool(1, open_seat, reward.title, most), one_by_one=workers is None)
+
+
+class _InlineExecutor(RewardExecutor):
+    """Called where it is, and awaited where it waits."""
+
+    def __init__(self, reward: AnyReward, limit: float) -> None:
+        self._reward, self._limit = reward, limit
+
+    async def run(self, task: Task, answer: str) -> Verdict:
+        title, limit = self._reward.title, self._limit
+        together = self._reward.max_batch_size if isinstance(self._reward, RewardFunction) else 1
+        bound = asyncio.timeout(None)
+        began = time.perf_counter()
+        try:
+            async with self._throttle():
+                began = time.perf_counter()
+                async with bound:
+                    bound.reschedule(asyncio.get_running_loop().time() + limit * together)
+                    result = self._reward(task, answer)
+                    if self._reward.is_async:
+                        result = await cast(Awaitable[Any], result)
+                    extracted = extract_answer(self._reward, answer)
+        except (Exception, SystemExit) as error:
+            seconds = time.perf_counter() - began
+            if bound.expired():
+                told = f"The reward {title} {describe_timeout(limit, together)} on {describe_task(task)}."
+                return Verdict.failure(Outcome.TIMED_OUT, told, seconds)
+            return make_failed_verdict(error, title, task, seconds)
+        return make_verdict(result, title, task, time.perf_counter() - began, extracted)
+
+    def pop_metrics(self) -> Metrics:
+        return self._reward.pop_metrics() if isinstance(self._reward, RewardFunction) else Metrics()
+
+    def _throttle(self) -> AbstractAsyncContextManager[Any]:
+        return self._reward.throttle() if isinstance(self._reward, RewardFunction) else nullcontext()
+
+
+class _PoolExecutor(RewardExecutor):
+    """Called at one of a few seats."""
+
+    def __init__(self, pool: WorkerPool, *, one_by_one: bool = False) -> None:
+        self._pool, self.one_by_one = pool, one_by_one
+
+    async def run(self, task: Task, answer: str) -> Verdict:
+        call = self._pool.submit(task, answer)
+        future = asyncio.wrap_future(call)
+        try:
+            while not call.running() and not future.done():
+                await asyncio.wait([future], timeout=QUEUE_CHECK_INTERVAL_S)
+                if not call.running() and not future.done():
+                    self._pool.add_worker_if_hung()
+            return await future
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _CombinedExecutor(RewardExecutor):
+    """Several rewards, each in its own place, judged at the same time."""
+
+    def __init__(self, reward: CombinedReward, executors: Mapping[str, RewardExecutor]) -> None:
+        self._reward, self._executors = reward, executors
+        self.one_by_one = any(place.one_by_one for place in executors.values())
+
+    async def run(self, task: Task, answer: str) -> Verdict:
+        asked = [asyncio.ensure_future(place.run(task, answer)) for place in self._executors.values()]
+        try:
+            found = dict(zip(self._executors, await asyncio.gather(*asked), strict=True))
+        finally:
+            for each in asked:
+                each.cancel()
+        seconds = max(verdict.seconds for verdict in found.values())
+        lost = {name: verdict for name, verdict in found.items() if verdict.outcome is not Outcome.SUCCEEDED}
+        if lost:
+            name = next((name for name in lost if lost[name].outcome is Outcome.CANCELLED), next(iter(lost)))
+            told = f"{lost[name].error} It is the part `{name}` of the reward."
+            return replace(lost[name], error=told, seconds=seconds, failed_part=name)
+        parts = {name: self._reward.apply_weight(name, verdict.reward) for name, verdict in found.items()}
+        said = next(
+            (verdict.extracted_answer for verdict in found.values() if verdict.extracted_answer is not None), None
+        )
+        return make_verdict(parts, self._reward.title, task, seconds, said)
+
+    def pop_metrics(self) -> Metrics:
+        metrics = Metrics()
+        for place in self._executors.values():
+            metrics.merge(place.pop_metrics())
+        return metrics
+
+    def close(self) -> None:
+        for place in self._executors.values():
+            place.close()
+
+
+def _make_combined_executor(reward: CombinedReward, workers: int | None, limit: float) -> RewardExecutor:
+    """A place for each part. `workers` are for those that can use them, and there must be one."""
+    if workers and all(part.in_place for part in reward.parts.values()):
+        _check_inline_options(next(iter(reward.parts.values())), workers, limit)
+    places: dict[str, RewardExecutor] = {}
+    try:
+        for name, part in reward.parts.items():
+            places[name] = make_executor(part, None if part.in_place else workers, limit)
+    except BaseException:
+        for place in places.values():
+            place.close()
+        raise
+    return _CombinedExecutor(reward, places)
+
+
+def _check_inline_options(reward: RewardFunction, workers: int | None, limit: float) -> None:
+    """Refuse what a reward that keeps order among its own calls cannot have."""
+    if workers:
+        raise ConfigError(
+            f"`judging.workers={workers}` judges in processes, and the reward {reward.title} keeps order among its own "
+            "calls, which takes one. Leave `judging.workers` out; `reward.max_concurrency` says how many run side by "
+            "side."
+        )
+    if reward.max_seconds >= limit:
+        raise ConfigError(
+            f"The reward {reward.title} may take {reward.max_seconds:g} seconds for an answer "
+            f"(`reward.total_timeout`), and `judging.timeout` is {limit:g}. Set `judging.timeout` above "
+            f"{reward.max_seconds:g}."
+        )
+
+
+def _pickle_reward(reward: AnyReward, limit: float) -> bytes:
+    """What a process is told first; refuses what another process could not find again."""
+    target = reward.function if isinstance(reward, FunctionAdapter) else type(reward)
+    remedy = "Put it in a file and name it as path/to/file.py:name, or set `judging.workers` to 0."
+    if getattr(target, "__module__", "") == "__main__":
+        raise ConfigError(
+            f"The reward {reward.title} is defined in the script that was started, where processes that judge cannot "
+            f"find it. {remedy}"
+        )
+    try:
+        return pickle.dumps((reward, limit))
+    except Exception as error:  # pickling raises what it likes
+        raise ConfigError(f"The reward {reward.title} cannot be sent to another process: {error}. {remedy}") from error

@@ -1,0 +1,238 @@
+"""A model behind an OpenAI-compatible endpoint, asked over HTTP: patiently, at a bounded rate, and with a bill.
+
+What may pass is tried again: a connection that fails, an answer of 408, 409, 425, 429 or 5xx, a reply that cannot be
+used. Between tries it waits as long as the server says in `Retry-After`, else twice as long each time, with a part of
+that left to chance so that many callers do not come back at once. Where a server says for how long, nobody asks it
+before; where that is longer than `PATIENCE`, it is as good as gone.
+
+Connections are kept while anybody asks, in any event loop, and closed when nobody does: there is nothing to close in
+the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from threading import Lock
+from typing import Any, TypeVar
+
+import httpx2
+
+from etude.config.secrets import MASK, mask_text
+from etude.errors import RewardError
+from etude.observe import Metrics, Sum, get_logger
+from etude.rewards.capacity_limiter import CapacityLimiter
+
+__all__ = ["JudgeClient", "JudgeUsage", "UnusableReplyError"]
+
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""What a server answers when another try may succeed."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds of the first wait between two tries, and of the longest that is not asked for by the server."""
+MAX_RETRY_AFTER_S = 300.0
+"""Seconds of the longest wait that a server may ask for."""
+SHOWN = 200
+"""Characters of a server's answer that are told."""
+R = TypeVar("R")
+
+
+class UnusableReplyError(Exception):
+    """A reply that cannot be used; says why, as a sentence ends."""
+
+
+@dataclass
+class JudgeUsage:
+    """What calls have cost since it was last asked."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass
+class JudgeClient:
+    """One endpoint, as one client sees it. Any number of calls may be under way, in any event loop."""
+
+    url: str
+    key: str | None = field(repr=False)
+    max_concurrency: int
+    retries: int
+    timeout: float
+    """Seconds of one try."""
+    requests_per_minute: float | None
+    tokens_per_minute: float | None
+
+    def __post_init__(self) -> None:
+        self._limiter = CapacityLimiter(self.max_concurrency)
+        self._secure = httpx2.create_ssl_context() if self.url.startswith("https") else False
+        self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx2.AsyncClient, int]] = {}
+        self._lock, self._usage = Lock(), JudgeUsage()
+        self._chance = random.Random()
+        self._next = self._blocked_until = 0.0
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait until one may ask, for a place and for the rate. Whoever waits keeps the connections of the others."""
+        async with self._client(), self._limiter.slot():
+            await self._wait_for_rate()
+            yield
+
+    async def complete(self, body: Mapping[str, Any], read: Callable[[str], R]) -> R:
+        """Complete a chat, within a turn, and read the reply; `read` raises `UnusableReplyError` where it cannot be
+        used.
+
+        `RewardError` where it is refused, or does not succeed however often it is tried.
+        """
+        async with self._client() as client:
+            for attempt in range(self.retries + 1):
+                if attempt:
+                    self._add_usage(retries=1)
+                    await asyncio.sleep(self._backoff_seconds(attempt))
+                    await self._wait_for_rate()
+                try:
+                    return read(await self._send_request(client, body))
+                except UnusableReplyError as error:
+                    why = error
+        told = f"{mask_text(self.url)} gave no judgement in {self.retries + 1} tries; the last time {why}"
+        raise RewardError(f"{told.rstrip('.')}.")
+
+    def pop_metrics(self, prices: tuple[float, float]) -> Metrics:
+        """What was spent since this was last asked; prices of a million tokens read, and of a million written."""
+        with self._lock:
+            spending, self._usage = self._usage, JudgeUsage()
+        if not spending.requests:
+            return Metrics()
+        cost = (spending.prompt_tokens * prices[0] + spending.completion_tokens * prices[1]) / 1e6
+        counts = {f"judge/{name}": Sum.of(value) for name, value in vars(spending).items()}
+        return Metrics(counts | ({"judge/cost": Sum.of(cost)} if any(prices) else {}))
+
+    # -- one try ------------------------------------------------------------------------------------------------------
+
+    async def _send_request(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> str:
+        """The text of one reply."""
+        self._add_usage(requests=1)
+        try:
+            async with asyncio.timeout(self.timeout):
+                response = await client.post("chat/completions", json=dict(body))
+        except TimeoutError as error:
+            raise UnusableReplyError(f"it did not answer within {self.timeout:g} seconds") from error
+        except httpx2.HTTPError as error:
+            raise UnusableReplyError(
+                f"it could not be reached: {self._told(str(error) or type(error).__name__)}"
+            ) from error
+        if response.status_code in RETRYABLE_STATUSES:
+            self._apply_retry_after(response.headers.get("retry-after"))
+            raise UnusableReplyError(f"it answered {response.status_code}: {self._told(response.text)}")
+        if response.status_code != httpx2.codes.OK:
+            raise RewardError(
+                f"{mask_text(self.url)} refuses what is asked, with {response.status_code}: "
+                f"{self._told(response.text)}. Check `base_url`, `model` and `api_key`."
+            )
+        return self._read_reply(response)
+
+    def _read_reply(self, response: httpx2.Response) -> str:
+        try:
+            reply = response.json()
+            text = reply["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise UnusableReplyError(f"it answered what is no completion: {self._told(response.text)}") from error
+        usage = reply.get("usage")
+        used = [_count_of(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+        self._add_usage(prompt_tokens=used[0], completion_tokens=used[1])
+        if self.tokens_per_minute:
+            self._next = max(self._next, time.monotonic()) + 60.0 * sum(used) / self.tokens_per_minute
+        if not isinstance(text, str):
+            raise UnusableReplyError("it answered without a text")
+        return text
+
+    def _told(self, text: str) -> str:
+        """What a server said, short and without secrets."""
+        plain = " ".join(text.split())
+        plain = plain.replace(self.key, MASK) if self.key else plain
+        return mask_text(plain if len(plain) <= SHOWN else f"{plain[:SHOWN]}…", yaml=False) or "nothing"
+
+    def _add_usage(self, **more: int) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self._usage, name, getattr(self._usage, name) + value)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    async def _wait_for_rate(self) -> None:
+        """Wait for this request's place in time."""
+        now = time.monotonic()
+        start = max(now, self._next, self._blocked_until)
+        if self.requests_per_minute:
+            self._next = start + 60.0 / self.requests_per_minute
+        while (left := max(start, self._blocked_until) - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+
+    def _backoff_seconds(self, attempt: int) -> float:
+        """Seconds before a further try; half of them chance."""
+        longest: float = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)
+        return longest * (0.5 + self._chance.random() / 2)
+
+    def _apply_retry_after(self, asked: str | None) -> None:
+        """Have nobody ask before the server wants it: in seconds, or at a date."""
+        if asked is None:
+            return
+        try:
+            seconds = float(asked)
+        except ValueError:
+            try:
+                seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+            except (ValueError, OverflowError):
+                return
+        if not math.isfinite(seconds):
+            return
+        if seconds > MAX_RETRY_AFTER_S:
+            raise RewardError(
+                f"{mask_text(self.url)} wants nobody to ask for {seconds:.0f} seconds, and {MAX_RETRY_AFTER_S:.0f} are "
+                "waited at most. Ask less of it (`requests_per_minute`, `tokens_per_minute`), or go on with the run "
+                "later."
+            )
+        until = time.monotonic() + max(seconds, 0.0)
+        if until > self._blocked_until + 1.0 and seconds > 1.0:  # many callers are told the same
+            get_logger("rewards").warning("%s asks everybody to wait for %.0f seconds.", mask_text(self.url), seconds)
+        self._blocked_until = max(self._blocked_until, until)
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx2.AsyncClient]:
+        """The client of this event loop: made by the first who asks, closed by the last."""
+        loop = asyncio.get_running_loop()
+        client, users = self._clients.get(loop) or (self._open_client(), 0)
+        self._clients[loop] = client, users + 1
+        try:
+            yield client
+        finally:
+            client, users = self._clients.pop(loop)
+            if users > 1:
+                self._clients[loop] = client, users - 1
+            else:
+                await client.aclose()
+
+    def _open_client(self) -> httpx2.AsyncClient:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        return httpx2.AsyncClient(
+            base_url=self.url.rstrip("/") + "/",
+            headers=headers,
+            timeout=None,
+            limits=limits,
+            verify=self._secure,
+        )
+
+
+def _count_of(usage: Any, name: str) -> int:
+    """Tokens, as a server counts them; 0 where it does not."""
+    value = usage.get(name) if isinstance(usage, Mapping) else None
+    return value if isinstance(value, int) and value >= 0 else 0

@@ -1,0 +1,176 @@
+"""Multiple choice: which of the options an answer decides for, compared with the right one.
+
+The options are the task's column `choices` or `options`: a list of texts, which are A, B, C … in their order, or a
+mapping of letters to texts, also as `{"label": [...], "text": [...]}`. A task may do without them, where the prompt
+shows them; then letters are all that is known. The right one is what an option is labelled, its letter, its text, or
+its place from 0. Labels that are numbers are letters too: the least of 1, 2, 3 is A.
+
+What an answer says is sought where it says it most plainly:
+
+    \\boxed{B}                                            the last one
+    Answer: B   The answer is (B)   the correct option: B  the last one
+    B   (B)   **B.**   B) Paris                           the last line, or the whole text
+    Paris                                                 the last line, or the whole, as the text of one option
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from etude.errors import DataError
+from etude.records import Task
+from etude.rewards.base import RewardFunction, describe_task
+from etude.rewards.maths import extract_boxed
+from etude.rewards.text import split_words
+
+__all__ = ["MultipleChoice", "extract_choice", "read_options"]
+
+COLUMNS = ("choices", "options")
+# Every repetition is bounded, so that the search stays linear in the text.
+_OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"
+# A letter is one by itself, and not the beginning of `A cat` or `I think`.
+_CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b|or\b)[a-z])"
+_SAID = re.compile(
+    r"(?i:\b(?:answer|choice|option)\b(?:\s{1,9}(?:choice|option|letter))?[\s*_`]{0,9}(?:is|would\s+be|must\s+be|=|:)"
+    rf"(?:\s{{1,9}}(?:option|choice|letter)\b)?[\s:*_`]{{0,9}}){_OPEN}([A-Z]){_CLOSE}"
+)
+_ALONE = re.compile(
+    rf"{_OPEN}(?:(?i:option|choice|answer)\s{{0,9}}:?\s{{0,9}})?\(?([A-Z])(?:[)\].:,}}\"'*_`$\s]{{1,9}}(.*))?",
+    re.DOTALL,
+)
+_HEDGE = re.compile(  # what names a second option behind the first, and says nothing of it
+    rf"(?:[)\]}}*_`\"'$]{{0,9}}[ \t]{{0,9}}(?:[,;]?[ \t]{{0,9}}\(?(?i:or|and)\b|[,;/&+]){_OPEN}"
+    rf"(?:(?i:option|choice)\s{{1,9}})?([A-Z]){_CLOSE}){{1,26}}+(?![\s)*_`]{{1,9}}(?:is|are|was|were|can|cannot|do|does)\b)"
+)
+_AFTER = re.compile(r"(?i)\banswer(?:\s{1,9}is)?[\s*_`]{0,9}:?[\s*_`]{1,9}")
+
+
+class MultipleChoice(RewardFunction):
+    """1 where the answer decides for the right option. One that names none, or that no option is called, earns 0."""
+
+    lower_case: bool = Field(False, description="whether a small letter that stands alone is a choice too, as in `b)`")
+
+    quick: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        return "choice"
+
+    def check(self, task: Task) -> None:
+        _read_right_letter(task, read_options(task))
+
+    def __call__(self, task: Task, answer: str) -> float:
+        options = read_options(task)
+        return float(extract_choice(answer, options, lower_case=self.lower_case) == _read_right_letter(task, options))
+
+    def extract(self, answer: str) -> str | None:
+        """The letter, as far as it can be told without knowing the options."""
+        return extract_choice(answer, {}, lower_case=self.lower_case)
+
+
+def extract_choice(answer: str, options: Mapping[str, str], *, lower_case: bool = False) -> str | None:
+    """The letter of the option that an answer decides for; None where that cannot be told."""
+    last = answer.strip().rpartition("\n")[2].strip()
+    inside = extract_boxed(answer)
+    if inside is not None:
+        return _match_option(inside, options, lower_case=lower_case)
+    after = _AFTER.split(last)[-1]
+    if options and after != last and (found := _match_option(after, options, lower_case=lower_case)) is not None:
+        return found
+    said = [found for found in _SAID.finditer(answer) if not options or found[1] in options]
+    if said:
+        return (
+            None
+            if _names_second_option(answer[said[-1].end() :], options.get(said[-1][1], ""), options)
+            else said[-1][1]
+        )
+    for text in dict.fromkeys((last, answer, after)):
+        if (found := _match_option(text, options, lower_case=lower_case)) is not None:
+            return found
+    return None
+
+
+def _match_option(text: str, options: Mapping[str, str], *, lower_case: bool) -> str | None:
+    """The option that a text names, and says nothing but that: by its letter, with or without its words, or by them."""
+    plain = text.strip()
+    spoken = [
+        letter for letter, option in options.items() if split_words(option) == split_words(plain) and split_words(plain)
+    ]
+    if len(spoken) == 1:
+        return spoken[0]
+    found = _ALONE.fullmatch(plain[:1].upper() + plain[1:] if lower_case and _stands_alone(plain) else plain)
+    if not found or (options and found[1] not in options):
+        return None
+    behind = split_words(found[2] or "")
+    if behind and behind != split_words(options.get(found[1], "")):
+        return None
+    return found[1]
+
+
+def _names_second_option(behind: str, text: str, options: Mapping[str, str]) -> bool:
+    """Whether what stands behind a letter, and perhaps the text of its option, names another as well."""
+    line = behind.partition("\n")[0]
+    bare = line.lstrip(" ).:]*_`")
+    places = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
+    return any((found := _HEDGE.match(place)) and (not options or found[1] in options) for place in places)
+
+
+def _stands_alone(text: str) -> bool:
+    return not text[1:2].isalnum()
+
+
+def read_options(task: Task) -> dict[str, str]:
+    """The texts of a task's options by their letters; empty where it does not give them."""
+    labels, texts = _read_labels_and_texts(task)
+    return dict(zip(_labels_to_letters(labels), texts, strict=False))
+
+
+def _read_labels_and_texts(task: Task) -> tuple[list[str], list[str]]:
+    """What a task calls its options, and their texts."""
+    held: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
+    if isinstance(held, Mapping) and {"label", "text"} <= held.keys():
+        return list(map(_normalize_label, held["label"])), list(map(str, held["text"]))
+    if isinstance(held, Mapping):
+        return list(map(_normalize_label, held)), list(map(str, held.values()))
+    if isinstance(held, list):
+        return list(string.ascii_uppercase[: len(held)]), list(map(str, held))
+    return [], []
+
+
+def _normalize_label(label: Any) -> str:
+    return str(label).strip("(). ").upper()
+
+
+def _labels_to_letters(labels: Sequence[str]) -> list[str]:
+    """The letters of options that are called so: some data sets count them, from 1 or from 0."""
+    if not all(label.isdecimal() and int(label) <= 26 for label in labels):
+        return list(labels)
+    first = min(map(int, labels), default=0)
+    return [string.ascii_uppercase[min(int(label) - first, 25)] for label in labels]
+
+
+def _read_right_letter(task: Task, options: Mapping[str, str]) -> str:
+    """The letter of the right option."""
+    truth = task.fields.get("ground_truth")
+    labels, _ = _read_labels_and_texts(task)
+    if isinstance(truth, str | int) and not isinstance(truth, bool) and _normalize_label(truth) in labels:
+        return _labels_to_letters(labels)[labels.index(_normalize_label(truth))]
+    if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < (len(options) or 26):
+        return list(options or string.ascii_uppercase)[truth]
+    if isinstance(truth, str):
+        if (found := extract_choice(truth, options, lower_case=True)) is not None:
+            return found
+        if truth.strip().isdecimal():
+            return _read_right_letter(
+                Task(task.ordinal, {**task.fields, "ground_truth": int(truth)}, task.source), options
+            )
+    raise DataError(
+        f"The right answer of {describe_task(task)} is {truth!r}, which is none of its options "
+        f"({', '.join(options) or 'letters from A to Z'}). Give a letter, the text of an option, or its place from 0; "
+        f"`data.columns.answer=…` names the column."
+    )

@@ -1,0 +1,104 @@
+"""Plain values as JSON and back: all that crosses between a program and those who examine it.
+
+None, truth, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings, ranges and slices become
+themselves again, whatever subclass they were of: so that a value compares as what it is, and not as a program would
+like it to. Anything else stays where it is, and is spoken of by a reference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+__all__ = ["NotEncodableError", "decode", "encode"]
+
+DEEPEST = 64
+SMALL = 1 << 53
+ReferenceHook = Callable[[Any], Any]
+
+
+class NotEncodableError(Exception):
+    """A value that cannot cross, or a message that is none."""
+
+
+def encode(value: Any, encode_reference: ReferenceHook, depth: int = 0) -> Any:
+    """A value as what JSON can hold; `refer` gives the mapping that stands for one that is not plain."""
+    if depth > DEEPEST:
+        raise NotEncodableError(f"a value is nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < SMALL else {"int": hex(value)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if type(value) in _ENCODERS:
+        name, say = _ENCODERS[type(value)]
+        return {name: say(value)}
+    if isinstance(value, deque):
+        return {"deque": [[encode(each, encode_reference, depth + 1) for each in value], value.maxlen]}
+    if isinstance(value, range | slice):
+        ends = [encode(each, encode_reference, depth + 1) for each in (value.start, value.stop, value.step)]
+        return {type(value).__name__: ends}
+    if isinstance(value, dict):
+        return {"dict": [[encode(each, encode_reference, depth + 1) for each in pair] for pair in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            items = [encode(each, encode_reference, depth + 1) for each in value]
+            return items if kind is list else {kind.__name__: items}
+    return encode_reference(value)
+
+
+def decode(message: Any, decode_reference: ReferenceHook, depth: int = 0) -> Any:
+    """The value that `encode` wrote; `find` takes any mapping that is not one of its own."""
+    if message is None or isinstance(message, bool | str | int | float):
+        return message
+    if depth > 2 * DEEPEST:
+        raise NotEncodableError("a message is nested too deeply")
+    if isinstance(message, list):
+        return [decode(each, decode_reference, depth + 1) for each in message]
+    if not isinstance(message, dict) or len(message) != 1:
+        raise NotEncodableError("a message is no value")
+    ((kind, held),) = message.items()
+    if kind not in _DECODERS:
+        return decode_reference(message)
+    try:
+        return _DECODERS[kind](decode(held, decode_reference, depth + 1))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise NotEncodableError(f"no {kind}: {error}") from error
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    datetime: ("datetime", datetime.isoformat),
+    date: ("date", date.isoformat),
+    time: ("time", time.isoformat),
+    timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    Decimal: ("decimal", str),
+    Fraction: ("fraction", lambda value: [{"int": hex(value.numerator)}, {"int": hex(value.denominator)}]),
+}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "complex": lambda parts: complex(*parts),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "range": lambda parts: range(*parts),
+    "slice": lambda parts: slice(*parts),
+    "dict": dict,
+    "tuple": tuple,
+    "deque": lambda held: deque(*held),
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "timedelta": lambda parts: timedelta(*parts),
+    "decimal": Decimal,
+    "fraction": lambda parts: Fraction(*parts),
+    "set": set,
+    "frozenset": frozenset,
+}

@@ -1,0 +1,186 @@
+"""The program itself: run as a script, or loaded and then asked, one question at a time.
+
+What it says is never believed. A script's output is read by whoever knows what it should be; of one that is asked, only
+plain values get across, and all else stays here and is spoken of by number (`json_values`, `test_runner`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import reduce
+from threading import current_thread
+from threading import enumerate as threads
+from types import ModuleType
+from typing import Any
+
+from etude.rewards.sandbox.guest.json_values import decode, encode
+from etude.rewards.sandbox.guest.pipe_messages import receive, send
+
+__all__ = ["run_script", "serve"]
+
+FILE = "answer.py"
+MOST_TEXT = 10_000
+"""Characters of an exception's text that get across."""
+
+
+def run_script(code: str) -> int:
+    """Run a program as Python runs a script, to the exit code that it would have.
+
+    What Python does in the end is done as far as it can be seen from outside: to take a whole interpreter down takes
+    longer than most programs.
+    """
+    status = 0
+    try:
+        _execute(code, "__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        status = 1
+    try:
+        _run_exit_handlers()
+    except BaseException:
+        status = status or 1
+    return status & 0xFF
+
+
+def serve(code: str, request_fd: int, reply_fd: int) -> int:
+    """Load a program, and do with its names what is asked for over one pipe, until nobody asks any more; answers go to
+    the other."""
+    _ProgramServer(request_fd, reply_fd, vars(_execute(code, "answer"))).run()
+    return 0
+
+
+def _run_exit_handlers() -> None:
+    """Wait for threads, do what was to be done in the end, and have everything written."""
+    for thread in threads():
+        if thread is not current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()  # files that only it knows are closed by that
+    sys.stdout.flush()
+
+
+def _execute(code: str, name: str) -> ModuleType:
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` would have brought
+    module = ModuleType(name)
+    module.__dict__["__file__"] = FILE
+    sys.modules[name] = module
+    exec(compile(code, FILE, "exec"), module.__dict__)
+    return module
+
+
+class _ProgramServer:
+    """Answers questions about what a program made. It runs within reach of the program, and so keeps nothing secret."""
+
+    def __init__(self, request_fd: int, reply_fd: int, names: dict[str, Any]) -> None:
+        self._request_fd, self._reply_fd, self._names = request_fd, reply_fd, names
+        self._objects: list[Any] = []
+
+    def run(self) -> None:
+        """Answer until the line ends."""
+        while True:
+            try:
+                question = receive(self._request_fd)
+            except EOFError:
+                return
+            send(self._reply_fd, self._answer(question))
+
+    def _answer(self, question: Any) -> Any:
+        try:
+            if "name" in question:
+                return self._look_up(question["name"])
+            given = [decode(each, self._decode_reference) for each in question["on"]]
+            result = _OPERATIONS[question["do"]](*given)
+            answer = {"value": encode(result, self._encode_reference)}
+            after = [encode(each, self._encode_reference) for each in given]
+            return answer if after == question["on"] else answer | {"after": after}
+        except BaseException as error:  # it ends a test, and the next one asks again
+            return _encode_exception(error)
+
+    def _look_up(self, name: str) -> Any:
+        if name not in self._names:
+            return {"absent": name}
+        value = self._names[name]
+        return (
+            {"module": value.__name__}
+            if isinstance(value, ModuleType)
+            else {"value": encode(value, self._encode_reference)}
+        )
+
+    def _encode_reference(self, value: Any) -> Any:
+        """Stands for what is not plain. Numbers and tables of numpy say themselves how they are."""
+        if hasattr(value, "tolist") and not isinstance(value, type):
+            return encode(value.tolist(), self._encode_reference)
+        for number, thing in enumerate(self._objects):
+            if thing is value:
+                return {"thing": number}
+        self._objects.append(value)
+        return {"thing": len(self._objects) - 1}
+
+    def _decode_reference(self, message: Any) -> Any:
+        if "thing" in message:
+            return self._objects[message["thing"]]
+        if "known" in message:
+            module, _, name = message["known"].partition(":")
+            return reduce(getattr, name.split("."), importlib.import_module(module))
+        return self._make_callback(message["callback"])
+
+    def _make_callback(self, number: int) -> Callable[..., Any]:
+        """A function of the examiner's that was handed over."""
+
+        def callback(*given: Any) -> Any:
+            send(
+                self._reply_fd, {"callback": number, "given": [encode(each, self._encode_reference) for each in given]}
+            )
+            answer = receive(self._request_fd)
+            if "raised" in answer:
+                raise ValueError(answer["raised"])
+            return decode(answer["value"], self._decode_reference)
+
+        return callback
+
+
+def _encode_exception(error: BaseException) -> Any:
+    """Name the exception of a program as Python does; its own text may raise as well."""
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    try:
+        text = str(error)[:MOST_TEXT]
+    except BaseException:
+        text = ""
+    return {"raised": kinds[0], "text": text}
+
+
+def _call(function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
+    return function(*given, **named)
+
+
+def _next(iterator: Iterator[Any]) -> list[Any]:
+    """The next item in a list, which is empty at the end."""
+    for item in iterator:
+        return [item]
+    return []
+
+
+def _set_item(thing: Any, key: Any, value: Any) -> None:
+    thing[key] = value
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": lambda thing, key: thing[key],
+    "setitem": _set_item,
+    "iter": iter,
+    "next": _next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "equal": lambda thing, other: bool(thing == other),
+    "isinstance": isinstance,
+}

@@ -1,0 +1,394 @@
+"""The calls into Linux by which a process gives rights up: namespaces, mounts, capabilities, Landlock, seccomp.
+
+Each function is one request. Where this kernel, or who runs it, does not grant it, that is an `OSError`; so is any call
+on another system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+import sys
+from collections.abc import Sequence
+
+__all__ = [
+    "NAMESPACES",
+    "USER",
+    "apply_landlock",
+    "become_subreaper",
+    "bind_mount",
+    "drop_capabilities",
+    "install_seccomp_filter",
+    "look_up_syscall_numbers",
+    "make_mounts_private",
+    "make_mounts_read_only",
+    "make_undumpable",
+    "mount_tmpfs",
+    "pivot_root",
+    "set_no_new_privileges",
+    "set_parent_death_signal",
+    "unmount",
+    "unshare",
+]
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_MACHINE = os.uname().machine
+
+USER = 0x10000000
+NAMESPACES = {
+    "network": 0x40000000,
+    "processes": 0x20000000,
+    "mounts": 0x00020000,
+    "ipc": 0x08000000,
+    "host": 0x04000000,
+}
+"""What a process may have to itself, by the name used here."""
+
+_RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
+_DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
+_DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 36, 22
+
+_REFUSED_CALLS: dict[str, tuple[int, ...]] = {
+    # the number of each call on x86_64, and on aarch64, which has left some out
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "mount_setattr": (442, 442),
+    "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_by_handle_at": (304, 265),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "setpriority": (141, 140),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "pidfd_send_signal": (424, 424),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+}
+"""Calls that reach a network, other processes' memory, more rights, or memory that no limit counts."""
+_SIGNALS: dict[str, tuple[int, ...]] = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+}
+_LIMITS: dict[str, tuple[int, ...]] = {"prlimit64": (302, 261)}
+"""Both are calls whose first argument names the process that they act on."""
+_REFUSED_BY_ARGUMENT: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "fcntl": ((72, 25), (8, 10, 15)),
+    "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412)),
+}
+"""Calls that have a file send signals to the process that is named, or type into a terminal; each with the second
+arguments by which they do."""
+_CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
+_NEW_NAMESPACES = 0x7E020000
+"""The flags by which `clone` makes a namespace."""
+_LOCAL, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
+_FILE_CALLS: dict[str, tuple[int, ...]] = {
+    "chmod": (90,),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92,),
+    "lchown": (94,),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "utime": (132,),
+    "utimes": (235,),
+    "futimesat": (261,),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "truncate": (76, 45),
+    "inotify_add_watch": (254, 27),
+}
+"""Calls that change or watch what is noted of a file, which Landlock lets pass anywhere, or did at first."""
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Of each machine its column above, and its name for seccomp."""
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces of these kinds for new ones; processes, from the next child on."""
+    _call_libc("unshare", flags)
+
+
+def become_subreaper() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_SUBREAPER, 1)
+
+
+def make_undumpable() -> None:
+    """Let nobody of the same user read this process, or the descriptors that it holds; its children neither."""
+    _prctl(_DUMPABLE, 0)
+
+
+def set_no_new_privileges() -> None:
+    """Let no program that is started from here have more rights than this one."""
+    _prctl(_NO_NEW_PRIVILEGES, 1)
+
+
+def set_parent_death_signal() -> None:
+    """Be killed when the parent ends, however it ends."""
+    _prctl(_DEATH_SIGNAL, 9)
+
+
+def drop_capabilities() -> None:
+    """Give up every right of an administrator, also within a namespace."""
+    header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    _call_libc("capset", header, none)
+
+
+# -- mounts -----------------------------------------------------------------------------------------------------------
+
+
+def make_mounts_private() -> None:
+    """Have nothing that is mounted from here on be seen outside."""
+    _call_libc("mount", None, b"/", None, _REC | _PRIVATE, None)
+
+
+def mount_tmpfs(path: str, options: str) -> None:
+    """Mount an empty file system in memory."""
+    _call_libc("mount", b"tmpfs", path.encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
+
+
+def bind_mount(source: str, target: str) -> None:
+    """Show a file or a directory, with what is mounted below it, at a second place."""
+    _call_libc("mount", source.encode(), target.encode(), None, _BIND | _REC, None)
+
+
+def make_mounts_read_only(path: str) -> None:
+    """Make a mount and all below it read-only."""
+    attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
+    _call_by_name("mount_setattr", _AT_FDCWD, path.encode(), _RECURSIVE, attributes, len(attributes))
+
+
+def unmount(path: str) -> None:
+    """Take a mount away, with all below it."""
+    _call_libc("umount2", path.encode(), _DETACH)
+
+
+def pivot_root(path: str) -> None:
+    """Make a mount the root, and let go of what was it."""
+    os.chdir(path)
+    _call_by_name("pivot_root", b".", b".")
+    _call_libc("umount2", b".", _DETACH)
+    os.chdir("/")
+
+
+# -- Landlock ---------------------------------------------------------------------------------------------------------
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on every machine
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY = 1, 2, 4, 8
+_TRUNCATE, _TALK_TO_DEVICE = 1 << 14, 1 << 15
+
+
+def apply_landlock(readable: Sequence[str], devices: Sequence[str], writable: Sequence[str]) -> int:
+    """Reach no other file than these, and, as far as this kernel knows how, no network and no process outside.
+
+    Returns what it knows: 1 files, 4 and above TCP, 6 and above signals.
+    """
+    version = _call_by_number(_LANDLOCK_CREATE, None, 0, 1)
+    bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    files = (1 << bits) - 1
+    rules = struct.pack("=QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    ruleset = _call_by_number(_LANDLOCK_CREATE, rules, (8 if version < 4 else 16 if version < 6 else 24), 0)
+    look = _EXECUTE | _READ_FILE | _READ_DIRECTORY
+    use = (_READ_FILE | _WRITE_FILE | _TRUNCATE | _TALK_TO_DEVICE) & files
+    try:
+        for paths, rights in ((readable, look), (devices, use), (writable, files)):
+            for path in paths:
+                _allow(ruleset, path, rights)
+        _call_by_number(_LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+    return version
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # what is not there need not be reached
+    if not os.path.isdir(path):
+        rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _TALK_TO_DEVICE
+    try:
+        _call_by_number(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0)
+    finally:
+        os.close(place)
+
+
+# -- seccomp ----------------------------------------------------------------------------------------------------------
+
+_LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_ALLOWED, _REFUSED, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_OTHER_TABLE = 0x40000000
+"""From here on x86_64 counts the calls of a second table, which would lead around the filter."""
+
+
+def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> None:
+    """Refuse the calls that reach a network, other processes, or more rights; for good, and for all children.
+
+    alone: no process outside is in sight. Where others are, signals reach none but this process. rooted: no file
+    outside is in sight. Where others are, no file's owner, rights and times are changed.
+    """
+    column, architecture = _architecture()
+    code = [
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_EQUALS, architecture, 1, 0),
+        _instruction(_RETURN, _REFUSED),
+    ]
+    code += [_instruction(_LOAD, _NUMBER), _instruction(_AT_LEAST, _OTHER_TABLE, 0, 1), _instruction(_RETURN, _REFUSED)]
+    for numbers in [*_REFUSED_CALLS.values(), *({} if has_own_root else _FILE_CALLS).values()]:
+        if column < len(numbers):
+            code += _match_call(numbers[column], _instruction(_RETURN, _REFUSED))
+    # Its flags lie in memory, where a filter cannot look. Without it the C library uses `clone`.
+    code += _match_call(_CLONE3[column], _instruction(_RETURN, _UNKNOWN))
+    code += _match_call(_CLONE[column], *_unless_any_bit(_NEW_NAMESPACES))
+    code += _match_call(_SOCKETPAIR[column], *_only_local_streams())
+    for numbers, refused in _REFUSED_BY_ARGUMENT.values():
+        code += _match_call(numbers[column], *_unless_second(refused))
+    for numbers in [*_LIMITS.values(), *({} if has_pid_namespace else _SIGNALS).values()]:
+        code += _match_call(numbers[column], *_only_itself())
+    code.append(_instruction(_RETURN, _ALLOWED))
+    steps = ctypes.create_string_buffer(b"".join(code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(steps))
+    _prctl(_SECCOMP, 2, program)
+
+
+def _match_call(number: int, *steps: bytes) -> list[bytes]:
+    """Steps for one call, in the last of which it is allowed or refused."""
+    return [_instruction(_EQUALS, number, 0, len(steps)), *steps]
+
+
+def _unless_any_bit(flags: int) -> list[bytes]:
+    """Refuse a call with one of these flags in its first argument."""
+    decided = [_instruction(_RETURN, _REFUSED), _instruction(_RETURN, _ALLOWED)]
+    return [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_ANY_BIT, flags, 0, 1), *decided]
+
+
+def _unless_second(refused: Sequence[int]) -> list[bytes]:
+    """Refuse a call with one of these as its second argument."""
+    tests = [_instruction(_EQUALS, value, len(refused) - place, 0) for place, value in enumerate(refused)]
+    return [
+        _instruction(_LOAD, _SECOND_ARGUMENT),
+        *tests,
+        _instruction(_RETURN, _ALLOWED),
+        _instruction(_RETURN, _REFUSED),
+    ]
+
+
+def _only_itself() -> list[bytes]:
+    """Refuse a call that acts on another process than this one, which 0 names too."""
+    own = [_instruction(_EQUALS, 0, 2, 0), _instruction(_EQUALS, os.getpid(), 1, 0)]
+    return [
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        *own,
+        _instruction(_RETURN, _REFUSED),
+        _instruction(_RETURN, _ALLOWED),
+    ]
+
+
+def _only_local_streams() -> list[bytes]:
+    """Refuse pairs of sockets but those that stay a pair: of datagrams, each end can send to any address."""
+    local = [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_EQUALS, _LOCAL, 0, 3)]
+    stream = [
+        _instruction(_LOAD, _SECOND_ARGUMENT),
+        _instruction(_AND, _KIND_OF_SOCKET),
+        _instruction(_EQUALS, _STREAM, 1, 0),
+    ]
+    return [*local, *stream, _instruction(_RETURN, _REFUSED), _instruction(_RETURN, _ALLOWED)]
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+# -- calling ----------------------------------------------------------------------------------------------------------
+
+
+def _architecture() -> tuple[int, int]:
+    if _LIBC is None or _MACHINE not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"not known on {sys.platform}, {_MACHINE}")
+    return _ARCHITECTURES[_MACHINE]
+
+
+def look_up_syscall_numbers(*names: str) -> dict[str, int]:
+    """The numbers of calls on this machine, where they are known."""
+    if _LIBC is None or _MACHINE not in _ARCHITECTURES:
+        return {}
+    known = {**_REFUSED_CALLS, "clone": _CLONE}
+    return {name: known[name][_architecture()[0]] for name in names}
+
+
+def _call_libc(name: str, *arguments: int | bytes | None) -> int:
+    """A function of the C library that tells failure by -1."""
+    if _LIBC is None:
+        raise OSError(errno.ENOSYS, f"{name} is not known on {sys.platform}")
+    function = getattr(_LIBC, name)
+    function.restype = ctypes.c_long
+    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result: int = function(*given)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def _prctl(option: int, *values: int | bytes) -> None:
+    _call_libc("prctl", option, *[*values, 0, 0, 0, 0][:4])
+
+
+def _call_by_name(name: str, *arguments: int | bytes | None) -> int:
+    return _call_by_number(_REFUSED_CALLS[name][_architecture()[0]], *arguments)
+
+
+def _call_by_number(number: int, *arguments: int | bytes | None) -> int:
+    return _call_libc("syscall", number, *arguments)

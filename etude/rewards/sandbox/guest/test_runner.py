@@ -1,0 +1,439 @@
+"""The examiner: a process that holds the tests of a program, out of the program's reach, and compares.
+
+What a script printed lies in a file to which nothing is written any more. A program's functions are tried while it
+runs: a name of the program is a `RemoteObject` in a test. What is done with it is asked for over a pipe, and what comes
+back is plain, or a `RemoteObject` again. So a test's `assert` compares values of this process by the rules of this
+process; a program that redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A
+`RemoteObject` equals another `RemoteObject` where the program says so, and never a plain value.
+
+Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. So does a value
+that cannot be handed over once the program has answered: it may be of a type that the program chose. Of each test one
+letter is written down, for the keeper to read when all has ended.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+import select
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any
+
+from etude.rewards.sandbox.guest.compare import outputs_match, values_match
+from etude.rewards.sandbox.guest.json_values import NotEncodableError, decode, encode
+from etude.rewards.sandbox.guest.pipe_messages import HEAD, MAX_PROGRAM_MESSAGE_BYTES, pack_message, unpack_message
+
+__all__ = [
+    "FAILED",
+    "INVALID",
+    "LONGEST",
+    "PASSED",
+    "InvalidTestError",
+    "ProgramConnection",
+    "ProgramLostError",
+    "RemoteObject",
+    "check_output",
+    "run_tests",
+]
+
+PASSED, FAILED, INVALID = "1", "0", "?"
+"""What is written of a test; behind the last, why no program can be put to it."""
+LONGEST = 400
+"""Bytes of that sentence at most."""
+SHARED_MODULES = ("builtins", "math", "operator", "_operator")
+"""Modules whose functions a test may hand to a program by name."""
+_USUAL = (Exception, SystemExit, KeyboardInterrupt)
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+
+
+class InvalidTestError(BaseException):
+    """A test does what cannot be done with a program that is elsewhere. It goes the same way as `ProgramLostError`."""
+
+
+class AbortedTestError(BaseException):
+    """A test fails, and may not take that for something else: the program raised what ends a loop of Python's, or
+    answered with what cannot be handed back."""
+
+
+class ProgramLostError(BaseException):
+    """The program has ended, says what makes no sense, or took too long: nothing more can be asked, and no test passes
+    any more. Like an interrupt it goes through a test's `except Exception`."""
+
+
+def check_output(output_fd: int, result_fd: int, wanted: str) -> int:
+    """Compare what lies in a file with what a script should have printed."""
+
+    def same() -> bool:
+        with open(output_fd, "rb", closefd=False) as file:
+            file.seek(0)
+            return outputs_match(wanted, file.read().decode(errors="replace"))
+
+    _write(result_fd, PASSED if _passes(same) else FAILED)
+    return 0
+
+
+def run_tests(reply_fd: int, request_fd: int, result_fd: int, tests: Any) -> int:
+    """Run the tests against the program at the other ends of two pipes, and write what comes of each to a third
+    descriptor."""
+    asking = ProgramConnection(reply_fd, request_fd, tests["seconds"])
+    with suppress(ProgramLostError):
+        if "call" in tests:
+            _run_calls(asking, result_fd, tests)
+        else:
+            _run_statements(asking, result_fd, tests)
+    return 0
+
+
+def _run_calls(program: ProgramConnection, result_fd: int, tests: Any) -> None:
+    """Call one function with each list of arguments, and compare what it returns."""
+    for given, wanted in zip(tests["given"], tests["wanted"], strict=True):
+        program.begin_test()
+        passed = _passes(lambda: values_match(wanted, program.look_up_function(tests["call"])(*given)))  # noqa: B023
+        _write(result_fd, PASSED if passed else FAILED)
+
+
+def _run_statements(program: ProgramConnection, result_fd: int, tests: Any) -> None:
+    """Run statements in their order, and write down whether they passed; none behind one that is no test and did
+    not."""
+    names: dict[str, Any] = {"__name__": "tests"}
+    try:
+        own = {name: _module(name, *used) for name, used in tests["modules"].items()}
+    except ImportError as error:
+        _write(result_fd, INVALID + _describe_import_error(error))
+        return
+    names |= {name: module for name, module in own.items() if module is not None}
+    asked = [(name, known_as) for name, known_as in tests["names"] if name not in names]
+    if not asked:
+        _write(result_fd, f"{INVALID}they use no name that a program could define")
+        return
+    program.begin_test()
+    for name, known_as in asked:
+        with suppress(LookupError):
+            names[name] = program.look_up(known_as)
+    for text, counts in tests["statements"]:
+        program.begin_test()
+        passed = _passes(lambda: _run_statement(text, names, program, imports=not counts)) and not program.is_aborted  # noqa: B023
+        if program.is_lost:
+            return
+        if program.invalid_reason:
+            _write(result_fd, INVALID + program.invalid_reason)
+            return
+        _write(result_fd, PASSED if passed else FAILED)
+        if not (passed or counts):
+            return
+
+
+def _run_statement(text: str, names: dict[str, Any], program: ProgramConnection, *, imports: bool) -> bool:
+    """Run a statement. imports: where it is an import and fails, no program has a part in that."""
+    try:
+        exec(compile(text, "tests", "exec"), names)
+    except ImportError as error:
+        if imports and text.startswith(("import ", "from ")):
+            program.invalid_reason = _describe_import_error(error)
+        return False
+    return True
+
+
+def _module(name: str, path: str, attributes: list[str]) -> ModuleType | None:
+    """The module of Python's own, or of a package, that a test uses without importing it. None where there is none of
+    Python's own with what is used of it: then a program's class or object is meant that has its name."""
+    if name not in sys.stdlib_module_names:
+        return importlib.import_module(path)
+    try:
+        module = importlib.import_module(path)
+        for attribute in attributes:
+            if not hasattr(module, attribute):
+                importlib.import_module(f"{path}.{attribute}")
+    except ImportError:
+        return None
+    return module
+
+
+def _describe_import_error(error: ImportError) -> str:
+    return f"they import what is not in the box ({error}; see `reward.packages`)"
+
+
+def _passes(test: Callable[[], bool]) -> bool:
+    """Return whether a test passes. Its exceptions stay inside, except that the program has ended."""
+    try:
+        return test()
+    except ProgramLostError:
+        raise
+    except BaseException:
+        return False
+
+
+def _write(result_fd: int, what: str) -> None:
+    os.write(result_fd, what.encode("ascii", "replace")[:LONGEST])
+
+
+class ProgramConnection:
+    """The questions that can be put to a program. Each test has so many seconds for all of its questions."""
+
+    def __init__(self, reply_fd: int, request_fd: int, seconds: float) -> None:
+        self._reply_fd, self._request_fd, self._seconds = reply_fd, request_fd, seconds
+        for end in (reply_fd, request_fd):
+            os.set_blocking(end, False)
+        self._until = time.monotonic() + seconds
+        self._callbacks: list[Any] = []
+        self.is_lost = False
+        """Whether it said its last; also where a test took no notice."""
+        self.invalid_reason = ""
+        """Why no program can be put to a test; also where that took no notice."""
+        self.is_aborted = False
+        """Whether a `AbortedTestError` was raised in this test; also where that took no notice."""
+        self._answered = False
+        """Whether anything came back that the program chose."""
+
+    def begin_test(self) -> None:
+        """Begin a test."""
+        self.is_aborted = False
+        self._until = time.monotonic() + self._seconds
+
+    def look_up(self, name: str) -> Any:
+        """What the program calls by a name; `LookupError` where there is no such name."""
+        answer = self._request({"name": name})
+        if "absent" in answer:
+            raise LookupError(name)
+        if "module" in answer:
+            module = str(answer["module"])
+            if module != name or name not in sys.stdlib_module_names:
+                raise LookupError(name)
+            return importlib.import_module(module)
+        value = self._reply_value(answer)
+        self._answered |= not isinstance(value, RemoteObject)
+        return value
+
+    def look_up_function(self, name: str) -> Any:
+        """A function by its name, or a method of the class `Solution`."""
+        try:
+            return self.look_up(name)
+        except LookupError:
+            return getattr(self.look_up("Solution")(), name)
+
+    def perform(self, what: str, *on: Any) -> Any:
+        """Have one operation done on values and things, and change the plain ones that it changed."""
+        try:
+            question = {"do": what, "on": [encode(each, self._encode_reference) for each in on]}
+        except InvalidTestError as error:
+            if self._answered:
+                self.is_aborted = True
+                raise AbortedTestError(str(error)) from error
+            self.invalid_reason = str(error)
+            raise
+        answer = self._request(question)
+        value = self._reply_value(answer)
+        for before, after in zip(on, self._decode(answer.get("after", [])), strict=False):
+            _copy_changes(before, after)
+        return value
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _reply_value(self, answer: Any) -> Any:
+        if "raised" in answer:
+            raise self._make_exception(str(answer["raised"]), str(answer.get("text", "")))
+        return self._decode(answer.get("value"))
+
+    def _make_exception(self, name: str, text: str) -> BaseException:
+        """The program's exception, as one of this process."""
+        kind = getattr(builtins, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            kind = Exception
+        if issubclass(kind, _ENDS_LOOPS) or not issubclass(kind, _USUAL):
+            self.is_aborted = True
+            return AbortedTestError(text)
+        try:
+            return kind(text)
+        except TypeError:  # its kind wants more than a text
+            error = kind.__new__(kind)
+            error.args = (text,)
+            return error
+
+    def _decode(self, message: Any) -> Any:
+        try:
+            return decode(message, self._decode_reference)
+        except NotEncodableError as error:
+            raise self._mark_lost(str(error)) from error
+
+    def _request(self, question: dict[str, Any]) -> dict[str, Any]:
+        self._send(question)
+        while True:
+            answer = self._receive()
+            if "name" not in question:
+                self._answered = True
+            if "callback" not in answer:
+                return answer
+            self._send(self._run_callback(answer))
+
+    def _run_callback(self, asked: Any) -> Any:
+        try:
+            function = self._callbacks[asked["callback"]]
+            return {"value": encode(function(*self._decode(asked["given"])), self._encode_reference)}
+        except (Exception, InvalidTestError) as error:
+            return {"raised": f"{type(error).__name__}: {error}"}
+
+    def _encode_reference(self, value: Any) -> Any:
+        """Stands for what is not plain: a thing by its number, what Python itself has by its name, functions by the
+        number at which they are called back."""
+        if isinstance(value, RemoteObject):
+            return {"thing": _number(value)}
+        if isinstance(value, type | BuiltinFunctionType | MethodDescriptorType):
+            module = getattr(value, "__objclass__", value).__module__
+            if module in SHARED_MODULES:
+                return {"known": f"{module}:{value.__qualname__}"}
+        if isinstance(value, FunctionType | MethodType | BuiltinFunctionType):
+            self._callbacks.append(value)
+            return {"callback": len(self._callbacks) - 1}
+        kind = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise InvalidTestError(f"a `{kind}` cannot be handed to the program, which takes plain values and functions")
+
+    def _decode_reference(self, message: Any) -> Any:
+        if not isinstance(number := message.get("thing"), int):
+            raise NotEncodableError("a message is no value")
+        return RemoteObject(self, number)
+
+    def _send(self, message: Any) -> None:
+        rest = memoryview(pack_message(message))
+        while rest:
+            select.select([], [self._request_fd], [], self._seconds_left())
+            try:
+                rest = rest[os.write(self._request_fd, rest) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._mark_lost(str(error)) from error
+
+    def _receive(self) -> dict[str, Any]:
+        length = int.from_bytes(self._exactly(HEAD), "big")
+        if length > MAX_PROGRAM_MESSAGE_BYTES:
+            raise self._mark_lost(f"a message of {length} bytes")
+        try:
+            answer = unpack_message(self._exactly(length))
+        except ValueError as error:
+            raise self._mark_lost(str(error)) from error
+        if not isinstance(answer, dict):
+            raise self._mark_lost("a message is no answer")
+        return answer
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            select.select([self._reply_fd], [], [], self._seconds_left())
+            try:
+                part = os.read(self._reply_fd, min(count - len(parts), 1 << 20))
+            except BlockingIOError:
+                continue
+            if not part:
+                raise self._mark_lost("it ended")
+            parts += part
+        return bytes(parts)
+
+    def _mark_lost(self, why: str) -> ProgramLostError:
+        self.is_lost = True
+        return ProgramLostError(why)
+
+    def _seconds_left(self) -> float:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise self._mark_lost("it took too long")
+        return left
+
+
+class RemoteObject:
+    """Something that a program made and that is not plain: a function, a class, an object of one."""
+
+    __slots__ = ("_etude_connection", "_etude_number")
+    _etude_connection: ProgramConnection
+    _etude_number: int
+
+    def __init__(self, line: ProgramConnection, number: int) -> None:
+        object.__setattr__(self, "_etude_connection", line)
+        object.__setattr__(self, "_etude_number", number)
+
+    def _etude_do(self, what: str, *on: Any) -> Any:
+        return self._etude_connection.perform(what, self, *on)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self._etude_do("call", _PositionalArguments(given), _KeywordArguments(named))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):
+            raise AttributeError(name)  # numpy would read memory of this process at the address that it is given
+        return self._etude_do("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._etude_do("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._etude_do("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._etude_do("setitem", key, value)
+
+    def __contains__(self, item: Any) -> bool:
+        return any(each == item for each in self)  # a program that were asked would be told what is looked for
+
+    def __iter__(self) -> Iterator[Any]:
+        items = self._etude_do("iter")
+        while item := self._etude_connection.perform("next", items):
+            yield item[0]
+
+    def __len__(self) -> int:
+        length = self._etude_do("len")
+        return length if isinstance(length, int) else 0
+
+    def __bool__(self) -> bool:
+        return self._etude_do("bool") is True
+
+    def __str__(self) -> str:
+        return str(self._etude_do("str"))
+
+    def __repr__(self) -> str:
+        return str(self._etude_do("repr"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteObject) and self._etude_do("equal", other) is True
+
+    def __hash__(self) -> int:
+        return self._etude_number
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteObject) and self._etude_connection.perform("isinstance", value, self) is True
+
+
+class _PositionalArguments(list[Any]):
+    """The arguments of a call: a list of what is the test's, and itself nobody's."""
+
+
+class _KeywordArguments(dict[str, Any]):
+    """The same of those that are given by name."""
+
+
+def _number(thing: RemoteObject) -> int:
+    return thing._etude_number
+
+
+def _copy_changes(before: Any, after: Any) -> None:
+    """Do to a value what was done to its copy."""
+    if isinstance(before, _PositionalArguments) and isinstance(after, list):
+        for one, other in zip(before, after, strict=False):
+            _copy_changes(one, other)
+    elif isinstance(before, _KeywordArguments) and isinstance(after, dict):
+        for name in before.keys() & after.keys():
+            _copy_changes(before[name], after[name])
+    elif type(before) is not type(after) or before == after:
+        return
+    elif isinstance(before, list | bytearray):
+        before[:] = after
+    elif isinstance(before, deque):
+        before.clear()
+        before.extend(after)
+    elif isinstance(before, set | dict):
+        before.clear()
+        before.update(after)

@@ -1,0 +1,224 @@
+"""Test code cut into statements: which of them are tests, and what they take from a program.
+
+A test is a statement that can fail because something is not as it should be: one that holds an `assert`, a `raise` or a
+call of the kind of `assert_allclose`, or that names a function which does. What a test runner would call is called:
+
+    def test_add(): …                      test_add()
+    class TestAdd: def test_one(self): …   TestAdd().test_one()
+    class TestAdd(unittest.TestCase): …    each of its test methods, with what is set up for it
+    def check(candidate): …                check(add), where the task names its entry point
+
+Code in which nothing is tested is refused: every program would pass it.
+
+A module that tests use without importing it (`math.isclose(f(2), 0.5)`) is Python's, or the usual package's, and never
+what a program calls so.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["ParsedTests", "parse_tests"]
+
+PROGRAM = "solution"
+"""The module as which tests import the program, where they do."""
+PACKAGES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy")}}
+"""Packages, by the names under which tests use them without an import."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class ParsedTests(NamedTuple):
+    """Test code in its parts."""
+
+    statements: tuple[tuple[str, bool], ...]
+    """Each with whether it is a test."""
+    names: tuple[tuple[str, str], ...]
+    """The names that they use and do not define, each with what the program calls it."""
+    modules: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Of these names, those that look like modules: each with the module's path, and what is used of it."""
+
+
+def parse_tests(code: str, entry: str) -> ParsedTests:
+    """Cut test code into its statements. `ValueError`, as a sentence ends, where they test nothing.
+
+    entry: the function that is asked for, if the task names it.
+    """
+    try:
+        body = list(_unwrap_main_guard(ast.parse(code).body))
+        imported = {alias.asname or alias.name: alias.name for node in body for alias in _program_imports(node)}
+        body = [node for node in body if not _program_imports(node)]
+        body += [node for call in _make_calls(body, entry) for node in ast.parse(call).body]
+        names = _free_names(ast.unparse(ast.Module(body, [])), {entry, *imported})
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(str(error) if type(error) is ValueError else f"they are no Python: {error}") from error
+    if not names:
+        raise ValueError("they use no name that a program could define")
+    testing = _find_testing_names(body)
+    statements = tuple((ast.unparse(node), _is_test(node, testing)) for node in body)
+    if not any(counts for _, counts in statements):
+        raise ValueError(
+            "nothing in them is tested, so that every program would pass: they hold no `assert`, and call none"
+            + ("; `check` is for a function that a column `entry_point` names" if "check" in testing else "")
+        )
+    known = {"candidate": entry} if entry else {}
+    modules = _find_modules(body, [name for name in names if name not in imported and name != entry])
+    return ParsedTests(
+        statements, tuple((name, imported.get(name) or known.get(name, name)) for name in names), modules
+    )
+
+
+def _unwrap_main_guard(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, with those that are run only where a file is run as a script, and without the calls of a runner."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
+            yield from _unwrap_main_guard(node.body)
+        elif not (isinstance(node, ast.Expr) and ast.unparse(node).startswith(("unittest.main(", "pytest.main("))):
+            yield node
+
+
+def _program_imports(node: ast.stmt) -> list[ast.alias]:
+    """What a statement imports from the program."""
+    return node.names if isinstance(node, ast.ImportFrom) and node.module == PROGRAM else []
+
+
+# -- what is called ---------------------------------------------------------------------------------------------------
+
+
+def _make_calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
+    """The calls that a runner of tests would add."""
+    used = {name for node in body for part in _executed_nodes(node) for name in _loaded_names(ast.walk(part))}
+    cases: set[str] = set()
+    for node in body:
+        if not isinstance(node, _Definition) or node.name in used:
+            continue
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases}
+            if bases & cases or any(base.endswith("TestCase") for base in bases):
+                cases.add(node.name)
+            yield from _make_class_calls(node, case=node.name in cases)
+        elif node.name == "check" and entry:
+            yield f"check({entry})"
+        elif node.name.startswith("test"):
+            _refuse_uncallable(node, 0)
+            yield f"{node.name}()"
+
+
+def _executed_nodes(node: ast.stmt) -> Sequence[ast.AST]:
+    """What a statement does; of a class, all but what it is derived from, which does not call that."""
+    return node.body if isinstance(node, ast.ClassDef) else [node]
+
+
+def _make_class_calls(node: ast.ClassDef, *, case: bool) -> Iterator[str]:
+    functions = [each for each in node.body if isinstance(each, _Function)]
+    tests = [each for each in functions if each.name.startswith("test")] if case or node.name.startswith("Test") else []
+    for test in tests:
+        _refuse_uncallable(test, 1)
+        if case:
+            yield f"__import__('unittest').TestSuite([{node.name}({test.name!r})]).debug()"
+        elif any(each.name.startswith(("setup", "teardown")) for each in functions):
+            raise ValueError(f"`{node.name}` sets up what pytest would call; let it be a `unittest.TestCase`")
+        else:
+            yield f"{node.name}().{test.name}()"
+
+
+def _refuse_uncallable(test: _Function, given: int) -> None:
+    """Refuse a test that cannot be called as it stands."""
+    needed = len(test.args.posonlyargs) + len(test.args.args) - len(test.args.defaults)
+    needed += sum(default is None for default in test.args.kw_defaults)
+    if isinstance(test, ast.AsyncFunctionDef):
+        raise ValueError(f"`{test.name}` is a coroutine function, and a program is asked without waiting")
+    if needed > given:
+        raise ValueError(f"`{test.name}` wants arguments, which only pytest would give it; call it with them")
+
+
+# -- what is a test ---------------------------------------------------------------------------------------------------
+
+
+def _find_testing_names(body: Sequence[ast.stmt]) -> set[str]:
+    """The functions and classes that test something, by themselves or by another of them."""
+    defined = {node.name: node for node in body if isinstance(node, _Definition)}
+    testing = {name for name, node in defined.items() if any(map(_can_fail, ast.walk(node)))}
+    while more := {name for name, node in defined.items() if _loaded_names(ast.walk(node)) & testing} - testing:
+        testing |= more
+    return testing
+
+
+def _is_test(node: ast.stmt, testing: set[str]) -> bool:
+    if isinstance(node, _Definition):
+        return False
+    parts = list(_walk_executed(node))
+    return any(map(_can_fail, parts)) or bool(_loaded_names(parts) & testing)
+
+
+def _walk_executed(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement's parts, without the bodies of functions that it only defines."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _Definition):
+            yield from _walk_executed(child)
+
+
+def _can_fail(node: ast.AST) -> bool:
+    """Whether this is what fails where something is not as it should be."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr.startswith("assert")
+    return isinstance(node, ast.Assert | ast.Raise)
+
+
+def _loaded_names(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+# -- what is the program's --------------------------------------------------------------------------------------------
+
+
+def _free_names(code: str, meant: Collection[str]) -> list[str]:
+    """The names that code uses and does not define. What Python itself has is among them only where it is `meant`, or
+    where there is nothing else: tests of a function called `sum` mean the program's, and tests that use `abs` mean
+    Python's."""
+    tables = [symtable.symtable(code, "tests", "exec")]
+    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    used: set[str] = set()
+    for table in tables:
+        tables += table.get_children()
+        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+        if table is tables[0]:
+            used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    free = used - own
+    if found := {name for name in free if name in meant or not hasattr(builtins, name)}:
+        return sorted(found)
+    functions = sorted(name for name in free if not _is_exception(name))
+    if len(functions) > 1:
+        raise ValueError(
+            f"all that they use is Python's own ({', '.join(functions)}), and which of it a program is to define is "
+            "open; name it in a column `entry_point`"
+        )
+    return functions
+
+
+def _is_exception(name: str) -> bool:
+    found = getattr(builtins, name)
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def _find_modules(body: Sequence[ast.stmt], names: Collection[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Of these names, those of modules: something is used of them, and they are not called."""
+    parts = [part for node in body for part in ast.walk(node)]
+    called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name in names:
+        path = PACKAGES.get(name) or (name if name in sys.stdlib_module_names else "")
+        used = {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_name(part.value, name)}
+        if path and used and name not in called:
+            found[name] = path, tuple(sorted(used))
+    return found
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

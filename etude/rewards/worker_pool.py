@@ -1,0 +1,312 @@
+"""Where reward functions that may take long are called: on a thread beside the run, or in processes of their own.
+
+A `WorkerPool` has a few seats, each served by one thread of ours; on threads it adds one while all others hang. A call
+that exceeds its limit loses its seat: a process is killed, with all it started; a thread, which nothing can end, is
+left to itself. Either is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from typing import Any, NamedTuple
+
+from etude.errors import RewardError
+from etude.observe import get_logger
+from etude.records import Outcome, Task
+from etude.rewards.base import describe_task
+from etude.rewards.verdict import Verdict, describe_timeout, run_reward
+
+__all__ = ["ProcessWorker", "ThreadWorker", "Worker", "WorkerLostError", "WorkerPool"]
+
+STARTING = 120.0
+"""Seconds after which a process that does not come up is given up."""
+ENDING = 2.0
+"""Seconds that a process may take to end, once it has closed its pipe."""
+HANG_SECONDS = 5.0
+"""Seconds after which a call that only waits is taken for one that hangs, where another seat may be added."""
+_STDERR = 2  # what a user's function prints must not mix with what the run says on standard output
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from etude.rewards.worker_main import main; main(int(sys.argv[1]))"
+)
+
+
+class WorkerLostError(Exception):
+    """The call ended its seat."""
+
+    def __init__(self, outcome: Outcome, what: str) -> None:
+        super().__init__(what)
+        self.outcome = outcome
+
+
+class Worker(ABC):
+    """A place where one call is made at a time."""
+
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether it ended between two calls."""
+
+    @property
+    def is_hung(self) -> bool:
+        """True where its call has lasted for long and used almost no processor time."""
+        return False
+
+    @abstractmethod
+    def call(self, task: Task, answer: str) -> Verdict:
+        """Judge one answer; raises `WorkerLostError` where that ends the seat."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it. Any thread may; a call under way then raises `WorkerLostError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it and give back what it holds, when no call is under way."""
+
+
+class ThreadWorker(Worker):
+    """A thread of this process."""
+
+    is_lost = False
+
+    def __init__(self, reward: Callable[[Task, str], Any], title: str, limit: float) -> None:
+        self._reward, self._title, self._limit = reward, title, limit
+        self._calls: SimpleQueue[tuple[Task, str] | None] = SimpleQueue()
+        self._verdicts: SimpleQueue[Verdict | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="etude-reward")
+        self._thread.start()
+        self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
+
+    @property
+    def is_hung(self) -> bool:
+        lasts = time.monotonic() - self._began
+        return lasts > HANG_SECONDS and self._cpu_seconds() - self._cpu_began < lasts / 10
+
+    def call(self, task: Task, answer: str) -> Verdict:
+        self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
+        self._calls.put((task, answer))
+        try:
+            verdict = self._verdicts.get(timeout=self._limit)
+        except Empty:
+            raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit)) from None
+        if verdict is None:
+            raise WorkerLostError(Outcome.CANCELLED, "was left alone")
+        return verdict
+
+    def _cpu_seconds(self) -> float:
+        """Seconds that its thread has computed; where the system does not tell them, all of them."""
+        if self._thread.ident is None or not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
+            return time.monotonic()
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def kill(self) -> None:
+        self._calls.put(None)
+        self._verdicts.put(None)
+
+    def close(self) -> None:
+        self.kill()
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            while (call := self._calls.get()) is not None:
+                self._verdicts.put(run_reward(self._reward, self._title, *call, runner))
+
+
+class ProcessWorker(Worker):
+    """A process that `etude.rewards.worker_main` runs in: spawned, so that it shares nothing with this one."""
+
+    def __init__(self, payload: bytes, limit: float) -> None:
+        self._payload, self._limit = payload, limit
+        self._ready = self._killed = False
+        self._connection, theirs = Pipe()
+        descriptor = theirs.fileno()
+        command = [sys.executable, "-c", _BOOT, str(descriptor), json.dumps(sys.path)]
+        # In a session of its own, so that Ctrl-C is the run's to answer, and killing it ends what it started.
+        self._process = Popen(
+            command, stdin=DEVNULL, stdout=_STDERR, pass_fds=[descriptor], start_new_session=True, close_fds=True
+        )
+        theirs.close()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._ready and self._connection.poll(0)
+
+    def call(self, task: Task, answer: str) -> Verdict:
+        if not self._ready:
+            self._wait_until_ready()
+        try:
+            self._connection.send_bytes(pickle.dumps((task, answer)))
+            if not self._connection.poll(self._limit):
+                raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit))
+            verdict: Verdict = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise WorkerLostError(Outcome.INFRA_ERROR, f"ended its process ({self._describe_exit()})") from None
+        return verdict
+
+    def kill(self) -> None:
+        self._killed = True
+        self._kill_all()
+
+    def close(self) -> None:
+        self._kill_all()
+        self._process.wait()
+        self._connection.close()
+
+    def _wait_until_ready(self) -> None:
+        try:
+            self._connection.send_bytes(self._payload)
+            problem = self._connection.recv_bytes().decode() if self._connection.poll(STARTING) else "it took too long"
+        except (EOFError, OSError):
+            problem = self._describe_exit()
+        if self._killed:
+            raise WorkerLostError(Outcome.CANCELLED, "was not called")
+        if problem:
+            raise RewardError(f"A process that judges could not start: {problem}")
+        self._ready = True
+
+    def _kill_all(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # it ended, and so did all that it started
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _describe_exit(self) -> str:
+        """How the process ended, or was ended because it no longer answers."""
+        try:
+            code = self._process.wait(timeout=ENDING)
+        except TimeoutExpired:
+            self._kill_all()
+            code = self._process.wait()
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+class _RewardCall(NamedTuple):
+    task: Task
+    answer: str
+    future: Future[Verdict]
+
+
+class WorkerPool:
+    """A bounded number of seats, and the calls that wait for one. Any thread may submit; one closes."""
+
+    def __init__(
+        self, workers: int, start_worker: Callable[[], Worker], title: str, max_workers: int | None = None
+    ) -> None:
+        """most: how many there may be while calls hang; as many as there are by default."""
+        self._start_worker, self._title = start_worker, title
+        self._num_workers, self._max_workers = workers, max_workers or workers
+        self._has_grown = False
+        self._calls: SimpleQueue[_RewardCall | None] = SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._active: set[Worker] = set()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Task, answer: str) -> Future[Verdict]:
+        """Judge one answer as soon as a seat is free. A future that is cancelled before that is not served."""
+        assert not self._closed, "the judge is closed"
+        call = _RewardCall(task, answer, Future())
+        self._calls.put(call)
+        return call.future
+
+    def add_worker_if_hung(self) -> None:
+        """Add a seat, where those that are there are all held by calls that hang. It goes when one of these ends."""
+        with self._lock:
+            if self._closed or len(self._threads) >= self._max_workers or len(self._active) < len(self._threads):
+                return
+            if not all(seat.is_hung for seat in self._active):
+                return
+            thread = threading.Thread(target=self._serve, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            if self._has_grown:
+                return
+            self._has_grown = True
+        get_logger("rewards").warning(
+            "A call of the reward %s has waited for over %g seconds. Until it ends, other answers are judged beside "
+            "it, on another thread; `judging.workers=0` keeps to one at a time. To judge several at a time always, set "
+            "`judging.workers=2`, for processes, or make it a coroutine function. This is said once.",
+            *(self._title, HANG_SECONDS),
+        )
+
+    def close(self) -> None:
+        """End every seat. What is under way or waits gets a verdict that says so."""
+        with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._calls.put(None)
+            for seat in self._active:
+                seat.kill()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+
+    def _serve(self) -> None:
+        """Keep one seat, taken at the first call, and serve one call after the other at it."""
+        seat: Worker | None = None
+        while (call := self._calls.get()) is not None:
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            began = time.perf_counter()
+            try:
+                if self._closed:
+                    raise WorkerLostError(Outcome.CANCELLED, "was not called")
+                if seat is not None and seat.is_lost:
+                    self._release_worker(seat)
+                    seat = None
+                if seat is None:
+                    seat = self._acquire_worker()
+                call.future.set_result(seat.call(call.task, call.answer))
+            except WorkerLostError as lost:
+                call.future.set_result(self._failure(lost, call.task, time.perf_counter() - began))
+                self._release_worker(seat)
+                seat = None
+            except BaseException as error:  # no seat could be had: the caller is told, and the next call tries again
+                call.future.set_exception(error)
+                self._release_worker(seat)
+                seat = None
+            if time.perf_counter() - began > HANG_SECONDS and self._retire_thread():
+                break
+        self._release_worker(seat)
+
+    def _retire_thread(self) -> bool:
+        """Take this thread, whose call hung, off the list where another stood in for it."""
+        with self._lock:
+            if self._closed or len(self._threads) <= self._num_workers:
+                return False
+            self._threads.remove(threading.current_thread())
+            return True
+
+    def _failure(self, lost: WorkerLostError, task: Task, seconds: float) -> Verdict:
+        if self._closed:
+            told = f"The reward {self._title} was stopped on {describe_task(task)}, because the judge was closed."
+            return Verdict.failure(Outcome.CANCELLED, told, seconds)
+        return Verdict.failure(lost.outcome, f"The reward {self._title} {lost} on {describe_task(task)}.", seconds)
+
+    def _acquire_worker(self) -> Worker:
+        seat = self._start_worker()
+        with self._lock:
+            self._active.add(seat)
+            if self._closed:
+                seat.kill()
+        return seat
+
+    def _release_worker(self, seat: Worker | None) -> None:
+        if seat is not None:
+            with self._lock:
+                self._active.discard(seat)
+            seat.close()

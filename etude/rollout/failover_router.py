@@ -1,0 +1,191 @@
+"""Servers that share the work, and fill in for each other.
+
+A request waits in one line for all of them until one has room: as much as `AdaptiveConcurrencyLimit` finds good for it.
+Then it goes where its prompt's beginning went (`Router`), or where there is room if there is none at that one. Should
+its server break off, another goes on from the tokens that are there, if it holds the same weights; otherwise, and where
+nobody can say which weights drew them, the answer is begun anew, unless somebody has been shown its beginning already.
+Only servers that are up, not withdrawn, and of the newest version take requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+
+from etude.errors import EngineError
+from etude.observe import get_logger
+from etude.protocols import Ids
+from etude.records import Completion, SamplingParams
+from etude.rollout.partial_completion import PartialCompletion
+from etude.rollout.request import Delta
+from etude.rollout.router import Router
+from etude.rollout.server_engine import ServerEngine, StreamInterruptedError
+from etude.rollout.server_load import AdaptiveConcurrencyLimit
+
+__all__ = ["FailoverRouter"]
+
+MAX_TRIES = 4
+"""Servers that are asked for one answer, before it fails as the last one did."""
+
+
+class FailoverRouter(Router):
+    """A `TokenGenerator` over servers. All requests come from one event loop."""
+
+    def __init__(self, servers: Sequence[ServerEngine], *, max_running: int, max_waiting: int) -> None:
+        """most: requests that one server has at once. line: requests that may wait for their turn."""
+        super().__init__(servers)
+        self.servers = servers
+        self.limits = [AdaptiveConcurrencyLimit(max_running) for _ in servers]
+        self.failure: EngineError | None = None
+        """Why there will be no server any more."""
+        self.resumed = self.restarted = 0
+        """Answers that another server went on with, and that were begun anew."""
+        self.published_version = 0
+        """The version that was published last: a server that holds an older one is asked nothing."""
+        self._max_waiting = max_waiting
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._slots_taken = 0
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published to them."""
+        return max(self.published_version, *(server.version for server in self.servers))
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn."""
+        return len(self._queue)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether somebody waits, and no server is there to wait for."""
+        return bool(self._queue) and not any(map(self.accepts_requests, range(len(self.servers))))
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation, by one server or by several that followed each other."""
+        done: Completion | None = None
+        async with aclosing(
+            self._stream_with_failover(self._begin_completion(prompt, sampling, on_start), streaming=False)
+        ) as deltas:
+            async for delta in deltas:
+                done = delta.completion
+        assert done is not None, "what does not end whole is an error"
+        return done
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """The same, as it comes."""
+        async with aclosing(
+            self._stream_with_failover(self._begin_completion(prompt, sampling), streaming=True)
+        ) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def admit_waiting(self) -> None:
+        """Let in whoever waits and has room now. To be called when a server came, went, or was given more room."""
+        while self._queue and (self.failure is not None or self._has_room()):
+            future = self._queue.popleft()
+            if not future.done():
+                self._slots_taken += 1
+                future.set_result(None)
+
+    def fail(self, failure: EngineError) -> None:
+        """There will be no server any more."""
+        self.failure = failure
+        self.admit_waiting()
+
+    def accepts_requests(self, engine: int) -> bool:
+        """Whether this one takes requests at all."""
+        server = self.servers[engine]
+        return server.is_up and not server.withdrawn and server.version == self.version
+
+    def _has_capacity(self, engine: int) -> bool:
+        return self.accepts_requests(engine) and self._load[engine] < self.limits[engine].limit
+
+    def _has_room(self) -> bool:
+        there = [engine for engine in range(len(self.servers)) if self.accepts_requests(engine)]
+        free = sum(max(0, self.limits[engine].limit - self._load[engine]) for engine in there)
+        return self._slots_taken - sum(self._load) < free  # of those let in, some are on their way yet
+
+    def _begin_completion(
+        self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
+    ) -> PartialCompletion:
+        return next((each for each in self.servers if each.is_up), self.servers[0]).begin_completion(
+            prompt, sampling, on_start
+        )
+
+    async def _stream_with_failover(self, answer: PartialCompletion, *, streaming: bool) -> AsyncGenerator[Delta, None]:
+        """The answer as it comes. shown: whether somebody reads along, so that nothing can be taken back."""
+        for tried in range(1, MAX_TRIES + 1):
+            async with self._hold_slot(retry=tried > 1):
+                with self._choose_engine(answer.prompt) as chosen:
+                    server = self.servers[chosen]
+                    if not streaming and (answer.version_uncertain or answer.version not in (None, server.version)):
+                        answer.restart()
+                        self.restarted += 1
+                    elif tried > 1 and answer.ids:
+                        self.resumed += 1
+                    try:
+                        async with aclosing(server.continue_completion(answer)) as deltas:
+                            async for delta in deltas:
+                                yield delta
+                        return
+                    except StreamInterruptedError as error:
+                        if (streaming or not answer.version_uncertain) and answer.finish_if_complete():
+                            yield answer.take_delta()
+                            return
+                        if tried == MAX_TRIES:
+                            raise
+                        self._mark_down(server, error, len(answer.ids))
+
+    def _mark_down(self, server: ServerEngine, error: StreamInterruptedError, gained: int) -> None:
+        """Ask this one no more, until it is known to be well."""
+        first, server.is_up = server.is_up, False
+        told = "%s Its answers go on elsewhere, or once it is back; of this one there are %d tokens."
+        get_logger("rollout").log(logging.WARNING if first else logging.DEBUG, told, error, gained)
+
+    @asynccontextmanager
+    async def _hold_slot(self, *, retry: bool) -> AsyncIterator[None]:
+        """A place among the requests that the servers have room for. again: for an answer that was begun, which is
+        never refused, and waits before those that were not."""
+        if self._queue or not self._has_room():
+            if not retry and self.failure is None and len(self._queue) >= self._max_waiting:
+                raise EngineError(
+                    f"{len(self._queue)} requests wait for a server already, which is as many as may. Ask for fewer at "
+                    f"once, or raise `rollout.line`."
+                )
+            await self._wait_for_slot(at_front=retry, holds_slot=False)
+        else:
+            self._slots_taken += 1
+        try:
+            while self.failure is None and not any(map(self._has_capacity, range(len(self.servers)))):
+                self._slots_taken -= 1  # the last of them went, or was given less, between the turn and its use
+                await self._wait_for_slot(at_front=True, holds_slot=True)
+            if self.failure is not None:
+                raise self.failure
+            yield
+        finally:
+            self._slots_taken -= 1
+            self.admit_waiting()
+
+    async def _wait_for_slot(self, *, at_front: bool, holds_slot: bool) -> None:
+        """Wait in the line, and have a place. placed: whether whoever waits once more gives back one it has not."""
+        future = asyncio.get_running_loop().create_future()
+        (self._queue.appendleft if at_front else self._queue.append)(future)
+        self.admit_waiting()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                with suppress(ValueError):
+                    self._queue.remove(future)
+                if holds_slot:
+                    self._slots_taken += 1
+            elif not holds_slot:
+                self._slots_taken -= 1
+                self.admit_waiting()
+            raise

@@ -1,0 +1,250 @@
+"""Keys and values of everything under way, in blocks, and the attention that reads them.
+
+`KVCache` owns the memory: for each layer all key blocks, then all value blocks, head by head, so that fetching a
+request's blocks with one `index_select` leaves each head's keys as one matrix. `ForwardBatch` is what one forward pass
+needs to know of it: where to write each new token, and for each group of like requests what to fetch. It is an
+`AttentionFn`. Where requests that are generating hold the same first blocks, those are fetched and attended once for
+all of them.
+
+**A row is computed the same whatever is computed beside it.** Requests are grouped only as entries of a batched matrix
+product, each of which is reduced on its own, and padding to the longest of a group adds weights that are exactly zero
+behind the others. In float32 the kernels keep no such promise by themselves. On most processors a product of fewer
+than 4 rows takes another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4,
+and a sum over more than 192 keys is cut into parts whose size depends on their number; on others more is so. A pass
+therefore computes in a `Form`, found by a trial, which says how many rows, queries and keys a product has (see
+`steady`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a prompt, or
+again after its request was preempted. In bfloat16 the kernels keep the promise at any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.models import Model
+from etude.rollout.attention_groups import AttentionGroup, group_chunks, split_into_chunks
+from etude.rollout.scheduler import ScheduledWork
+from etude.rollout.steady import Form
+
+if TYPE_CHECKING:
+    from etude.rollout.config import TorchEngineConfig
+
+__all__ = ["ForwardBatch", "KVCache", "block_bytes", "count_blocks"]
+
+
+def block_bytes(model: Model, size: int) -> int:
+    """The memory of one block in all layers."""
+    return model.num_layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
+
+
+class KVCache:
+    """The memory of all blocks."""
+
+    def __init__(self, model: Model, *, blocks: int, size: int) -> None:
+        self.blocks, self.size = blocks, size
+        self.heads, self.width = model.kv_heads, model.head_dim
+        self.block_bytes = 2 * self.heads * size * self.width * model.dtype.itemsize  # of one layer
+        self.queries_per_kv_head = model.query_heads // model.kv_heads
+        self.dtype, self.device = model.dtype, model.device
+        shape = (model.num_layers, 2, self.heads * blocks * size, self.width)
+        self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        """[layer, keys or values, head · block · place, D]"""
+        self.fetched = torch.empty(0, dtype=self.dtype, device=self.device)
+        heads = torch.arange(self.heads)
+        self.head_tokens = heads * blocks * size  # where each head's tokens begin
+        self.half_blocks = (torch.arange(2)[:, None] * self.heads + heads) * blocks  # where its key and value blocks do
+
+    def scratch(self, elements: int) -> Tensor:
+        """Memory to fetch into, the same for every layer."""
+        if self.fetched.numel() < elements:
+            self.fetched = torch.empty(elements, dtype=self.dtype, device=self.device)
+        return self.fetched[:elements]
+
+
+@dataclass
+class _AttentionBatch:
+    """A group as tensors, made once and used in every layer.
+
+    A family has the same first S keys, fetched once; each of its pieces has L more of its own, and n queries.
+    """
+
+    rows: Any  # Tensor [F · U · n] or a slice: the flat rows of the queries
+    real_rows: Tensor | None  # which of them are no padding; None if all are
+    shape: tuple[int, int, int, int, int]  # F, U, n, S, L
+    fetch: Tensor  # blocks: [2 · F · Hk · S / size] of the families, then [2 · F · U · Hk · L / size] of the pieces
+    query_positions: Tensor  # [F · U, n] the position of each query
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf where it does not."""
+        if window not in self.masks:
+            keys = torch.arange(self.shape[3] + self.shape[4], device=self.query_positions.device)
+            query = self.query_positions[:, :, None]
+            visible = keys <= query if window is None else (keys <= query) & (keys > query - window)
+            mask = torch.zeros(visible.shape, device=self.query_positions.device).masked_fill_(~visible, -torch.inf)
+            self.masks[window] = mask[:, None, :, None]
+        return self.masks[window]
+
+
+class ForwardBatch:
+    """One forward pass over the works of a step: its flat tokens, and how they attend."""
+
+    def __init__(self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], form: Form) -> None:
+        self.cache, self.form = cache, form
+        computed = [work for work in works if work.stop > work.start]
+        start = np.array([work.start for work in computed])
+        stop = np.array([work.stop for work in computed])
+        slot = np.array([work.request.slot for work in computed])
+        first = np.cumsum(stop - start) - (stop - start)
+        self.tokens = int((stop - start).sum())
+        """How many rows are real; the others make up a number of rows that is safe."""
+        padding = np.zeros(-self.tokens % form.rows.multiple, dtype=np.int64)
+        positions = np.arange(self.tokens) - np.repeat(first - start, stop - start)
+        ids = np.concatenate([work.request.tokens[work.start : work.stop] for work in computed])
+        self.ids = self._to(np.concatenate([ids, padding]))
+        self.positions = self._to(np.concatenate([positions, padding]))
+        self.sampled = [work for work in works if work.samples_token]
+        """Those whose next token is drawn, and in `last` the flat rows of the hidden states it is drawn from."""
+        row_of = {id(work): row for work, row in zip(computed, first.tolist(), strict=True)}
+        last = [
+            row_of[id(w.duplicate_of or w)] + (w.duplicate_of or w).stop - (w.duplicate_of or w).start - 1
+            for w in self.sampled
+        ]
+        self.last_rows = self._to(np.array(last + [0] * (-len(last) % form.rows.multiple), dtype=np.int64))
+        self._source: Tensor | None = None
+        self._write = self._write_slots(np.repeat(slot, stop - start), positions, row_of, table)
+        pieces = split_into_chunks(first, start, stop, slot, form.keys.piece(cache.queries_per_kv_head))
+        sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
+        groups = group_chunks(pieces, table, shares=form.keys.shares, **sizes)
+        self._batches = [self._batch(group, table) for group in groups]
+
+    def _write_slots(
+        self,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        row_of: dict[int, int],
+        table: NDArray[np.int64],
+    ) -> Tensor:
+        """Where the keys of each (token, head) go; a twin's last, half-full block takes the same keys once more."""
+        size = self.cache.size
+        source = [np.arange(self.tokens)]
+        for work in self.sampled:
+            if work.duplicate_of is not None:
+                tail = np.arange(work.stop // size * size, work.stop)
+                source.append(tail + row_of[id(work.duplicate_of)] - work.duplicate_of.start)
+                slots = np.concatenate([slots, np.full(len(tail), work.request.slot)])
+                positions = np.concatenate([positions, tail])
+        if len(slots) > self.tokens:
+            self._source = self._to(np.concatenate(source))
+        place = torch.from_numpy(table[slots, positions // size] * size + positions % size)
+        return (place[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
+
+    def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> _AttentionBatch:
+        cache, pieces = self.cache, group.chunks
+        families, size, shared = group.prefix_groups, cache.size, group.prefix_length
+        count = self.form.keys.tokens(int(pieces.count.max()), cache.queries_per_kv_head)
+        first, blocks = shared // size, self.form.keys.blocks(int(pieces.end.max()) - shared, size)
+        counts = pieces.count[:, None]
+        inside = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
+        rows = (pieces.row[:, None] + inside).reshape(-1)
+        real = ((np.arange(count) < counts) & group.real[:, None]).reshape(-1)
+        held = torch.from_numpy(table[pieces.slot, : first + blocks])
+        common = held[:: len(pieces) // families, :first]
+        fetch = [cache.half_blocks[:, None, :, None] + of[None, :, None, :] for of in (common, held[:, first:])]
+        return _AttentionBatch(
+            rows=slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else self._to(rows),
+            real_rows=None if bool(real.all()) else self._to(np.flatnonzero(real)),
+            shape=(families, len(pieces) // families, count, shared, blocks * size),
+            fetch=torch.cat([of.reshape(-1) for of in fetch]).to(cache.device),
+            query_positions=self._to(pieces.end[:, None] - counts + inside),
+        )
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Write the new keys and values, then attend over all that each token may see (an `AttentionFn`)."""
+        cache = self.cache
+        memory = cache.memory[layer]
+        for half, new in enumerate((k, v)):
+            new = new[: self.tokens] if self._source is None else new.index_select(0, self._source)
+            memory[half].index_copy_(0, self._write, new.reshape(-1, cache.width))
+        blocks = memory.view(2 * cache.heads * cache.blocks, cache.size * cache.width)
+        if len(self._batches) == 1 and self.tokens == len(q) and isinstance(self._batches[0].rows, slice):
+            return self._attend(self._batches[0], q, blocks, scale, window, softcap)
+        out = torch.zeros_like(q)
+        for batch in self._batches:
+            found = self._attend(batch, q, blocks, scale, window, softcap)
+            if batch.real_rows is None:
+                out[batch.rows] = found
+            else:
+                out[batch.rows[batch.real_rows]] = found[batch.real_rows]
+        return out
+
+    def _attend(
+        self, batch: _AttentionBatch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[F · U · n, Hq, D]: what the queries of a batch find."""
+        cache = self.cache
+        families, each, count, shared, own = batch.shape
+        pieces, heads, rows = families * each, cache.heads, count * cache.queries_per_kv_head
+        fetched = cache.scratch(len(batch.fetch) * blocks.shape[1]).view(len(batch.fetch), -1)
+        torch.index_select(blocks, 0, batch.fetch, out=fetched)
+        common = 2 * families * heads * shared // cache.size
+        keys, values = fetched[common:].view(2, pieces * heads, own, cache.width)
+        asked = q[batch.rows].view(pieces, count, heads, cache.queries_per_kv_head, cache.width).transpose(1, 2)
+        asked = asked.reshape(pieces * heads, rows, cache.width)
+        scores = self.form.keys.scores(asked, keys)
+        if shared:
+            common_keys, common_values = fetched[:common].view(2, families * heads, shared, cache.width)
+            together = self.form.keys.scores(_group_by_prefix(asked, families, heads), common_keys)
+            scores = torch.cat([_split_by_chunk(together, families, each), scores], -1)
+        scores = scores.view(pieces, heads, count, cache.queries_per_kv_head, shared + own)
+        if softcap is None:
+            weights = torch.add(batch.mask(window), scores, alpha=scale)
+        else:
+            weights = torch.tanh(scores.float() * (scale / softcap)).mul_(softcap).add_(batch.mask(window))
+        weights = torch.softmax(weights, -1).to(cache.dtype).view(pieces * heads, rows, shared + own)
+        found = None
+        if shared:
+            together = self.form.keys.sums(_group_by_prefix(weights[:, :, :shared], families, heads), common_values)
+            found = _split_by_chunk(together, families, each)
+        found = self.form.keys.sums(weights[:, :, shared:], values, found)
+        found = found.view(pieces, heads, count, cache.queries_per_kv_head, cache.width).transpose(1, 2)
+        return found.reshape(pieces * count, heads * cache.queries_per_kv_head, cache.width)
+
+    def _to(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(self.cache.device)
+
+
+def _group_by_prefix(rows: Tensor, families: int, heads: int) -> Tensor:
+    """[F · U · Hk, M, X] → [F · Hk, U · M, X]"""
+    each = len(rows) // (families * heads)
+    split = rows.view(families, each, heads, *rows.shape[1:]).transpose(1, 2)
+    return split.reshape(families * heads, each * rows.shape[1], rows.shape[2])
+
+
+def _split_by_chunk(rows: Tensor, families: int, each: int) -> Tensor:
+    """[F · Hk, U · M, X] → [F · U · Hk, M, X]"""
+    heads = len(rows) // families
+    split = rows.view(families, heads, each, -1, rows.shape[2]).transpose(1, 2)
+    return split.reshape(families * each * heads, -1, rows.shape[2])
+
+
+def count_blocks(model: Model, config: TorchEngineConfig) -> int:
+    """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
+    bytes_of_block = block_bytes(model, config.block_size)
+    useful = config.max_running * -(-model.context_length // config.block_size)
+    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
+    if blocks == 0:
+        raise ConfigError(
+            f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "
+            f"{bytes_of_block / 2**30:.3g} GiB. Raise kv_gib or lower block_size."
+        )
+    return blocks

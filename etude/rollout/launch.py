@@ -1,0 +1,138 @@
+"""From the options of server engines to the servers: which Python, which command, which devices."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+
+from etude.config.env import key_from
+from etude.errors import ConfigError
+from etude.rollout.config import ServerConfig
+from etude.rollout.model_shape import ModelShape
+from etude.rollout.python_environments import ensure_environment, load_pins
+from etude.rollout.replica import Replica
+from etude.rollout.server_backend import LaunchSpec
+from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_pool import ServerPool
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
+
+__all__ = ["find_python", "launch_specs", "start_servers"]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def start_servers(
+    config: ServerConfig,
+    model: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    dtype: Dtype,
+    device: Device,
+    logs: Path,
+    threads: int = 1,
+    sleeps: bool = False,
+    plugged: Path | None = None,
+    adapter_rank: int = 0,
+    console: Console | None = None,
+) -> ServerPool:
+    """The servers that the options ask for, ready. They begin with the weights in the directory `model`, as version 0.
+
+    logs: where each writes what it says. threads: with how many a server on a CPU computes. sleeps: whether they are to
+    give their memory up when they are asked to. plugged, adapter_rank: see `LaunchSpec`. console: where it is shown
+    that they start.
+    """
+    shape = ModelShape.read(model)
+    dialect = config.create_backend()
+    asked: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
+    key = key_from(config.key_from, "the servers in `rollout.url`")
+    if not config.url:
+        python = find_python(config, device, console)
+        known = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
+        started = known(sleeps=sleeps, plugged=plugged, adapter_rank=adapter_rank)
+        asked = [("http://127.0.0.1", launch) for launch in started]
+
+    def replicas() -> list[Replica]:
+        return [
+            Replica(
+                ServerEngine(
+                    url,
+                    dialect,
+                    shape,
+                    tokenizer=tokenizer,
+                    ranks=config.tensor_parallel,
+                    key=key if launch is None else launch.key,
+                ),
+                launch,
+                logs / f"{dialect.name}-{place}.log",
+                max_restarts=config.restarts,
+                start_timeout=config.start_timeout,
+            )
+            for place, (url, launch) in enumerate(asked)
+        ]
+
+    name = f"{len(asked)} {dialect.package} server{'s' if len(asked) > 1 else ''}"
+    return ServerPool(replicas, name=name, max_running=config.max_running, max_waiting=config.line, console=console)
+
+
+def launch_specs(
+    config: ServerConfig,
+    python: Path,
+    model: Path,
+    shape: ModelShape,
+    *,
+    dtype: Dtype,
+    device: Device,
+    threads: int = 1,
+    sleeps: bool = False,
+    plugged: Path | None = None,
+    adapter_rank: int = 0,
+) -> list[LaunchSpec]:
+    """How each replica is started."""
+    width = config.tensor_parallel // config.nodes
+    return [
+        LaunchSpec(
+            model=model.resolve(),
+            python=python,
+            port=0,
+            dtype=dtype,
+            device=device,
+            devices=config.devices[place * width : (place + 1) * width],
+            max_running=config.max_running,
+            tensor_parallel=config.tensor_parallel,
+            nodes=config.nodes,
+            rendezvous=config.rendezvous,
+            memory=config.memory,
+            kv_gib=config.kv_gib,
+            kv_tokens=None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[dtype]),
+            enable_sleep=sleeps,
+            threads=threads,
+            arguments=config.arguments,
+            plugin_path=plugged,
+            adapter_rank=adapter_rank,
+            key=secrets.token_hex(32),
+        )
+        for place in range(config.replicas)
+    ]
+
+
+def find_python(config: ServerConfig, device: Device, console: Console | None = None) -> Path:
+    """The Python that has the server's packages: one's own, or that of an environment, made if it is not there."""
+    if config.python is not None:
+        found = config.python.expanduser().absolute()
+        if not found.is_file():
+            raise ConfigError(f"`rollout.python={config.python}` is no file. Name the Python of an environment.")
+        return found
+    if device not in config.environment_names:
+        raise ConfigError(
+            f"There is no environment of {config.create_backend().package} for a {device}. Name the Python of one of "
+            f"your own with `rollout.python=…`, or choose `rollout=vllm`."
+        )
+    return ensure_environment(load_pins(config.environment_names[device]), console=console).python

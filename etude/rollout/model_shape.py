@@ -1,0 +1,44 @@
+"""What has to be known of a model to ask a server for it, as its `config.json` says: nothing of it is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.errors import ConfigError
+
+__all__ = ["ModelShape"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model."""
+
+    vocabulary: int
+    """Ids from 0 to one below this are known to it; a server may end over any other."""
+    context: int
+    kv_values_per_token: int
+    """Numbers that the keys and values of one token are."""
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelShape:
+        """The shape of the model in a directory."""
+        try:
+            told: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            told = told.get("text_config") or told
+            heads = int(told["num_attention_heads"])
+            width = int(told.get("head_dim") or told["hidden_size"] // heads)
+            kept = int(told.get("num_key_value_heads") or heads)
+            layers = int(told["num_hidden_layers"])
+            return cls(int(told["vocab_size"]), int(told["max_position_embeddings"]), 2 * layers * kept * width)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{directory / 'config.json'} does not tell the sizes of a model ({error!r}). Name a Hugging Face "
+                f"model directory."
+            ) from error
+
+    def tokens_in(self, gib: float, bytes_of_value: int) -> int:
+        """How many tokens have their keys and values in so much memory."""
+        return int(gib * 2**30) // (self.kv_values_per_token * bytes_of_value)

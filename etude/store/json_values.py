@@ -1,0 +1,42 @@
+"""Values as JSON has them, checked where they come in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from etude.errors import DataError, RewardError
+
+__all__ = ["check_finite", "to_json", "to_json_value"]
+
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+"""A plain value as it is written."""
+
+
+def check_finite(value: float, where: str) -> float:
+    """A reward, which is a finite number."""
+    if not math.isfinite(value):
+        raise RewardError(f"{where} is {value}; a reward must be a finite number.")
+    return float(value)
+
+
+def to_json_value(value: Any, where: str) -> Any:
+    """A copy as JSON has it: numpy's numbers and arrays become Python's, and what JSON cannot hold is named."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise DataError(f"{where} has the key {odd[0]!r}, which is not text; in a journal every key is text.")
+        return {key: to_json_value(entry, f"{where}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_value(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
+        return to_json_value(value.tolist(), where)
+    raise DataError(
+        f"{where} is of type {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
+        "mappings. Drop the column, or convert it."
+    )

@@ -1,0 +1,365 @@
+"""The desk of a journal in this process: what is asked is done by a thread of its own (`writer_thread`), which writes
+together what was asked together, and acknowledges it after the commit.
+
+    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite"))
+    await desk.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    ids = await desk.enqueue([RolloutRequest(Task(0, {"prompt": "2+2?"}))])
+    cursor, ended = await desk.wait(0, timeout_s=60)
+
+It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
+desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
+anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
+order of ids, and who had an attempt has it still, with time to say so. A run that takes it up says so (`keep`): what
+was under way is over, and is nobody's failure; and what was queued waits until it is asked for again, since the run's
+weights are not yet those that its rollouts are to be sampled with.
+
+No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the
+process itself stood still, silence meanwhile is held against no runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from etude.errors import DataError, NotFoundError, StoreError
+from etude.records import Turn
+from etude.store.events import (
+    AttemptEnded,
+    AttemptRewarded,
+    Event,
+    NoteRecorded,
+    ResourcePut,
+    RolloutCancelled,
+    RolloutExpired,
+    TurnRecorded,
+    TurnRewarded,
+)
+from etude.store.journal import Journal, Transaction
+from etude.store.json_values import to_json_value
+from etude.store.keys import Keyring
+from etude.store.owner_lease import OWNER_RESOURCE
+from etude.store.queue_checks import check_unsealed, get_attempt, is_same_reward, parse_reward
+from etude.store.queue_state import QueueState
+from etude.store.request_limits import check_count, check_seconds
+from etude.store.rollout_queue import (
+    AttemptId,
+    AttemptReport,
+    Claim,
+    QueueOwner,
+    Reward,
+    RolloutPage,
+    RolloutQuery,
+    RolloutQueue,
+    RolloutRequest,
+    RunnerState,
+)
+from etude.store.states import RolloutState, TaskState
+from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait
+from etude.store.writer_thread import PendingResult, WriterThread
+
+__all__ = ["LocalRolloutQueue"]
+
+T = TypeVar("T")
+
+KEY_GRACE_S = 600.0
+"""How long the keys of an attempt are good beyond its time."""
+UNLIMITED_S = 30 * 86400.0
+"""How long they are where it may take any time."""
+ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
+
+
+class LocalRolloutQueue(RolloutQueue):
+    """A desk over a journal, which stays its opener's to close."""
+
+    def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
+        self._journal, self._keyring = journal, keyring or Keyring()
+        self._epoch: int | None = None
+        self._state = QueueState(journal)
+        self._writer = WriterThread(journal, self._state)
+
+    @property
+    def journal(self) -> Journal:
+        """What is written down."""
+        return self._journal
+
+    def on_attempts_ended(self, callback: Callable[[Sequence[AttemptId]], None]) -> None:
+        """Have this called with attempts that are over, soon after each is: on a thread of the desk's, so it must not
+        wait."""
+        self._state.on_attempts_ended = callback
+
+    @property
+    def keyring(self) -> Keyring:
+        """What makes and reads the keys of its attempts."""
+        return self._keyring
+
+    # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
+        """A run takes the desk up, or says that it is still there."""
+        lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
+        return await self._call(lambda writing, _: self._state.acquire_lease(writing, owner, epoch, lease_s))
+
+    async def release_owner(self) -> None:
+        """The run that keeps this desk has moved: it may be taken up in another place, and not in this one."""
+        await self._call(lambda writing, _: self._state.release_owner(writing))
+
+    def with_epoch(self, epoch: int) -> LocalRolloutQueue:
+        """This desk, at which each word counts only while this is the life of its keeper."""
+        made = copy(self)
+        made._epoch = epoch
+        return made
+
+    async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
+        """Queue rollouts, all or none; their ids."""
+        wanted = tuple(wanted)
+        return await self._call(lambda writing, _: self._state.enqueue(writing, wanted))
+
+    async def cancel(self, rollouts: Sequence[int], why: str) -> None:
+        """Nobody wants these any more."""
+        rollouts = tuple(rollouts)
+        await self._call(lambda writing, _: self._state.cancel(writing, rollouts, why))
+
+    async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These are about to be read, and earn nothing more."""
+        rollouts = tuple(rollouts)
+        return await self._call(lambda writing, _: self._state.seal(writing, rollouts))
+
+    async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
+        """Rollouts that came to their end after `cursor`, and the next cursor."""
+        until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
+        while True:
+            watch = PendingWait(cursor, check_count(limit, "limit"), until)
+            ends = await self._call(partial(self._watch, watch))
+            if ends is None:
+                cursor, ends = await asyncio.to_thread(self._read_ends, cursor, limit)
+                if not ends:
+                    continue
+            if not ends:
+                return cursor, []
+            ids = [id for _, id in ends]
+            states = await asyncio.to_thread(self._journal.load_states, RolloutState, ids)
+            return ends[-1][0], [states[id] for id in ids]
+
+    async def find(self, query: RolloutQuery) -> RolloutPage:
+        """The rollouts that were asked for."""
+        check_count(query.limit, "limit")
+        return await asyncio.to_thread(self._read_page, query)
+
+    async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
+        """The turns of an attempt in order, each with what it was paid."""
+        return await asyncio.to_thread(self._turns_read, rollout, attempt)
+
+    async def history(self, rollout: int) -> list[Event]:
+        """All that happened to a rollout, in order."""
+        return await asyncio.to_thread(self._read_history, rollout)
+
+    async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
+        """What was noted during an attempt."""
+        return await asyncio.to_thread(self._notes_read, rollout, attempt)
+
+    # -- who plays them -----------------------------------------------------------------------------------------------
+
+    async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
+        """Up to `n` rollouts that waited longest."""
+        if not runner:
+            raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
+        seat = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
+        try:
+            lent = await self._call(lambda _, promise: self._state.add_claim(seat, promise))
+        except asyncio.CancelledError:
+            with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
+                self._writer.submit(lambda writing, _: self._state.cancel_claim(writing, seat))
+            raise
+        return [self._claim(each) for each in lent]
+
+    async def mark_ready(self, key: AttemptId) -> None:
+        """An attempt that was prepared runs now."""
+        await self._call(lambda writing, _: self._state.mark_ready(writing, key))
+
+    async def heartbeat(
+        self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
+    ) -> dict[AttemptId, str]:
+        """A runner is alive; returns what it is to stop, and why."""
+        running = tuple(running)
+        return await self._call(lambda writing, _: self._state.heartbeat(writing, runner, running, info))
+
+    async def finish(self, key: AttemptId, ended: AttemptReport) -> bool:
+        """An attempt is over. False if it was over before by somebody else's word."""
+        return await self._call(lambda writing, _: self._state.finish(writing, key, ended))
+
+    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+
+    async def record_turn(self, key: AttemptId, turn: Turn) -> int:
+        """Write down one call to the model; its index."""
+
+        def record(writing: Transaction, _: object) -> int:
+            index = get_attempt(writing, key).turns
+            placed = turn if turn.index == index else replace(turn, index=index)
+            writing.append([TurnRecorded(*key, placed, time.time())])
+            return index
+
+        if turn.reward is not None:
+            raise DataError(
+                f"A turn of rollout {key.rollout} came with a reward of its own. Record the turn, and then reward it "
+                "by its index."
+            )
+        return await self._call(record)
+
+    async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
+        """What an attempt earned in all, said once; or one of its turns, which adds up."""
+        value, parts = parse_reward(reward, key, turn)
+        event = AttemptRewarded(*key, value, parts) if turn is None else TurnRewarded(*key, turn, value, parts)
+        await self._call(lambda writing, _: self._record(writing, key, event))
+
+    async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
+        """An event, or a span, that somebody will want to look at."""
+        # made on the clerk's thread, as it copies what may be long
+        await self._call(lambda writing, _: self._record(writing, key, NoteRecorded(*key, name, data)))
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    async def put_resource(self, name: str, value: Any) -> int:
+        """A new version of a resource. Returns its number, from 1."""
+        return await self._call(lambda writing, _: self._state.put_resource(writing, name, value))
+
+    async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
+        """A resource and its version, by default the newest."""
+        if name not in self._state.resources:
+            known = ", ".join(sorted(self._state.resources)) or "none"
+            raise NotFoundError(f"There is no resource '{name}'; there are: {known}.")
+        newest, value = self._state.resources[name]
+        if version is not None and version != newest:
+            value = await asyncio.to_thread(self._resource_read, name, version, newest)
+        return version or newest, to_json_value(value, "value")
+
+    async def runners(self) -> list[RunnerState]:
+        """The runners that spoke within the last minutes."""
+        return await self._call(lambda _writing, _: self._state.runners())
+
+    async def statistics(self) -> dict[str, float]:
+        """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
+        return await self._call(lambda _writing, _: self._state.statistics())
+
+    async def close(self) -> None:
+        """Write what was asked, stop watching, and let go of the journal."""
+        if self._epoch is None:
+            await self._writer.close()
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    async def _call(self, do: Callable[[Transaction, PendingResult], T]) -> T:
+        """Have this done by the clerk, if the life in which it is said is not over."""
+        if self._epoch is None:
+            return await self._writer.call(do)
+        return await self._writer.call(partial(self._call_at_epoch, self._epoch, do))
+
+    def _call_at_epoch(
+        self, life: int, do: Callable[[Transaction, PendingResult], T], writing: Transaction, promise: PendingResult
+    ) -> T:
+        self._state.owner_lease.check(life)
+        return do(writing, promise)
+
+    def _watch(self, watch: PendingWait, writing: Transaction, promise: PendingResult) -> Any:
+        return self._state.add_wait(writing, watch, promise)
+
+    def _claim(self, lent: LeasedAttempt) -> Claim:
+        lasts = UNLIMITED_S if lent.limits.timeout_s is None else lent.limits.timeout_s + KEY_GRACE_S
+        return Claim(
+            attempt_id=lent.attempt_id,
+            task=lent.task,
+            use=lent.use,
+            limits=lent.limits,
+            resources={
+                name: to_json_value(value, "value")
+                for name, (_, value) in list(self._state.resources.items())
+                if name != OWNER_RESOURCE
+            },
+            model_key=self._keyring.model_key(lent.attempt_id, lasts),
+            reward_key=self._keyring.reward_key(lent.attempt_id, lasts),
+        )
+
+    def _record(
+        self, writing: Transaction, key: AttemptId, event: AttemptRewarded | TurnRewarded | NoteRecorded
+    ) -> None:
+        attempt = get_attempt(writing, key)
+        if not (isinstance(event, AttemptRewarded) and is_same_reward(attempt, event)):
+            if not isinstance(event, NoteRecorded):
+                check_unsealed(writing, key)
+            writing.append([event])
+
+    # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
+
+    def _read_ends(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
+        """The first ends after a cursor as the journal has them; the newest position, if there are none."""
+        newest = self._journal.position
+        ends = (
+            (at, event.rollout)
+            for at, event in self._journal.read(cursor, kinds=ENDS)
+            if isinstance(event, ENDS) and not (isinstance(event, AttemptEnded) and event.retry)
+        )
+        return newest, list(islice(ends, limit))
+
+    def _read_page(self, what: RolloutQuery) -> RolloutPage:
+        fits = (state for state in self._candidates(what) if _fits(state, what))
+        found = tuple(islice(fits, what.limit + 1))
+        return RolloutPage(found[: what.limit], len(found) > what.limit)
+
+    def _candidates(self, what: RolloutQuery) -> Iterator[RolloutState]:
+        """Those that may fit, in the order asked for, behind `after`."""
+        backwards = what.sort == "-id"
+        if not what.ids and not what.tasks:
+            yield from self._journal.iter_states(RolloutState, what.after, backwards=backwards)
+            return
+        ids = set(what.ids)
+        if what.tasks:
+            tasks = self._journal.load_states(TaskState, what.tasks).values()
+            tried = {rollout for task in tasks for rollout in task.rollouts}
+            ids = ids & tried if what.ids else tried
+        states = self._journal.load_states(RolloutState, list(ids))
+        for id in sorted(states, reverse=backwards):
+            if what.after is None or (id < what.after if backwards else id > what.after):
+                yield states[id]
+
+    def _turns_read(self, rollout: int, attempt: int | None) -> list[Turn]:
+        self._check(rollout, attempt)
+        return self._journal.turns(rollout, attempt)
+
+    def _read_history(self, rollout: int) -> list[Event]:
+        self._check(rollout, None)
+        return [event for _, event in self._journal.read(rollout=rollout)]
+
+    def _notes_read(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
+        newest = self._check(rollout, attempt)
+        wanted = newest if attempt is None else attempt
+        notes = (event for _, event in self._journal.read(kinds=(NoteRecorded,), rollout=rollout))
+        return [
+            {"name": event.name, "data": event.data, "attempt": event.attempt}
+            for event in notes
+            if isinstance(event, NoteRecorded) and event.attempt == wanted
+        ]
+
+    def _check(self, rollout: int, attempt: int | None) -> int:
+        """That there is such an attempt; the number of the newest one."""
+        attempts = len(self._journal.rollout(rollout).attempts)
+        if attempt is not None and not 0 <= attempt < attempts:
+            raise NotFoundError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")
+        return attempts - 1
+
+    def _resource_read(self, name: str, version: int, newest: int) -> Any:
+        for _, event in self._journal.read(kinds=(ResourcePut,)):
+            if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
+                return event.value
+        raise NotFoundError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
+
+
+def _fits(state: RolloutState, what: RolloutQuery) -> bool:
+    statuses = not what.statuses or state.status in what.statuses
+    return statuses and (what.use is None or state.use == what.use)

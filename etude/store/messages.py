@@ -1,0 +1,191 @@
+"""What a desk speaks of, as it goes over HTTP: plain JSON, and the arrays of a turn as the bytes the journal keeps.
+
+Both ends use these, so they import neither a web framework nor a database. `requests` says which document goes where.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from etude.errors import DataError, StoreError
+from etude.records import Completion, Task, Turn
+from etude.store.blobs import pack_turn, unpack_turn
+from etude.store.event_records import EventRecord, decode, encode
+from etude.store.events import Event
+from etude.store.json_values import check_finite, to_json_value
+from etude.store.json_values import to_json as plain_json
+from etude.store.rollout_limits import RolloutLimits
+from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, Reward, RolloutRequest, RunnerState
+
+__all__ = [
+    "IDEMPOTENCY_KEY",
+    "OWNER_EPOCH",
+    "REQUEST_ID",
+    "SENT_TO",
+    "STORE_INSTANCE",
+    "decode_attempt_id",
+    "decode_claim",
+    "decode_event",
+    "decode_runner",
+    "decode_task",
+    "decode_turn",
+    "encode_attempt_id",
+    "encode_claim",
+    "encode_event",
+    "encode_report",
+    "encode_reward",
+    "encode_rollout_request",
+    "encode_runner",
+    "encode_turn",
+    "to_json",
+]
+
+REQUEST_ID = "x-request-id"
+"""The name of a request: taken as it is given, else made, sent back, and in the log."""
+IDEMPOTENCY_KEY = "idempotency-key"
+"""What is sent twice under the same one is done once, and answered twice."""
+STORE_INSTANCE = "x-store-instance"
+"""Which life of the server answers; it remembers what it answered until it ends."""
+SENT_TO = "x-sent-to"
+"""On what is sent again: the life it was sent to before."""
+OWNER_EPOCH = "x-owner-epoch"
+"""In which life of the run that keeps the store something is said; it counts only while that lasts."""
+
+
+def to_json(document: Any) -> bytes:
+    """A document as bytes. A number that is none, which JSON does not have, is written as Python reads it."""
+    return plain_json(document).encode()
+
+
+# -- whose -------------------------------------------------------------------------------------------------------------
+
+
+def encode_attempt_id(key: AttemptId) -> dict[str, Any]:
+    """The attempt that is meant."""
+    return {"rollout": key.rollout, "attempt": key.attempt}
+
+
+def decode_attempt_id(document: Mapping[str, Any]) -> AttemptId:
+    """The attempt that is meant."""
+    return AttemptId(document["rollout"], document["attempt"])
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def _encode_task(task: Task) -> dict[str, Any]:
+    return {"ordinal": task.ordinal, "fields": to_json_value(task.fields, "fields"), "source": task.source}
+
+
+def decode_task(document: Mapping[str, Any]) -> Task:
+    """The task that was written so."""
+    return Task(document["ordinal"], document["fields"], document["source"])
+
+
+def encode_rollout_request(wanted: RolloutRequest) -> dict[str, Any]:
+    """A rollout that somebody wants."""
+    return {
+        "task": _encode_task(wanted.task),
+        "sample": wanted.sample,
+        "id": wanted.id,
+        "use": wanted.use,
+        "limits": wanted.limits.to_dict(),
+    }
+
+
+def encode_claim(claim: Claim) -> dict[str, Any]:
+    """A rollout that a runner is to play, with its keys."""
+    return {
+        **encode_attempt_id(claim.attempt_id),
+        "task": _encode_task(claim.task),
+        "use": claim.use,
+        "limits": claim.limits.to_dict(),
+        "resources": dict(claim.resources),
+        "model_key": claim.model_key,
+        "reward_key": claim.reward_key,
+    }
+
+
+def decode_claim(document: Mapping[str, Any]) -> Claim:
+    """The claim that was written so."""
+    return Claim(
+        decode_attempt_id(document),
+        decode_task(document["task"]),
+        document["use"],
+        RolloutLimits.from_dict(document["limits"]),
+        document["resources"],
+        document["model_key"],
+        document["reward_key"],
+    )
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def encode_reward(reward: Reward) -> float | dict[str, float]:
+    """A reward as plain numbers, all of them finite."""
+    if isinstance(reward, Mapping):
+        return {str(name): check_finite(value, f"The part '{name}' of a reward") for name, value in reward.items()}
+    return check_finite(reward, "A reward")
+
+
+def encode_report(ended: AttemptReport) -> dict[str, Any]:
+    """How an attempt ended."""
+    reward = None if ended.reward is None else encode_reward(ended.reward)
+    return {"outcome": ended.outcome, "error": ended.error, "reward": reward}
+
+
+def encode_turn(turn: Turn) -> dict[str, Any]:
+    """A call to the model, its arrays as the journal keeps them (see `blobs`), in base64."""
+    names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
+    told = {name: getattr(turn, name) for name in names}
+    said = turn.completion
+    return told | {
+        "finish": said.finish_reason,
+        "text": said.text,
+        "arrays": base64.b64encode(pack_turn(turn)).decode(),
+    }
+
+
+def decode_turn(document: Mapping[str, Any]) -> Turn:
+    """The turn that was written so; `DataError` where it cannot have been one."""
+    try:
+        payload = base64.b64decode(document["arrays"], validate=True)
+        prompt, columns = unpack_turn(payload)
+        said = Completion(finish_reason=document["finish"], text=document["text"], **columns)
+        told = {name: document[name] for name in ("index", "model", "reward", "anchor", "observed", "opened")}
+        turn = Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        if len(pack_turn(turn)) != len(payload):
+            raise ValueError(f"its arrays end before their {len(payload)} bytes do")
+        return turn
+    except (binascii.Error, StoreError, ValueError, OverflowError) as error:
+        raise DataError(f"This is no turn: {str(error).rstrip('.')}.") from error
+
+
+def encode_event(event: Event) -> dict[str, Any]:
+    """Something that happened, as the journal keeps it; its payload in base64."""
+    record = encode(event)
+    told = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
+    return told | {"payload": base64.b64encode(record.payload).decode()}
+
+
+def decode_event(document: Mapping[str, Any]) -> Event:
+    """The event that was written so."""
+    payload = base64.b64decode(document["payload"], validate=True)
+    return decode(EventRecord(document["kind"], document["rollout"], plain_json(document["body"]), payload))
+
+
+def encode_runner(runner: RunnerState) -> dict[str, Any]:
+    """A runner as it last spoke."""
+    running = [encode_attempt_id(key) for key in runner.running]
+    return {"name": runner.name, "running": running, "silent_s": runner.silent_s, "told": dict(runner.info)}
+
+
+def decode_runner(document: Mapping[str, Any]) -> RunnerState:
+    """The runner that was written so."""
+    running = tuple(decode_attempt_id(key) for key in document["running"])
+    return RunnerState(document["name"], running, document["silent_s"], document["told"])

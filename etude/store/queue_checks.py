@@ -1,0 +1,160 @@
+"""What is asked at a desk, held against what is written: whether it is there, was asked before, and in which words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from etude.errors import DataError, IllegalTransitionError, NotFoundError, RewardError
+from etude.records import Task
+from etude.store.events import AttemptRewarded, Event, TaskIssued
+from etude.store.journal import Transaction
+from etude.store.json_values import to_json_value
+from etude.store.rollout_limits import RolloutLimits
+from etude.store.rollout_queue import AttemptId, RolloutRequest
+from etude.store.states import AttemptState, RolloutState, Status, TaskState
+
+__all__ = [
+    "check_reason",
+    "check_unsealed",
+    "conflict_error",
+    "count_retries",
+    "get_attempt",
+    "get_rollout",
+    "is_already_queued",
+    "is_same_reward",
+    "is_same_task",
+    "issue_task",
+    "limits_of",
+    "parse_reward",
+    "stop_reason",
+]
+
+
+LARGEST = 1e100
+"""Of rewards: however many of them are added up, the sum is a number."""
+
+
+def parse_reward(reward: Any, key: AttemptId, turn: int | None = None) -> tuple[float, dict[str, float]]:
+    """A reward as a number and its parts."""
+    where = f"Attempt {key.attempt} of rollout {key.rollout}: its reward" + ("" if turn is None else f" of turn {turn}")
+    try:
+        parts = {str(name): float(value) for name, value in reward.items()} if isinstance(reward, Mapping) else {}
+        total = sum(parts.values()) if isinstance(reward, Mapping) else float(reward)
+    except OverflowError as error:
+        raise RewardError(f"{where} is beyond ±{LARGEST:g}: what is so large cannot be added up.") from error
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{where} is {reward!r}; it must be a number, or numbers by name.") from error
+    if isinstance(reward, Mapping) and not parts:
+        raise RewardError(f"{where} has no parts: give a number, or at least one named part.")
+    if any(math.isfinite(value) and abs(value) > LARGEST for value in (total, *parts.values())):
+        raise RewardError(f"{where} is {reward!r}, beyond ±{LARGEST:g}: what is so large cannot be added up.")
+    return total, parts
+
+
+def is_same_reward(attempt: AttemptState, event: AttemptRewarded) -> bool:
+    """Whether its final reward was given in the same words: by who did not hear that it was written."""
+    said = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
+    return said == (event.reward, dict(event.parts), event.truncated, event.role)
+
+
+def get_attempt(writing: Transaction, key: AttemptId) -> AttemptState:
+    """An attempt that was started."""
+    attempts = get_rollout(writing, key.rollout).attempts
+    if not 0 <= key.attempt < len(attempts):
+        raise NotFoundError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
+    return attempts[key.attempt]
+
+
+def get_rollout(writing: Transaction, id: int) -> RolloutState:
+    """A rollout that was queued."""
+    state = writing.state(RolloutState, id)
+    if state is None:
+        raise NotFoundError(f"The desk has no rollout {id}.")
+    return state
+
+
+def check_unsealed(writing: Transaction, key: AttemptId) -> None:
+    """That more may be earned."""
+    if get_rollout(writing, key.rollout).sealed:
+        raise IllegalTransitionError(
+            f"Rollout {key.rollout} was read by the run that wanted it, and earns nothing more: this reward came too "
+            "late. Give it before the attempt ends."
+        )
+
+
+def check_reason(why: str) -> str:
+    """Why something is not wanted any more."""
+    if not why.strip():
+        raise DataError(
+            "Say why these rollouts are cancelled: it is what their runners are told, and what is read later."
+        )
+    return why
+
+
+def limits_of(state: RolloutState) -> RolloutLimits:
+    """What it is held to; the usual, where whoever queued it did not say."""
+    return state.limits or RolloutLimits()
+
+
+def count_retries(state: RolloutState) -> int:
+    """How often it was queued again."""
+    last = state.last
+    queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
+    return max(0, len(state.attempts) - (not queued))
+
+
+def stop_reason(writing: Transaction, key: AttemptId) -> str:
+    """Why a runner is to stop what it has no lease of."""
+    state = writing.state(RolloutState, key.rollout)
+    if state is None or not 0 <= key.attempt < len(state.attempts):
+        return "Nobody here knows of it."
+    attempt = state.attempts[key.attempt]
+    return attempt.error or f"It is over: {attempt.status}."
+
+
+def issue_task(writing: Transaction, task: Task) -> list[Event]:
+    """What makes a task one of the run; nothing, if it was issued before in the same words."""
+    row = task.fields.get("row")
+    issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
+    known = writing.state(TaskState, task.ordinal)
+    if known is None:
+        return [issued]
+    if not is_same_task(known.task, Task(task.ordinal, issued.fields, task.source)):
+        raise conflict_error(f"Task {task.ordinal}", "issued")
+    return []
+
+
+def is_already_queued(writing: Transaction, new: Mapping[int, RolloutRequest], id: int, one: RolloutRequest) -> bool:
+    """Whether a rollout of this id was asked for before, in the same words."""
+    words = (one.task.ordinal, one.sample, one.use, one.limits)
+    if id in new:
+        before = new[id]
+        said = (before.task.ordinal, before.sample, before.use, before.limits)
+    else:
+        state = writing.state(RolloutState, id)
+        if state is None:
+            return False
+        said = (state.task, state.sample, state.use, limits_of(state))
+    if said != words:
+        raise conflict_error(f"Rollout {id}", "queued")
+    return True
+
+
+def is_same_task(left: Task, right: Task) -> bool:
+    """Whether two tasks ask the same; as text, since a number that is none is not equal to itself."""
+    if left.source != right.source:
+        return False
+    return left.fields == right.fields or json.dumps(to_json_value(left.fields, "")) == json.dumps(
+        to_json_value(right.fields, "")
+    )
+
+
+def conflict_error(what: str, done: str) -> IllegalTransitionError:
+    """The refusal of what was asked before, and differently."""
+    return IllegalTransitionError(
+        f"{what} was {done} before in other words, and what was {done} is never changed: give it another number, or "
+        "the very same content."
+    )

@@ -1,0 +1,450 @@
+"""What every verb of a desk comes to: which events are written, and what is kept at hand of the work that is open.
+
+All of it is called by one thread (`writer_thread`), inside a round: a verb first has its events taken, which refuses
+what is illegal, and then changes what is kept. Where the round cannot be written, everything kept is made anew from the
+journal, of which it is never more than a part: what waits, what runs, and the last ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etude.errors import DataError, IllegalTransitionError, NotFoundError
+from etude.observe import get_logger
+from etude.records import Outcome, Task
+from etude.store.events import (
+    AttemptEnded,
+    AttemptReady,
+    AttemptRewarded,
+    AttemptStarted,
+    Event,
+    LateResultRecorded,
+    ResourcePut,
+    RolloutCancelled,
+    RolloutExpired,
+    RolloutQueued,
+    RolloutResumed,
+    RolloutSealed,
+)
+from etude.store.journal import Journal, Transaction
+from etude.store.json_values import to_json_value
+from etude.store.lease_table import Deadline, LeaseTable
+from etude.store.owner_lease import OWNER_RESOURCE, OwnerLease
+from etude.store.queue_checks import (
+    check_reason,
+    conflict_error,
+    count_retries,
+    get_attempt,
+    get_rollout,
+    is_already_queued,
+    is_same_task,
+    issue_task,
+    limits_of,
+    parse_reward,
+    stop_reason,
+)
+from etude.store.rollout_limits import RETRIED, RolloutLimits
+from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutRequest, RunnerState
+from etude.store.states import LIVE, Phase, ResourceState, RolloutState, Status, TaskState
+from etude.store.waiters import LeasedAttempt, PendingClaim, PendingWait, RecentEnds, RunnerRegistry
+from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult
+
+__all__ = ["INTERRUPTED", "QueueState"]
+
+INTERRUPTED = "The run was stopped while this was under way."
+"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it,
+however often."""
+
+FARTHEST = 2**62
+"""The largest id that may be given, beyond which there is room for others."""
+
+ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
+
+
+class QueueState:
+    """The verbs, and what they keep."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self.owner_lease = journal, OwnerLease()
+        self.resources: dict[str, tuple[int, Any]] = {}
+        """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
+        self._claims: deque[PendingClaim] = deque()
+        self._waits: list[PendingWait] = []
+        self._runners = RunnerRegistry(self._log)
+        self._last_round = time.monotonic()
+        self._ended_attempts: list[AttemptId] = []
+        self.on_attempts_ended: Callable[[Sequence[AttemptId]], None] | None = None
+        """Is told of attempts that are over, once that is written, on the clerk's thread: it must not wait."""
+        self.reload()
+
+    def reload(self) -> None:
+        """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
+        now = time.monotonic()
+        self._ended_attempts = []
+        for seat in self._claims:
+            seat.leased.clear()  # it was not written, so nobody has it
+        self.resources = {
+            state.name: (state.version, state.value) for state in self._journal.iter_states(ResourceState)
+        }
+        self.owner_lease.restore(self._journal.resource(OWNER_RESOURCE), now)
+        self._work = LeaseTable()
+        self._counts: Counter[Status] = Counter()
+        self._late = self._retries = 0
+        self._next_id = 0
+        for state in self._journal.iter_states(RolloutState):
+            self._next_id = state.id + 1
+            self._late += sum(attempt.late is not None for attempt in state.attempts)
+            self._retries += count_retries(state)
+            if state.status is Status.QUEUED and self.owner_lease.epoch not in (0, state.life):
+                self._work.suspended.add(state.id)
+            elif state.status is Status.QUEUED:
+                self._work.enqueue(state.id, state.limits or RolloutLimits(), now)
+            elif state.status in ENDED:
+                self._counts[state.status] += 1
+            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else whoever queued it plays it
+                key = AttemptId(state.id, len(state.attempts) - 1)
+                self._work.start_lease(key, state.attempts[-1].runner, state.limits or RolloutLimits(), now)
+        self._ends = RecentEnds(self._journal.position)
+
+    # -- who wants rollouts -------------------------------------------------------------------------------------------
+
+    def acquire_lease(self, writing: Transaction, owner: QueueOwner, epoch: int | None, lease_s: float | None) -> int:
+        """A run takes the desk up, or says that it is still there."""
+        now = time.monotonic()
+        if epoch is None:
+            told = self.owner_lease.begin_epoch(owner, lease_s, now, empty=self._next_id == 0)
+            self._begin_epoch(writing, told)
+            self._log("The run in %s is here; this is its life %d.", owner.where, self.owner_lease.epoch)
+        else:
+            self.owner_lease.check(epoch)
+            if lease_s == 0:
+                self._log("The run in %s has left; nothing is lent until it is back.", owner.where)
+            self.owner_lease.renew(lease_s, now)
+            held, self._work.awaiting_owner = self._work.awaiting_owner, []
+            for id in held:
+                self._work.enqueue(id, limits_of(get_rollout(writing, id)), now)
+        return self.owner_lease.epoch
+
+    def _log(self, told: str, *words: object) -> None:
+        """Tell of who comes and goes, where that is a store's whole business; a run that keeps its own has more."""
+        own = self.owner_lease.epoch > 0 and not self.owner_lease.has_timeout
+        get_logger("store").log(logging.DEBUG if own else logging.INFO, told, *words)
+
+    def release_owner(self, writing: Transaction) -> None:
+        """The run that keeps the desk has moved: it may be taken up in another place."""
+        if (told := self.owner_lease.release()) is not None:
+            self._begin_epoch(writing, told)
+
+    def _begin_epoch(self, writing: Transaction, told: dict[str, Any]) -> None:
+        """What was under way in the life before is over, and what waits waits until it is asked for again."""
+        keys, at = list(self._work.leases), time.time()
+        broken = Outcome.INFRA_ERROR
+        writing.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
+        self._put(writing, OWNER_RESOURCE, told)
+        self._retries += len(keys)
+        self._ended_attempts += keys
+        self._work.suspend_all()
+
+    def enqueue(self, writing: Transaction, wanted: Sequence[RolloutRequest]) -> list[int]:
+        """Queue these, all or none."""
+        events: list[Event] = []
+        tasks: dict[int, Task] = {}
+        new: dict[int, RolloutRequest] = {}
+        woken: set[int] = set()
+        ids, next_id = [], self._next_id
+        for one in wanted:
+            ordinal = one.task.ordinal
+            if ordinal not in tasks:
+                events += issue_task(writing, one.task)
+            elif not is_same_task(tasks[ordinal], one.task):
+                raise conflict_error(f"Task {ordinal}", "issued")
+            tasks[ordinal] = one.task
+            id = next_id if one.id is None else one.id
+            if not 0 <= id <= FARTHEST:
+                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {FARTHEST}.")
+            next_id = max(next_id, id + 1)
+            ids.append(id)
+            if is_already_queued(writing, new, id, one):
+                if id in self._work.suspended and id not in woken:
+                    woken.add(id)
+                    events.append(RolloutResumed(id, self.owner_lease.epoch))
+                continue
+            new[id] = one
+            events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits, self.owner_lease.epoch))
+        writing.append(events)
+        self._next_id = next_id
+        now = time.monotonic()
+        for id, one in zip(ids, wanted, strict=True):
+            if id in new or id in woken:
+                self._work.enqueue(id, one.limits, now)
+        return ids
+
+    def cancel(self, writing: Transaction, rollouts: Sequence[int], why: str) -> None:
+        """Nobody wants these any more."""
+        why = check_reason(why)
+        states = [get_rollout(writing, id) for id in dict.fromkeys(rollouts)]
+        events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
+        last = writing.append(events)
+        for place, event in enumerate(events):
+            id = event.rollout
+            self._work.remove(id)
+            key = AttemptId(id, len(get_rollout(writing, id).attempts) - 1)
+            self._work.leases.pop(key, None)
+            self._ended_attempts.append(key)
+            self._record_end(last - len(events) + 1 + place, id, Status.CANCELLED)
+
+    def seal(self, writing: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
+        """These are about to be read, and earn nothing more."""
+        states = [get_rollout(writing, id) for id in dict.fromkeys(rollouts)]
+        writing.append([RolloutSealed(each.id) for each in states if not each.sealed and each.settled is None])
+        return [get_rollout(writing, id) for id in rollouts]
+
+    def add_wait(self, writing: Transaction, watch: PendingWait, promise: PendingResult) -> Any:
+        """The ends after a cursor: positions and rollouts, now or as soon as there is one. None if they are older than
+        what is kept: they are in the journal."""
+        if watch.cursor > (newest := writing.start + len(writing.records)):
+            raise NotFoundError(f"The journal ends at {newest}, so {watch.cursor} is no cursor of it: begin with 0.")
+        if watch.cursor < self._ends.floor:
+            return None
+        if found := self._ends.after(watch):
+            return found
+        watch.promise = promise
+        self._waits.append(watch)
+        return DEFERRED
+
+    # -- who plays them -----------------------------------------------------------------------------------------------
+
+    def add_claim(self, seat: PendingClaim, promise: PendingResult) -> Any:
+        """A runner waits for work; it is answered when there is some."""
+        self._runners.record_heartbeat(seat.runner)
+        seat.promise = promise
+        self._claims.append(seat)
+        return DEFERRED
+
+    def cancel_claim(self, writing: Transaction, seat: PendingClaim) -> None:
+        """A runner went away while it waited. What it was lent and cannot have heard of is queued again."""
+        seat.is_cancelled = True
+        for lent in seat.leased:
+            if lent.attempt_id in self._work.leases:
+                why = f"The runner '{seat.runner}' went away while it was claiming this."
+                self._end_attempt(writing, lent.attempt_id, Outcome.INFRA_ERROR, why, watched=True)
+
+    def mark_ready(self, writing: Transaction, key: AttemptId) -> None:
+        """An attempt runs now; said again, it is as if it had been said once."""
+        if get_attempt(writing, key).status is not Status.RUNNING:
+            writing.append([AttemptReady(*key)])
+        self._work.record_heartbeat(key, time.monotonic())
+
+    def heartbeat(
+        self, writing: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
+    ) -> dict[AttemptId, str]:
+        """What a runner is to stop, of what it has under way."""
+        self._runners.record_heartbeat(runner, info)
+        now, stop = time.monotonic(), {}
+        for key in running:
+            lease = self._work.leases.get(key)
+            if lease is not None and lease.runner == runner:
+                lease.last_heartbeat = now
+            elif lease is not None:
+                stop[key] = f"It is being played by the runner '{lease.runner}'."
+            else:
+                stop[key] = stop_reason(writing, key)
+        return stop
+
+    def finish(self, writing: Transaction, key: AttemptId, ended: AttemptReport) -> bool:
+        """An attempt is handed in. Whether that is how it ended."""
+        attempt = get_attempt(writing, key)
+        reward, parts = (None, {}) if ended.reward is None else parse_reward(ended.reward, key)
+        rewarded = reward is None or (attempt.reward, attempt.parts) == (reward, parts)
+        if attempt.status in LIVE:
+            events = [] if rewarded else [AttemptRewarded(*key, reward or 0.0, parts)]
+            self._end_attempt(writing, key, ended.outcome, ended.error, before=events)
+            return True
+        words = {"outcome": ended.outcome, "error": ended.error, "reward": reward, "parts": parts}
+        if attempt.watched:
+            if attempt.late != words:
+                writing.append([LateResultRecorded(*key, ended.outcome, ended.error, reward, parts)])
+                self._late += 1
+            return False
+        if (attempt.status, attempt.error) != (Status(ended.outcome), ended.error) or not rewarded:
+            raise IllegalTransitionError(
+                f"Attempt {key.attempt} of rollout {key.rollout} is {attempt.status} (reward {attempt.reward}), as it "
+                f"was handed in before, and cannot become {ended.outcome} (reward {reward})."
+            )
+        return True
+
+    # -- what is shared -----------------------------------------------------------------------------------------------
+
+    def put_resource(self, writing: Transaction, name: str, value: Any) -> int:
+        """A new version of a resource."""
+        if name == OWNER_RESOURCE:
+            raise DataError(f"The resource '{OWNER_RESOURCE}' says who keeps the desk, and is not for others to put.")
+        return self._put(writing, name, value)
+
+    def _put(self, writing: Transaction, name: str, value: Any) -> int:
+        newest = writing.state(ResourceState, ResourceState.id_of(name))
+        version = 1 if newest is None else newest.version + 1
+        put = ResourcePut(name, version, value)
+        writing.append([put])
+        self.resources[name] = version, put.value
+        return version
+
+    def runners(self) -> list[RunnerState]:
+        """The runners that spoke lately, and what each has."""
+        has = ((lease.runner, key) for key, lease in self._work.leases.items())
+        return self._runners.states(has, time.monotonic())
+
+    def statistics(self) -> dict[str, float]:
+        """How much stands where."""
+        now, waiting = time.monotonic(), self._work.queue
+        ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
+        return {
+            "queued": float(len(waiting) + len(self._work.suspended) + len(self._work.awaiting_owner)),
+            "running": float(len(self._work.leases)),
+            **ended,
+            "retries": float(self._retries),
+            "late": float(self._late),
+            "oldest_queued_s": now - next(iter(waiting.values())) if waiting else 0.0,
+        }
+
+    # -- what time demands --------------------------------------------------------------------------------------------
+
+    def before_commit(self, writing: Transaction, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+        """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
+        if (stalled := now - self._last_round - TICK_S) > TICK_S:
+            self._work.extend_leases(stalled)  # this process stood still, and nobody was heard
+            self.owner_lease.extend(stalled, self._last_round)
+        if self._work.leases and not self.owner_lease.is_valid(now):
+            get_logger("store").warning("Nobody has heard of the run: %d attempts are stopped.", len(self._work.leases))
+            for key in list(self._work.leases):
+                self._end_attempt(writing, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
+        for due in list(self._work.pop_due(now)):
+            self._expire(writing, due)
+        self._assign(writing, now, answer)
+        self._answer_waits(now, answer)
+        self._runners.forget(now)
+        self._last_round = time.monotonic()
+
+    def after_commit(self) -> None:
+        """Tell of the attempts that are over by now."""
+        if self._ended_attempts:
+            over, self._ended_attempts = self._ended_attempts, []
+            try:
+                if self.on_attempts_ended is not None:
+                    self.on_attempts_ended(over)
+            except Exception:  # whoever listens may fail, and the desk goes on
+                get_logger("store").exception("Who listens for the ends of attempts failed.")
+
+    def next_deadline(self) -> float | None:
+        """When to attend again."""
+        times = [seat.until for seat in self._claims]
+        times += [watch.until for watch in self._waits]
+        if (due := self._work.next_deadline()) is not None:
+            times.append(due)
+        return min(times, default=None)
+
+    def pending_promises(self) -> list[PendingResult]:
+        """Who waits for work, or for ends."""
+        promises = [*(seat.promise for seat in self._claims), *(watch.promise for watch in self._waits)]
+        return [promise for promise in promises if promise is not None]
+
+    def _expire(self, writing: Transaction, due: Deadline) -> None:
+        """End what passed a limit."""
+        if due.cause == "queue":
+            limits = limits_of(get_rollout(writing, due.attempt_id.rollout))
+            if not self.owner_lease.allows_claims(
+                now := time.monotonic()
+            ):  # while nothing is lent, nothing waits in vain
+                self._work.enqueue(due.attempt_id.rollout, limits, now)
+                return
+            why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
+            position = writing.append([RolloutExpired(due.attempt_id.rollout, why)])
+            del self._work.queue[due.attempt_id.rollout]
+            self._record_end(position, due.attempt_id.rollout, Status.FAILED)
+            return
+        lease = self._work.leases.get(due.attempt_id)
+        if lease is None:  # it passed both its limits at once
+            return
+        if due.cause == "time":
+            why = f"It was not done {lease.limits.timeout_s:g} s after it was claimed."
+            self._end_attempt(writing, due.attempt_id, Outcome.TIMED_OUT, why, watched=True)
+        else:
+            why = f"Its runner '{lease.runner}' said nothing for {lease.limits.unresponsive_s:g} s."
+            self._end_attempt(writing, due.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
+
+    def _assign(self, writing: Transaction, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+        """Give those that wait longest to those that wait longest."""
+        still: deque[PendingClaim] = deque()
+        lends = self.owner_lease.allows_claims(now)
+        for seat in self._claims:
+            assert seat.promise is not None
+            if seat.is_cancelled or seat.promise.answered or seat.promise.future.done():
+                continue
+            while lends and self._work.queue and len(seat.leased) < seat.n:
+                seat.leased.append(self._assign_next(writing, seat.runner, now))
+            if seat.leased or seat.until <= now:
+                self._runners.record_heartbeat(seat.runner)
+                answer(seat.promise, seat.leased)
+            else:
+                still.append(seat)
+        self._claims = still
+
+    def _assign_next(self, writing: Transaction, runner: str, now: float) -> LeasedAttempt:
+        id = next(iter(self._work.queue))
+        state = get_rollout(writing, id)
+        key = AttemptId(id, len(state.attempts))
+        writing.append([AttemptStarted(*key, runner, time.time())])
+        del self._work.queue[id]
+        self._work.start_lease(key, runner, limits_of(state), now)
+        task = writing.state(TaskState, state.task)
+        assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
+        fields = to_json_value(task.fields, "fields")  # a copy, as whoever plays it may change it
+        return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
+
+    def _answer_waits(self, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+        still = []
+        for watch in self._waits:
+            assert watch.promise is not None
+            found = self._ends.after(watch)
+            if found or watch.until <= now:
+                answer(watch.promise, found)
+            elif not (watch.promise.answered or watch.promise.future.done()):
+                still.append(watch)
+        self._waits = still
+
+    # -- small parts --------------------------------------------------------------------------------------------------
+
+    def _end_attempt(
+        self,
+        writing: Transaction,
+        key: AttemptId,
+        outcome: Outcome,
+        error: str,
+        *,
+        before: Sequence[Event] = (),
+        watched: bool = False,
+    ) -> None:
+        """An attempt is over, and its rollout with it or queued again."""
+        state = get_rollout(writing, key.rollout)
+        limits, cut = limits_of(state), error == INTERRUPTED
+        outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
+        retry = cut or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
+        position = writing.append([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
+        self._work.leases.pop(key, None)
+        self._ended_attempts.append(key)
+        if retry:
+            self._retries += 1
+            if outcome is Outcome.INFRA_ERROR and not cut and self.owner_lease.has_timeout:
+                self._work.awaiting_owner.append(key.rollout)
+            else:
+                self._work.enqueue(key.rollout, limits, time.monotonic())
+        else:
+            self._record_end(position, key.rollout, Status(outcome))
+
+    def _record_end(self, position: int, rollout: int, status: Status) -> None:
+        self._counts[status] += 1
+        self._ends.add(position, rollout)

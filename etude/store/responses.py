@@ -1,0 +1,86 @@
+"""What the server of a store answers: a status and a body, compressed where that is worth it; and which error is which
+status."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Awaitable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from etude.errors import (
+    ConfigError,
+    DataError,
+    EtudeError,
+    IllegalTransitionError,
+    InvalidKeyError,
+    NotFoundError,
+    StoreError,
+)
+from etude.store.otlp import JSON
+from etude.store.reply_cache import HttpReply
+from etude.store.request_middleware import encode_error
+
+__all__ = ["ServerRestartedError", "UnreadableError", "WrongScopeError", "error_body", "respond", "status_of"]
+
+COMPRESSED = 32 * 1024
+"""Bytes from which on an answer is compressed, for those who read that."""
+
+
+class WrongScopeError(InvalidKeyError):
+    """A key that is good, for something else."""
+
+
+class ServerRestartedError(StoreError):
+    """Requests that must not be done twice, and may have been done."""
+
+
+class UnreadableError(DataError):
+    """A body that is no JSON at all, or no spans."""
+
+
+STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
+    (WrongScopeError, 403),
+    (InvalidKeyError, 401),
+    (NotFoundError, 404),
+    (IllegalTransitionError, 409),
+    (ServerRestartedError, 412),
+    (UnreadableError, 400),
+    (DataError, 422),
+    (ConfigError, 422),
+    (StoreError, 503),
+)
+
+
+def status_of(error: EtudeError) -> tuple[int, str]:
+    """The status of an error, and its public name."""
+    for kind, status in STATUSES:
+        if isinstance(error, kind):
+            public = next(base for base in type(error).__mro__ if base.__module__ == EtudeError.__module__)
+            return status, public.__name__
+    raise error
+
+
+async def respond(request: Request, work: Awaitable[HttpReply], form: str = JSON) -> Response:
+    """A response, compressed where that is worth it."""
+    try:
+        status, body = await work
+    except EtudeError as error:
+        status, kind = status_of(error)
+        body = error_body(request, kind, str(error))
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if len(body) >= COMPRESSED and "gzip" in request.headers.get("accept-encoding", ""):
+        body = await request.scope["state"]["aside"].run(len(body), _packed, body)
+        headers["content-encoding"] = "gzip"
+    return Response(body, status, headers, media_type=form if status == 200 else JSON)
+
+
+def error_body(request: Request, kind: str, why: str) -> bytes:
+    """The body of a refusal, with the id of its request."""
+    return encode_error(kind, why, request.scope["state"]["request"])
+
+
+def _packed(body: bytes) -> bytes:
+    packer = zlib.compressobj(level=1, wbits=31)
+    return packer.compress(body) + packer.flush()

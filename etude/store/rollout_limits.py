@@ -1,0 +1,83 @@
+"""What a rollout is for, how long it may take, and how often it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from typing import Any, Literal, TypeAlias
+
+from etude.errors import DataError
+from etude.records import Outcome
+
+__all__ = ["MAX_INFRA_RETRIES", "RETRIED", "RolloutLimits", "RolloutPurpose"]
+
+RolloutPurpose: TypeAlias = Literal["train", "val"]
+"""What a rollout is for: to be learned from, or to see how well the model does."""
+
+RETRIED = frozenset({Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE, Outcome.INFRA_ERROR})
+"""The outcomes after which a rollout may be tried again."""
+MAX_INFRA_RETRIES = 10
+"""How many infrastructure errors of a rollout are made good by one more attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLimits:
+    """How long a rollout may take, and how often it is tried. None is without a limit."""
+
+    timeout_s: float | None = 1800.0
+    """An attempt, from the claim on."""
+    unresponsive_s: float = 60.0
+    """Without a word from its runner."""
+    queue_timeout_s: float | None = None
+    """In the queue, each time it waits there."""
+    max_attempts: int = 2
+    retry_on: tuple[Outcome, ...] = (Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE)
+    """After which of these it is queued again. An infrastructure error is nobody's attempt: it is always tried again,
+    and does not count, up to ten times."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "retry_on", tuple(Outcome(outcome) for outcome in self.retry_on))
+        for name in ("timeout_s", "unresponsive_s", "queue_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is None and name != "unresponsive_s":
+                continue
+            if seconds is None or not (isfinite(seconds) and seconds > 0):
+                raise DataError(f"Limits.{name} is {seconds}; it must be a number of seconds above 0.")
+        if self.max_attempts < 1:
+            raise DataError(f"RolloutLimits.max_attempts is {self.max_attempts}; a rollout is tried at least once.")
+        if final := set(self.retry_on) - RETRIED:
+            raise DataError(
+                f"RolloutLimits.retry_on names {', '.join(sorted(final))}, which cannot be retried; what can: "
+                f"{', '.join(sorted(RETRIED))}."
+            )
+
+    def allows_retry(self, ended: list[Outcome]) -> bool:
+        """Whether a rollout is tried once more, after attempts that ended so, the newest last."""
+        counted = [outcome for outcome in ended if outcome is not Outcome.INFRA_ERROR]
+        if ended[-1] is Outcome.INFRA_ERROR:
+            return len(ended) - len(counted) <= MAX_INFRA_RETRIES
+        return ended[-1] in self.retry_on and len(counted) < self.max_attempts
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """The fields, as they go into JSON."""
+        return _document(self)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> RolloutLimits:
+        """The limits that were written so."""
+        return _restored(**{**document, "retry_on": tuple(document["retry_on"])})
+
+
+# Almost all rollouts of a run have the same limits, which are made and written once.
+
+
+@lru_cache(64)
+def _document(limits: RolloutLimits) -> Mapping[str, Any]:
+    return {name: getattr(limits, name) for name in limits.__slots__}
+
+
+@lru_cache(64)
+def _restored(**fields: Any) -> RolloutLimits:
+    return RolloutLimits(**fields)

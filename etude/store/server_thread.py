@@ -1,0 +1,138 @@
+"""A server in a thread of this process: it listens when it is made, and is gone soon after it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self, cast
+
+import uvicorn
+
+from etude.errors import StoreError
+from etude.observe import get_logger
+from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServerConfig
+
+__all__ = ["ServerThread", "reachable_url", "start_server"]
+
+LEFT_S = 2
+"""Seconds that answers under way get when the server stops."""
+EVERYWHERE = ("http://0.0.0.0:", "http://[::]:")
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's, to ask the system by which way one leaves this machine."""
+
+
+class ServerThread:
+    """A server under way."""
+
+    def __init__(self, server: _StoreServer, thread: threading.Thread, url: str, admin: str) -> None:
+        self._server, self._thread = server, thread
+        self.url = url
+        self.admin_key = admin
+        """The admin key."""
+
+    def stop(self, within_s: float = 10.0) -> None:
+        """Hear nobody new, answer those who were heard, and end; what is still under way then is cut off."""
+        self._server.should_exit = True
+        self._thread.join(within_s)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(within_s)
+        if self._thread.is_alive():
+            raise StoreError(
+                f"The server at {self.url} did not stop within {2 * within_s:g} seconds; it is left behind."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_server(served: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> ServerThread:
+    """Serve an app from a thread. Those who wait when it stops are told by `closing`."""
+    ears = _bind(host, port)
+    config = HttpServerConfig(
+        served,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=KEPT_ALIVE_S,
+        timeout_graceful_shutdown=LEFT_S,
+    )
+    server = _StoreServer(config, closing)
+    thread = threading.Thread(target=server.run, args=([ears],), name="etude-store", daemon=True)
+    thread.start()
+    until = time.monotonic() + start_s
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.005)
+    address = f"[{host}]" if ":" in host else host
+    serving = ServerThread(
+        server, thread, f"http://{address}:{ears.getsockname()[1] if server.started else port}", admin
+    )
+    if not server.started:
+        serving.stop()
+        ears.close()
+        raise StoreError(f"The server at {serving.url} did not start within {start_s:g} seconds; the log says more.")
+    get_logger("store").info("The store is served at %s.", serving.url)
+    return serving
+
+
+def reachable_url(url: str, towards: str = ELSEWHERE) -> str:
+    """How others reach a server here: as it says, or, where it listens on every interface, by the address that this
+    machine has on the way to them."""
+    everywhere = next((each for each in EVERYWHERE if url.startswith(each)), None)
+    if everywhere is None:
+        return url
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((towards, 9))  # nothing is sent
+            here = way.getsockname()[0]
+    except OSError:
+        here = socket.gethostname()
+    return f"http://{here}:{url.removeprefix(everywhere)}"
+
+
+class _StoreServer(uvicorn.Server):
+    """Tells those who wait, before it waits for them, and looks at its connections from time to time."""
+
+    def __init__(self, config: HttpServerConfig, closing: asyncio.Event) -> None:
+        super().__init__(config)
+        self._closing, self._room = closing, config.limiter
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: see, once a second, that none waits for ever, and that there may be more."""
+        if counter % 10 == 0:
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                cast(HttpConnection, connection).check_timeouts(now)
+            self._room.enforce_limits()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        self._closing.set()
+        await super().shutdown(sockets)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which nobody else has."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        ears = socket.socket(family, kind, protocol)  # asyncio sends without delay only where it sees that this is TCP
+        try:
+            ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ears.bind(address)
+        except OSError:
+            ears.close()
+            raise
+    except OSError as error:
+        raise StoreError(f"The server cannot listen on {host}, port {port}: {error}. Choose another port.") from error
+    return ears

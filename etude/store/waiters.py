@@ -1,0 +1,114 @@
+"""Those who come to a desk: runners that wait for work, trainers that wait for ends, and who was heard when."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from etude.records import Task
+from etude.store.request_limits import RUNNERS
+from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
+from etude.store.rollout_queue import AttemptId, RunnerState
+from etude.store.writer_thread import PendingResult
+
+__all__ = ["LeasedAttempt", "PendingClaim", "PendingWait", "RecentEnds", "RunnerRegistry"]
+
+LAST_ID = 2**63 - 1
+"""The largest number of a journal."""
+KEPT_ENDS = 4096
+"""How many of the last ends are found without reading the journal."""
+REMEMBERED_S = 300.0
+"""For how long a runner is known after its last word."""
+
+
+class LeasedAttempt(NamedTuple):
+    """What a claim comes to."""
+
+    attempt_id: AttemptId
+    task: Task
+    use: RolloutPurpose
+    limits: RolloutLimits
+
+
+@dataclass(slots=True, eq=False)
+class PendingClaim:
+    """A runner that waits for work."""
+
+    runner: str
+    n: int
+    until: float
+    promise: PendingResult | None = None
+    leased: list[LeasedAttempt] = field(default_factory=list)
+    is_cancelled: bool = False
+    """Whether it no longer waits."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingWait:
+    """Somebody who waits for rollouts to end."""
+
+    cursor: int
+    limit: int
+    until: float
+    promise: PendingResult | None = None
+
+
+class RunnerRegistry:
+    """The runners: when each was heard last, and what it said of itself."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        """log: is told who comes, and who is not there any more."""
+        self._heard: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        """The one that has been silent longest first: it goes where there are too many."""
+        self._log = log
+
+    def record_heartbeat(self, runner: str, info: Mapping[str, Any] | None = None) -> None:
+        """One was heard."""
+        if runner not in self._heard:
+            self._log("The runner '%s' is here.", runner)
+        _, known = self._heard.pop(runner, (0.0, {}))
+        if len(self._heard) >= RUNNERS:
+            del self._heard[next(iter(self._heard))]
+        self._heard[runner] = time.monotonic(), known if info is None else info
+
+    def states(self, has: Iterable[tuple[str, AttemptId]], now: float) -> list[RunnerState]:
+        """All that are known. has: what is played, and by whom."""
+        running: dict[str, list[AttemptId]] = {name: [] for name in self._heard}
+        for runner, key in has:
+            if runner in running:
+                running[runner].append(key)
+        return [
+            RunnerState(name, tuple(running[name]), now - at, told) for name, (at, told) in sorted(self._heard.items())
+        ]
+
+    def forget(self, now: float) -> None:
+        """Those that have not spoken for long."""
+        for name in [name for name, (at, _) in self._heard.items() if now - at > REMEMBERED_S]:
+            del self._heard[name]
+            self._log("Nothing was heard of the runner '%s' for %d minutes.", name, REMEMBERED_S // 60)
+
+
+class RecentEnds:
+    """The last rollouts that came to their end, by the position at which that is written."""
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        """Ends up to here are found in the journal only."""
+        self._ends: deque[tuple[int, int]] = deque()
+
+    def add(self, position: int, rollout: int) -> None:
+        """One more."""
+        self._ends.append((position, rollout))
+        if len(self._ends) > KEPT_ENDS:
+            self.floor, _ = self._ends.popleft()
+
+    def after(self, watch: PendingWait) -> list[tuple[int, int]]:
+        """The first that somebody waits for."""
+        if not self._ends or self._ends[-1][0] <= watch.cursor:
+            return []
+        first = bisect_right(self._ends, (watch.cursor, LAST_ID))
+        return [self._ends[place] for place in range(first, min(len(self._ends), first + watch.limit))]

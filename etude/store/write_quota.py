@@ -1,0 +1,36 @@
+"""How much each attempt writes with its own key, so that none fills the disk.
+
+It is kept in memory and begins anew with the server. An attempt that is over has what is left of its own: spans and
+events arrive after its end.
+"""
+
+from __future__ import annotations
+
+from etude.errors import DataError
+from etude.store import request_limits as bounds
+from etude.store.rollout_queue import AttemptId
+
+__all__ = ["WriteQuota"]
+
+
+class WriteQuota:
+    """The writings of one kind of each attempt: how many, and how many bytes. Used on one event loop."""
+
+    def __init__(self, kind: str, most: int, most_bytes: int) -> None:
+        self._kind, self._most, self._most_bytes = kind, most, most_bytes
+        self._written: dict[AttemptId, tuple[int, int]] = {}
+        """The attempt that wrote last is the last."""
+
+    def take(self, key: AttemptId, size: int) -> None:
+        """Count one more of an attempt. `DataError` where there is no room for it."""
+        count, written = self._written.pop(key, (0, 0))
+        fits = count < self._most and written + size <= self._most_bytes
+        self._written[key] = (count + 1, written + size) if fits else (count, written)
+        if len(self._written) > bounds.WRITERS:
+            del self._written[next(iter(self._written))]
+        if not fits:
+            raise DataError(
+                f"Attempt {key.attempt} of rollout {key.rollout} has written {count} {self._kind} of {written} bytes "
+                f"with its own key, and one of {size} bytes was to follow; at most {self._most} of {self._most_bytes} "
+                "bytes are kept. Write fewer, or keep them in a file."
+            )

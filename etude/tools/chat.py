@@ -1,0 +1,141 @@
+"""`etude chat`: a conversation with a model, or with a run's checkpoint, in the terminal.
+
+consumes       lines from a terminal or a pipe, each a user's message
+produces       answers, written as they come; each continues the very tokens of the conversation so far
+waits for      a line; the engine
+unblocked by   `/quit`, the end of the input, or Ctrl-C at the prompt, which end it; Ctrl-C during an answer, which ends
+               that answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from etude.chat import ChatRenderer
+from etude.chat.streaming import ContentDelta, MessageDelta, ToolCallDelta
+from etude.chat.tokenizer import Ids
+from etude.chat.transcript import Transcript
+from etude.errors import ConfigError, EtudeError
+from etude.observe import make_console
+from etude.recipes.collect.sampling import derived_seed
+from etude.recipes.inference import load_for_inference
+from etude.recipes.run.config import Run
+from etude.records import Completion, Message
+from etude.rollout import ServerPool, TorchEngine
+from etude.rollout.request import Delta
+
+__all__ = ["run_chat"]
+
+HELP = "/new begins another conversation, /quit ends. Ctrl-C stops an answer."
+
+
+def run_chat(run: Run, source: str, *, best: bool, typed: TextIO | None) -> None:
+    """Hold a conversation until it is ended. source: what the run is named by. typed: where messages come from, a line
+    each; None is the terminal."""
+    if run.model.path is None:
+        raise ConfigError("Name a run's directory or a model's first: `etude chat runs/mine`.")
+    console = make_console(run.observe.console)
+    with load_for_inference(run, best=best) as (step, chat, engine, longest):
+        what = str(run.model.path) if step is None else f"step {step} of {source}"
+        console.print(Text(f"This is {what}. {HELP}", style="dim"), soft_wrap=True)
+        talk = _Conversation(run, chat, engine, longest, console)
+        while (line := _line(console, typed)) is not None:
+            if line == "/quit":
+                break
+            if line == "/new":
+                talk = _Conversation(run, chat, engine, longest, console)
+                console.print(Text("A new conversation.", style="dim"))
+            elif line.startswith("/"):
+                console.print(Text(f"{line.split()[0]} is no command. {HELP}", style="dim"), soft_wrap=True)
+            elif line:
+                talk.answer(line)
+
+
+def _line(console: Console, typed: TextIO | None) -> str | None:
+    """The next line without its white space; None where there is none any more."""
+    if typed is None:
+        with suppress(EOFError):
+            return console.input("[bold]> [/bold]").strip()
+        console.print()
+        return None
+    line = typed.readline()
+    if not line:
+        return None
+    console.print(Text(f"> {line.strip()}", style="bold"), soft_wrap=True)
+    return line.strip()
+
+
+class _Conversation:
+    """One conversation."""
+
+    def __init__(
+        self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, longest: int, console: Console
+    ) -> None:
+        self._run, self._chat, self._engine, self._longest, self._console = run, chat, engine, longest, console
+        self._transcript: Transcript | None = None
+        self._turn = 0
+
+    def answer(self, text: str) -> None:
+        """Show the model a message, and write down what it says. Stopped, it has said what is there by then."""
+        if self._transcript is not None:
+            self._transcript.add_observation(text)
+        else:
+            messages = (Message("user", text),)
+            self._transcript = Transcript(self._chat, messages if self._chat.tokenizer.template else text)
+        prompt = self._transcript.ids
+        room = self._longest - len(prompt)
+        if room < 1:
+            told = f"The conversation has {len(prompt)} tokens, and the model has room for {self._longest}. {HELP}"
+            self._console.print(Text(told, style="red"), soft_wrap=True)
+            return
+        deltas: list[Delta] = []
+        try:
+            asyncio.run(self._stream(prompt, room, deltas))
+            stopped = ""
+        except KeyboardInterrupt:
+            stopped = "stopped"
+        except EtudeError as error:
+            stopped = str(error)
+        completion = _join_deltas(deltas, self._chat)
+        self._transcript.add_answer(prompt, completion)
+        self._turn += 1
+        cut = stopped or ("" if completion.finish_reason == "stop" else completion.finish_reason)
+        self._console.print(Text(f"  [{cut}]" if cut else "", style="dim"), soft_wrap=True)
+
+    async def _stream(self, prompt: Ids, room: int, deltas: list[Delta]) -> None:
+        """Write an answer as it comes. deltas: gains what comes."""
+        params = self._run.sampling.params(derived_seed(self._run.seed, "chat", self._turn))
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        reader = self._chat.stream_parser(prompt, sampling=params)
+        async with aclosing(self._engine.stream(prompt, params)) as stream:
+            async for delta in stream:
+                deltas.append(delta)
+                self._show(reader.push(delta.ids))
+        self._show(reader.finish())
+
+    def _show(self, pieces: Sequence[MessageDelta]) -> None:
+        for piece in pieces:
+            if isinstance(piece, ToolCallDelta):
+                text = Text(f"\n{piece.call.name}({piece.call.arguments})", style="cyan")
+            else:
+                text = Text(piece.text, style="" if isinstance(piece, ContentDelta) else "dim")
+            self._console.print(text, end="", soft_wrap=True)
+
+
+def _join_deltas(deltas: Sequence[Delta], chat: ChatRenderer) -> Completion:
+    """The sampled part of an answer: all of it, or up to where it was stopped."""
+    if deltas and deltas[-1].completion is not None:
+        return deltas[-1].completion
+    none = np.zeros(0, np.int32)
+    ids = np.concatenate([none, *(delta.ids for delta in deltas)])
+    logp = np.concatenate([none.astype(np.float32), *(delta.logp for delta in deltas)])
+    version = np.concatenate([none, *(delta.version for delta in deltas)])
+    return Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids))

@@ -1,0 +1,369 @@
+"""A step of a run played through without memory: the real model, learner, algorithm and cache, on outlines.
+
+Nothing is estimated by formula. What a run is made of is put together as `build` does it, and does each of its phases
+once, at its worst: prompts and answers as long as they may be, micro-batches full, every place of the engine taken.
+
+    loading      where weights are divided: they are whole for a moment
+    sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
+    annotating   what the models are asked of a batch before anything is learned from it
+    updating     two full micro-batches, and the optimizer's step
+
+Otherwise loading is not played: it takes less than updating does. Steps of the engine are played in the form of
+products that holds on most processors, whose passes have any number of rows (`most` is None); what other processors
+need is not played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.algorithms import AlgorithmState
+from etude.batch import COLUMNS, Batch, ColumnKind
+from etude.data.pack import pack_prefix_tree
+from etude.errors import ConfigError
+from etude.models import EngineModel, Model, create_empty
+from etude.models.prepack import can_prepack
+from etude.observe import get_logger
+from etude.recipes import auxiliary_models as models
+from etude.recipes.recipe import Recipe
+from etude.recipes.run import checks
+from etude.recipes.run.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
+from etude.recipes.run.config import Run
+from etude.recipes.run.placement import ROLES
+from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.workers.policy_worker import LossObjective, PolicyWorker
+from etude.records import Rollout, Sample
+from etude.rollout import TorchEngineConfig
+from etude.rollout.block_pool import BlockPool
+from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
+from etude.rollout.request import Request
+from etude.rollout.sampling import sample_tokens
+from etude.rollout.scheduler import ScheduledWork, Scheduler
+from etude.rollout.steady import LOOSE, STEADY, Form, slack
+from etude.tools.plan.dry_run_common import (
+    MICRO_BATCHES,
+    DryRunResult,
+    build_policy,
+    label_by_optimizers,
+    loading_phase,
+    logits_labeler,
+)
+from etude.tools.plan.fake_tensors import FakeDeviceMode, fake_process_group, use_fake_tensors
+from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.tools.plan.supervised_dry_run import SupervisedDryRun
+from etude.train import FrozenModel, Learner
+from etude.train.forward import ForwardPass, iterate_micro_batches
+from etude.train.optim import PRECISIONS
+
+__all__ = ["ALL_ROLES", "dry_run", "real_run", "worst_case_batch"]
+
+ALL_ROLES = frozenset({"policy", "engine", *ROLES})
+"""Whose memory may be on a device."""
+
+
+def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES) -> DryRunResult:
+    """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
+    ledger = MemoryTracker()
+    with use_fake_tensors(ledger) as outline, fake_process_group(run.ranks), _translate_errors():
+        on = nullcontext() if device.type == "cpu" else FakeDeviceMode(outline, device)
+        return _build_dry_run(run, on, ledger, roles).execute()
+
+
+def real_run(run: Recipe) -> DryRunResult:
+    """The same on this processor, with random weights and memory: what a rehearsal is measured against. Where there are
+    several ranks, every one of them does it."""
+    return _build_dry_run(run, nullcontext(), MemoryTracker(), ALL_ROLES, real=True).execute()
+
+
+def _build_dry_run(
+    run: Recipe,
+    fake_device: AbstractContextManager[Any],
+    tracker: MemoryTracker,
+    roles: frozenset[str],
+    *,
+    real: bool = False,
+) -> SupervisedDryRun | _DryRun:
+    """What is played of a run of either kind. on: within, what computes believes itself on the device that is planned
+    for. real: whether it is there, with memory and numbers."""
+    if isinstance(run, SupervisedRun):
+        return SupervisedDryRun(run, fake_device, tracker)
+    assert isinstance(run, Run), "every recipe is one or the other"
+    return _DryRun(run, fake_device, tracker, roles, real=real)
+
+
+class _DryRun:
+    """The parts of a run that collects."""
+
+    def __init__(
+        self,
+        run: Run,
+        fake_device: AbstractContextManager[Any],
+        tracker: MemoryTracker,
+        roles: frozenset[str],
+        *,
+        real: bool,
+    ) -> None:
+        assert run.model.path is not None, "a plan is of a model"
+        self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
+        self.offload = run.train.offload
+        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
+        self.run = run.model_copy(update=changes)
+        self.mesh = models.build_mesh(run)
+        apart = run.placement.layout == "split"
+        with tracker.labeled_as("weights" if "policy" in roles else None), self._loading():
+            self.policy = build_policy(run)
+        self.engine_model = self.policy
+        if apart and "engine" in roles:
+            with tracker.labeled_as("engine" if "policy" in roles else "weights"):
+                self.engine_model = build_policy(run)
+        checks.check_context_length(run, self.policy)
+        self.row = _max_lengths(run, self.policy)
+        self.kept_alive: object = None
+        """What the engine keeps while others work."""
+
+    def execute(self) -> DryRunResult:
+        """Each phase once."""
+        run, ledger, engine = self.run, self.tracker, self.run.rollout
+        wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+        at_once = engine.max_running if run.data.val else min(engine.max_running, wanted)
+        held = 0
+        with label_by_optimizers(ledger, self.policy):
+            worker = self._worker() if "policy" in self.roles else None
+            if not isinstance(engine, TorchEngineConfig):
+                with ledger.phase("sampling"):  # servers sample, and what is here waits for them
+                    pass
+            else:
+                blocks = count_blocks(self.policy, engine)
+                held = blocks * engine.block_size
+                if "engine" in self.roles:
+                    if worker is not None and self.engine_model is self.policy:
+                        worker.assemble()
+                    self._sample(engine, blocks, at_once)
+            if "reward" in self.roles:
+                self._score()
+            if worker is not None:
+                self._learn(worker)
+            else:
+                self._run_without_policy()
+        return DryRunResult(ledger, self.policy, held, at_once, self.row)
+
+    def _worker(self) -> PolicyWorker:
+        """The learner, and what stands beside it here."""
+        run, here = self.run, self.roles & checks.active_roles(self.run)
+        reference = self._frozen("reference", run.reference.path) if "reference" in here else None
+        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
+        critic = self._critic() if "critic" in here else None
+        with self.tracker.labeled_as("optimizer"), self._loading():
+            return models.build_policy_worker(
+                run, self.policy, None, mesh=self.mesh, reference=reference, teacher=teacher, critic=critic
+            )
+
+    def _loading(self) -> AbstractContextManager[None]:
+        """Of whoever is trained here."""
+        run, here = self.run, self.roles & {"policy", *checks.active_roles(self.run)}
+        trained = {"policy": run.train, "critic": run.critic.train}
+        return loading_phase(self.tracker, *(train for role, train in trained.items() if role in here))
+
+    def _critic(self) -> Model:
+        critic = self.run.critic
+        dtype, exact = PRECISIONS[critic.train.precision], critic.train.weights == "divided"
+        with self.tracker.labeled_as("critic"), self._loading():
+            return create_empty(critic.path or self._path, dtype=dtype, head="value", keep_float32=exact)
+
+    def _frozen(self, role: str, path: Any) -> FrozenModel:
+        if role == "reference" and path is None and self.run.lora.rank:
+            return FrozenModel(self.policy, self.run.train.micro_tokens, disable_adapters=True, mesh=self.mesh)
+        with self.tracker.labeled_as(role):
+            model = create_empty(path or self._path, dtype=self.policy.dtype)
+        return FrozenModel(model, self.run.train.micro_tokens, mesh=self.mesh)
+
+    @property
+    def _path(self) -> Any:
+        return self.run.model.path
+
+    def _sample(self, how: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
+        """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
+        run, model, ledger = self.run, self.engine_model, self.tracker
+        with ledger.labeled_as("engine"):
+            engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=self.real and how.prepack)
+            with self.fake_device:
+                laid = _prepacked_weights(engine) if how.prepack and not self.real else []
+        with self.fake_device, torch.no_grad(), engine.activate():
+            with ledger.labeled_as("kv"):
+                cache = KVCache(model, blocks=blocks, size=how.block_size)
+            form = STEADY if how.deterministic and model.dtype == torch.float32 else LOOSE
+            with ledger.phase("sampling"), ledger.labeled_as("activations", logits_labeler(engine.model)):
+                for works, table in _steps(run, how, model, blocks, max_concurrency, sum(self.row)):
+                    _step(engine.model, cache, works, table, form)
+                    cache.fetched = torch.empty(0, dtype=cache.dtype)
+        if not self.offload:
+            self.kept_alive = cache, engine, laid, self.engine_model
+
+    def _learn(self, worker: PolicyWorker) -> None:
+        run, ledger = self.run, self.tracker
+        batch = worst_case_batch(run, self.row)
+        told = checks.model_columns(run)
+        asked = told - self._absent_columns()
+        with (
+            self.fake_device,
+            ledger.phase("annotating"),
+            ledger.labeled_as("activations", logits_labeler(self.policy)),
+        ):
+            if asked:
+                worker.annotate(batch, asked)
+        batch = worker.estimate(batch, run.critic.warmup + 1)
+        if batch.old_logp is None:
+            batch = batch.replace(old_logp=torch.tensor([0.0] * batch.num_tokens))
+        with self.fake_device, ledger.phase("updating"), ledger.labeled_as("activations", logits_labeler(self.policy)):
+            worker.update([batch])
+
+    def _absent_columns(self) -> frozenset[str]:
+        """The columns that are told by models that are not here."""
+        told_by = {"reference": REFERENCE_COLUMNS, "teacher": TEACHER_COLUMNS, "critic": CRITIC_COLUMNS}
+        return frozenset().union(*(columns for role, columns in told_by.items() if role not in self.roles))
+
+    def _run_without_policy(self) -> None:
+        """What those do that are here without the policy."""
+        run, ledger, here = self.run, self.tracker, self.roles & checks.active_roles(self.run)
+        batch = worst_case_batch(run, self.row)
+        for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
+            if role in here:
+                model = self._frozen(role, path)
+                with (
+                    self.fake_device,
+                    ledger.phase("annotating"),
+                    ledger.labeled_as("activations", logits_labeler(model.model)),
+                ):
+                    model.logp(batch)
+        if "critic" in here:
+            critic = self._critic()
+            with ledger.labeled_as("optimizer"), self._loading():
+                steps = run.steps * run.updates
+                learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
+            batch = run.estimate(batch, AlgorithmState()).batch
+            with self.fake_device, ledger.labeled_as("activations"):
+                with ledger.phase("annotating"):
+                    learner.annotate(batch, learner.columns & checks.model_columns(run))
+                with ledger.phase("updating"):
+                    learner.update(batch, LossObjective(run.critic.loss))
+
+    def _score(self) -> None:
+        """What reward models are asked."""
+        for reward in model_rewards(self.run.reward):
+            with self.tracker.labeled_as("reward model"):
+                model = create_empty(reward.path, dtype=PRECISIONS[reward.precision], head="score")
+            forward, batch = ForwardPass(model, pack_prefix_tree, 1.0), worst_case_batch(self.run, self.row)
+            with (
+                self.fake_device,
+                torch.no_grad(),
+                self.tracker.phase("scoring"),
+                self.tracker.labeled_as("activations"),
+            ):
+                for micro, _ in iterate_micro_batches(batch, reward.micro_tokens, "rollout", model.device):
+                    forward(micro, frozenset({"score"}))
+            self.kept_alive = self.kept_alive, model
+
+
+def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
+    """What the engine keeps of its weights once more, in the order of the kernels, where these have one."""
+    return [torch.empty_like(each.weight) for each in engine.linear_weights() if can_prepack(each.weight)]
+
+
+def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
+    """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
+    long as it may be."""
+    prompt, answer = row
+    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.updates * run.ranks))
+    size = min(run.collect.group_size, rollouts)
+    enough = MICRO_BATCHES * max(1, run.train.micro_tokens // (prompt + size * answer))
+    groups = min(-(-rollouts // size), enough)
+    action = np.arange(prompt + answer) >= prompt
+    nothing = np.zeros(prompt + answer, np.int32)
+    rows: list[Any] = []
+    told: list[Any] = []
+    for group in range(groups):
+        for _ in range(size):
+            place = len(told)
+            told.append(Rollout(place, group, group, float(place % 2)))
+            rows.append(Sample(nothing, action, nothing.astype(np.float32), nothing, nothing, place))
+    batch = Batch.from_records(rows, told)
+    there = {name for name, _ in batch.columns()}
+    needed = sorted((run.required_columns() | run.critic.loss.required_columns() | checks.model_columns(run)) - there)
+    return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
+
+
+def _zeros(name: str, batch: Batch) -> Tensor:
+    """A column of which nothing is known."""
+    whole = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
+    if COLUMNS[name] is ColumnKind.UNIT:
+        return torch.tensor([0] * batch.num_rollouts).to(whole.get(name, torch.float64))
+    return torch.tensor([0] * batch.num_tokens).to(whole.get(name, torch.float32))
+
+
+def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
+    """The longest prompt, and what may follow it."""
+    prompt = run.data.max_prompt_length
+    if run.env.is_enabled:
+        return prompt, max((run.env.max_tokens or checks.max_total_tokens(run, model)) - prompt, 1)
+    if run.agent.path is not None:
+        return prompt, max(checks.max_total_tokens(run, model) - prompt, 1)
+    return prompt, run.sampling.max_tokens
+
+
+def _steps(
+    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, longest: int
+) -> Iterator[tuple[list[ScheduledWork], Any]]:
+    """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
+    longest = min(longest, blocks * engine.block_size, model.context_length)
+    for reads, prefill in ((True, engine.prefill_tokens), (False, max_concurrency * longest)):
+        scheduler = Scheduler(
+            BlockPool(blocks, engine.block_size),
+            max_running=engine.max_running,
+            prefill_tokens=prefill,
+            max_total_tokens=longest + slack(engine.block_size),
+        )
+        chance = np.random.default_rng(0)
+        for _ in range(max_concurrency):
+            prompt = chance.integers(0, model.vocab_size, longest - 1).astype(np.int32)
+            one = run.sampling.params(0)
+            scheduler.add(Request(prompt, one, limit=longest, vocabulary=model.vocab_size, tokenizer=None))
+        works = scheduler.schedule()
+        if not reads:
+            scheduler.advance([ScheduledWork(each.request, 0, longest - 2) for each in works])
+            works = [ScheduledWork(each.request, longest - 2, longest - 1) for each in works]
+        yield works, scheduler.table
+
+
+def _step(model: Model, cache: KVCache, works: list[ScheduledWork], table: Any, form: Form) -> None:
+    """As the engine does one."""
+    run = ForwardBatch(cache, works, table, form)
+    hidden = model.hidden(run.ids, run.positions, run)
+    requests = [work.request for work in run.sampled]
+    rows = form.rows.logits(model.vocab_size)
+    for start in range(0, len(requests), rows):
+        some = requests[start : start + rows]
+        logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)]
+        sample_tokens(logits, [r.sampling_state for r in some], [r.generated for r in some], [r.length for r in some])
+
+
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    """Without the warnings of what is only played; what cannot be played is a sentence."""
+    log = get_logger("models")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"This run cannot be rehearsed without its numbers, so no plan can be made of it: {error} Try it at a "
+            f"small size: `peak_memory_gb` in its metrics is what an update took."
+        ) from error
+    finally:
+        log.disabled = before

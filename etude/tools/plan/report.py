@@ -1,0 +1,119 @@
+"""A plan as people read it: a table of what is held when, whether it fits, and what each option would save."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.observe import format_seconds, make_console, progress
+from etude.recipes.recipe import Recipe
+from etude.tools.plan.planner import plan_memory
+from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
+
+__all__ = ["show"]
+
+KINDS = (
+    *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
+    *("optimizer", "kv", "activations", "logits", "other"),
+)
+"""In the order in which they are shown."""
+MEANINGS = {
+    "engine": "weights that the engine keeps besides",
+    "server": "weights of servers",
+    "masters": "float32 weights",
+    "kv": "keys and values",
+    "other": "what is left",
+}
+"""Those whose name does not say it."""
+NOTABLE = 0.01
+"""An option that saves less than such a share is not worth naming."""
+
+
+def show(requested: Recipe, *, with_savings: bool = True, console: Console | None = None) -> MemoryPlan:
+    """Plan a run, and say what was found."""
+    console = make_console() if console is None else console
+    with progress("rehearsing a step", None, console):
+        found = plan_memory(requested, with_savings=with_savings)
+    console.print(_headline(found), soft_wrap=True)
+    for device in found.devices:
+        console.print(_table(device))
+        console.print(_verdict(device), soft_wrap=True)
+    for note in found.notes:
+        console.print(note, soft_wrap=True)
+    _show_savings(found, console)
+    _show_step_time(found, console)
+    return found
+
+
+def _headline(found: MemoryPlan) -> str:
+    """What is planned."""
+    ranks = "" if found.ranks == 1 else f" on {found.ranks} ranks"
+    told, (prompt, answer) = f"A model of {found.parameters:,} parameters{ranks}; ", found.row
+    if not found.max_concurrency:
+        return f"{told}examples of up to {prompt + answer} tokens, all of them learned."
+    held = f"; {found.kv_tokens:,} tokens of keys and values" if found.kv_tokens else ""
+    return (
+        f"{told}prompts of up to {prompt} tokens and answers of up to {answer}, {found.max_concurrency} at once{held}."
+    )
+
+
+def _table(device: DeviceMemory) -> Table:
+    """What is held in each phase, at its worst moment."""
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(f"GiB on {device.name}" + (f" ({device.count} of them)" if device.count > 1 else ""))
+    for phase in device.phases:
+        shown.add_column(phase, justify="right", style="bold" if phase == device.peak_phase else "")
+    for kind in KINDS:
+        sizes = [peak.kinds.get(kind, 0) for peak in device.phases.values()]
+        if any(sizes):
+            shown.add_row(MEANINGS.get(kind, kind), *(_gib(size) if size else "" for size in sizes))
+    if device.base_bytes:
+        shown.add_row("the program itself", *(_gib(device.base_bytes) for _ in device.phases))
+    shown.add_section()
+    shown.add_row("all of it", *(_gib(peak.total + device.base_bytes) for peak in device.phases.values()))
+    return shown
+
+
+def _verdict(device: DeviceMemory) -> Text:
+    told = f"Most is held while {device.peak_phase}: {_gib(device.total)} GiB"
+    if device.limit is None:
+        return Text(f"{told}. Give `gpu_gib=…` to hear whether it fits.")
+    share = f"of {_gib(device.limit)} GiB"
+    if device.fits:
+        return Text(f"{told} {share}: it fits.", "green")
+    missing = device.total - device.limit
+    return Text(f"{told} {share}: {_gib(missing)} GiB too much.", "bold red")
+
+
+def _show_savings(found: MemoryPlan, console: Console) -> None:
+    """What each option would leave, most telling first."""
+    total = max(device.total for device in found.devices)
+    worth = [knob for knob in found.savings if total - knob.total > NOTABLE * total]
+    if not worth:
+        return
+    console.print("\nWhat moves it, one at a time:")
+    width = max(len(f"{knob.option}={knob.value}") for knob in worth)
+    for knob in worth:
+        saved = f"{_gib(knob.total)} GiB, {_gib(total - knob.total)} less"
+        console.print(f"  {f'{knob.option}={knob.value}':<{width}}  {saved}", soft_wrap=True)
+
+
+def _show_step_time(found: MemoryPlan, console: Console) -> None:
+    pace = found.step_time
+    if pace is None:
+        console.print("\nHow long a step takes is not estimated: give `gpu_tflops=…` and `gpu_gbs=…` for that.")
+        return
+    parts = (("sampling", pace.sampling), ("annotating", pace.annotating), ("updating", pace.updating))
+    told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+    console.print(
+        f"\nEstimate: a step takes {format_seconds(pace.step)} or longer ({told}), at "
+        f"{pace.flops_per_second / 1e12:.3g} · 10¹² operations and {pace.bytes_per_second / 1e9:.3g} GB a second, "
+        "which a run reaches a part of.",
+        soft_wrap=True,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3g}" if size < 1000 * GIB else f"{size / GIB:,.0f}"

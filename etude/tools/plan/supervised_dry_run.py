@@ -1,0 +1,93 @@
+"""A step of a run that learns from examples, played through without memory: see `dry_run`.
+
+Its examples are as long as they may be, and all of them is learned: only the first token of each is given.
+
+    annotating   what a reference or a teacher tells of them
+    updating     two full micro-batches, and the optimizer's step
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from etude.batch import Batch
+from etude.data.preferences import PreferenceDataConfig
+from etude.data.tokenization import TokenRow
+from etude.models import create_empty
+from etude.recipes import auxiliary_models as models
+from etude.recipes.supervised import builder as school
+from etude.recipes.supervised.config import SupervisedRun
+from etude.recipes.supervised.distill import DistillRun
+from etude.recipes.supervised.dpo import DPORun
+from etude.recipes.supervised.examples import batch_of
+from etude.tools.plan.dry_run_common import (
+    MICRO_BATCHES,
+    DryRunResult,
+    build_policy,
+    label_by_optimizers,
+    loading_phase,
+    logits_labeler,
+)
+from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.train import FrozenModel
+
+__all__ = ["SupervisedDryRun", "worst_case_examples"]
+
+
+class SupervisedDryRun:
+    """The parts of a run that learns from examples."""
+
+    def __init__(self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker) -> None:
+        """on: within, what computes believes itself on the device that is planned for."""
+        self.fake_device, self.tracker = fake_device, tracker
+        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        steps = run.steps or run.train.warmup + 1  # how many there are is known of the files alone
+        self.run = run.model_copy(update={"train": rests, "steps": steps, "epochs": None})
+        self.mesh = models.build_mesh(run)
+        with tracker.labeled_as("weights"), loading_phase(tracker, run.train):
+            self.model = build_policy(run)
+        self.max_tokens = run.data.max_row_tokens(self.model.context_length)
+
+    def execute(self) -> DryRunResult:
+        """Each phase once."""
+        run, ledger, model = self.run, self.tracker, self.model
+        named = logits_labeler(model)
+        with label_by_optimizers(ledger, model):
+            other = self._frozen_model()
+            with ledger.labeled_as("optimizer"), loading_phase(ledger, run.train):
+                worker = school.build_supervised_worker(run, model, other, self.mesh)
+            batch = worst_case_examples(run, self.max_tokens, -(-run.batch_size * run.mesh.size // run.ranks))
+            if other is not None:
+                with self.fake_device, ledger.phase("annotating"), ledger.labeled_as("activations", named):
+                    batch = worker.annotate(batch)
+            with self.fake_device, ledger.phase("updating"), ledger.labeled_as("activations", named):
+                worker.update(batch)
+        return DryRunResult(ledger, model, 0, 0, (1, self.max_tokens - 1))
+
+    def _frozen_model(self) -> FrozenModel | None:
+        """The reference or the teacher, where there is one."""
+        run, micro = self.run, self.run.train.micro_tokens
+        if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
+            if run.reference.path is None and run.lora.rank:
+                return FrozenModel(self.model, micro, disable_adapters=True, mesh=self.mesh)
+            role, path, warmth = "reference", run.reference.path, 1.0
+        elif isinstance(run, DistillRun):
+            role, path, warmth = "teacher", run.teacher.path, run.temperature
+        else:
+            return None
+        where = path or run.model.path
+        assert where is not None, "a run has a model"
+        with self.tracker.labeled_as(role):
+            return FrozenModel(create_empty(where, dtype=self.model.dtype), micro, temperature=warmth, mesh=self.mesh)
+
+
+def worst_case_examples(run: SupervisedRun, longest: int, count: int) -> Batch:
+    """So many examples at their worst, or as many of them as fill a few micro-batches."""
+    sides = 2 if isinstance(run.data, PreferenceDataConfig) else 1
+    enough = MICRO_BATCHES * max(1, run.train.micro_tokens // (sides * longest))
+    nothing = np.zeros(longest, np.int32)
+    row = TokenRow(nothing, np.arange(longest) >= 1, nothing.astype(np.int16))
+    return batch_of([((row,),) * sides] * min(count, enough))

@@ -1,0 +1,103 @@
+"""`etude serve`: a model, or a run's checkpoint, behind the endpoint that agents are trained at. Nothing is trained.
+
+consumes       calls in OpenAI's and Anthropic's dialects, with the key that is printed
+produces       answers
+waits for      SIGINT or SIGTERM
+unblocked by   one of these: no new calls are taken, those under way have two seconds to end, and the server stops
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from etude.agents.proxy.app import create_router
+from etude.agents.proxy.endpoint import EndpointConfig
+from etude.observe import make_console
+from etude.recipes.agents.services import build_endpoint, freeze_gc
+from etude.recipes.inference import load_for_inference
+from etude.recipes.run.config import Run
+from etude.records import SamplingParams, Task, Turn
+from etude.store import open_store
+from etude.store.keys import Keyring
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptId, RolloutLimits, RolloutRequest
+from etude.store.server import serve
+from etude.store.server_thread import reachable_url
+from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
+
+__all__ = ["serve_model"]
+
+KEY_S = 3650 * 86400.0
+"""Seconds that the key is good: longer than any server runs."""
+
+
+def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
+    """Serve a model until SIGINT or SIGTERM."""
+    address, port = parse_address(listen)
+    console = make_console(run.observe.console)
+    with ExitStack() as stack:
+        step, chat, engine, longest = stack.enter_context(load_for_inference(run, best=best))
+        keyring = Keyring()
+        desk = _UnrecordedQueue(open_store(), keyring)
+        stack.callback(lambda: asyncio.run(desk.close()))
+        drawn = run.sampling.params(0)
+        config = EndpointConfig(parameters="default", count_rerendered=False)
+        endpoint = build_endpoint(run, desk, keyring, chat, engine, longest, val=drawn, config=config)
+        attempt = asyncio.run(_start_attempt(desk))
+        stopping = stack.enter_context(stop_on_signal())
+        stack.enter_context(freeze_gc())
+        serving = stack.enter_context(
+            serve(desk, keyring, host=address, port=port, routers=[create_router(endpoint)], lifespans=[endpoint])
+        )
+        what = str(run.model.path) if step is None else f"Step {step} of {source}"
+        _introduce(console, what, reachable_url(serving.url), keyring.model_key(attempt, KEY_S), endpoint.model, drawn)
+        while not stopping.wait(POLL_S):
+            pass
+        serving.stop()
+    console.print(Text("Stopped."))
+
+
+class _UnrecordedQueue(LocalRolloutQueue):
+    """A desk that keeps no turns and no notes: nothing is learned from them."""
+
+    turn_count = 0
+    """How many turns there were."""
+
+    async def record_turn(self, key: AttemptId, turn: Turn) -> int:  # noqa: ARG002
+        """Count a turn."""
+        self.turn_count += 1
+        return self.turn_count - 1
+
+    async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
+        """Keep nothing of a note."""
+
+
+async def _start_attempt(desk: LocalRolloutQueue) -> AttemptId:
+    """The one attempt as which all calls are made. It is for validation: what is not learned from may be sampled with
+    the caller's own parameters."""
+    limits = RolloutLimits(timeout_s=None, unresponsive_s=KEY_S, max_attempts=1)
+    await desk.enqueue([RolloutRequest(Task(0, {}), use="val", limits=limits)])
+    (claim,) = await desk.claim("etude serve", 1, 10.0)
+    return claim.attempt_id
+
+
+def _introduce(console: Console, what: str, url: str, key: str, model: str, drawn: SamplingParams) -> None:
+    """Say where the model is, and how clients reach it."""
+    lines = [
+        f"{what} is served at {url}, under the name {model}. Ctrl-C ends it. Nothing is trained.",
+        f"Where a call does not say otherwise, answers have at most {drawn.max_tokens} tokens, at temperature "
+        f"{drawn.temperature:g}.",
+        "",
+        f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
+        f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",
+        "",
+        f"curl {url}/v1/chat/completions -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\",
+        f'  -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is 2 + 2?"}}]}}\'',
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

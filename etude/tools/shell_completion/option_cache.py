@@ -1,0 +1,139 @@
+"""Every option of every command, as plain data: read from the classes that they are fields of.
+
+Reading loads torch and takes seconds, so it is done by a process of its own, and kept under a name that changes with
+the sources and with the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import cleandoc
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml  # type: ignore[import-untyped]  # OmegaConf brings it, and its stubs are a package of their own
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from etude.config import load_plugin
+from etude.config.choice import NONE, options_of
+from etude.config.tree import find_section_class, join_path, read_default
+from etude.recipes.presets import PRESETS
+from etude.recipes.run_argument import READ_OPTIONS
+from etude.tools.shell_completion.suggest import cache_file
+
+__all__ = ["FILE_OPTIONS", "collect_options", "write_cache"]
+
+FILE_OPTIONS = frozenset({"data.train", "data.val", "reward.path"})
+"""Options that are text and name files."""
+MAX_CACHE_FILES = 8
+
+
+def write_cache(cache: Path, roots: Sequence[str]) -> Path:
+    """Read the options of these classes, and keep them, and a few that were kept of other sources before."""
+    place = cache_file(cache)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_suffix(".draft")
+    draft.write_text(json.dumps(collect_options(roots)), encoding="utf-8")
+    draft.replace(place)
+    place.with_suffix(".reading").unlink(missing_ok=True)
+    files = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    for other in files[MAX_CACHE_FILES:]:
+        other.unlink(missing_ok=True)
+    return place
+
+
+def collect_options(roots: Sequence[str]) -> dict[str, Any]:
+    """The options of each class, the presets, and what the commands that do not read all of them read."""
+    return {
+        "options": {root: _merge_options(_options(load_plugin(root, BaseModel))) for root in roots},
+        "presets": {name: _preset(path) for name, path in PRESETS.items()},
+        "read": {command: list(names) for command, names in READ_OPTIONS.items()},
+    }
+
+
+def _preset(path: Path) -> dict[str, Any]:
+    """What a preset is for, and what it chooses."""
+    text = path.read_text(encoding="utf-8")
+    meaning = text.lstrip("# ").split(": ")[0].splitlines()[0]
+    return {"meaning": meaning, "chosen": dict(_named_choices(yaml.safe_load(text) or {}))}
+
+
+def _named_choices(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """What may be a choice in a file: a path, and the name that is chosen there."""
+    for key, value in tree.items():
+        here = join_path(path, key)
+        if isinstance(value, Mapping):
+            yield from _named_choices(value, here)
+        elif isinstance(value, str):
+            yield (path, value) if key == "name" else (here, value)
+
+
+def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """Every option that a class can have: what it takes, what it means, and what must be chosen for it to be there."""
+    for name, field in kind.model_fields.items():
+        here, options = join_path(path, name), options_of(field.annotation, field.metadata)
+        told = {"path": here, "meaning": field.description or "", "when": dict(when or {})}
+        if options is not None:
+            default = read_default(field)
+            chosen = options.name_of(default) if default is None or isinstance(default, BaseModel) else ""
+            values = [[choice, _first_line(each)] for choice, each in options.table.items()]
+            none = [[NONE, "nothing of the kind"]] if options.optional else []
+            yield {**told, "values": values + none, "chosen": chosen}
+            for choice, each in options.table.items():
+                yield from _options(each, here, {**(when or {}), here: choice})
+        elif (section := find_section_class(field.annotation)) is not None:
+            yield from _options(section, here, when)
+        else:
+            yield {**told, **_describe_value(field, here)}
+
+
+def _describe_value(field: FieldInfo, path: str) -> dict[str, Any]:
+    """What a single value can be: some words, a path, or anything; and whether it is a list of such."""
+    kinds = list(_kinds(field.annotation))
+    words = [word for kind in kinds for word in (get_args(kind) if get_origin(kind) is Literal else ())]
+    words += ["true", "false"] if bool in kinds else []
+    words += ["null"] if NoneType in kinds and words else []
+    listed = any(get_origin(kind) in (tuple, list) for kind in _members(field.annotation))
+    return {
+        "values": [[str(word), ""] for word in words],
+        "paths": path in FILE_OPTIONS or any(isinstance(kind, type) and issubclass(kind, Path) for kind in kinds),
+        "list": listed,
+    }
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """What a union may be, without what it is marked with."""
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for inner in get_args(annotation):
+            yield from _members(inner)
+    else:
+        yield annotation
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """What a value, or an entry of a list of them, may be."""
+    for kind in _members(annotation):
+        if get_origin(kind) in (tuple, list):
+            yield from (each for inner in get_args(kind) if inner is not Ellipsis for each in _members(inner))
+        else:
+            yield kind
+
+
+def _merge_options(options: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Options that several choices have are one, which is there with any of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in options:
+        there = found.setdefault(each["path"], {**each, "when": []})
+        if each["when"] not in there["when"]:
+            there["when"].append(each["when"])
+        there["values"] += [value for value in each["values"] if value not in there["values"]]
+    return list(found.values())
+
+
+def _first_line(kind: type) -> str:
+    return cleandoc(kind.__doc__ or "").split("\n")[0]

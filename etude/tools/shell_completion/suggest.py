@@ -1,0 +1,304 @@
+"""What can stand where the cursor is: from the words before it, the parser, and the options that were kept.
+
+Only the standard library is loaded here, for each press of the key starts Python anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Suggestion",
+    "cache_file",
+    "completion_script",
+    "format_for_bash",
+    "option_classes",
+    "refresh",
+    "split_words",
+    "suggest",
+    "unquote",
+]
+
+PACKAGE = Path(__file__).parents[2]
+READ_TIMEOUT_S = 120.0
+"""Seconds after which a process that reads the options is taken to have failed."""
+MIN_MATCH_LENGTH = 3
+"""Letters by which an option may be found inside its name."""
+
+
+class Suggestion(NamedTuple):
+    """Something that can stand there."""
+
+    text: str
+    """The whole word. A space ends it where the word is complete."""
+    meaning: str = ""
+
+
+def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) -> list[Suggestion]:
+    """What can stand in place of the last of these words, after the others; `cache` is where options are kept."""
+    *before, current = words
+    command, names, rest = _command(parser, before)
+    if current.startswith("-"):
+        return list(_flags(command, current))
+    awaited = _pending_flag(command, rest)
+    if awaited is not None:
+        return list(_suggest_argument(awaited, current))
+    commands = _subcommands(command)
+    if commands and any(not word.startswith("-") for word in rest):
+        return []
+    if commands:
+        return [Suggestion(f"{name} ", told) for name, told in commands.items() if name.startswith(current)]
+    if command.get_default("roots") is not None:
+        return list(_suggest_for_run(command, names, rest, current, _load_options(cache)))
+    positionals = [action for action in command._actions if not action.option_strings]
+    return list(_suggest_argument(positionals[-1], current)) if positionals else []
+
+
+def completion_script(shell: str, cache: Path) -> str:
+    """What a shell is to read, with the place where options are kept written into it."""
+    text = (Path(__file__).parent / "shells" / f"etude.{shell}").read_text(encoding="utf-8")
+    return text.replace("@CACHE@", shlex.quote(str(cache)))
+
+
+def unquote(word: str) -> str:
+    """A word as the shell would hand it on; one in quotes that are still open is left as it is."""
+    try:
+        return " ".join(shlex.split(word)) if word else ""
+    except ValueError:
+        return word
+
+
+def split_words(line: str, program: str) -> list[str] | None:
+    """The words of a line after the program's name; None where the last one is in quotes: the shell's business."""
+    words, quote, quoted = [""], "", False
+    letters = iter(line)
+    for letter in letters:
+        if letter == "\\" and quote != "'":
+            words[-1] += next(letters, "")
+        elif quote:
+            quote, words[-1] = ("", words[-1]) if letter == quote else (quote, words[-1] + letter)
+        elif letter in "'\"":
+            quote, quoted = letter, True
+        elif letter.isspace():
+            quoted = False
+            words += [""] if words[-1] else []
+        else:
+            words[-1] += letter
+    if quoted or program not in words[:-1]:
+        return None
+    return words[words.index(program) + 1 :]
+
+
+def format_for_bash(found: Sequence[Suggestion], current: str, breaks: str) -> list[str]:
+    """What bash puts in place of the last word; for bash that begins after a sign at which it breaks words."""
+    signs = [sign for sign in current if sign in breaks and sign in "=:"]
+    texts = [offer.text for offer in found]
+    for sign in signs:
+        texts = [text.partition(sign)[2] for text in texts]
+    return texts
+
+
+def cache_file(cache: Path) -> Path:
+    """The file that holds the options of these sources, in this environment."""
+    state = blake2b(sys.prefix.encode(), digest_size=12)
+    for directory, inner, files in os.walk(PACKAGE):
+        inner[:] = sorted(name for name in inner if name != "__pycache__")
+        for name in sorted(files):
+            about = Path(directory, name).stat()
+            state.update(f"{directory}/{name} {about.st_mtime_ns} {about.st_size}\n".encode())
+    return cache / "completion" / f"{state.hexdigest()}.json"
+
+
+def refresh(cache: Path) -> None:
+    """Have the options read by a process of its own, unless one is at it, or they are kept already."""
+    place = cache_file(cache)
+    at_it = place.with_suffix(".reading")
+    with suppress(OSError):  # where nothing can be kept, no options are offered, and all else is
+        if place.exists() or (at_it.exists() and time.time() - at_it.stat().st_mtime < READ_TIMEOUT_S):
+            return
+        at_it.parent.mkdir(parents=True, exist_ok=True)
+        at_it.touch()
+        command = [sys.executable, "-P", "-m", "etude", "complete", "read", str(cache)]
+        nothing = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+
+
+# -- the parser -------------------------------------------------------------------------------------------------------
+
+
+def option_classes(parser: argparse.ArgumentParser) -> list[str]:
+    """Every class whose fields are options of a command, as `module:Name`."""
+    found = list((parser.get_default("roots") or {}).values())
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [root for inner in action.choices.values() for root in option_classes(inner)]
+    return list(dict.fromkeys(found))
+
+
+def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, str, list[str]]:
+    """The parser that these words lead to, its name, and those that are left to it."""
+    name, rest = "", list(words)
+    for place, word in enumerate(words):
+        inner = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+        if inner is None or word.startswith("-"):
+            continue
+        if word not in inner.choices:
+            break
+        parser, name, rest = inner.choices[word], word, list(words[place + 1 :])
+    return parser, name, rest
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The names of the commands below one, with what their help says; a command without help is not for people."""
+    found: dict[str, str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {each.dest: each.help or "" for each in action._choices_actions}
+    return found
+
+
+def _flags(parser: argparse.ArgumentParser, current: str) -> Iterator[Suggestion]:
+    for action in parser._actions:
+        for flag in action.option_strings:
+            if flag.startswith(current):
+                yield Suggestion(f"{flag} ", action.help or "")
+
+
+def _pending_flag(parser: argparse.ArgumentParser, rest: Sequence[str]) -> argparse.Action | None:
+    """The flag that waits for its value."""
+    for action in parser._actions:
+        if rest and rest[-1] in action.option_strings and action.nargs != 0:
+            return action
+    return None
+
+
+def _suggest_argument(action: argparse.Action, current: str) -> Iterator[Suggestion]:
+    if action.choices is not None:
+        yield from (Suggestion(f"{choice} ") for choice in action.choices if str(choice).startswith(current))
+    elif action.type is Path:
+        yield from _paths(current, directories=action.metavar in ("RUN", "DIRECTORY"))
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _load_options(cache: Path) -> dict[str, Any]:
+    """The options that were kept: of these sources, or until those are read, what was kept last."""
+    place = cache_file(cache)
+    if not place.exists():
+        refresh(cache)
+    others = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (place, *others):
+        with suppress(OSError, ValueError):
+            known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return known
+    return {"options": {}, "presets": {}, "read": {}}
+
+
+def _suggest_for_run(
+    command: argparse.ArgumentParser, name: str, rest: Sequence[str], current: str, known: Mapping[str, Any]
+) -> Iterator[Suggestion]:
+    """What a command offers that takes options."""
+    roots = command.get_default("roots")
+    root = next((root for word, root in roots.items() if word in rest), roots.get(""))
+    options = known["options"].get(root, [])
+    key, equals, value = current.partition("=")
+    if equals:
+        option = next((each for each in options if each["path"] == key), None)
+        yield from _values(option, value) if option is not None else ()
+        return
+    named = [word for word in rest if "=" not in word and not word.startswith("-")]
+    if not named:
+        yield from _suggest_names(command.get_default("words"), roots, current, known)
+    read = known["read"].get(name)
+    there = [each for each in options if read is None or any(f"{each['path']}.".startswith(f"{r}.") for r in read)]
+    yield from _keys(_available_options(there, rest, known), current)
+
+
+def _suggest_names(
+    words: str, roots: Mapping[str, str], current: str, known: Mapping[str, Any]
+) -> Iterator[Suggestion]:
+    """What a command is about, which is named without an equals sign: a preset, a set of data, a file, a run."""
+    if "PRESET" in words:
+        names = sorted(path.stem for path in (PACKAGE / "recipes" / "presets").glob("*.yaml"))
+        meanings = {name: preset["meaning"] for name, preset in known["presets"].items()}
+        names += [word for word in roots if word and not word.startswith("-")]
+        yield from (Suggestion(f"{name} ", meanings.get(name, "")) for name in names if name.startswith(current))
+    elif "SET" in words:
+        yield from (Suggestion(f"{name} ") for name in roots if name.startswith(current))
+    elif words:
+        yield from _paths(current, directories="FILE" not in words)
+
+
+def _available_options(
+    options: Sequence[Mapping[str, Any]], rest: Sequence[str], known: Mapping[str, Any]
+) -> list[Any]:
+    """The options that are there by what was chosen so far; all of them where a file or a run may choose."""
+    if any(not word.startswith("--demo") and "=" not in word and word not in known["presets"] for word in rest):
+        return list(options)
+    chosen = {each["path"]: each["chosen"] for each in options if "chosen" in each}
+    for word in rest:
+        chosen |= known["presets"].get(word, {"chosen": {}})["chosen"]
+    chosen |= dict(word.split("=", 1) for word in rest if "=" in word)
+    return [
+        each
+        for each in options
+        if any(all(chosen.get(path) == name for path, name in when.items()) for when in each["when"])
+    ]
+
+
+def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Suggestion]:
+    """Options by their names, a part of a dotted path at a time; by a part of the last name where none begins so."""
+    above = current.rpartition(".")[0]
+    start = len(above) + 1 if above else 0
+    found: dict[str, str] = {}
+    for each in options:
+        path = each["path"]
+        if path.startswith(current):
+            part, dot, _ = path[start:].partition(".")
+            found.setdefault(path[:start] + part + (dot or "="), "" if dot else each["meaning"])
+    if not found and len(current) >= MIN_MATCH_LENGTH:
+        inside = [each for each in options if current in each["path"].split(".")[-1]]
+        inside.sort(key=lambda each: each["path"].count("."))
+        found = {f"{each['path']}=": each["meaning"] for each in inside}
+    yield from (Suggestion(text, meaning) for text, meaning in found.items())
+
+
+def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
+    """What an option can be set to."""
+    key, listed = option["path"], option.get("list", False)
+    if listed and not value and (option["values"] or option["paths"]):
+        yield Suggestion(f"{key}=[", option["meaning"])
+        return
+    start = max(value.rfind("["), value.rfind(",")) + 1 if listed else 0
+    before, last, end = f"{key}={value[:start]}", value[start:], "" if listed else " "
+    for name, meaning in option["values"]:
+        if name.startswith(last):
+            yield Suggestion(f"{before}{name}{end}", meaning)
+    if option.get("paths"):
+        for path in _paths(last):
+            yield Suggestion(before + (path.text.rstrip(" ") if listed else path.text))
+
+
+def _paths(current: str, *, directories: bool = False) -> Iterator[Suggestion]:
+    """Files and directories that begin so; hidden ones where the dot is typed."""
+    above, slash, name = current.rpartition("/")
+    with suppress(OSError, RuntimeError):  # a folder that cannot be read, a home that is not known
+        for entry in sorted(Path(above + slash).expanduser().iterdir()):
+            if not entry.name.startswith(name) or (entry.name.startswith(".") and not name):
+                continue
+            if entry.is_dir() or not directories:
+                text = re.sub(r"([^\w./~@%+=:,-])", r"\\\1", above + slash + entry.name)
+                yield Suggestion(text + ("/" if entry.is_dir() else " "))

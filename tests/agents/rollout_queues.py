@@ -1,0 +1,113 @@
+"""A desk with tasks on it, and a runner that plays them: what most tests of agents are about."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from etude.agents.agent import Agent
+from etude.agents.runner import Runner, RunnerTimeouts
+from etude.records import Task
+from etude.store import RolloutState, open_store
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import RolloutLimits, RolloutRequest
+
+QUICK = RunnerTimeouts(heartbeat_s=0.05, poll_s=1.0, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
+ONCE = RolloutLimits(timeout_s=20.0, max_attempts=1)
+AWAY = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
+"""An endpoint where nobody listens."""
+
+
+def _listened_to() -> str:
+    """An address where somebody listens, and says nothing, until the tests end."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            listening.accept()[0].close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+ENDPOINT = {"base_url": _listened_to(), "model": "policy"}
+
+
+def wanted(count: int, limits: RolloutLimits = ONCE, fields: Mapping[str, Any] | None = None) -> list[RolloutRequest]:
+    """So many rollouts, each of a task of its own."""
+    return [RolloutRequest(Task(each, {"n": each, **(fields or {})}), limits=limits) for each in range(count)]
+
+
+async def ends(desk: LocalRolloutQueue, count: int, within: float = 20.0) -> list[RolloutState]:
+    """The first so many rollouts that came to their end, by id."""
+    found: list[RolloutState] = []
+    cursor = 0
+    async with asyncio.timeout(within):
+        while len(found) < count:
+            cursor, more = await desk.wait(cursor, 1.0)
+            found += more
+    return sorted(found, key=lambda state: state.id)
+
+
+class Played:
+    """What came of it."""
+
+    def __init__(self) -> None:
+        self.states: list[RolloutState] = []
+        self.events: list[list[dict[str, Any]]] = []
+
+    @property
+    def only(self) -> RolloutState:
+        (state,) = self.states
+        return state
+
+    @property
+    def error(self) -> str:
+        last = self.only.last
+        assert last is not None
+        return last.error
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [state.last.total if state.last else None for state in self.states]
+
+
+async def play(
+    agent: Agent,
+    rollouts: Sequence[RolloutRequest],
+    *,
+    pace: RunnerTimeouts = QUICK,
+    endpoint: Mapping[str, str] = ENDPOINT,
+    meanwhile: Callable[[LocalRolloutQueue, Runner], Awaitable[None]] | None = None,
+    **options: Any,
+) -> Played:
+    """Have a runner play these over a journal in memory, to the end of all of them."""
+    played = Played()
+    desk = LocalRolloutQueue(open_store())
+    await desk.put_resource("endpoint", endpoint)
+    ids = await desk.enqueue(rollouts)
+    runner = Runner(desk, agent, timeouts=pace, **options)
+    running = asyncio.create_task(runner.run())
+    try:
+        if meanwhile is not None:
+            await meanwhile(desk, runner)
+        waiting = asyncio.create_task(ends(desk, len(ids)))
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            waiting.cancel()
+            await running
+        played.states = await waiting
+        played.events = [await desk.notes(state.id) if state.attempts else [] for state in played.states]
+    finally:
+        runner.stop()
+        await running
+        await desk.close()
+    return played
+
+
+def played(agent: Agent, rollouts: Sequence[RolloutRequest], **options: Any) -> Played:
+    """`play`, for a test that is no coroutine."""
+    return asyncio.run(play(agent, rollouts, **options))

@@ -1,0 +1,171 @@
+"""Whatever a function does, the model is told of it, in time, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from etude.chat import CallThread, Toolbox
+from etude.chat import toolbox as calls
+from etude.errors import EnvError, PluginError
+from etude.records import Message, Task, ToolCall
+
+stop = threading.Event()
+"""Ends what would otherwise hang for long after its test."""
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    stop.clear()
+    yield
+    stop.set()
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def fails(why: str) -> None:
+    """Fail."""
+    raise ValueError(why)
+
+
+def leaves() -> None:
+    """End the program."""
+    sys.exit(3)
+
+
+def hangs(seconds: float) -> str:
+    """Take long."""
+    stop.wait(seconds)
+    return "there"
+
+
+async def awaits(seconds: float) -> str:
+    """Take long, and let others go on meanwhile."""
+    await asyncio.sleep(seconds)
+    return "there"
+
+
+def which(task: Task) -> int:
+    """Say which task it is."""
+    return task.ordinal
+
+
+FUNCTIONS: list[Callable[..., Any]] = [add, fails, leaves, hangs, awaits, which]
+
+
+def told(*asked: tuple[str, str], timeout: float = 5.0, parallel: bool = True) -> list[str]:
+    """What the model is told of some calls."""
+    wanted = [ToolCall(f"call_{place}", name, arguments) for place, (name, arguments) in enumerate(asked)]
+    results = asyncio.run(Toolbox(FUNCTIONS, timeout, parallel=parallel).run_calls(wanted, Task(7, {})))
+    assert [(each.role, each.tool_call_id, each.name) for each in results] == [
+        ("tool", call.id, call.name) for call in wanted
+    ]
+    return [str(each.content) for each in results]
+
+
+def test_each_call_is_answered_in_its_place() -> None:
+    assert told(("add", '{"a": 2, "b": 3}'), ("which", ""), ("add", '{"a": 1, "b": "4"}')) == ["5", "7", "5"]
+
+
+def test_what_goes_wrong_is_told_to_the_model() -> None:
+    assert told(("fails", '{"why": "no luck"}')) == ["Error: `fails` raised ValueError: no luck"]
+    assert told(("leaves", "{}"))[0].startswith("Error: `leaves` raised RuntimeError: SystemExit")
+    assert told(("add", '{"a": 2}')) == ['Error: `add` cannot be called with {"a": 2}: b: Field required']
+    assert told(("subtract", "{}"))[0].startswith("Error: there is no tool `subtract`; there are: add, fails")
+
+
+@pytest.mark.parametrize("name", ["hangs", "awaits"])
+def test_a_call_that_takes_too_long_is_given_up(name: str) -> None:
+    began = time.monotonic()
+    (text,) = told((name, '{"seconds": 20}'), timeout=0.2)
+    assert text == f"Error: `{name}` took longer than 0.2 seconds, and was given up." and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("name", ["hangs", "awaits"])
+def test_calls_are_made_at_once_or_one_after_the_other(name: str) -> None:
+    asked = [(name, '{"seconds": 0.2}')] * 4
+    began = time.monotonic()
+    assert told(*asked) == ["there"] * 4
+    at_once = time.monotonic() - began
+    began = time.monotonic()
+    assert told(*asked, parallel=False) == ["there"] * 4
+    assert at_once < 0.8 <= time.monotonic() - began
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(PluginError, match="Two tools are called `add`"):
+        Toolbox([add, add], 1.0)
+
+
+def in_a_loop(act: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(act())
+
+
+def test_one_thread_makes_all_calls_of_one_and_the_loop_goes_on_meanwhile() -> None:
+    async def act() -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        clock = asyncio.create_task(tick())
+        with CallThread() as one, CallThread() as other:
+            threads = [await one.call(threading.get_ident) for _ in range(3)]
+            assert len(set(threads)) == 1 and threads[0] != await other.call(threading.get_ident)
+            await one.call(time.sleep, 0.2)
+            with pytest.raises(ZeroDivisionError):
+                await one.call(lambda: 1 / 0)
+            assert await one.call(add, 1, b=2) == 3
+        clock.cancel()
+        assert ticks > 5
+
+    in_a_loop(act)
+
+
+def test_a_thread_that_is_left_makes_its_last_call_and_ends() -> None:
+    closed: list[str] = []
+
+    async def act() -> threading.Thread:
+        aside = CallThread()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await aside.call(hangs, 20)
+        thread = aside._thread
+        aside.close(lambda: closed.append("closed"))
+        assert thread is not None and thread.is_alive()
+        return thread
+
+    thread = in_a_loop(act)
+    stop.set()
+    thread.join(5.0)
+    assert closed == ["closed"] and not thread.is_alive()
+
+
+def test_too_many_threads_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_ABANDONED_THREADS", 3)
+    asked = [("hangs", '{"seconds": 20}')] * 4
+    with pytest.raises(EnvError, match=r"calls of environments or tools were given up for taking too long"):
+        for _ in range(2):
+            told(*asked, timeout=0.05)
+    stop.set()
+    deadline = time.monotonic() + 5
+    while any(thread.is_alive() for thread in calls._abandoned) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told(("add", '{"a": 2, "b": 3}')) == ["5"], "those that ended hold nobody up"
+
+
+def test_a_result_is_a_message_by_the_tool() -> None:
+    (found,) = asyncio.run(Toolbox([add], 1.0).run_calls([ToolCall("x", "add", '{"a": 2, "b": 3}')]))
+    assert found == Message("tool", "5", tool_call_id="x", name="add")

@@ -1,0 +1,42 @@
+"""A name that is not there is answered with the one that was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.cli import main
+from etude.config.suggestions import find_closest, suggest_name
+
+
+def test_the_nearest_name_is_found_whatever_its_case() -> None:
+    names = ["grpo", "dapo", "SFT"]
+    assert [find_closest(name, names) for name in ("GRPO", "gpro", "sft", "nothing")] == ["grpo", "grpo", "SFT", None]
+    assert (suggest_name("Dapo", names), suggest_name("x", names)) == (" Did you mean dapo?", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "there is no command 'trian'. Did you mean train?"),
+        (["data", "prepair"], "there is no command 'prepair'. Did you mean prepare?"),
+        (["completion", "Bash"], "there is no shell 'Bash'. Did you mean bash?"),
+    ],
+)
+def test_a_mistyped_command_is_told_with_the_nearest(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "near"), [("GRPO", "grpo"), ("gpro", "grpo"), ("Dr-GRPO", "dr_grpo")])
+def test_a_mistyped_preset_is_told_with_the_nearest(name: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", name]) == 2
+    assert f"There is no preset '{name}'. Did you mean {near}?" in capsys.readouterr().err
+
+
+def test_the_command_alone_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "start here:" in capsys.readouterr().out

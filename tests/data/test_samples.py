@@ -1,0 +1,223 @@
+"""Turns join into rows by their ids alone, and no action token is lost or counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.data.collate import collate
+from etude.data.samples import build_samples
+from etude.errors import BatchError
+from etude.records import Completion, Rollout, Turn
+from tests.conformance.restated_turns import seen_plainly
+
+
+def turn(
+    index: int,
+    prompt: Sequence[int],
+    said: Sequence[int],
+    reward: float | None = None,
+    model: str = "policy",
+    anchor: int | None = None,
+) -> Turn:
+    """A turn whose tokens have log-probs and versions of their own."""
+    ids = np.array(said, dtype=np.int32)
+    completion = Completion(ids, -0.01 * ids - index, ids % 3 + index, "stop")
+    return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward, anchor=anchor)
+
+
+def test_a_conversation_that_goes_on_is_one_row() -> None:
+    (row,) = build_samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5], [6])], 11)
+    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert row.action.tolist() == [False, False, True, True, False, True]
+    assert row.turn.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert row.version[row.action].tolist() == [0, 1, 1]
+    assert np.allclose(row.logp[row.action], [-0.03, -0.04, -1.06])
+    assert np.isnan(row.logp[~row.action]).all()
+    assert (row.rollout, row.model, row.reward) == (11, "policy", None)
+
+
+def test_a_rewritten_history_begins_a_row() -> None:
+    rows = build_samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 4, 5], [6]), turn(2, [1, 2, 4, 5, 6], [7])], 0)
+    assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 4, 5, 6, 7]]
+    assert rows[1].turn.tolist() == [-1, -1, -1, -1, 1, 2]
+
+
+def test_a_shorter_prompt_begins_a_row() -> None:
+    assert len(build_samples([turn(0, [1, 2], [3]), turn(1, [1, 2], [3])], 0)) == 2
+
+
+def test_another_models_turn_begins_a_row() -> None:
+    rows = build_samples([turn(0, [1], [2]), turn(1, [1, 2], [3], model="judge"), turn(2, [1, 2, 3], [4])], 0)
+    assert [row.model for row in rows] == ["policy", "judge", "policy"]
+
+
+def test_a_turns_reward_stands_at_its_last_action_token() -> None:
+    (row,) = build_samples([turn(0, [1], [2, 3], reward=0.5), turn(1, [1, 2, 3, 4], [5], reward=0.0)], 0)
+    assert row.reward is not None and row.reward.tolist() == [0, 0, 0.5, 0, 0]
+
+
+def test_the_reward_of_a_turn_that_said_nothing_stands_at_the_action_before() -> None:
+    rows = build_samples([turn(0, [1], [2, 3], reward=0.5), turn(1, [9], [], reward=0.25)], 0)
+    assert rows[0].reward is not None and rows[0].reward.tolist() == [0, 0, 0.75]
+    assert rows[1].ids.tolist() == [9] and rows[1].reward is None and not rows[1].action.any()
+
+
+def test_a_reward_that_no_action_could_earn_trains_nothing() -> None:
+    (row,) = build_samples([turn(0, [1, 2], [], reward=1.0)], 0)
+    assert row.reward is None
+
+
+def test_a_turns_state_is_read_at_each_of_its_tokens() -> None:
+    (row,) = build_samples([turn(0, [1], [2, 3], anchor=-5), turn(1, [1, 2, 3, 4], [5], anchor=2**62)], 0)
+    assert row.anchor is not None and row.anchor[row.action].tolist() == [-5, -5, 2**62]
+    batch = collate([row], [Rollout(0, 0, 0, 1.0)])
+    assert batch.anchor is not None and batch.anchor[batch.action].tolist() == [-5, -5, 2**62]
+    (plain,) = build_samples([turn(0, [1], [2])], 1)
+    assert plain.anchor is None and collate([plain], [Rollout(1, 0, 0, 1.0)]).anchor is None
+    with pytest.raises(BatchError, match="Of 2 rows 1 have `anchor`, and row 1 has none"):
+        collate([row, plain], [Rollout(0, 0, 0, 1.0), Rollout(1, 0, 0, 1.0)])
+
+
+def test_no_turns_no_rows() -> None:
+    assert build_samples([], 0) == []
+
+
+# -- what the environment showed between answers ----------------------------------------------------------------------
+
+
+def seen(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
+    """Every token that a row marks as observed, after the tokens that it follows."""
+    found = []
+    for row in build_samples(turns, 0):
+        marked = [] if row.observation is None else np.flatnonzero(row.observation).tolist()
+        assert not row.action[marked].any()
+        found += [(tuple(row.ids[:place].tolist()), int(row.ids[place])) for place in marked]
+    return sorted(found)
+
+
+def test_what_a_prompt_adds_to_the_answer_before_was_observed() -> None:
+    (row,) = build_samples([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 3, 4, 5, 6], [7])], 0)
+    assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4, 5]
+    (alone,) = build_samples([turn(0, [1, 2], [3, 4])], 0)
+    assert alone.observation is None
+
+
+def test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names() -> None:
+    """The thinking 3 was dropped from the answer [3, 4]; 5 and 6 were shown after it."""
+    rewritten = replace(turn(1, [1, 2, 4, 5, 6], [7]), observed=2)
+    rows = build_samples([turn(0, [1, 2], [3, 4]), rewritten], 0)
+    assert rows[0].observation is None
+    assert rows[1].observation is not None and np.flatnonzero(rows[1].observation).tolist() == [3, 4]
+    assert seen([turn(0, [1, 2], [3, 4]), turn(1, [1, 2, 4, 5, 6], [7])]) == [], "the ids alone do not tell"
+
+
+def test_a_token_that_was_shown_before_is_not_observed_again() -> None:
+    """Two answers to one prompt, and a prompt that goes on from another prompt without its answer."""
+    first, again = turn(0, [1], [2]), turn(2, [1, 2, 5], [7])
+    tokens = [((1, 2), 5)]
+    assert seen([first, turn(1, [1, 2, 5], [6])]) == seen([first, turn(1, [1, 2, 5], [6]), again]) == tokens
+    assert seen([first, turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 8], [7])]) == [*tokens, ((1, 2, 5), 8)]
+
+
+@pytest.mark.parametrize("observed", [3, None])
+def test_a_token_that_prompts_have_in_common_is_observed_once(observed: int | None) -> None:
+    """Two calls after one answer, whose prompts differ in their last token alone."""
+    prompts = [1, 2, 3, 10, 11, 50], [1, 2, 3, 10, 11, 60]
+    turns = [
+        turn(0, [1, 2], [3]),
+        *(replace(turn(n + 1, ids, [4]), observed=observed) for n, ids in enumerate(prompts)),
+    ]
+    shared = [((1, 2, 3), 10), ((1, 2, 3, 10), 11)]
+    assert seen(turns) == sorted([*shared, ((1, 2, 3, 10, 11), 50), ((1, 2, 3, 10, 11), 60)])
+
+
+@pytest.mark.parametrize("observed", [2, None])
+def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> None:
+    """8 and 9 were written for the model: it goes on from them as if it had written them."""
+    turns = [turn(0, [1, 2], [3]), replace(turn(1, [1, 2, 3, 5, 6, 8, 9], [7]), observed=observed, opened=2)]
+    assert seen(turns) == [((1, 2, 3), 5), ((1, 2, 3, 5), 6)]
+    assert seen([replace(turns[0], opened=1), replace(turns[1], observed=0)]) == []
+    assert seen([*turns, turn(2, [1, 2, 3, 5, 6, 8, 9, 7, 4], [7])]) == [*seen(turns), ((1, 2, 3, 5, 6, 8, 9, 7), 4)]
+
+
+def test_a_turn_says_no_more_than_its_prompt_has() -> None:
+    for opened, observed, told in (
+        (3, None, "opened must be"),
+        (-1, None, "opened must be"),
+        (1, 2, "less the 1 that"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            replace(turn(0, [1, 2], [3]), opened=opened, observed=observed)
+
+
+def test_an_answer_that_is_not_learned_from_was_not_observed() -> None:
+    """It is the model's own, even where it stands in the context of one that is learned from."""
+    turns = [turn(0, [1], [2]), turn(1, [1, 2, 5], [6]), turn(2, [1, 2, 5, 6, 8], [7])]
+    tagged = [replace(each, tags=("solver",) if each.index != 1 else ()) for each in turns]
+    (row,) = build_samples(tagged, 0, ("solver",))
+    assert row.ids.tolist() == [1, 2, 5, 6, 8, 7]
+    assert row.observation is not None and np.flatnonzero(row.observation).tolist() == [4]
+
+
+ids = st.lists(st.integers(1, 2), max_size=4)
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> list[Turn]:
+    """Turns that go on, repeat, shorten or rewrite what came before, of two ids so that chance repeats too."""
+    turns: list[Turn] = []
+    sofar: list[int] = []
+    for index in range(draw(st.integers(1, 5))):
+        prompt = sofar + draw(ids) if draw(st.booleans()) else draw(ids)
+        said = draw(ids)
+        turns.append(turn(index, prompt, said, reward=draw(st.none() | st.integers(-2, 2).map(float))))
+        sofar = prompt + said
+    return turns
+
+
+@given(attempts())
+def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[Turn]) -> None:
+    rows = build_samples(turns, 5)
+    acts = [(row, place) for row in rows for place in np.flatnonzero(row.action)]
+    told = [(each, n) for each in turns for n in range(len(each.completion.ids))]
+    assert len(acts) == len(told)
+    for (row, place), (each, n) in zip(acts, told, strict=True):
+        past = [*each.prompt, *each.completion.ids[:n]]
+        assert row.ids[:place].tolist() == past
+        assert row.ids[place] == each.completion.ids[n]
+        assert row.logp[place] == each.completion.logp[n]
+        assert row.version[place] == each.completion.version[n]
+        assert row.turn[place] == each.index
+
+
+@given(attempts())
+def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[Turn]) -> None:
+    """Another model's turn between any two keeps each in a row of its own."""
+    apart = [each for one in turns for each in (one, turn(one.index, [9], [9], model="other"))]
+    assert seen(apart) == seen(turns)
+
+
+@given(attempts(), st.data())
+def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> None:
+    """However much of its prompt each turn says that it was shown."""
+    said = []
+    for each in turns:
+        opened = data.draw(st.integers(0, len(each.prompt)))
+        observed = data.draw(st.none() | st.integers(0, len(each.prompt) - opened))
+        said.append(replace(each, opened=opened, observed=observed))
+    assert len(seen(said)) == len(set(seen(said)))
+    assert seen(said) == sorted(seen_plainly(said))
+
+
+@given(attempts())
+def test_rewards_reach_the_batch_whole(turns: list[Turn]) -> None:
+    batch = collate(build_samples(turns, 5), [Rollout(5, 0, 0, 0.0)])
+    acted = next((i for i, each in enumerate(turns) if len(each.completion.ids)), len(turns))
+    assert batch.token_reward is not None
+    assert float(batch.token_reward[batch.action].sum()) == sum(each.reward or 0.0 for each in turns[acted:])

@@ -1,0 +1,53 @@
+"""The local crew: declared methods are called as they are, undeclared ones are a mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.dispatch import LocalCrew
+from etude.protocols import Gather, Split, dispatch_mode
+
+
+class Counter:
+    """A worker that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @dispatch_mode(Split.ROLLOUTS, Gather.METRICS)
+    def add(self, amount: int, *, twice: bool = False) -> int:
+        """Count on."""
+        self.count += amount * (2 if twice else 1)
+        return self.count
+
+    @dispatch_mode(gather=Gather.ALL)
+    def everyone(self) -> list[int]:
+        """One entry a rank."""
+        return self.count  # type: ignore[return-value]
+
+    def secret(self) -> int:
+        """Not declared."""
+        return self.count
+
+
+def test_a_declared_method_is_called_on_the_worker() -> None:
+    worker = Counter()
+    crew = LocalCrew(worker)
+    assert crew.call(Counter.add, 2) == 2
+    assert crew.call(Counter.add, 3, twice=True) == 8 == worker.count
+
+
+def test_what_every_rank_says_comes_as_a_list() -> None:
+    assert LocalCrew(Counter()).call(Counter.everyone) == [0]
+
+
+def test_an_undeclared_method_is_refused_on_a_laptop_too() -> None:
+    with pytest.raises(AssertionError, match="does not say how it is spread"):
+        LocalCrew(Counter()).call(Counter.secret)
+
+
+def test_a_closed_crew_works_no_more() -> None:
+    crew = LocalCrew(Counter())
+    crew.close()
+    with pytest.raises(AssertionError, match="closed"):
+        crew.call(Counter.add, 1)

@@ -1,0 +1,277 @@
+"""A run whose rollouts are kept by a store elsewhere: three processes, one journal of the run that holds everything."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.errors import ConfigError, IllegalTransitionError
+from etude.recipes.agents import remote_store as joining
+from etude.recipes.agents.remote_store import MirroredRolloutQueue
+from etude.records import Outcome, Task
+from etude.store import Journal, Phase, RolloutQueued, RolloutsAdmitted, RolloutState, Status, TaskIssued, open_store
+from etude.store import messages as wire
+from etude.store.event_records import encode
+from etude.store.keys import Keyring
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.request_limits import check_json_size
+from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutQuery, RolloutRequest
+from etude.store.server import serve
+from tests.contracts.rollout_queues import claim, wanted
+from tests.joined import LOOKER, made, started
+from tests.store.made import turn
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return made(tmp_path_factory.mktemp("world"))
+
+
+def seen(journal: Journal) -> dict[int, tuple[str, float | None, int]]:
+    """What the journal says of each rollout: its status, what it earned, how many tokens its turns have."""
+    ids = [state.id for state in journal.iter_states(RolloutState, None)]
+    found = {}
+    for id in ids:
+        state, turns = journal.rollout(id), journal.turns(id)
+        last = state.last
+        tokens = sum(len(turn.prompt) + len(turn.completion.ids) for turn in turns)
+        found[id] = state.status.value, None if last is None else last.total, tokens
+    return found
+
+
+# -- the desk of a joined run -----------------------------------------------------------------------------------------
+
+RUN = QueueOwner("run", "/runs/mine")
+Story = Callable[[MirroredRolloutQueue, LocalRolloutQueue], Awaitable[None]]
+
+
+def joined(story: Story, mine: Journal, theirs: Journal | None = None, most_bytes: int = 2**20) -> None:
+    """Live through a story at a store and at the desk of a run that has joined it."""
+    ring = Keyring(b"a secret of sixteen bytes or more")
+
+    async def whole() -> None:
+        there = LocalRolloutQueue(theirs or open_store(), ring)
+        serving = serve(there, ring, most_bytes=most_bytes)
+        far = MirroredRolloutQueue(serving.url, ring.admin, mine, await there.acquire_lease(RUN))
+        try:
+            await asyncio.wait_for(story(far, there), 60)
+        finally:
+            await far.close()
+            await asyncio.to_thread(serving.stop)
+            await there.close()
+
+    asyncio.run(whole())
+
+
+def told(journal: Journal, rollout: int) -> list[tuple[str, str, bytes]]:
+    """What is written of a rollout after it was queued."""
+    events = [event for _, event in journal.read(rollout=rollout) if not isinstance(event, RolloutQueued)]
+    return [(encode(event).kind, encode(event).body, encode(event).payload) for event in events]
+
+
+def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> None:
+    mine, theirs = open_store(), open_store()
+
+    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+        await far.enqueue(wanted(0, 3))
+        first, second = await claim(there, 2)
+        await there.record_turn(first.attempt_id, turn(seed=1))
+        await there.record_note(first.attempt_id, "span", {"name": "search", "took": 0.5})
+        await there.record_reward(first.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
+        await there.finish(first.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        await there.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 1.0}))
+        await far.cancel([0, 2], "the step is full")
+        _, ended = await far.wait(0, 10)
+        assert [state.id for state in ended] == [1, 0, 2]
+        for id in range(3):
+            assert told(mine, id) == told(theirs, id) and mine.rollout(id).sealed
+        assert [mine.rollout(id).status for id in range(3)] == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
+        with pytest.raises(IllegalTransitionError, match="Rollout 1 was read by the run that wanted it"):
+            await there.record_reward(second.attempt_id, 0.5, turn=0)
+        await there.record_note(first.attempt_id, "afterwards", None)
+        (said,) = await far.turns(0, 0)
+        assert said.reward == 0.25
+        assert await far.seal([0, 1, 2]) == mine.rollouts()
+        assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "told again, and not written again"
+
+    joined(story, mine, theirs)
+
+
+def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MOST_BYTES", 40_000)
+
+    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+        tasks = [Task(number, {"prompt": f"{number}" * 12_000}) for number in range(10)]
+        asked = [RolloutRequest(task, sample, 8 * task.ordinal + sample) for task in tasks for sample in range(8)]
+        assert await far.enqueue(asked) == list(range(80))
+        assert [state.id for state in (await there.find(RolloutQuery())).rollouts] == list(range(80))
+
+    joined(story, open_store(), most_bytes=60_000)
+
+
+def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [RolloutRequest(Task(number, {"prompt": "?", "of": [1, 2, 3]}), 0, number) for number in range(100)]
+    for most in range(600, 640):  # more than the values of one rollout, so that some are filled to the last
+        monkeypatch.setattr(joining, "VALUES", most)
+        for some in joining._split_requests(asked):
+            check_json_size(wire.to_json({"wanted": [wire.encode_rollout_request(one) for one in some]}), most)
+
+
+def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() -> None:
+    theirs = open_store()
+
+    async def before(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+        await far.enqueue(wanted(0, 2))
+        (got,) = await claim(there)
+        await there.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0))
+        await far.wait(0, 10)
+
+    mine = open_store()
+
+    async def after(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+        page = await far.find(RolloutQuery(ids=(0, 1)))
+        assert [state.status for state in page.rollouts] == [Status.SUCCEEDED, Status.QUEUED]
+        await far.enqueue(wanted(0, 2))
+        assert told(mine, 0) == told(theirs, 0) and mine.rollout(1).status is Status.QUEUED
+        assert [got.attempt_id for got in await claim(there)] == [AttemptId(1, 0)]
+
+    joined(before, open_store(), theirs)
+    joined(after, mine, theirs)
+
+
+def test_a_trainer_that_was_superseded_hears_so_by_its_next_word() -> None:
+    async def story(far: MirroredRolloutQueue, there: LocalRolloutQueue) -> None:
+        await far.enqueue(wanted(0))
+        waits = asyncio.create_task(far.wait(0, 20))
+        await asyncio.sleep(0.1)
+        assert await there.acquire_lease(RUN) == 2
+        for word in (far.enqueue(wanted(1)), far.wait(0, 0)):
+            with pytest.raises(
+                IllegalTransitionError, match=r"in life 1 .* taken up in /runs/mine since: that is life 2"
+            ):
+                await word
+        waits.cancel()
+
+    joined(story, open_store())
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: list[str], tmp_path: Path) -> None:
+    kept, run = tmp_path / "store", tmp_path / "run"
+    with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        admin, key = (kept / "admin.key").read_text(), (kept / "runner.key").read_text()
+        assert store.said.count(admin) == 1 and key not in store.said, "shown once; the other lies in a file"
+        words = ["train", *options, f"directory={run}", f"agent.store={url}", "agent.runners=0"]
+        joins = ["runner", LOOKER, "--url", url]
+        with (
+            started(joins, tmp_path / "runner.log", ETUDE_STORE_KEY=key) as runner,
+            started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train,
+        ):
+            assert train.ends() == 0, train.said
+            runner.told(signal.SIGTERM)
+            assert runner.ends() == 0, runner.said
+        another = ["train", *options, f"directory={tmp_path / 'other'}", f"agent.store={url}"]
+        with started(another, tmp_path / "other.log", ETUDE_STORE_KEY=admin) as other:
+            assert other.ends() == 2 and "keeps the rollouts of another run" in other.said, other.said
+        store.told(signal.SIGTERM)
+        assert store.ends() == 0 and "Stopped." in store.said and "Traceback" not in store.said
+    with closing(open_store(run / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
+        there = seen(theirs)
+        assert seen(mine) == there and len(there) == 2 * 2 * 2 + 2 * 3
+        assert {status for status, _, _ in there.values()} == {Outcome.SUCCEEDED.value}
+        assert sum(1 for _ in mine.read(kinds=(RolloutsAdmitted,))) == 2
+
+
+@pytest.mark.soak
+def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[str], tmp_path: Path) -> None:
+    kept, run = tmp_path / "store", tmp_path / "run"
+    with started(["store", str(kept), "--listen", "127.0.0.1:0"], tmp_path / "store.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        admin = (kept / "admin.key").read_text()
+        words = ["train", *options, "steps=4", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
+        with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
+            train.says("step 2/4")
+            train.told(signal.SIGKILL)
+            train.ends()
+        with started(["train", "--resume", str(run)], tmp_path / "again.log", ETUDE_STORE_KEY=admin) as again:
+            assert again.ends() == 0, again.said
+    with closing(open_store(run / "journal.sqlite")) as mine:
+        admitted = [
+            event.rollouts for _, event in mine.read(kinds=(RolloutsAdmitted,)) if isinstance(event, RolloutsAdmitted)
+        ]
+        assert [id for ids in admitted for id in ids] == list(range(4 * 2 * 2)), "each once, and in order"
+
+
+@pytest.mark.soak
+def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path) -> None:
+    kept, run, copied = tmp_path / "store", tmp_path / "run", tmp_path / "copied"
+    serve = ["store", str(kept), "--listen", "127.0.0.1:0"]
+    with started(serve, tmp_path / "store.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        admin = (kept / "admin.key").read_text()
+        words = ["train", *options, "steps=1", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
+        with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
+            assert train.ends() == 0, train.said
+        shutil.copytree(run, copied)
+        again = ["train", "--resume", str(copied), "steps=2"]
+        with started(again, tmp_path / "copied.log", ETUDE_STORE_KEY=admin) as second:
+            assert second.ends() == 2 and f"taken up in {run}, and now in {copied}" in second.said, second.said
+        store.told(signal.SIGTERM)
+        assert store.ends() == 0
+    with started([*serve, "--give-over"], tmp_path / "over.log") as store:
+        url = store.says(r"is served at (http://\S+?)\. ")[1]
+        store.says("A trainer:")
+        moved = [*again, f"agent.store={url}"]
+        with started(moved, tmp_path / "moved.log", ETUDE_STORE_KEY=admin) as second:
+            assert second.ends() == 0, second.said
+    with closing(open_store(copied / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
+        assert seen(mine) == seen(theirs) and not mine.rollouts(Phase.QUEUED, Phase.RUNNING)
+        assert sum(1 for _ in mine.read(kinds=(RolloutsAdmitted,))) == 2
+
+
+def test_a_sweep_has_no_store_to_share(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--multirun", *options, f"directory={tmp_path / 'sweep'}", "agent.store=http://127.0.0.1:9"]
+    assert main([*words, "seed=0,1"]) == 2
+    assert "is given to 2 of these" in capsys.readouterr().err and not (tmp_path / "sweep").exists()
+
+
+def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ETUDE_STORE_KEY", raising=False)
+    words = ["train", *options, f"directory={tmp_path / 'run'}", "agent.store=http://127.0.0.1:9"]
+    assert main(words) == 2
+    assert "ETUDE_STORE_KEY does not tell it" in capsys.readouterr().err
+
+
+def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "journal.sqlite")) as mine:
+        joining.check_store_not_left(tmp_path, mine)  # it never joined anything
+        joining.load_owner(tmp_path, mine)
+        joining.check_store_not_left(tmp_path, mine)  # nothing of it is open
+        mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
+        with pytest.raises(ConfigError, match=r"go on with the `agent\.store` that it had"):
+            joining.check_store_not_left(tmp_path, mine)
+    with closing(open_store()) as mine:
+        mine.append([TaskIssued(0, 0, "", {}), RolloutQueued(0, 0, 0)])
+        with pytest.raises(ConfigError, match="kept its rollouts itself so far"):
+            joining.load_owner(tmp_path / "elsewhere", mine)
+
+
+def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:
+    page = " ".join((Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8").split())
+    told = f"says every {joining.RENEW_S:g} seconds that it is there; {joining.LEASE_S:g} seconds after its last word"
+    assert told in page

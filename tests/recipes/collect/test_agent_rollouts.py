@@ -1,0 +1,356 @@
+"""Whole runs whose rollouts agents make: what they learn, what they measure of losses, and that they go on exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import threading
+from contextlib import closing
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.data.samples import build_samples
+from etude.errors import CollectionError
+from etude.recipes.collect import agent_rollouts as agents
+from etude.recipes.collect.agent_rollouts import AgentConfig
+from etude.recipes.run.build import build
+from etude.recipes.run.loop import run_loop
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.store import Journal, Status, open_store
+from etude.store.keys import Keyring
+from etude.store.remote_queue import RemoteRolloutQueue
+from tests.recipes import players
+from tests.recipes.players import TALKS
+from tests.recipes.runs import Captured, measured, refused_run, rows_of, run_of, same, train, weights
+
+
+def journal(run: Path) -> Journal:
+    return open_store(run / "journal.sqlite", read_only=True)
+
+
+def moment(world: Path, talked: Path, directory: Path, **options: Any) -> Tensor:
+    """What AdamW remembers of the gradient of a step, by the very rollouts of the run that was made before."""
+    directory.mkdir(parents=True)
+    shutil.copy(talked / "journal.sqlite", directory)
+    players.PLAYED.clear()
+    with build(run_of(world, directory=directory, **TALKS | options)) as parts:
+        run_loop(parts)
+        kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
+        assert not players.PLAYED, "the rollouts are read from the journal"
+        return torch.cat([value.flatten() for value in kept.values()])
+
+
+# -- credit -----------------------------------------------------------------------------------------------------------
+
+CREDIT: dict[str, dict[str, Any]] = {
+    "for the whole rollout": {},
+    "the final reward to all turns": {"advantage": "step_rewards", "advantage.how": "final_to_all"},
+    "what is still to come": {"advantage": "step_rewards"},
+    "discounted": {"advantage": "step_rewards", "advantage.gamma": 0.5},
+    "against others' turns": {"advantage": "step_rewards", "advantage.baseline": "group", "advantage.gamma": 0.5},
+    "the turn baseline": {"advantage": "turn_baseline"},
+    "the biased one": {"advantage": "turn_baseline_biased"},
+    "by states": {"advantage": "gigpo"},
+    "turns beside the outcome": {"advantage": "mt_grpo"},
+    "named parts": {"advantage": "gdpo"},
+    "planner alone": {"agent.tags": "[planner]"},
+    "solver alone": {"agent.tags": "[solver]"},
+    "turns as units": {"loss.reduction": "seq-mean-token-mean", "loss.unit": "turn"},
+    "rollouts as units": {"loss.reduction": "seq-mean-token-mean"},
+}
+
+
+def test_every_way_of_giving_credit_changes_the_gradient(world: Path, talked: Path, tmp_path: Path) -> None:
+    found = {
+        name: moment(world, talked, tmp_path / str(place), **given)
+        for place, (name, given) in enumerate(CREDIT.items())
+    }
+    assert all(float(value.norm()) > 0 for value in found.values())
+    for one, other in combinations(found, 2):
+        apart = float((found[one] - found[other]).norm())
+        assert apart > 1e-4 * float(found[one].norm()), f"{one} learns what is learned {other}"
+
+
+def test_each_action_token_is_learned_once_and_turns_without_a_tag_are_context(talked: Path) -> None:
+    with closing(journal(talked)) as store:
+        for id in (id for ids in store.admitted().values() for id in ids):
+            turns = store.turns(id)
+            assert [turn.tags for turn in turns] == [("planner",), ("solver",), ("solver",)]
+            rows = build_samples(turns, id)
+            assert len(rows) == 2, "the third turn begins anew"
+            drawn = [turn.completion.ids for turn in turns]
+            assert np.array_equal(np.concatenate([row.ids[row.action] for row in rows]), np.concatenate(drawn))
+            assert {turn.anchor is not None for turn in turns} == {True}
+            planned, *others = build_samples(turns, id, ("planner",))
+            assert not others and np.array_equal(planned.ids[planned.action], drawn[0])
+            solved = build_samples(turns, id, ("solver",))
+            assert sum(int(row.action.sum()) for row in solved) == len(drawn[1]) + len(drawn[2])
+            paid = [sum(0.0 if row.reward is None else row.reward.sum() for row in kept) for kept in (rows, solved)]
+            assert paid[0] == pytest.approx(sum(turn.reward or 0.0 for turn in turns))
+            assert paid[1] == pytest.approx(turns[1].reward or 0.0), "what came before any action trains nothing"
+
+
+def test_states_that_are_named_alike_are_the_same(talked: Path) -> None:
+    with closing(journal(talked)) as store:
+        found = [store.turns(id) for id in store.admitted()[1]]
+    assert len({turns[0].anchor for turns in found}) == len({turns[1].anchor for turns in found}) == 1
+    assert len({turns[2].anchor for turns in found}) > 1
+
+
+def test_branches_are_rows_of_their_own(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:forker"})
+    (step,) = measured(run)
+    assert step["agents/branches"] == 3 and step["turns"] == 3 and step["agents/tokens_reused"] == 0
+    with closing(journal(run)) as store:
+        drawn = sum(len(turn.completion.ids) for id in store.admitted()[1] for turn in store.turns(id))
+    assert step["action_tokens"] == drawn, "each once"
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lost(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step of one group, whose rollouts are lost in every way in which one can be."""
+    directory, port = tmp_path_factory.mktemp("lost") / "run", free_port()
+
+    async def cancel(rollout: int) -> None:
+        desk = RemoteRolloutQueue(f"http://127.0.0.1:{port}", Keyring.load_or_create(directory).admin)
+        await desk.cancel([rollout], "enough")
+        await desk.close()
+
+    players.cancel[:] = [cancel]
+    options = {"agent.path": f"{players.__name__}:loser", "collect.tasks": 1, "collect.group_size": 8}
+    return train(world, directory, **TALKS | options | {"agent.timeout": 2, "agent.listen": f"127.0.0.1:{port}"})
+
+
+LOST = {
+    "agents/succeeded": 5,  # 2, 3, 4, 5, 7
+    "agents/failed": 3,  # 0 twice, 5 once
+    "agents/timed_out": 2,  # 1 twice
+    "agents/unresponsive": 0,
+    "agents/cancelled": 1,  # 6
+    "agents/infra_error": 1,  # 5 once
+    "agents/retried": 4,  # 0, 1, 5 twice
+    "agents/empty": 3,  # 0, 1, 2
+    "agents/no_reward": 1,  # 3
+    "agents/over_long": 1,  # 4
+    "failed_attempts": 4,  # 0, 1, 3, 6
+    "failed_attempts/failed": 2,
+    "failed_attempts/timed_out": 1,
+    "failed_attempts/cancelled": 1,
+    "rollouts": 4,  # 2, 4, 5, 7
+}
+
+
+def test_every_kind_of_loss_is_counted(lost: Path) -> None:
+    (step,) = measured(lost)
+    assert {name: step[name] for name in LOST} == LOST
+    assert step["agents/turns"] == pytest.approx(5 / 8) and step["agents/branches"] == pytest.approx(5 / 8)
+    assert step["endpoint/context_length"] == 1 and step["endpoint/latency_p99"] > 0
+
+
+def test_every_metric_of_agents_is_explained(lost: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+    told = {name for name in measured(lost)[0] if name.startswith("agents/")}
+    assert set(re.findall(r"`(agents/\w+)`", page)) == told
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_of_agents_is_shown_to_act_here() -> None:
+    assert AgentConfig.model_fields.keys() == {
+        *("path", "strategy", "runners", "max_concurrency", "timeout", "heartbeat_timeout", "runner_timeout"),
+        *("failed", "tags", "parameters", "max_calls", "listen"),
+        *("external", "store"),  # in test_external.py and test_joining.py
+        "strict",  # in tests/agents/proxy/test_ignored.py
+    }
+
+
+def test_parameters_hold_as_asked(world: Path, talked: Path, tmp_path: Path) -> None:
+    """The agent asks for the likeliest words of its plans, which the run follows only if told to."""
+    run = train(world, tmp_path / "run", **TALKS | {"agent.parameters": "default"})
+    assert said(run) != said(talked)
+
+
+def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: Path, tmp_path: Path) -> None:
+    """What an attempt had earned before it failed is not what it counts for."""
+    fails = {"agent.path": f"{players.__name__}:late_failure", "collect.retries": 0, "steps": 1}
+    dropped = measured(train(world, tmp_path / "dropped", **TALKS | fails))[0]
+    assert dropped["rollouts"] == 8 and dropped["failed_attempts"] == 8
+    scored = TALKS | fails | {"agent.failed": -1.0}
+    run = run_of(world, directory=tmp_path / "scored", **scored)
+    with build(run) as parts:
+        parts.begin()
+        before = parts.source.next(1)
+    with build(run) as parts:
+        after = parts.source.next(1)
+    assert after.replayed and before.rollouts == after.rollouts and len(before.rollouts) == 16
+    assert {rollout.reward for rollout in before.rollouts if rollout.id % 2} == {-1.0}
+    assert all(row.reward is None for row in rows_of(before) if row.rollout % 2)
+    assert [row.ids.tolist() for row in rows_of(before)] == [row.ids.tolist() for row in rows_of(after)]
+
+
+def test_runners_and_what_they_play_at_once(world: Path, tmp_path: Path) -> None:
+    seen = {}
+    for runners, together in ((1, 1), (2, 3)):
+        players.most[0] = 0
+        run = train(
+            world, tmp_path / str(runners), **TALKS | {"agent.runners": runners, "agent.max_concurrency": together}
+        )
+        with closing(journal(run)) as store:
+            names = {state.last.runner for state in store.rollouts() if state.last is not None}
+        seen[runners] = len(names), players.most[0]
+    assert seen[1] == (1, 1) and seen[2][0] == 2 and 1 < seen[2][1] <= 6
+
+
+def test_calls_that_are_answered_at_once(world: Path, talked: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", **TALKS | {"agent.max_calls": 1})
+    alone, together = measured(run)[0], measured(talked)[0]
+    assert alone["engine/new_tokens"] == pytest.approx(together["engine/new_tokens"], rel=0.5)
+    assert alone["engine/new_tokens_per_step"] < 0.75 * together["engine/new_tokens_per_step"]
+    assert said(run) == {id: texts for id, texts in said(talked).items() if id in said(run)}, "and change nothing"
+
+
+def test_nobody_who_plays_is_waited_for_so_long(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "POLL_INTERVAL_S", 0.2)
+    run = run_of(world, directory=tmp_path / "run", **TALKS | {"agent.runners": 0, "agent.runner_timeout": 1})
+    with build(run) as parts, pytest.raises(CollectionError, match="16 rollouts wait for one"):
+        run_loop(parts)
+
+
+def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: Path) -> None:
+    """One that joined from elsewhere, by the address and the key that the run gives, and never spoke again."""
+    directory, port = tmp_path / "run", free_port()
+
+    async def claim() -> None:
+        desk = RemoteRolloutQueue(f"http://127.0.0.1:{port}", (directory / "runner.key").read_text(), patience_s=10)
+        while not over.is_set():
+            await desk.claim("ghost", 16, 0.2)
+        await desk.close()
+
+    over = threading.Event()
+    ghost = threading.Thread(target=lambda: asyncio.run(claim()), daemon=True)
+    silent = {
+        "agent.runners": 0,
+        "agent.heartbeat_timeout": 1,
+        "agent.listen": f"127.0.0.1:{port}",
+        "collect.retries": 0,
+    }
+    with build(run_of(world, directory=directory, **TALKS | silent | {"collect.tasks": 1})) as parts:
+        ghost.start()
+        with pytest.raises(CollectionError, match="Its runner 'ghost' said nothing for 1 s"):
+            run_loop(parts)
+        over.set()
+        ghost.join()
+
+
+def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"agent.tags": "[a]"})
+    assert "`agent` has options, and names no agent" in told
+    for idle in ({"collect.timeout": 5.0}, {"data.overlong": "truncate"}):
+        told = refused_run(capsys, world, tmp_path / "run", **TALKS | idle)
+        assert "does nothing where an agent plays" in told
+    told = refused_run(capsys, world, tmp_path / "run", **TALKS | {"advantage": "remax"})
+    assert "greedy answer" in told
+
+
+def test_a_step_in_which_nobody_called_the_model_teaches_nothing_and_says_so(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:silent"})
+    assert "None of the 16 rollouts of this step called the model" in capsys.readouterr().err
+    (step,) = measured(run)
+    assert step["agents/empty"] == step["rollouts"] == 16 and step["action_tokens"] == 0 and step["grad_norm"] == 0
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(world: Path, talked: Path, tmp_path: Path) -> None:
+    half = train(world, tmp_path / "half", **TALKS)
+    train(world, half, **TALKS | {"steps": 2, "agent.timeout": 500})
+    assert same(weights(half), weights(talked)) and said(half) == said(talked)
+
+
+def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
+    world: Path, talked: Path, tmp_path: Path
+) -> None:
+    """The second step is cut off while some of its rollouts are queued, one runs, and some have ended; the checkpoint
+    is of before the first."""
+    directory = tmp_path / "run"
+    shutil.copytree(talked, directory)
+    shutil.rmtree(directory / "checkpoints")
+    (directory / "metrics.jsonl").unlink()
+    (directory / "journal.sqlite").unlink()
+    with closing(journal(talked)) as whole, closing(open_store(directory / "journal.sqlite")) as store:
+        second = whole.admitted()[2]
+        ended = 0
+        for _, event in whole.read():
+            if getattr(event, "kind", "") == "admitted" and getattr(event, "step", 0) == 2:
+                break
+            rollout = getattr(event, "rollout", None)
+            if rollout in second and event.kind != "rollout_queued":
+                place = second.index(rollout)
+                if place > 6 or (place == 6 and event.kind in ("rewarded", "attempt_ended", "rollout_sealed")):
+                    continue
+                ended += event.kind == "attempt_ended"
+            store.append([event])
+        assert ended == 6 and store.rollout(second[6]).status is Status.RUNNING
+        assert store.rollout(second[7]).status is Status.QUEUED
+    players.PLAYED.clear()
+    train(world, directory, **TALKS | {"steps": 2, "agent.heartbeat_timeout": 30})
+    assert sorted(players.PLAYED) == [(second[6], 1), *((id, 0) for id in second[7:])]
+    assert said(directory) == said(talked) and same(weights(directory), weights(talked))
+    with closing(journal(directory)) as store:
+        versions = {int(v) for id in second for turn in store.turns(id) for v in turn.completion.version}
+    assert versions == {1}
+
+
+def test_scoring_that_was_cut_off_goes_on(world: Path, tmp_path: Path) -> None:
+    """By the same answers, of which those that were there are not drawn again; scored otherwise, it begins anew."""
+    scored = TALKS | {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.samples": 2, "steps": 0}
+    run = run_of(world, directory=tmp_path / "run", **scored | {"steps": 1})
+    with build(run) as parts:
+        parts.publish(0)
+        evaluator = parts.evaluate.evaluator
+        assert evaluator is not None
+        first = evaluator.answer_all(step=0)
+        players.PLAYED.clear()
+        assert evaluator.answer_all(step=0) == first and not players.PLAYED, (
+            "as after a kill, before the scores are kept"
+        )
+        later = evaluator.answer_all(step=1)
+        assert [answer.text for answer in later] == [answer.text for answer in first], "the same weights say the same"
+    other = run_of(world, directory=tmp_path / "run", **scored | {"steps": 1, "evaluate.samples": 3})
+    with build(other) as parts:
+        parts.publish(0)
+        assert parts.evaluate.evaluator is not None
+        assert len(parts.evaluate.evaluator.answer_all(step=0)) == 15
+
+
+# -- small parts ------------------------------------------------------------------------------------------------------
+
+
+def said(run: Path) -> dict[int, list[str]]:
+    """What was said in each rollout that was trained on."""
+    with closing(journal(run)) as store:
+        ids = [id for admitted in store.admitted().values() for id in admitted]
+        return {id: [turn.completion.text for turn in store.turns(id)] for id in ids}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,112 @@
+"""Who cannot be spoken with is refused before anything begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.errors import ConfigError, PluginError
+from etude.observe import configure_logging
+from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.run.checks import check_run
+from tests.learn.games import TEMPLATE
+from tests.recipes.runs import Captured, refused_run, run_of
+
+PARTNERS = "tests.recipes.partners"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"path": "partners"}, r"The environment 'partners' is not named whole.*`env\.path=my_game\.py:Game`"),
+        ({"path": f"{PARTNERS}:Ecko"}, "has no Ecko. Did you mean Echo"),
+        ({"path": "nowhere.py:Game"}, "there is no file nowhere.py"),
+        ({"path": f"{PARTNERS}:NOBODY"}, "is of type int. Name a class"),
+        ({"path": f"{PARTNERS}:Deaf"}, r"has no `step`\. An environment has two methods"),
+        (
+            {"path": f"{PARTNERS}:Echo", "options": {"turnz": 3}},
+            r"cannot be made with `env.options` \(turnz=3\).*turns",
+        ),
+        ({"path": f"{PARTNERS}:Echo", "options": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
+        ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
+        ({"tools": ["partners"]}, r"The tool 'partners' is not named whole"),
+        ({"tools": [f"{PARTNERS}:NOBODY"]}, "is of type int, which cannot be called"),
+        ({"tools": [f"{PARTNERS}:add", f"{PARTNERS}:add"]}, "Two tools are called `add`"),
+        ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),
+    ],
+)
+def test_who_cannot_be_made_is_told(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(PluginError, match=what):
+        EnvConfig(**options).prepare()
+
+
+def test_a_class_a_function_and_tools_are_all_made(tmp_path: Path) -> None:
+    EnvConfig(path=f"{PARTNERS}:Echo", options={"turns": 2}).prepare()
+    EnvConfig(path=f"{PARTNERS}:make_echo").prepare()
+    config = EnvConfig(tools=f"{PARTNERS}:add")
+    config.prepare()
+    assert config.tools == (f"{PARTNERS}:add",) and config.is_enabled and not EnvConfig().is_enabled
+    file = tmp_path / "mine.py"
+    file.write_text("from tests.recipes.partners import Echo, add\n")
+    EnvConfig(path=f"{file}:Echo", tools=(f"{file}:add",)).prepare()
+
+
+GAME = {"env.path": f"{PARTNERS}:Echo", "reward": "environment", "reward.path": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"env.max_turns": 3}, "`env` has options, and names nobody to speak with"),
+        (
+            {"reward": "environment", "reward.path": None},
+            "leaves rewards to the environment, and there is none that pays",
+        ),
+        (
+            {"env.tools": f"[{PARTNERS}:add]", "reward": "environment", "reward.path": None},
+            "leaves rewards to the environment, and there is none that pays",
+        ),
+        (GAME | {"data.overlong": "truncate"}, "a rollout of several turns keeps its own"),
+        (GAME | {"env.path": f"{PARTNERS}:Deaf"}, "has no `step`"),
+        ({"advantage": "gigpo"}, "needs the column `anchor`.*Give one with `env.path`"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change: dict[str, Any], what: str, world: Path) -> None:
+    with pytest.raises(ConfigError, match=what):
+        check_run(run_of(world, **change))
+
+
+def test_what_goes_together_is_not(world: Path, capsys: Captured) -> None:
+    configure_logging("info")
+    for advantage in ("gigpo", "rae", "turn_baseline", "remax", "mt_grpo"):
+        check_run(run_of(world, advantage=advantage, **GAME))
+    assert capsys.readouterr().err == ""
+    check_run(run_of(world, **GAME, **{"overlong.max_length": 6}))
+    assert "counts the tokens of all turns of a rollout" in capsys.readouterr().err
+
+
+def test_tools_need_a_model_that_can_call_them(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **{"env.tools": f"[{PARTNERS}:add]"})
+    assert "teaches no form of calls that is known here" in told and "`chat.template`" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_rollouts_longer_than_there_is_room_for_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", **GAME, **{"env.max_tokens": 129})
+    assert "`env.max_tokens=129` is more than the 128 tokens" in told
+
+
+def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    given = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
+    assert "has text for a prompt" in refused_run(capsys, world, tmp_path / "run", **given)
+
+
+def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text('{"prompt": "1+1="}\n')
+    given = GAME | {"reward": "exact", "data.train": bare}
+    assert "`reward=environment`" in refused_run(capsys, world, tmp_path / "run", **given)

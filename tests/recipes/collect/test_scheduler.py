@@ -1,0 +1,244 @@
+"""The scheduler: which groups a step gets does not depend on who finishes first, and nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.recipes.collect.scheduler import (
+    AdmitStep,
+    AttemptFailed,
+    CollectionScheduler,
+    Decision,
+    DropTask,
+    IssueRollout,
+    RolloutFinished,
+    StepOpened,
+)
+
+Metric = Callable[[int, int], float | None]
+"""What a rollout earns, by task and sample; None where every attempt fails."""
+
+
+def mixed(task: int, sample: int) -> float | None:
+    """Groups that teach, but for every third, in which all earn the same."""
+    return 1.0 if task % 3 == 0 else float(sample % 2)
+
+
+def play(
+    scheduler: CollectionScheduler, step: int, metric: Metric, chance: random.Random
+) -> tuple[AdmitStep, list[DropTask], list[IssueRollout]]:
+    """One step to its end, with rollouts ending in any order."""
+    decisions: list[Decision] = scheduler.handle(StepOpened(step))
+    running: list[IssueRollout] = []
+    dropped: list[DropTask] = []
+    issued: list[IssueRollout] = []
+    while True:
+        for decision in decisions:
+            if isinstance(decision, IssueRollout):
+                running.append(decision)
+                issued.append(decision)
+            elif isinstance(decision, DropTask):
+                dropped.append(decision)
+        if decisions and isinstance(decisions[-1], AdmitStep):
+            assert not running
+            return decisions[-1], dropped, issued
+        ended = running.pop(chance.randrange(len(running)))
+        earned = metric(ended.task, ended.sample)
+        event = (
+            AttemptFailed(ended.task, ended.sample, "broken")
+            if earned is None
+            else RolloutFinished(ended.task, ended.sample, earned)
+        )
+        decisions = scheduler.handle(event)
+
+
+def scheduler(**changes: int) -> CollectionScheduler:
+    """Four tasks of three rollouts."""
+    return CollectionScheduler(**{"tasks": 4, "group_size": 3, "refill": 0, "retries": 0} | changes)
+
+
+def test_without_a_filter_a_step_gets_the_next_tasks() -> None:
+    plan, chance = scheduler(), random.Random(0)
+    for step in (1, 2):
+        admit, dropped, _ = play(plan, step, mixed, chance)
+        assert list(admit.tasks) == list(range(4 * step - 4, 4 * step)) and not dropped
+        assert admit.zero_variance == sum(task % 3 == 0 for task in admit.tasks)
+
+
+@given(seed=st.integers(0, 1000), refill=st.integers(1, 3), tasks=st.integers(1, 5))
+def test_level_groups_are_replaced_and_the_order_of_arrival_changes_nothing(seed: int, refill: int, tasks: int) -> None:
+    first, second = (scheduler(refill=refill, tasks=tasks) for _ in range(2))
+    for step in range(1, 4):
+        one = play(first, step, mixed, random.Random(seed))
+        other = play(second, step, mixed, random.Random(seed + 1))
+        assert one[0] == other[0] and one[1] == other[1]
+        assert sorted(one[2], key=repr) == sorted(other[2], key=repr)
+        assert not any(task % 3 == 0 for task in one[0].tasks)
+        assert all(drop.task % 3 == 0 for drop in one[1])
+
+
+@given(st.integers(0, 1000))
+def test_every_ordinal_is_settled_once(seed: int) -> None:
+    plan, chance = scheduler(refill=2), random.Random(seed)
+    settled: list[int] = []
+    for step in range(1, 5):
+        admit, dropped, _ = play(plan, step, mixed, chance)
+        settled += [*admit.tasks, *(drop.task for drop in dropped)]
+    assert sorted(settled) == list(range(plan.next_task))
+
+
+def test_past_the_bound_level_groups_fill_up_and_are_counted() -> None:
+    plan = scheduler(refill=2)
+    admit, dropped, issued = play(plan, 1, lambda task, sample: 0.5, random.Random(0))
+    assert list(admit.tasks) == [0, 1, 2, 3] and admit.zero_variance == 4
+    assert len(issued) == 3 * 4 * 3 and [drop.task for drop in dropped] == list(range(4, 12))
+
+
+def test_a_group_of_one_is_never_level() -> None:
+    admit, dropped, _ = play(scheduler(group_size=1, refill=3), 1, lambda task, sample: 0.0, random.Random(0))
+    assert list(admit.tasks) == [0, 1, 2, 3] and not dropped and admit.zero_variance == 0
+
+
+def test_sums_in_another_order_tell_no_rollouts_apart() -> None:
+    sums = (0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.1 + 0.3 + 0.2)
+    assert len(set(sums)) == 2
+    admit, _, _ = play(scheduler(), 1, lambda task, sample: sums[sample], random.Random(0))
+    assert admit.zero_variance == 4
+
+
+def test_a_group_with_too_few_rollouts_left_is_replaced() -> None:
+    def fails(task: int, sample: int) -> float | None:
+        return None if task == 1 and sample != 2 else float(sample)
+
+    admit, dropped, _ = play(scheduler(min_group_size=2), 1, fails, random.Random(0))
+    assert list(admit.tasks) == [0, 2, 3, 4] and dropped == [DropTask(1, "too few rollouts are left")]
+    admit, dropped, _ = play(scheduler(), 1, fails, random.Random(0))
+    assert admit.tasks[1] == (2,) and not dropped, "an advantage that compares with no group may learn from it"
+
+
+def test_a_failed_rollout_is_tried_again_and_then_left_out_of_its_group() -> None:
+    def fails_once(task: int, sample: int) -> float | None:
+        return None if (task, sample) == (1, 2) else float(sample)
+
+    admit, _, issued = play(scheduler(retries=2), 1, fails_once, random.Random(3))
+    assert admit.tasks[1] == (0, 1) and admit.tasks[0] == (0, 1, 2)
+    assert issued.count(IssueRollout(1, 2)) == 3
+
+
+def test_a_group_that_failed_whole_is_dropped_and_replaced_within_a_bound() -> None:
+    admit, dropped, _ = play(scheduler(), 1, lambda task, sample: None if task < 2 else 1.0, random.Random(0))
+    assert list(admit.tasks) == [2, 3, 4, 5] and {drop.task for drop in dropped} == {0, 1}
+    admit, dropped, issued = play(scheduler(), 1, lambda task, sample: None, random.Random(0))
+    assert not admit.tasks and len(dropped) == 8 and len(issued) == 24
+
+
+@given(st.integers(0, 10_000))
+def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
+    """Kill after any number of endings: what is taken up leads to the same admission."""
+    chance = random.Random(seed)
+    whole, _, _ = play(scheduler(refill=2), 1, mixed, random.Random(0))
+    plan = scheduler(refill=2)
+    running = [d for d in plan.handle(StepOpened(1)) if isinstance(d, IssueRollout)]
+    scored: dict[int, dict[int, float]] = {}
+    for _ in range(chance.randrange(9)):
+        ended = running.pop(chance.randrange(len(running)))
+        earned = mixed(ended.task, ended.sample)
+        assert earned is not None
+        scored.setdefault(ended.task, {})[ended.sample] = earned
+        running += [
+            d for d in plan.handle(RolloutFinished(ended.task, ended.sample, earned)) if isinstance(d, IssueRollout)
+        ]
+    again = scheduler(refill=2, first=plan.next_task)
+    left = again.resume(scored, {(issue.task, issue.sample): 0 for issue in running})
+    assert sorted(left, key=repr) == sorted(running, key=repr)
+
+    decisions: list[Decision] = [*left, *again.handle(StepOpened(1))]
+    waiting: list[IssueRollout] = []
+    while not any(isinstance(d, AdmitStep) for d in decisions):
+        waiting += [d for d in decisions if isinstance(d, IssueRollout)]
+        ended = waiting.pop(chance.randrange(len(waiting)))
+        decisions = again.handle(RolloutFinished(ended.task, ended.sample, mixed(ended.task, ended.sample) or 0.0))
+    admit = decisions[-1]
+    assert isinstance(admit, AdmitStep) and admit.tasks == whole.tasks
+
+
+def test_a_kill_gives_nobody_more_attempts_and_no_step_more_tasks() -> None:
+    again = scheduler(retries=1, first=6)
+    assert again.resume({0: {0: 1.0, 1: 0.0}}, {(0, 2): 1}, dropped=5) == [IssueRollout(0, 2)]
+    opened = again.handle(StepOpened(1))
+    assert {d.task for d in opened if isinstance(d, IssueRollout)} == {6, 7}, (
+        "two tasks to the bound of eight, six are issued"
+    )
+    assert again.handle(AttemptFailed(0, 2, "again")) == []
+    for task in (6, 7):
+        for sample in range(3):
+            opened = again.handle(RolloutFinished(task, sample, float(sample)))
+    admit = opened[-1]
+    assert isinstance(admit, AdmitStep) and admit.tasks == {0: (0, 1), 6: (0, 1, 2), 7: (0, 1, 2)}
+
+
+def test_steps_open_one_at_a_time() -> None:
+    plan = scheduler()
+    plan.handle(StepOpened(1))
+    with pytest.raises(AssertionError, match="one at a time"):
+        plan.handle(StepOpened(2))
+
+
+# -- a greedy answer beside each group --------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 1000), tasks=st.integers(1, 4))
+def test_each_task_is_answered_greedily_once_and_that_is_never_admitted(seed: int, tasks: int) -> None:
+    plan, chance = scheduler(greedy=True, tasks=tasks), random.Random(seed)
+    for step in (1, 2):
+        admit, dropped, issued = play(plan, step, lambda task, sample: float(sample), chance)
+        assert not dropped and all(samples == (0, 1, 2) for samples in admit.tasks.values())
+        assert sorted(issued, key=repr) == sorted(
+            (IssueRollout(task, s) for task in admit.tasks for s in range(4)), key=repr
+        )
+
+
+@given(st.integers(0, 1000))
+def test_a_greedy_answer_is_retried_and_a_task_without_one_is_dropped(seed: int) -> None:
+    def no_greedy(task: int, sample: int) -> float | None:
+        return None if (task, sample) == (1, 3) else float(sample)
+
+    admit, dropped, issued = play(scheduler(greedy=True, retries=2), 1, no_greedy, random.Random(seed))
+    assert dropped == [DropTask(1, "the greedy answer failed")] and issued.count(IssueRollout(1, 3)) == 3
+    assert list(admit.tasks) == [0, 2, 3, 4]
+
+
+def test_a_group_of_which_only_the_greedy_answer_was_scored_failed() -> None:
+    admit, dropped, _ = play(
+        scheduler(greedy=True), 1, lambda task, sample: 1.0 if task or sample == 3 else None, random.Random(0)
+    )
+    assert dropped == [DropTask(0, "every rollout failed")] and list(admit.tasks) == [1, 2, 3, 4]
+
+
+def test_a_group_is_level_where_it_earned_what_the_greedy_answer_did() -> None:
+    def earned(task: int, sample: int) -> float:
+        return 1.0 if task == 0 or sample < 3 else 0.0
+
+    admit, dropped, _ = play(scheduler(greedy=True, refill=2), 1, earned, random.Random(0))
+    assert dropped == [DropTask(0, "every rollout earned the same")] and list(admit.tasks) == [1, 2, 3, 4]
+    admit, _, _ = play(scheduler(greedy=True, group_size=1), 1, lambda task, sample: 1.0, random.Random(0))
+    assert admit.zero_variance == 4, "one that earned what the greedy answer did teaches nothing"
+
+
+def test_a_kill_loses_no_greedy_answer() -> None:
+    again = scheduler(greedy=True, first=2)
+    left = again.resume({0: {0: 1.0, 1: 0.0, 3: 0.5}, 1: {0: 1.0, 1: 0.0, 2: 1.0}}, {(0, 2): 0, (1, 3): 1})
+    assert left == [IssueRollout(0, 2), IssueRollout(1, 3)]
+    again.handle(StepOpened(1))
+    again.handle(RolloutFinished(0, 2, 1.0))
+    assert again.handle(AttemptFailed(1, 3, "again"))[0] == DropTask(1, "the greedy answer failed")
+    lost = scheduler(greedy=True, first=1)
+    lost.resume({0: {0: 1.0, 1: 0.0, 2: 1.0}}, {})
+    assert lost.handle(StepOpened(1))[0] == DropTask(0, "the greedy answer failed"), (
+        "it had failed for good before the kill"
+    )

@@ -1,0 +1,507 @@
+"""The source of groups: every end of an attempt is an outcome, written down; nothing runs on; replay is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.chat import ChatRenderer, Tokenizer
+from etude.data import SAMPLERS, Dataset
+from etude.data.collate import collate
+from etude.envs import Observation, TextEnv
+from etude.errors import CollectionError, EngineError, RewardError
+from etude.protocols import Ids
+from etude.recipes.collect.config import CollectionConfig
+from etude.recipes.collect.environment import EnvConfig
+from etude.recipes.collect.episodes import EpisodePlayer
+from etude.recipes.collect.rollout_rows import PutSamples
+from etude.recipes.collect.rollout_source import StepGroups
+from etude.recipes.collect.sampling import SamplingConfig
+from etude.recipes.collect.sources import EngineSource
+from etude.records import Completion, Outcome, SamplingParams, Task
+from etude.rewards import Judge, JudgingConfig
+from etude.store import (
+    AttemptRewarded,
+    Event,
+    Journal,
+    JournalMark,
+    Phase,
+    Status,
+    TaskDropped,
+    TurnRecorded,
+    open_store,
+)
+from etude.store.events import RolloutsAdmitted
+from tests.recipes.runs import rows_of
+from tests.worlds import make_tokenizer
+
+TASKS = [{"prompt": f"{row}+1=", "answer": str(row + 1), "data_source": "sums"} for row in range(12)]
+
+
+class Scripted:
+    """An engine that answers by its seed at once, or as it is told to for the n-th request."""
+
+    def __init__(self, script: Callable[[int], float | Exception | None] = lambda n: None, tokens: int = 3) -> None:
+        """`script`: for the n-th request how many seconds it hangs, what it raises, or None."""
+        self._script, self._tokens = script, tokens
+        self.asked: list[int | None] = []
+        self.prompts: list[list[int]] = []
+        self.greedily = 0
+        self.answering = self.most = 0
+
+    async def generate(
+        self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
+    ) -> Completion:
+        """Three tokens, drawn by the seed of the request."""
+        assert on_start is not None
+        on_start()
+        self.asked.append(sampling.seed)
+        self.prompts.append(prompt.tolist())
+        self.greedily += sampling.temperature == 0
+        act = self._script(len(self.asked))
+        self.answering += 1
+        self.most = max(self.most, self.answering)
+        try:
+            if isinstance(act, Exception):
+                raise act
+            await asyncio.sleep(act or 0)
+        finally:
+            self.answering -= 1
+        ids = np.random.default_rng(sampling.seed).integers(0, 10, self._tokens).astype(np.int32)
+        logp, version = np.full(self._tokens, -2.3, np.float32), np.zeros(self._tokens, np.int32)
+        return Completion(ids, logp, version, "stop", "".join(map(str, ids)))
+
+
+def characters() -> ChatRenderer:
+    """A tokenizer of characters, of a model without a chat template."""
+    with TemporaryDirectory() as directory:
+        make_tokenizer(Path(directory))
+        return ChatRenderer(Tokenizer.load(Path(directory)))
+
+
+def even(task: Task, answer: str) -> float:
+    """Whether an answer ends in an even digit."""
+    return float(bool(answer) and int(answer[-1]) % 2 == 0)
+
+
+CHAT = characters()
+BEGINNING = JournalMark(0, 0)
+
+
+@contextmanager
+def sourced(
+    engine: Scripted,
+    store: Journal,
+    reward: Callable[..., Any] = even,
+    *,
+    judging: JudgingConfig | None = None,
+    step: int = 0,
+    state: Any = None,
+    mark: JournalMark = BEGINNING,
+    sampler: str = "shuffled",
+    max_concurrency: int = 64,
+    greedy: bool = False,
+    env: EnvConfig | None = None,
+    keep: PutSamples = tuple,
+    code_changed: bool = False,
+    **collection: Any,
+) -> Iterator[EngineSource]:
+    """A source over twelve tasks, two groups of three a step."""
+    dataset = Dataset.load(TASKS)
+    with Judge(reward, judging or JudgingConfig()) as judge, asyncio.Runner() as runner:
+        source = EngineSource(
+            CollectionConfig(**({"tasks": 2, "group_size": 3} | collection)),
+            SamplingConfig(max_tokens=4),
+            seed=5,
+            dataset=dataset,
+            order=SAMPLERS[sampler]().start(len(dataset), 5, dataset.sources),
+            prompt_ids=lambda task: np.frombuffer(str(task.fields["prompt"]).encode(), np.uint8).astype(np.int32),
+            engine=engine,
+            judge=judge,
+            store=store,
+            runner=runner,
+            max_concurrency=max_concurrency,
+            episodes=EpisodePlayer(env, CHAT, 200) if env is not None else None,
+            greedy=greedy,
+            keep=keep,
+            code_changed=code_changed,
+        )
+        source.resume_from(step, state, mark)
+        yield source
+
+
+def told(groups: StepGroups) -> list[Any]:
+    """What is trained on, as it can be compared."""
+    rows = [
+        (
+            *(s.rollout, s.ids.tolist(), s.action.tolist(), np.nan_to_num(s.logp).tolist(), s.turn.tolist()),
+            *(None if s.reward is None else s.reward.tolist(), None if s.anchor is None else s.anchor.tolist()),
+        )
+        for s in rows_of(groups)
+    ]
+    return [rows, groups.rollouts]
+
+
+@pytest.fixture
+def complaints() -> Iterator[list[str]]:
+    """What asyncio complains of, such as a failure that nobody looked at."""
+    found: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("asyncio").addHandler(listener)
+    yield found
+    logging.getLogger("asyncio").removeHandler(listener)
+
+
+def outcomes(store: Journal, rollout: int) -> list[Status]:
+    """How the attempts at a rollout ended."""
+    return [attempt.status for attempt in store.rollout(rollout).attempts]
+
+
+def test_a_step_gets_whole_groups_in_the_run_s_order() -> None:
+    engine, store = Scripted(), open_store()
+    with sourced(engine, store) as source:
+        first, second = source.next(1), source.next(2)
+    assert [r.group for r in first.rollouts] == [0, 0, 0, 1, 1, 1] and {r.group for r in second.rollouts} == {2, 3}
+    assert len(set(engine.asked)) == 12, "every rollout draws numbers of its own"
+    assert first.metrics.reduce()["sampled_tokens"] == 18 and not first.replayed
+    assert store.admitted() == {1: (0, 1, 2, 3, 4, 5), 2: (6, 7, 8, 9, 10, 11)}
+    rows = {task.row for task in store.tasks()}
+    assert len(rows) == 4, "no row twice within an epoch"
+
+
+def test_a_rollout_that_hangs_is_timed_out_and_tried_again_with_other_numbers() -> None:
+    engine, store = Scripted(lambda n: 30.0 if n == 2 else None), open_store()
+    with sourced(engine, store, timeout=0.2) as source:
+        groups = source.next(1)
+    assert outcomes(store, 1) == [Status.TIMED_OUT, Status.SUCCEEDED] and len(groups.rollouts) == 6
+    assert "0.2 seconds" in store.rollout(1).attempts[0].error
+    assert engine.asked[1] != engine.asked[6] and engine.answering == 0
+    assert groups.metrics.reduce()["failed_attempts/timed_out"] == 1
+
+
+def test_retries_are_counted_and_then_the_rollout_is_left_out() -> None:
+    def fails(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and calls.append(answer) is None and len(calls) % 3 == 1:
+            raise ValueError("not this one")
+        return even(task, answer)
+
+    calls: list[str] = []
+    store = open_store()
+    with sourced(Scripted(), store, fails, retries=2) as source:
+        groups = source.next(1)
+    failed = [r.id for r in store.rollouts() if Status.FAILED in outcomes(store, r.id)]
+    assert failed and all(outcomes(store, id)[-1] is Status.SUCCEEDED for id in failed)
+    assert groups.metrics.reduce()["failed_attempts/failed"] >= 1
+
+    def always(task: Task, answer: str) -> float:
+        if task.ordinal == 0:
+            raise ValueError("never")
+        return even(task, answer)
+
+    store = open_store()
+    with sourced(Scripted(), store, always, retries=2) as source:
+        groups = source.next(1)
+    assert outcomes(store, 0) == [Status.FAILED] * 3
+    assert {r.group for r in groups.rollouts} == {1, 2}, "a group that failed whole is replaced"
+    dropped = [event for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)]
+    assert [(event.task, event.cause) for event in dropped] == [(0, "every rollout failed")]
+    assert groups.metrics.reduce()["dropped_tasks/every_rollout_failed"] == 1
+
+
+@pytest.mark.parametrize("code_changed", [True, False])
+def test_what_failed_before_a_stop_is_counted_and_changed_code_has_the_whole_step_anew(
+    code_changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(task: Task, answer: str) -> float:
+        while task.ordinal == 3 and len(list(store.read(kinds=(TaskDropped,)))) < 3:
+            await asyncio.sleep(0.01)  # until the other tasks that the step may ask are written off
+        raise ValueError("no judge today")
+
+    monkeypatch.setattr("etude.rewards.judge.MAX_CONSECUTIVE_FAILURES", 10)
+    store = open_store()
+    with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(RewardError, match="10 in a row"):
+        source.next(1)
+    with sourced(Scripted(), store, even, retries=0, code_changed=code_changed) as source:
+        first, second = source.next(1), source.next(2)
+    figures = first.metrics.reduce()
+    assert figures["dropped_tasks/every_rollout_failed"] == 3 and figures["failed_attempts/failed"] >= 9
+    assert 0 < figures["failed_share"] < 1
+    assert len({rollout.group for rollout in first.rollouts}) == (2 if code_changed else 1)
+    assert not second.metrics.reduce()["failed_attempts"]
+
+
+def test_where_everything_failed_the_last_failure_is_told_and_the_step_is_not_admitted() -> None:
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    store = open_store()
+    with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(CollectionError, match="no judge today"):
+        source.next(1)
+    assert not store.admitted()
+
+
+@pytest.mark.parametrize("who", ["engine", "judge"])
+def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]) -> None:
+    """The failure of one attempt ends the others, also those that failed at the same moment."""
+
+    def script(n: int) -> float | Exception | None:
+        return 30.0 if n > 3 else EngineError("out of memory") if who == "engine" else None
+
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    engine, store = Scripted(script), open_store()
+    error = EngineError if who == "engine" else RewardError
+    reward = even if who == "engine" else never
+    with sourced(engine, store, reward, judging=JudgingConfig(on_error="stop")) as source:
+        with pytest.raises(error):
+            source.next(1)
+        assert engine.answering == 0
+    gc.collect()
+    assert not complaints
+    assert {state.phase for state in store.rollouts()} == {Phase.RUNNING}
+    again = Scripted()
+    with sourced(again, store) as source:
+        groups = source.next(1)
+    with sourced(Scripted(), open_store()) as source:
+        whole = source.next(1)
+    assert told(groups) == told(whole), "what was interrupted is asked again with the numbers it would have drawn"
+    assert outcomes(store, 0) == [Status.INFRA_ERROR, Status.SUCCEEDED]
+
+
+def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path / "journal.sqlite")) as store, sourced(Scripted(), store) as source:
+        state, mark = source.mark()
+        before = [source.next(step) for step in (1, 2)]
+    engine = Scripted()
+    with (
+        closing(open_store(tmp_path / "journal.sqlite")) as store,
+        sourced(engine, store, state=state, mark=mark) as source,
+    ):
+        after = [source.next(step) for step in (1, 2)]
+        assert not engine.asked and all(groups.replayed for groups in after)
+        third = source.next(3)
+    assert [told(groups) for groups in after] == [told(groups) for groups in before]
+    with closing(open_store()) as store, sourced(Scripted(), store) as source:
+        whole = [source.next(step) for step in (1, 2, 3)]
+    assert told(third) == told(whole[2])
+
+
+def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
+    store = open_store()
+    with sourced(Scripted(), store, lambda task, answer: float(task.ordinal % 2 and even(task, answer)), refill=3) as s:
+        groups = s.next(1)
+    numbers = groups.metrics.reduce()
+    assert numbers["dropped_tasks"] == numbers["dropped_tasks/every_rollout_earned_the_same"] > 0
+    for group in {r.group for r in groups.rollouts}:
+        assert len({r.reward for r in groups.rollouts if r.group == group}) == 2
+
+
+def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
+    """Shaping that tells all answers apart keeps no group that the task would not, before a kill and after it."""
+
+    def shaped(task: Task, answer: str) -> dict[str, float]:
+        return {"right": task.ordinal % 2 * even(task, answer), "shape": int(answer) / 1e4}
+
+    store = open_store()
+    with sourced(Scripted(), store, shaped, refill=3, metric="right") as source:
+        numbers, groups = source.next(1).metrics.reduce(), source.next(2)
+    assert numbers["dropped_tasks/every_rollout_earned_the_same"] > 0
+    for group in {r.group for r in groups.rollouts}:
+        assert len({r.parts["right"] for r in groups.rollouts if r.group == group}) == 2
+    again = open_store()
+    for _, event in store.read():
+        if isinstance(event, RolloutsAdmitted):
+            break
+        again.append([event])
+    with sourced(Scripted(), again, shaped, refill=3, metric="right") as source:
+        resumed = [source.next(step) for step in (1, 2)]
+    assert told(resumed[1]) == told(groups)
+    with sourced(Scripted(), open_store(), shaped, refill=3) as source:
+        assert source.next(1).metrics.reduce()["dropped_tasks"] == 0, "by all that was earned, every group differs"
+    with (
+        sourced(Scripted(), open_store(), shaped, refill=3, metric="left") as source,
+        pytest.raises(CollectionError, match=r"`collect.metric=left` .* has the parts right, shape"),
+    ):
+        source.next(1)
+
+
+def test_an_answer_without_tokens_is_a_rollout_like_any_other() -> None:
+    store = open_store()
+    with sourced(Scripted(tokens=0), store) as source:
+        groups = source.next(1)
+    batch = collate(rows_of(groups), groups.rollouts)
+    assert batch.num_rollouts == 6 and not bool(batch.action.any())
+    turns = [event for _, event in store.read(kinds=(TurnRecorded,))]
+    assert len(turns) == 6 and {r.outcome for r in groups.rollouts} == {Outcome.SUCCEEDED}
+
+
+def test_a_clock_counts_no_wait_in_line_and_none_for_the_judge() -> None:
+    def slowly(task: Task, answer: str) -> float:
+        time.sleep(0.06)
+        return even(task, answer)
+
+    engine, store = Scripted(lambda _: 0.06), open_store()
+    with sourced(engine, store, slowly, timeout=0.1, retries=0, max_concurrency=2) as source:
+        groups = source.next(1)
+    assert len(groups.rollouts) == 6 and groups.metrics.reduce()["failed_attempts"] == 0
+    assert engine.most == 2, "no more are asked for at once than the engine computes"
+
+
+def test_a_step_that_failed_whole_begins_anew() -> None:
+    def never(task: Task, answer: str) -> float:
+        raise ValueError("no judge today")
+
+    store = open_store()
+    with sourced(Scripted(), store, never, retries=0) as source, pytest.raises(CollectionError):
+        source.next(1)
+    with sourced(Scripted(), store) as source:
+        assert len(source.next(1).rollouts) == 6
+
+
+# -- a greedy answer beside each group --------------------------------------------------------------------------------
+
+
+def test_each_task_is_answered_greedily_and_its_rollouts_know_what_that_earned() -> None:
+    engine, store = Scripted(), open_store()
+    with sourced(engine, store, lambda task, answer: float(answer[0]), greedy=True) as source:
+        groups = source.next(1)
+    assert len(engine.asked) == 8 and engine.greedily == 2
+    assert [r.id for r in groups.rollouts] == [0, 1, 2, 4, 5, 6], "rollouts 3 and 7 are the greedy ones"
+    assert store.admitted() == {1: (0, 1, 2, 4, 5, 6)} and len(rows_of(groups)) == 6
+    for id in (3, 7):
+        assert store.rollout(id).phase is Phase.DROPPED and len(store.turns(id)) == 1
+    for task, id in ((0, 3), (1, 7)):
+        last = store.rollout(id).last
+        assert last is not None and {r.greedy_reward for r in groups.rollouts if r.group == task} == {last.reward}
+    batch = collate(rows_of(groups), groups.rollouts)
+    assert batch.greedy_reward is not None and groups.metrics.reduce()["greedy_reward"] >= 0
+    assert groups.metrics.reduce()["sampled_tokens"] == 24
+
+
+def test_without_a_greedy_answer_a_task_is_dropped_with_that_cause() -> None:
+    def grumpy(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and answer == greedy:
+            raise ValueError("not the greedy one")
+        return even(task, answer)
+
+    probe = Scripted()
+    with sourced(probe, open_store(), greedy=True) as source:
+        source.next(1)
+    greedy = "".join(map(str, np.random.default_rng(probe.asked[3]).integers(0, 10, 3)))
+
+    store = open_store()
+    with sourced(Scripted(), store, grumpy, greedy=True, retries=0) as source:
+        groups = source.next(1)
+    assert {r.group for r in groups.rollouts} == {1, 2}
+    dropped = [event for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)]
+    assert [(event.task, event.cause) for event in dropped] == [(0, "the greedy answer failed")]
+    assert groups.metrics.reduce()["dropped_tasks/the_greedy_answer_failed"] == 1
+
+
+# -- many turns -------------------------------------------------------------------------------------------------------
+
+ECHO = EnvConfig(path="tests.recipes.partners:Echo", options={"turns": 3})
+
+
+def total(task: Task, answer: str) -> float:
+    """Something beside what the environment pays."""
+    return float(answer[-1]) / 10
+
+
+def test_turns_are_journaled_with_what_they_were_paid() -> None:
+    store = open_store()
+    with sourced(Scripted(), store, total, env=ECHO) as source:
+        groups = source.next(1)
+    turns = store.turns(0)
+    assert [turn.index for turn in turns] == [0, 1, 2] and all(turn.reward == 0.375 for turn in turns)
+    rewarded = {e.rollout: e for _, e in store.read(kinds=(AttemptRewarded,)) if isinstance(e, AttemptRewarded)}
+    assert all(each.paid == 1.125 for each in rewarded.values())
+    last = store.rollout(0).last
+    assert last is not None and last.total == last.reward + 1.125  # type: ignore[operator]
+    batch = collate(rows_of(groups), groups.rollouts)
+    assert batch.num_rows == 6 and batch.metric is not None and batch.reward is not None
+    assert batch.metric.tolist() == [reward + 1.125 for reward in batch.reward.tolist()]
+    assert batch.anchor is not None and batch.observation is not None and int(batch.observation.sum()) == 6 * 2 * 4
+    numbers = groups.metrics.reduce()
+    assert numbers["turns"] == 3 and numbers["sampled_tokens"] == 54 and numbers["tool_calls"] == 0
+
+
+def test_each_turn_draws_numbers_of_its_own_and_the_first_those_of_an_answer_alone() -> None:
+    alone, many = Scripted(), Scripted()
+    with sourced(alone, open_store()) as source:
+        source.next(1)
+    with sourced(many, open_store(), env=ECHO) as source:
+        source.next(1)
+    assert len(set(many.asked)) == 18 and set(alone.asked) < set(many.asked)
+
+
+def test_which_player_a_rollout_was_is_kept() -> None:
+    store, sides = open_store(), EnvConfig(path="tests.recipes.partners:Sides")
+    with sourced(Scripted(), store, env=sides) as source:
+        first = source.next(1)
+    with sourced(Scripted(), store, env=sides) as source:
+        again = source.next(1)
+    assert [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2] and again.replayed and told(again) == told(first)
+    assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
+    batch = collate(rows_of(again), again.rollouts)
+    assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_group_is_level_only_if_its_turns_were_paid_alike() -> None:
+    """Groups are compared by all that was earned, though the reward function says the same of every answer."""
+    store = open_store()
+    odd = EnvConfig(path=f"{__name__}:Evens")
+    with sourced(Scripted(), store, lambda task, answer: 0.5, env=odd, refill=3) as source:
+        groups = source.next(1)
+    assert groups.metrics.reduce()["zero_variance_groups"] == 0
+    batch = collate(rows_of(groups), groups.rollouts)
+    assert batch.metric is not None and set(batch.reward.tolist()) == {0.5}  # type: ignore[union-attr]
+    for group in batch.group.unique():
+        assert len(set(batch.metric[batch.group == group].tolist())) > 1
+
+
+class Evens(TextEnv):
+    """Pays for an even answer."""
+
+    def play(self, answer: str) -> Observation:
+        return Observation(reward=float(int(answer) % 2 == 0), done=True)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("env", [None, ECHO])
+def test_whenever_a_run_is_killed_it_takes_up_what_it_had(env: EnvConfig | None, greedy: bool, tmp_path: Path) -> None:
+    """The journal ends after each of its writes in turn, as by a kill; what follows is the same to the last number."""
+    given: dict[str, Any] = {"env": env, "greedy": greedy, "refill": 1}
+
+    def judged(task: Task, answer: str) -> float:
+        if task.ordinal == 0 and answer[0] in "0123":
+            raise ValueError("an answer that cannot be judged")
+        return 0.5 if task.ordinal == 1 else even(task, answer)
+
+    batches: list[list[Event]] = []
+    with closing(open_store()) as store:
+        append = store.append
+        store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
+        with sourced(Scripted(), store, judged, **given) as source:
+            whole = [told(source.next(step)) for step in (1, 2)]
+    assert any(isinstance(event, TaskDropped) for batch in batches for event in batch), "nothing was refilled"
+    assert len(batches) > 6
+    for cut in range(len(batches) + 1):
+        with closing(open_store()) as store:
+            for batch in batches[:cut]:
+                store.append(batch)
+            with sourced(Scripted(), store, judged, **given) as source:
+                again = [told(source.next(step)) for step in (1, 2)]
+        assert again == whole, f"after batch {cut} of {len(batches)}"

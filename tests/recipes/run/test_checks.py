@@ -1,0 +1,124 @@
+"""What is refused before anything is loaded, and which columns the model is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.algorithms import ADVANTAGES, LOSSES
+from etude.errors import ConfigError
+from etude.recipes.run.build import load_policy
+from etude.recipes.run.checks import (
+    ENVIRONMENT_COLUMNS,
+    MODEL_COLUMNS,
+    ROLLOUT_COLUMNS,
+    check_context_length,
+    check_run,
+    model_columns,
+)
+from etude.rollout.kv_cache import block_bytes
+from tests.recipes.runs import run_of
+
+
+def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
+    """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
+    known = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS
+    more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
+    plain = run_of(world)
+    for name, kind in ADVANTAGES.items():
+        run = (
+            run_of(world, advantage=name, **more[name])
+            if name in more
+            else plain.model_copy(update={"advantage": kind()})
+        )
+        assert run.required_columns() <= known, (name, run.required_columns() - known)
+        missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
+        if missing:
+            with pytest.raises(ConfigError, match=missing[0]):
+                check_run(run)
+        else:
+            check_run(run)
+    for loss in LOSSES.values():
+        assert plain.model_copy(update={"loss": loss()}).required_columns() <= known
+
+
+def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
+    assert model_columns(run_of(world)) == frozenset(), "the step's one update tells"
+    assert model_columns(run_of(world, updates=2)) == model_columns(run_of(world, epochs=2)) == {"old_logp"}
+    assert model_columns(run_of(world, updates=2, **{"correction.policies": "two"})) == frozenset()
+    assert model_columns(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
+    assert model_columns(run_of(world, advantage="gae")) == {"value"}
+    assert model_columns(run_of(world, kl="full")) == {"old_logp", "ref_logp"}
+
+
+def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> None:
+    parts = {"reward": "combined", "reward.path": None, "reward.parts.right": "exact", "reward.parts.form": "format"}
+    named = parts | {"reward.parts.form.tags": "[a]", "collect.metric": "right"}
+    with pytest.raises(ConfigError, match=r"`collect\.refill=0` replaces none"):
+        check_run(run_of(world, **named))
+    with pytest.raises(
+        ConfigError, match=r"`collect\.metric=left` names no part of this reward, which has right, form"
+    ):
+        check_run(run_of(world, **named | {"collect.refill": 2, "collect.metric": "left"}))
+    check_run(run_of(world, **named | {"collect.refill": 2}))
+
+
+@pytest.mark.parametrize(("change", "named"), [({}, "neither `env` nor"), ({"env.max_turns": 1}, "`env.max_turns=1`")])
+def test_learning_what_is_shown_between_answers_is_refused_where_there_is_one(
+    world: Path, change: dict[str, int], named: str
+) -> None:
+    env = {"env.path": "tests.recipes.partners:Echo"}
+    with pytest.raises(ConfigError, match=f"`echo=0.5` learns to predict .* single answer.*{named}"):
+        check_run(run_of(world, echo=0.5, **(env | change if change else {})))
+    check_run(run_of(world, echo=0.5, **env))
+
+
+def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
+    model, _ = load_policy(run_of(world))
+    check_context_length(run_of(world, **{"data.max_prompt_length": 122}), model)
+    with pytest.raises(ConfigError, match=r"= 129 tokens \(123 and 6\) do not fit"):
+        check_context_length(run_of(world, **{"data.max_prompt_length": 123}), model)
+
+
+def test_a_server_that_hangs_has_no_rank_be_missed(world: Path) -> None:
+    """While weights are brought to it, as the other ranks wait for that one."""
+    given = {"rollout": "vllm", "rollout.weight_transport": "shm", "ranks": 2, "crew.timeout": 120}
+    with pytest.raises(ConfigError, match=r"`rollout\.update_timeout=300`.*`crew\.timeout=120` s.*twice as long"):
+        check_run(run_of(world, **given))
+    check_run(run_of(world, **given, **{"rollout.update_timeout": 60}))
+    check_run(run_of(world, **given | {"ranks": 1}))
+    check_run(run_of(world, **given | {"rollout.weight_transport": "files"}))
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
+    advantage: str, world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from etude.observe import configure_logging
+
+    configure_logging("info")
+    check_run(run_of(world, advantage=advantage, collect__group_size=1))
+    assert "its bare reward is its advantage" in capsys.readouterr().err
+    check_run(run_of(world, advantage=advantage, collect__group_size=2))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
+def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` cut tokens off"):
+        check_run(run_of(world, **change))
+    scored = {f"evaluate.{name}": value for name, value in change.items()}
+    check_run(run_of(world, **scored, **{"data.val": f"[{world / 'held_out.jsonl'}]"}))
+
+
+def test_answers_to_be_scored_must_fit_as_well(world: Path) -> None:
+    given = {"data.val": f"[{world / 'held_out.jsonl'}]"}
+    model, _ = load_policy(run_of(world))
+    check_context_length(run_of(world, **given, **{"evaluate.sampling.max_tokens": 112}), model)
+    with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 129 tokens.*context of 128"):
+        check_context_length(run_of(world, **given, **{"evaluate.sampling.max_tokens": 113}), model)
+    small = {"rollout.kv_gib": 32 * block_bytes(model, 1) / 2**30}
+    check_context_length(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 16}), model)
+    with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 33 tokens.*holds 32 tokens"):
+        check_context_length(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 17}), model)

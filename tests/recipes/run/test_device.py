@@ -1,0 +1,114 @@
+"""What a run computes on: what is there, or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from etude.errors import ConfigError
+from etude.integrity import read_text, write_text
+from etude.models import create, save, tiny_config
+from etude.recipes.run import device
+from etude.recipes.run.build import load_policy
+from etude.recipes.run.device import check_device, select_device
+from etude.recipes.run.placement import ROLES, check_placement
+from tests.recipes.runs import Captured, refused, refused_run, run_of
+from tests.worlds import make_tokenizer
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@NO_GPU
+def test_without_a_gpu_the_processor_computes(world: Path) -> None:
+    assert select_device(run_of(world)) == select_device(run_of(world, device="cpu")) == torch.device("cpu")
+    assert load_policy(run_of(world))[0].device == torch.device("cpu")
+
+
+@NO_GPU
+@pytest.mark.parametrize(("precision", "itself", "told"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+def test_a_processor_that_is_slow_in_half_precision_is_told_of(
+    precision: str,
+    itself: bool,
+    told: int,
+    world: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "layout", SimpleNamespace(multiplies_bf16=lambda: itself))
+    check_device(run_of(world, train__precision=precision))
+    assert caplog.text.count("does not multiply bf16 itself") == told
+    assert caplog.text.count("train with `train.precision=fp32`") == told
+
+
+@NO_GPU
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", device="cuda", ranks=ranks)
+    assert "torch reaches none: `etude doctor` says why" in told
+    assert not (tmp_path / "run").exists()
+
+
+@NO_GPU
+def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as the controller goes; that such ranks compute has not been run."""
+    run = run_of(world, device="cuda", cluster="ray", ranks=2)
+    assert select_device(run) == torch.device("cuda")
+    check_device(run)
+    assert "Computing on GPUs of Ray's nodes" in caplog.text
+    check_placement(run, frozenset(ROLES), together=False)
+    with pytest.raises(ConfigError, match=r"The reward model would compute on a GPU.*`placement\.reward=cpu`"):
+        check_placement(run, frozenset(ROLES) - {"reward"}, together=False)
+    check_placement(run_of(world, device="cuda", cluster="ray", placement__reward="cpu"), frozenset(), together=False)
+
+
+@NO_GPU
+def test_who_asks_a_model_that_such_ranks_trained_computes_here(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    options = run / "run.yaml"
+    write_text(options, read_text(options).replace("cluster: local", "cluster: ray"))
+    assert "cluster: ray" in options.read_text()
+    told = refused(capsys, "eval", str(run), f"data.val=[{world / 'tasks.jsonl'}]", "device=cuda")
+    assert "torch reaches none: `etude doctor` says why" in told
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch tells where there are two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def test_each_rank_has_a_gpu(two_gpus: None, world: Path) -> None:
+    assert (
+        select_device(run_of(world, ranks=2)) == select_device(run_of(world, device="cuda")) == torch.device("cuda", 1)
+    )
+    assert select_device(run_of(world, device="cpu", ranks=4)) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="`ranks=3` want a GPU each, and torch sees 2"):
+        select_device(run_of(world, ranks=3))
+
+
+def test_more_ranks_than_could_move_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`ranks=1000` are 1000 processes" in refused_run(capsys, world, tmp_path / "run", ranks=1000, threads=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_gives_scores_is_no_policy(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    judge = tmp_path / "judge"
+    size = make_tokenizer(judge)
+    save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1), seed=3, head="score"), judge)
+    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": judge})
+    assert "gives scores and no words" in told
+
+
+def test_parts_that_nobody_gives_are_asked_for(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    told = refused_run(capsys, world, tmp_path / "run", "gdpo")
+    assert "Have it return {name: number}" in told

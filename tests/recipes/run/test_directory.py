@@ -1,0 +1,360 @@
+"""A run's directory: held by one process, written whole, and telling runs apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from etude.config.compose import compose
+from etude.config.tree import to_tree
+from etude.errors import ConfigError, CrewError, DamagedFileError, DataError, RunError
+from etude.observe import read_last_step
+from etude.recipes.registry import SUPERVISED
+from etude.recipes.run.config import CHANGEABLE_OPTIONS, Run
+from etude.recipes.run.directory import (
+    JOURNAL,
+    LOCK,
+    OPTIONS,
+    RANK_LOGS,
+    STORE_RUN_FILE,
+    check_same_options,
+    differences,
+    lock_directory,
+    new_directory,
+    read_metrics,
+    read_recipe_name,
+    read_run,
+    with_absolute_paths,
+    write_options,
+)
+from etude.recipes.run.placement import ROLES
+from etude.recipes.supervised import config as supervised
+from etude.records import Task
+from etude.rewards import RewardFunction
+from etude.rollout import TorchEngineConfig, VllmConfig
+from etude.store import open_store
+from tests.recipes import lessons
+from tests.recipes.runs import at, options, run_of, train
+from tests.worlds import make_model
+
+HOLD = """
+import fcntl, sys, time
+lock = open(sys.argv[1], "a+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_new_directory_was_not_there_before(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(3):
+        seen.append(new_directory(tmp_path, "train"))
+        seen[-1].mkdir()
+    assert len(set(seen)) == 3 and all(path.name.startswith("train-2") for path in seen)
+
+
+def test_one_process_at_a_time_holds_a_directory(tmp_path: Path) -> None:
+    with (
+        lock_directory(tmp_path / "run"),
+        pytest.raises(RunError, match="in use by process"),
+        lock_directory(tmp_path / "run"),
+    ):
+        pass
+    with lock_directory(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert (tmp_path / "run").is_dir()
+
+
+def test_the_system_lets_go_of_it_when_its_process_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / LOCK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match="in use"), lock_directory(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with lock_directory(tmp_path):
+        assert tmp_path.is_dir()
+
+
+def test_a_directory_in_which_nothing_came_to_be_is_removed_again(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="before anything"), lock_directory(tmp_path / "new"):
+        raise ValueError("before anything was written")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="refused"), lock_directory(tmp_path / "new"):
+        open_store(tmp_path / "new" / JOURNAL).close()
+        (tmp_path / "new" / STORE_RUN_FILE).touch()
+        raise ValueError("refused before its options were written")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    with lock_directory(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir(), "what was there before stays"
+
+
+def test_what_refused_ranks_said_is_nothing_and_what_a_lost_one_said_stays(tmp_path: Path) -> None:
+    for error, stays in ((ConfigError("refused"), False), (CrewError("lost; its log: …"), True)):
+        directory = tmp_path / str(stays)
+        with pytest.raises(type(error)), lock_directory(directory):
+            (directory / RANK_LOGS).mkdir()
+            (directory / RANK_LOGS / "rank-0.log").write_text("its last words")
+            raise error
+        assert directory.exists() is stays
+
+
+def test_what_was_settled_is_read_back(world: Path, tmp_path: Path) -> None:
+    run = run_of(world, seed=7, loss="gspo").model_copy(update={"directory": tmp_path / "a b=c"})
+    (tmp_path / "a b=c").mkdir()
+    write_options(tmp_path / "a b=c", run)
+    assert read_run(tmp_path / "a b=c") == run
+    assert [path.name for path in (tmp_path / "a b=c").iterdir()] == [OPTIONS]
+    moved = (tmp_path / "a b=c").rename(tmp_path / "moved")
+    assert read_run(moved, ["steps=9"]) == run.model_copy(update={"directory": moved, "steps": 9})
+
+
+def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> None:
+    run = run_of(world)
+    write_options(tmp_path, run)
+    check_same_options(tmp_path, run)
+    check_same_options(tmp_path / "empty", run)
+    with pytest.raises(ConfigError, match=r"loss\.name was ppo, is gspo.*seed was 0, is 1"):
+        check_same_options(tmp_path, run_of(world, seed=1, loss="gspo"))
+
+
+def changed(path: str) -> tuple[dict[str, Any], str, str]:
+    """The other options that give an option its meaning; the option's name; another value of it."""
+    sections = {"observe": "observe.level=error", "evaluate": "evaluate.every=3", "checkpoint": "checkpoint.every=3"}
+    values = {"directory": "elsewhere", "device": "cpu", "data.val": "[others.jsonl]", "rollout.prepack": "false"}
+    switches = ("activation_checkpointing", "compile", "offload")
+    values |= {f"{whose}train.{switch}": "true" for whose in ("", "critic.") for switch in switches}
+    values |= {"train.weights": "divided", "critic.train.weights": "divided"}
+    values |= {"lora.publish": "merged", "reward.prices": "[1,2]"}
+    values |= {"agent.strategy": "cs", "agent.listen": "127.0.0.1:8700"}
+    values |= {"agent.store": "http://127.0.0.1:8700", "placement.layout": "split"}
+    values |= {f"placement.{role}": "engine" for role in ROLES}
+    values |= {
+        "rollout.url": "[http://127.0.0.1:8000]",
+        "rollout.python": "python3",
+        "rollout.rendezvous": "10.0.0.1:2900",
+    }
+    values |= {"mesh": "{tensor: 3}", "cluster": "ray", "rollout.weight_transport": "shm", "rollout.devices": "[3]"}
+    values |= {"rollout.memory": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
+    values |= {"rollout.key_from": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
+    judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
+    beside: dict[str, Any] = judged if path.startswith("reward.") else {}
+    beside |= {"lora.rank": 2} if path == "lora.publish" else {}
+    served = VllmConfig.model_fields.keys() - TorchEngineConfig.model_fields.keys()
+    beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
+    beside |= {"rollout.url": "http://127.0.0.1:8000"} if path == "rollout.key_from" else {}
+    beside |= {"rollout.tensor_parallel": 3} if path in ("rollout.nodes", "rollout.rendezvous") else {}
+    beside |= {"rollout.nodes": 3} if path == "rollout.rendezvous" else {}
+    carried = ("rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address")
+    beside |= {"rollout.weight_transport": "gloo"} if path in carried else {}
+    beside |= {"ranks": 3} if path == "mesh" or path.endswith("weights") else {}
+    name, _, value = sections.get(path, f"{path}={values.get(path, '3')}").partition("=")
+    return beside, name, value
+
+
+ALONE = ("mesh", "rollout.url", "rollout.weight_transport", "rollout.devices")
+"""Options that do not go with others of the same need."""
+
+
+def test_what_may_change_is_an_option_and_makes_no_other_run(world: Path) -> None:
+    """Options of one need are given at once: composing takes a tenth of a second."""
+    groups: dict[object, tuple[dict[str, Any], dict[str, str]]] = {}
+    for path in CHANGEABLE_OPTIONS:
+        beside, name, value = changed(path)
+        key = path if path in ALONE else tuple(beside.items())
+        groups.setdefault(key, (beside, {}))[1][name] = value
+    assert sum(len(values) for _, values in groups.values()) == len(CHANGEABLE_OPTIONS)
+    for beside, values in groups.values():
+        run, other = run_of(world, **beside), run_of(world, **beside | values)
+        assert not differences(run, other), values
+        one, another = to_tree(run), to_tree(other)
+        assert not [name for name in values if at(one, name) == at(another, name)]
+
+
+def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(school: Path) -> None:
+    """All of them at once, but for those that do not go with others."""
+    values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
+    values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
+    values |= {"mesh": "{tensor: 3}", "train.weights": "divided"}
+    values |= {f"train.{switch}": "true" for switch in ("activation_checkpointing", "compile", "offload")}
+    sections = {"observe": ("level", "error"), "evaluate": ("every", "3"), "checkpoint": ("every", "3")}
+    for section, (name, value) in sections.items():
+        del values[section]
+        values[f"{section}.{name}"] = value
+    assert len(values) == len(supervised.CHANGEABLE_OPTIONS)
+    for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
+        beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
+        mine, other = (
+            lessons.run_of("sft", school, **beside),
+            lessons.run_of("sft", school, **beside | {n: values[n] for n in names}),
+        )
+        assert not differences(mine, other)
+        one, another = to_tree(mine), to_tree(other)
+        assert not [name for name in names if at(one, name) == at(another, name)]
+    assert all(kind.changeable == supervised.CHANGEABLE_OPTIONS for kind in SUPERVISED.values())
+
+
+def test_what_a_step_measured_last_counts(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1}\n{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}, {"step": 2, "loss": 3}]
+
+
+def test_every_run_knows_its_defaults() -> None:
+    assert not differences(Run(), Run()) and differences(Run(), Run(seed=1)) == [("seed", 0, 1)]
+
+
+def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
+    for whose, schedule, same in (
+        *(("train", "constant", True), ("train", "linear", False)),
+        *(("critic.train", "constant", True), ("critic.train", "linear", False)),
+    ):
+        given = {"advantage": "gae", f"{whose}.schedule": schedule}
+        before, after = (run_of(world, steps=n, **given) for n in (2, 3))
+        assert (not differences(before, after)) is same
+
+
+def test_paths_are_seen_from_anywhere_and_moving_makes_no_other_run(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world)
+    run = run_of(Path(), **{"reward.path": "mine.py:score", "data.val": "[held_out.jsonl,tests.x:rows]"})
+    found = with_absolute_paths(run)
+    assert found.model.path == world / "model" and found.data.train == (str(world / "tasks.jsonl"),)
+    assert found.data.val == (str(world / "held_out.jsonl"), "tests.x:rows")
+    assert found.reward.model_dump()["path"] == f"{world / 'mine.py'}:score" and with_absolute_paths(found) == found
+    monkeypatch.chdir(tmp_path)
+    moved = run.model_copy(update={"model": run.model.model_copy(update={"path": tmp_path / "model"})})
+    assert not differences(found, with_absolute_paths(moved.model_copy(update={"reward": found.reward})))
+
+
+def test_a_run_stays_where_it_is(world: Path, tmp_path: Path) -> None:
+    write_options(tmp_path, run_of(world))
+    with pytest.raises(ConfigError, match=r"directory=other.*stays where it is"):
+        read_run(tmp_path, ["directory=other"])
+
+
+class Keyed(RewardFunction):
+    """A judge that somebody pays for."""
+
+    api_key: str = Field(description="who pays")
+
+    def __call__(self, task: Task, answer: str) -> float:
+        return 0.0
+
+
+def test_a_secret_is_not_written_and_can_be_given_again(world: Path, tmp_path: Path) -> None:
+    key = "reward.api_key=sk-verysecret123456"
+    run = compose(Run, [*options(world, **{"reward": f"{__name__}:Keyed", "reward.path": None}), key])
+    write_options(tmp_path, run)
+    assert "verysecret" not in (tmp_path / OPTIONS).read_text()
+    check_same_options(tmp_path, run)
+    with pytest.raises(ConfigError, match=r"reward\.api_key is \*\*\*.*Give it again as reward\.api_key=…"):
+        read_run(tmp_path)
+    again = read_run(tmp_path, [key, "steps=3"])
+    assert again.reward == run.reward and again.steps == 3
+    check_same_options(tmp_path, again)
+    assert read_run(tmp_path, masked=lambda path: path).reward.model_dump()["api_key"] == "reward.api_key"
+
+
+def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    monkeypatch.chdir(tmp_path / "deep")
+    for directory in (Path(), tmp_path / "deep", tmp_path):
+        with pytest.raises(ConfigError, match="is where you stand, or holds it"), lock_directory(directory):
+            pass
+    with lock_directory(tmp_path / "deep" / "run"):
+        pass
+
+
+def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}]
+
+
+def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path) -> None:
+    write_options(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine"]))
+    with pytest.raises(ConfigError) as caught:
+        check_same_options(
+            tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "train.learning_rate=1e-3"])
+        )
+    told = str(caught.value)
+    assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in told
+    assert f"`etude export {tmp_path} my-model`" in told and "`model.path=my-model`" in told and len(told) < 600
+    with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
+        check_same_options(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "steps=7"]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "steps: 9\n", "recipe: train\n# sha256: 12", "- a list\n", "\x00"],
+    ids=["empty", "other", "cut", "list", "binary"],
+)
+def test_options_that_are_not_what_was_written_are_told(damage: str, world: Path, tmp_path: Path) -> None:
+    run = run_of(world, directory=tmp_path)
+    write_options(tmp_path, run)
+    (tmp_path / OPTIONS).write_text(damage)
+    for read in (
+        lambda: read_run(tmp_path),
+        lambda: check_same_options(tmp_path, run),
+        lambda: read_recipe_name(tmp_path),
+    ):
+        with pytest.raises(DamagedFileError, match=r"run\.yaml is damaged: its last line.*first command once more"):
+            read()
+    write_options(tmp_path, run)
+    file = tmp_path / OPTIONS
+    file.write_text(file.read_text().replace("learning_rate: 0.01", "learning_rate: 0.03"))
+    with pytest.raises(
+        DamagedFileError, match=r"run\.yaml was changed or damaged.*given with the command, as `key=value`"
+    ):
+        read_run(tmp_path)
+
+
+def test_a_run_that_lost_its_options_goes_on_with_the_command_that_began_it(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=2)
+    (run / OPTIONS).unlink()
+    with pytest.raises(RunError, match=r"run\.yaml is missing.*first command once more.*`directory="):
+        read_recipe_name(run)
+    assert train(world, run, steps=3) == run and [line["step"] for line in read_metrics(run)] == [1, 2, 3]
+    assert read_recipe_name(run) == "train"
+
+
+def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
+    """A model's, for one, which would be refused as a model from then on."""
+    model = make_model(tmp_path / "model")
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    with (
+        pytest.raises(ConfigError, match=r"model` is not empty and holds no run, but config.json.*directory="),
+        lock_directory(model),
+    ):
+        pass
+    assert {path: path.read_bytes() for path in model.iterdir()} == before
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".gitkeep").touch()
+    with lock_directory(tmp_path / "hidden"):
+        open_store(tmp_path / "hidden" / JOURNAL).close()
+    with lock_directory(tmp_path / "hidden"):  # what a run left that did not begin
+        pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "{}", "null", '{"step": "4"}', '{"step": 1e99}', "[" * 9_999, '{"step": 1, "a": []}'],
+    ids=["text", "empty", "null", "word", "float", "deep", "list"],
+)
+def test_a_line_of_metrics_that_is_none_is_told_and_stops_no_run(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2}}\n{line}\n{{"step": 2, "loss": 1}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not a step with its metrics.*Mend or remove"):
+        read_metrics(tmp_path)
+    assert read_last_step(tmp_path) == 2 and "line 2, is not a step" in caplog.text

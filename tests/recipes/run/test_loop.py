@@ -1,0 +1,175 @@
+"""Whole runs: what they leave behind, what their steps measure, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.algorithms import View
+from etude.algorithms.advantages.group import GRPO
+from etude.cli import main
+from etude.recipes.run.directory import read_metrics
+from etude.store import PolicyEvaluated, RolloutsAdmitted, open_store
+from tests.recipes.runs import Captured, measured, options, same, train, weights
+
+EVERY_STEP = {
+    *("reward", "reward/digits", "reward/short", "loss", "grad_norm", "learning_rate"),
+    *("sampled_tokens", "sampled_tokens_per_second", "trained_tokens", "trained_tokens_per_second"),
+    *("prompt_length", "answer_length", "answer_length_max", "truncated", "tokens", "rollouts"),
+    *("mismatch/k3", "mismatch/largest_gap", "policy_kl", "clip_share"),
+    *(
+        "dropped_share",
+        "dropped_tasks",
+        "failed_attempts",
+        "overlong_prompts",
+        "zero_variance_groups",
+        "judging_seconds",
+    ),
+    *("peak_memory_gb", "device_utilization", "mfu", "engine/busy_seconds", "publish_bytes", "publish_ms"),
+    *("time/step", *(f"{kind}/{phase}" for kind in ("time", "share") for phase in ("collect", "update", "publish"))),
+}
+
+
+def test_a_run_leaves_all_that_it_can_be_known_by(trained: Path) -> None:
+    there = {path.name for path in trained.iterdir()}
+    assert {"run.yaml", "metrics.jsonl", "journal.sqlite", "checkpoints", "evaluations"} <= there
+    assert [path.name for path in sorted((trained / "evaluations").glob("step-*"))] == [
+        f"step-{step:08d}.jsonl" for step in (0, 2, 4)
+    ]
+    first = json.loads((trained / "evaluations" / "step-00000004.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "text", "reward", "parts", "finish"} <= first.keys()
+    assert "steps: 4" in (trained / "run.yaml").read_text()
+    store = open_store(trained / "journal.sqlite", read_only=True)
+    assert store.admitted().keys() == {1, 2, 3, 4}
+    scored = [event for _, event in store.read(kinds=(PolicyEvaluated,)) if isinstance(event, PolicyEvaluated)]
+    assert [event.step for event in scored] == [0, 2, 4] and all("eval/mean@2" in event.scores for event in scored)
+    store.close()
+
+
+def test_every_step_measures_what_one_wants_to_know_of_it(trained: Path) -> None:
+    steps = measured(trained)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step.keys() >= EVERY_STEP, EVERY_STEP - step.keys()
+        assert all(math.isfinite(step[name]) for name in EVERY_STEP)
+        assert step["rollouts"] == 12 and step["prompt_length"] == 4
+        assert step["tokens"] == pytest.approx(12 * (step["prompt_length"] + step["answer_length"]))
+        assert step["reward"] == pytest.approx(step["reward/digits"] + step["reward/short"])
+        assert 0 < step["answer_length"] <= step["answer_length_max"] <= 6
+        shares = sum(value for name, value in step.items() if name.startswith("share/") and name.count("/") == 1)
+        assert 0.6 < shares <= 1, "little happens between the phases"
+        assert step["mismatch/largest_gap"] < 1e-5 and step["mfu"] > 0 and 0 < step["device_utilization"] < 1.5
+    assert {"eval/mean@2", "eval/best@2", "eval/length"} <= steps[1].keys() and "eval/mean@2" not in steps[0]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(world: Path, whole: Path, tmp_path: Path) -> None:
+    again, other = train(world, tmp_path / "a", steps=2), train(world, tmp_path / "b", steps=1, seed=1)
+    assert same(weights(again), weights(whole, 2)) and not same(weights(other), weights(whole, 1))
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
+    world: Path, whole: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    part = train(world, tmp_path / "part", steps=2)
+    assert main(["train", "--resume", str(part)]) == 0
+    assert "All 2 steps are done" in capsys.readouterr().err and len(measured(part)) == 2
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert [step["step"] for step in measured(part)] == [1, 2, 3]
+    assert same(weights(part), weights(whole, 3))
+    assert "steps: 3" in (part / "run.yaml").read_text()
+
+
+def test_a_run_whose_groups_teach_nothing_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = train(world, tmp_path / "run", steps=1, reward__path="tests.recipes.rewards:level")
+    assert "earned the same" in capsys.readouterr().err
+    assert measured(run)[0]["zero_variance_groups"] == 1 and measured(run)[0]["loss"] == 0
+
+
+class Greedy(GRPO):
+    """Wants more memory than there is, where no other part speaks of memory."""
+
+    def advantage(self, reward: Tensor, view: View) -> Tensor:
+        return torch.empty(1 << 60) + super().advantage(reward, view)
+
+
+def test_memory_that_is_refused_in_a_step_is_told_in_a_sentence(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    words = options(world, directory=tmp_path / "run", steps=1, advantage="tests.recipes.run.test_loop:Greedy")
+    assert main(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert "etude: The system gave this process no more memory (" in told and "`etude plan` says how much" in told
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+
+def test_grpo_learns_from_a_preset(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", "grpo", reward__path="tests.recipes.rewards:digits", steps=1)
+    assert "name: grpo" in (run / "run.yaml").read_text() and measured(run)[-1]["grad_norm"] > 0
+
+
+def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> None:
+    """The refill drops groups, the penalty changes rewards, the upper clip is used; each against DAPO without it."""
+    common = {"overlong.buffer": 4, "updates": 2, "train.learning_rate": 0.1, "steps": 1}
+    common |= {"collect.tasks": 6, "collect.group_size": 2}
+    whole = train(world, tmp_path / "dapo", "dapo", **common)
+    without = {
+        "refill": {"collect.refill": 0},
+        "penalty": {"overlong": "null", "overlong.buffer": None},
+        "clip": {"loss.clip_high": 100},
+        "reduction": {"loss.reduction": "seq-mean-token-mean"},
+    }
+    ends = {name: train(world, tmp_path / name, "dapo", **common | change) for name, change in without.items()}
+    for name, end in ends.items():
+        assert not same(weights(end), weights(whole)), f"DAPO is the same without its {name}"
+    dropped = [step.get("dropped_tasks/every_rollout_earned_the_same", 0) for step in measured(whole)]
+    assert sum(dropped) > 0 and sum(step["dropped_tasks"] for step in measured(ends["refill"])) == 0
+    assert max(step["zero_variance_groups"] for step in measured(ends["refill"])) > 0
+
+
+def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
+    store = open_store(trained / "journal.sqlite", read_only=True)
+    admitted = [event for _, event in store.read(kinds=(RolloutsAdmitted,)) if isinstance(event, RolloutsAdmitted)]
+    for event, step in zip(admitted, measured(trained), strict=True):
+        answers = [turn.completion for rollout in event.rollouts for turn in store.turns(rollout)]
+        assert sum(len(answer.ids) for answer in answers) == step["action_tokens"]
+        rewards = [store.rollout(rollout).last for rollout in event.rollouts]
+        assert sum(last.reward for last in rewards if last and last.reward is not None) / len(rewards) == (
+            pytest.approx(step["reward"])
+        )
+    store.close()
+
+
+def test_options_tells_the_same_words_as_a_person(world: Path) -> None:
+    assert "collect.tasks=3" in options(world) and "reward=function" in options(world)
+
+
+def test_a_judge_lives_in_one_event_loop_of_training_and_evaluation(world: Path, tmp_path: Path) -> None:
+    run = train(
+        world,
+        tmp_path / "run",
+        reward__path="tests.recipes.rewards:gated",
+        data__val=f"[{world / 'held_out.jsonl'}]",
+        evaluate__every=1,
+        steps=1,
+    )
+    (step,) = measured(run)
+    assert step["failed_attempts"] == step["eval/failed"] == 0
+
+
+def test_what_is_scored_before_training_has_a_line_of_its_own(trained: Path) -> None:
+    first = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 0 and "eval/mean@2" in first and "reward" not in first
+    assert all(step["step"] > 0 for step in read_metrics(trained))
+
+
+def test_what_the_engine_does_for_scoring_is_told_apart(trained: Path) -> None:
+    for step in measured(trained):
+        assert step["engine/finished"] == step["rollouts"] and step["optimizer_steps"] == 1
+        assert step.get("eval/engine/finished", 10) == 10 and ("eval/engine/finished" in step) == (
+            "eval/length" in step
+        )

@@ -1,0 +1,229 @@
+"""When a run saves, what a checkpoint holds, and that going on from it is going on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from etude.checkpoint import Checkpoint, CheckpointManager
+from etude.cli import main
+from etude.errors import EngineError
+from etude.recipes.run.build import build
+from etude.recipes.run.components import RunComponents
+from etude.recipes.run.loop import run_loop
+from etude.recipes.run.save_resume import CheckpointSaver
+from etude.store import PolicyEvaluated
+from tests.recipes.runs import Captured, measured, run_of, same, train, weights
+
+
+@contextmanager
+def saver(world: Path, directory: Path, **changes: Any) -> Iterator[tuple[CheckpointSaver, RunComponents]]:
+    """The saver of a run, among its parts."""
+    with build(run_of(world, directory=directory, **changes)) as parts:
+        yield parts.checkpoint, parts
+
+
+def steps_kept(directory: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return [kept.step for kept in CheckpointManager(directory / "checkpoints").list_complete()]
+
+
+def test_it_saves_every_so_often_and_after_the_last_step(world: Path, tmp_path: Path) -> None:
+    run = train(world, tmp_path / "run", steps=5, **{"checkpoint.every": 2, "checkpoint.keep": 9})
+    assert steps_kept(run) == [2, 4, 5]
+    assert steps_kept(train(world, tmp_path / "two", steps=5, **{"checkpoint.every": 1})) == [4, 5]
+
+
+def test_a_new_best_is_saved_and_stays(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=9, **{"checkpoint.every": 100, "checkpoint.keep": 1}) as (saving, _):
+        scores = {1: 0.2, 2: 0.5, 3: 0.5, 4: 0.4}
+        saving.score_at = scores.get
+        for step in range(1, 7):
+            saving.maybe_save(step)
+        assert not {3, 4, 5, 6} & set(steps_kept(tmp_path)), "an equal score is no better one"
+        saving.save(7)
+        best = saving.checkpoints.best()
+        assert steps_kept(tmp_path) == [2, 7] and best is not None and best.step == 2
+
+
+def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_that_was_finished(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=9, **{"checkpoint.every": 100}) as (saving, _):
+        steps = saving.remaining_steps()
+        assert [next(steps), next(steps)] == [1, 2]
+        saving.maybe_save(2)
+        assert steps_kept(tmp_path) == []
+        saving.interrupt.stop_requested = True
+        assert list(steps) == [] and steps_kept(tmp_path) == [2]
+        saving.interrupt.stop_requested = False
+
+
+def test_nothing_is_saved_of_a_run_that_made_no_step(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path) as (saving, _):
+        saving.interrupt.stop_requested = True
+        assert list(saving.remaining_steps()) == [] and steps_kept(tmp_path) == []
+        saving.interrupt.stop_requested = False
+
+
+def test_a_checkpoint_holds_what_the_journal_does_not(world: Path, tmp_path: Path) -> None:
+    with saver(world, tmp_path, steps=2, kl="null") as (saving, parts):
+        run_loop(parts)
+        found = saving.checkpoints.newest()
+        assert found is not None and found.step == 2
+        assert found.facts["position"] == parts.store.position
+        assert found.facts["source"] == parts.source.mark()[0] and found.facts["learner"].keys() == {
+            "kl_value",
+            "role_means",
+        }
+
+
+def test_what_the_algorithm_carries_on_survives(world: Path, tmp_path: Path) -> None:
+    """An adaptive baseline is state: a run that forgot it would not be the run that went on."""
+    given: dict[str, Any] = {"advantage": "reinforce++", "reward.path": "tests.recipes.rewards:in_parts"}
+    whole = train(world, tmp_path / "whole", steps=4, **given)
+    part = train(world, tmp_path / "part", steps=2, **given)
+    assert main(["train", "--resume", str(part), "steps=4"]) == 0
+    assert same(weights(part), weights(whole))
+
+
+class Killed(BaseException):
+    """What ends a run where nothing is caught."""
+
+
+def die(*_: object) -> NoReturn:
+    """End the run here."""
+    raise Killed
+
+
+def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = tmp_path / "run"
+    with (
+        suppress(Killed),
+        saver(world, run, steps=4, **{"checkpoint.every": 2, "checkpoint.keep": 9}) as (saving, parts),
+    ):
+        save = saving.maybe_save
+        saving.maybe_save = lambda step: die() if step == 3 else save(step)  # type: ignore[method-assign]
+        run_loop(parts)
+    assert steps_kept(run) == [2]
+    assert [step["step"] for step in measured(run)] == [1, 2, 3], "a step's line is written before it is saved"
+    before = measured(run)
+    assert main(["train", "--resume", str(run)]) == 0
+    told = capsys.readouterr().err
+    assert "Going on after step 2" in told and "up to step 3 was measured before" in told
+    assert measured(run)[:3] == before, "what is replayed measures less, and is not written over what was"
+    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4]
+    assert same(weights(run), weights(whole))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_what_it_saved_during_a_replay(world: Path, whole: Path, tmp_path: Path) -> None:
+    """Three steps are admitted and none is saved; then the first is replayed and saved."""
+    run = tmp_path / "run"
+    for every, last in ((9, 3), (1, 2)):
+        with suppress(Killed), saver(world, run, steps=4, **{"checkpoint.every": every}) as (saving, parts):
+            save = saving.maybe_save
+            saving.maybe_save = lambda step: die() if step == last else save(step)  # type: ignore[method-assign]  # noqa: B023
+            run_loop(parts)
+    assert steps_kept(run) == [1] and [step["step"] for step in measured(run)] == [1, 2, 3]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert same(weights(run), weights(whole))
+
+
+def test_a_step_whose_line_was_lost_is_replayed_and_written(world: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with suppress(Killed), saver(world, run, steps=2) as (_, parts):
+        parts.measure = die  # type: ignore[method-assign]
+        run_loop(parts)
+    assert measured(run) == []
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [(step["step"], step["replayed"]) for step in measured(run)] == [(1, 1), (2, 0)]
+
+
+def test_what_is_pending_is_written_when_a_step_is_saved(world: Path, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    given: dict[str, Any] = {"observe.every": 10, "checkpoint.every": 3}
+    with saver(world, tmp_path, steps=4, **given) as (saving, parts):
+        save = saving.checkpoints.save
+
+        def watched(*arguments: Any) -> Checkpoint:
+            seen.append([line["step"] for line in measured(tmp_path)])
+            return save(*arguments)
+
+        saving.checkpoints.save = watched  # type: ignore[method-assign]
+        run_loop(parts)
+    assert seen == [[3], [3, 4]]
+
+
+def scored(
+    world: Path, directory: Path, **changes: Any
+) -> AbstractContextManager[tuple[CheckpointSaver, RunComponents]]:
+    """A run that is scored at each second step."""
+    given = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 2, "checkpoint.every": 1} | changes
+    return saver(world, directory, steps=4, **given)
+
+
+def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path: Path) -> None:
+    with suppress(Killed), scored(world, tmp_path) as (saving, parts):
+        saving.checkpoints.mark_best = die  # type: ignore[method-assign]
+        run_loop(parts)
+    assert steps_kept(tmp_path)[-1] == 2 and not (tmp_path / "checkpoints" / "best.json").exists()
+    with scored(world, tmp_path) as (saving, parts):
+        best = saving.checkpoints.best()
+        assert best is not None and best.step == 2
+        assert saving.checkpoints.best_score(saving.evaluation_id) == best.facts["score"]
+
+
+def test_what_the_journal_has_a_score_of_is_not_scored_again(world: Path, tmp_path: Path) -> None:
+    def scores(parts: RunComponents) -> list[tuple[int, Any]]:
+        found = [event for _, event in parts.store.read(kinds=(PolicyEvaluated,)) if isinstance(event, PolicyEvaluated)]
+        return [(event.step, event.scores) for event in found]
+
+    with suppress(Killed), scored(world, tmp_path, **{"checkpoint.every": 4}) as (saving, parts):
+        saving.maybe_save = lambda step: die() if step == 3 else None  # type: ignore[method-assign]
+        run_loop(parts)
+    with scored(world, tmp_path, **{"checkpoint.every": 4}) as (saving, parts):
+        assert [step for step, _ in scores(parts)] == [0, 2]
+        run_loop(parts)
+        assert [step for step, _ in scores(parts)] == [0, 2, 4]
+        assert saving.score_at(2) == scores(parts)[1][1]["eval/mean@1"]
+
+
+def test_scores_that_are_measured_otherwise_do_not_compare(world: Path, tmp_path: Path) -> None:
+    with scored(world, tmp_path) as (saving, _):
+        saving.save(1)
+        saving.checkpoints.mark_best(1, 100.0, saving.evaluation_id)
+    with scored(world, tmp_path, **{"evaluate.limit": 2}) as (saving, parts):
+        assert saving.checkpoints.best_score(saving.evaluation_id) is None
+        run_loop(parts)
+        best = saving.checkpoints.best()
+        assert best is not None and best.step > 1
+
+
+def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_path: Path) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise EngineError("out of memory")
+
+    with scored(world, tmp_path, **{"evaluate.first": "false"}) as (_, parts):
+        assert parts.evaluate.evaluator is not None
+        parts.evaluate.evaluator.answer_all = fails  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="out of memory"):
+            run_loop(parts)
+    assert steps_kept(tmp_path)[-1] == 2 and [step["step"] for step in measured(tmp_path)] == [1, 2]
+    with scored(world, tmp_path) as (saving, parts):
+        parts.begin()
+        best = saving.checkpoints.best()
+        assert best is not None and best.step == 2, "it is scored when the run goes on"
+
+
+def test_a_score_in_which_answers_failed_is_told_and_marks_no_best(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    given = {"reward.path": "tests.recipes.rewards:choosy", "evaluate.first": "false", "collect.timeout": 60}
+    with scored(world, tmp_path, **given) as (saving, parts):
+        run_loop(parts)
+        assert saving.checkpoints.best() is None
+    told = capsys.readouterr().err
+    assert "5 of 5 answers that were to be scored after step 2 failed" in told and "marks no best" in told

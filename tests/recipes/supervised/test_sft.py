@@ -1,0 +1,129 @@
+"""`etude sft`: its loss is the one that transformers computes, and each of its options changes what is learned."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from etude.cli import main
+from etude.models import create, save, tiny_config
+from etude.recipes.supervised.builder import build
+from tests.chat.conversations import by
+from tests.data.speaking import chat_of
+from tests.recipes.lessons import learned, refusal, run_of, weights, write
+from tests.recipes.runs import Captured, measured, same
+
+TALKS = [
+    {"messages": [by("user", "Hi"), by("assistant", "Hello."), by("user", f"{n}?"), by("assistant", f"It is {n}.")]}
+    for n in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model`, which speaks ChatML, and `talks.jsonl`."""
+    directory = tmp_path_factory.mktemp("talker")
+    size = chat_of(directory / "model").tokenizer.vocab_size
+    save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1, context=256), seed=0), directory / "model")
+    write(directory / "talks.jsonl", TALKS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def plain(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on conversations with nothing changed."""
+    return talked(talker, tmp_path_factory.mktemp("plain") / "run")
+
+
+def talked(talker: Path, directory: Path, **changes: Any) -> Path:
+    """A run on conversations."""
+    given = {"data.train": f"[{talker / 'talks.jsonl'}]", "batch_size": 4} | changes
+    return learned("sft", talker, directory, **given)
+
+
+def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
+    given = {"data.train": f"[{talker / 'talks.jsonl'}]", "data.val": f"[{talker / 'talks.jsonl'}]"}
+    model: Any = AutoModelForCausalLM.from_pretrained(talker / "model")
+    with build(run_of("sft", talker, directory=tmp_path / "run", **given)) as parts:
+        found, batch = parts.evaluate.maybe_run(0).reduce(), parts.evaluate.batch
+    assert batch is not None and batch.num_rows == len(TALKS)
+    total = 0.0
+    for start, stop in pairwise(batch.offsets.tolist()):
+        ids = batch.ids[start:stop].long()[None]
+        labels = torch.where(batch.action[start:stop][None], ids, -100)
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * int((labels[:, 1:] != -100).sum())
+    assert found["eval/loss"] == pytest.approx(total / int(batch.action.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flipped",
+    [
+        {"data.learn": "last"},
+        {"loss.reduction": "seq-mean-token-mean"},
+        {"loss.reduction": "seq-mean-token-mean", "loss.unit": "turn"},
+        {"data.max_tokens": 40, "data.overlong": "truncate"},
+        {"data.sampler": "sequential"},
+        {"batch_size": 3},
+        {"seed": 1},
+        {"chat.template_kwargs.greeting": "Hello", "chat.template": "greeting.jinja"},
+    ],
+)
+def test_each_option_changes_what_is_learned(
+    flipped: dict[str, Any], talker: Path, plain: Path, tmp_path: Path
+) -> None:
+    if "chat.template" in flipped:
+        template = "{{ greeting }}" + (talker / "model" / "chat_template.jinja").read_text()
+        (tmp_path / "greeting.jinja").write_text(template)
+        flipped = flipped | {"chat.template": tmp_path / "greeting.jinja"}
+    assert not same(weights(plain), weights(talked(talker, tmp_path / "other", **flipped)))
+
+
+def test_earlier_thinking_follows_the_history_that_is_asked_for(tmp_path: Path) -> None:
+    size = chat_of(tmp_path / "model", "qwen3").tokenizer.vocab_size
+    save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1, context=256), seed=0), tmp_path / "model")
+    forms = [
+        *(by("user", "?"), by("assistant", "4", reasoning_content="Hm.")),
+        *(by("user", "!"), by("assistant", "5", reasoning_content="So.")),
+    ]
+    write(tmp_path / "talks.jsonl", [{"messages": forms}] * 2)
+    rows = {}
+    for history in ("served", "template"):
+        given = {"data.train": f"[{tmp_path / 'talks.jsonl'}]", "chat.history": history, "batch_size": 2}
+        with build(run_of("sft", tmp_path, directory=tmp_path / history, **given)) as parts:
+            batch = parts.examples.next()
+            rows[history] = (batch.num_rows, batch.num_rollouts, int(batch.action.sum()))
+    assert rows["served"][:2] == (2, 2) and rows["template"][:2] == (4, 2)
+    assert rows["served"][2] == rows["template"][2], "each token that was said is learned once"
+
+
+def test_plain_text_teaches_to_go_on(school: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "texts.jsonl", [{"text": f"{n} is {n}"} for n in range(8)])
+    steps = measured(learned("sft", school, tmp_path / "run", data__train=f"[{file}]", steps=2))
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["prompt_length"] == 1
+
+
+def test_what_was_left_out_is_counted_at_every_step(school: Path, tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"prompt": "a", "completion": c} for c in ("b", "", "c" * 200, "d")]
+    run = learned("sft", school, tmp_path / "run", data__train=f"[{write(tmp_path / 'a.jsonl', rows)}]")
+    assert {(s["overlong_rows"], s["skipped_rows"]) for s in measured(run)} == {(1, 2)}
+    told = capsys.readouterr().err
+    assert "1 of 4 rows in data.train have nothing to learn: left out. The first is" in told
+    assert "1 of 4 rows in data.train are longer than this model's context of 128 tokens: left out" in told
+
+
+def test_an_exported_model_is_one_to_begin_from(talker: Path, plain: Path, tmp_path: Path) -> None:
+    assert main(["export", str(plain), str(tmp_path / "model")]) == 0
+    again = talked(talker, tmp_path / "again", **{"model.path": tmp_path / "model"})
+    assert measured(again)[0]["loss"] < measured(plain)[0]["loss"]
+
+
+def test_messages_for_a_model_without_a_template_are_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
+    file = write(tmp_path / "talks.jsonl", TALKS)
+    told = refusal(capsys, "sft", school, tmp_path / "run", data__train=f"[{file}]")
+    assert "no chat template" in told and "`chat.template`" in told

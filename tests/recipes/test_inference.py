@@ -1,0 +1,303 @@
+"""A trained model put to use: scored, asked, written out, drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from etude.batch import Pack
+from etude.cli import main
+from etude.models.attention import PackedAttention
+from etude.recipes import inference as ask
+from tests.recipes.runs import Captured, loaded, options, refused, train, weights
+from tests.rollout.test_server_pool import theirs
+from tests.sweeps import sweep
+
+
+def scored(capsys: Captured, *words: str) -> dict[str, float]:
+    """What `etude eval --json` says last."""
+    capsys.readouterr()
+    assert main(["eval", "--json", *words]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def answers(capsys: Captured, *words: str) -> str:
+    """What `etude generate` prints."""
+    capsys.readouterr()
+    assert main(["generate", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def quiet(world: Path) -> list[str]:
+    """How a model is scored that belongs to no run."""
+    held_out = f"data.val=[{world / 'held_out.jsonl'}]"
+    reward = ["reward=function", "reward.path=tests.recipes.rewards:in_parts"]
+    return [held_out, *reward, "evaluate.samples=2", "evaluate.sampling.max_tokens=6", "train.precision=fp32"]
+
+
+def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -> None:
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
+    found = scored(capsys, str(trained))
+    about = {"tasks": 5, "samples": 2, "step": 4, "answers": found["answers"]}
+    assert found == about | {name: last[name] for name in found.keys() - about.keys()} and "eval/mean@2" in found
+    path = Path(str(found["answers"]))
+    assert path.parent == trained / "evaluations" and len(path.read_text().splitlines()) == 10
+    assert len({scored(capsys, str(trained))["answers"] for _ in range(2)} | {found["answers"]}) == 3, "a file for each"
+
+
+def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captured) -> None:
+    best = json.loads((trained / "checkpoints" / "best.json").read_text())
+    assert scored(capsys, str(trained), "--best")["eval/mean@2"] == pytest.approx(best["score"])
+
+
+def test_a_checkpoint_of_a_run_is_talked_with(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    best = json.loads((trained / "checkpoints" / "best.json").read_text())
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
+    assert main(["chat", str(trained), "--best"]) == 0
+    shown = capsys.readouterr().out
+    assert f"This is step {best['step']} of {trained}." in shown and "> 1+1=" in shown
+
+
+def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list[str], capsys: Captured) -> None:
+    before = json.loads((trained / "evaluations" / "step-00000000.jsonl").read_text().splitlines()[0])
+    named, first = (scored(capsys, word, *quiet) for word in (f"model.path={world / 'model'}", str(world / "model")))
+    assert named == first and before["task"] == 0
+    rows = [json.loads(line) for line in (trained / "evaluations" / "step-00000000.jsonl").read_text().splitlines()]
+    assert named["eval/mean@2"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+
+
+def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Captured) -> None:
+    found = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
+    assert {"eval/mean@4", "eval/best@2"} <= found.keys() and "eval/maj@4" not in found
+    assert found["eval/best@4"] == found["eval/mean@4"], "greedy answers are all the same"
+
+
+def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
+    trained: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    before = set(trained.iterdir())
+    with theirs(tmp_path) as there:
+        answers(capsys, str(trained), "1+1=", "rollout=vllm", f"rollout.url={there.url}", "sampling.max_tokens=4")
+        given = Path(httpx2.get(f"{there.url}/state").json()["model"])
+    assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
+
+
+def test_what_cannot_be_scored_is_told(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(whole))
+    assert "no best checkpoint" in refused(capsys, "generate", str(whole), "1+1=", "--best")
+    assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
+    held_out = f"data.val=[{world / 'held_out.jsonl'}]"
+    assert "needs a model" in refused(capsys, "eval", held_out)
+    assert "no run was named" in refused(capsys, "eval", held_out, f"model.path={world / 'model'}", "--best")
+
+
+@pytest.mark.kept
+def test_a_run_is_asked_as_a_model_is(trained: Path, world: Path, capsys: Captured) -> None:
+    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    one, same = answers(capsys, str(trained), *asked), answers(capsys, str(trained), *asked)
+    assert one == same and 0 < len(one.strip("\n")) <= 12
+    assert answers(capsys, str(world / "model"), *asked) != one, "training changed nothing"
+    assert answers(capsys, str(trained), *asked, "observe.console=off") == ""
+
+
+def test_several_answers_are_numbered(world: Path, capsys: Captured) -> None:
+    lines = answers(capsys, str(world / "model"), "1 + 1 =", "-n", "3", "sampling.max_tokens=5").splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"] and len({line[3:] for line in lines}) > 1
+
+
+def test_the_prompt_may_come_from_standard_input(
+    world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=8")
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
+    assert answers(capsys, str(world / "model"), "sampling.max_tokens=8") == said
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    told = refused(capsys, "generate", str(world / "model"))
+    assert "There is no prompt" in told and str(world / "model") in told
+    assert "Name a model or a run's directory" in refused(capsys, "generate")
+
+
+def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece by piece, and the pieces are the answer."""
+    pieces: list[str] = []
+    make = ask.make_console
+
+    def watched(*arguments: Any) -> Any:
+        console = make(*arguments)
+        show = console.print
+
+        def print(*what: Any, **how: Any) -> None:
+            pieces.extend(map(str, what))
+            show(*what, **how)
+
+        console.print = print  # type: ignore[method-assign]
+        return console
+
+    monkeypatch.setattr(ask, "make_console", watched)
+    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=12", "seed=3")
+    assert "".join(pieces) == said.removesuffix("\n") and len([piece for piece in pieces if piece]) > 3
+
+
+def test_a_misspelt_option_is_no_prompt(world: Path, capsys: Captured) -> None:
+    told = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
+    assert "samplin is not an option. Did you mean sampling?" in told
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.integration), "bf16"])
+def test_an_export_is_loaded_by_transformers_and_says_the_same(
+    precision: str, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = train(world, tmp_path / "run", **{"train.precision": precision, "steps": 1})
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "of step 1" in capsys.readouterr().out
+    kept = weights(run)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype is next(iter(kept.values())).dtype
+    assert all(torch.equal(weight, theirs.get_parameter(name)) for name, weight in kept.items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([tokenizer.encode("1+1=")])
+    ours = loaded(run)
+    with torch.no_grad():
+        places = torch.arange(ids.shape[1])
+        alone = Pack(
+            ids=ids[0].int(),
+            positions=places,
+            offsets=torch.tensor([0, len(places)]),
+            parent=torch.tensor([-1]),
+            source=places - 1,
+        )
+        hidden = ours.hidden(alone.ids, alone.positions, PackedAttention(alone))
+        said = theirs(ids).logits[0].float()
+        assert torch.allclose(said, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
+    asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
+    assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_exported(
+    trained: Path, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    newest, step = sorted((run / "checkpoints").glob("step-*"))[-1], 0
+    os.truncate(newest / "tensors.json", 3)
+    asked = ["generate", str(run), "1+1=", "sampling.max_tokens=2"]
+    for words in (asked, ["export", str(run), str(tmp_path / "out")]):
+        told = refused(capsys, *words)
+        assert "checkpoint.fall_back=true" in told and "--fall-back" in told
+        step = int(told.partition("of step ")[2].partition(".")[0])
+    assert main([*asked, "checkpoint.fall_back=true"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "out"), "--fall-back"]) == 0
+    assert f"of step {step}" in capsys.readouterr().out
+
+
+def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captured) -> None:
+    assert "nothing is exported over it" in refused(capsys, "export", str(trained), str(world / "model"))
+    assert "holds no run" in refused(capsys, "export", str(world), str(world / "out"))
+
+
+def test_the_curves_of_a_run_are_drawn(trained: Path, capsys: Captured) -> None:
+    assert main(["plot", str(trained)]) == 0
+    shown = capsys.readouterr().out
+    assert "reward" in shown and "eval/mean@2" in shown
+    assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_not_saved_yet_cannot_be_asked(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    given = options(world, directory=tmp_path / "run", **{"reward.path": "tests.recipes.rewards:nan"})
+    assert main(["train", *given]) == 2
+    assert "no checkpoint yet" in refused(capsys, "generate", str(tmp_path / "run"), "1+1=")
+
+
+def test_the_table_says_what_was_scored(trained: Path, world: Path, capsys: Captured) -> None:
+    assert main(["eval", str(trained), "evaluate.limit=1", "evaluate.samples=1"]) == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert f"step 4 of {trained}, on 1 task of {world / 'held_out.jsonl'}, one answer to each" in shown
+
+
+def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
+    world: Path, tmp_path: Path, quiet: list[str], capsys: Captured
+) -> None:
+    assert "answers" not in scored(capsys, str(world / "model"), *quiet)
+    found = scored(capsys, str(world / "model"), *quiet, "--answers", str(tmp_path / "answers.jsonl"))
+    assert found["answers"] == str(tmp_path / "answers.jsonl") and "step" not in found
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 10
+
+
+@sweep(
+    ("command", "option", "sentence"),
+    [
+        ("eval", "sampling.temperature=0", "`evaluate.sampling.temperature`"),
+        ("eval", "data.train=[x.jsonl]", "given by `data.val`"),
+        ("eval", "steps=3", "does not read `steps`"),
+        ("eval", "observe.wandb.mode=offline", "does not read `observe.wandb.mode`"),
+        ("generate", "evaluate.samples=3", "how many by -n"),
+        ("generate", "loss=gspo", "does not read `loss`"),
+    ],
+)
+def test_an_option_that_a_command_does_not_read_is_refused(
+    command: str, option: str, sentence: str, trained: Path, world: Path, capsys: Captured
+) -> None:
+    what = str(world / "model") if option in ("steps=3", "loss=gspo") else str(trained)
+    assert sentence in refused(capsys, command, what, option)
+
+
+def test_a_run_brings_its_own_options(trained: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "other.yaml").write_text("steps: 3\n")
+    told = refused(capsys, "eval", str(trained), "--config", str(tmp_path / "other.yaml"))
+    assert "--config has no place beside it" in told
+
+
+def test_a_prompt_is_a_message_unless_it_is_to_be_continued(
+    world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    model = tmp_path / "model"
+    shutil.copytree(world / "model", model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}={{ m['content'] }}+{% endfor %}")
+    generate = ask.TorchEngine.stream
+
+    def watched(engine: Any, prompt: Any, sampling: Any) -> Any:
+        asked.append(engine.tokenizer.decode(prompt))
+        return generate(engine, prompt, sampling)
+
+    monkeypatch.setattr(ask.TorchEngine, "stream", watched)
+    for switch in ([], ["--raw"]):
+        answers(capsys, str(model), "1+1", "sampling.max_tokens=2", *switch)
+    assert asked == ["=1+1+", "1+1"]
+
+
+def test_an_answer_at_least_is_asked_for(world: Path, capsys: Captured) -> None:
+    assert "-n 0 asks for no answer" in refused(capsys, "generate", str(world / "model"), "1+1=", "-n", "0")
+
+
+def test_where_it_is_computed_may_be_said(trained: Path, world: Path, capsys: Captured) -> None:
+    asked = ["1+1=", "sampling.max_tokens=4", "device=cpu"]
+    assert answers(capsys, str(trained), *asked) and answers(capsys, str(world / "model"), *asked)
+
+
+def test_a_model_may_be_named_as_an_option(world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["1+1=", "sampling.max_tokens=8"]
+    path = f"model.path={world / 'model'}"
+    assert answers(capsys, path, *asked) == answers(capsys, str(world / "model"), *asked)
+    assert "Two models were named" in refused(capsys, "generate", str(world / "model"), path, *asked)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "There is no prompt" in refused(capsys, "generate", path, "sampling.max_tokens=8")
+
+
+def test_a_run_whose_model_was_moved_is_asked_as_ever(
+    trained: Path, world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    moved = shutil.copytree(world / "model", tmp_path / "moved")
+    asked = ["1+1=", "sampling.max_tokens=12", "seed=5"]
+    assert answers(capsys, str(trained), f"model.path={moved}", *asked) == answers(capsys, str(trained), *asked)

@@ -1,0 +1,398 @@
+"""The ranks of a run bring its weights to its servers themselves; the controller says to which, and hears how it went.
+
+The servers are stand-ins, which tell what they were brought and by whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etude.chat import Tokenizer
+from etude.dispatch import LocalCrew
+from etude.errors import ConfigError, EngineError
+from etude.models import create, save, tiny_config
+from etude.observe import Metrics
+from etude.protocols import Crew, dispatch_mode
+from etude.recipes.run.build import build_rank_worker
+from etude.recipes.run.config import Run
+from etude.recipes.servers.rank_engines import start_ranks
+from etude.recipes.servers.server_weights import WeightPublisher, build_send_plan, serve_run
+from etude.recipes.workers.policy_worker import PolicyWorker
+from etude.recipes.workers.weight_sender import WeightSender
+from etude.records import SamplingParams
+from etude.rollout import ServerConfig, ServerPool
+from etude.rollout.server_engine import ServerEngine
+from etude.sync import SyncConfig
+from etude.sync.config import TransportName
+from tests.processes import rise_of, started_by
+from tests.recipes.runs import run_of
+from tests.rollout.test_server_pool import be, expected, ids, pids, python, served, theirs, until, words
+from tests.served import on, options_of
+from tests.worlds import make_tasks, make_tokenizer
+
+REPLICAS = 3
+
+
+@dispatch_mode()
+def sums(worker: PolicyWorker) -> dict[str, int]:
+    """What each weight of a trainer sums up to."""
+    return {name: zlib.crc32(weight.detach().numpy().tobytes()) for name, weight in worker.weights()}
+
+
+@dataclass
+class World:
+    """A run whose ranks bring weights to servers."""
+
+    run: Run
+    crew: Crew
+    pids: list[int]
+    """The ranks."""
+    served: ServerPool
+    publish: WeightPublisher
+    directory: Path
+
+    @property
+    def servers(self) -> list[ServerEngine]:
+        return list(self.served.servers)
+
+    def weights(self) -> dict[str, int]:
+        """What each of the trainer's sums up to."""
+        return self.crew.call(sums)
+
+    def told(self, path: str, body: dict[str, object]) -> list[object]:
+        """What the servers say to that."""
+        return asyncio.run(self.served.run_on_all(lambda server: server.post(path, body)))
+
+    def carried(self) -> list[dict[str, object]]:
+        """What each server was brought, and in which buckets."""
+
+        return self.told_of("/carried")
+
+    def told_of(self, path: str) -> list[dict[str, object]]:
+        """What each server says there."""
+
+        async def asked(server: ServerEngine) -> dict[str, object]:
+            found: dict[str, object] = json.loads(await server._client.get(path))
+            return found
+
+        return asyncio.run(self.served.run_on_all(asked))
+
+    def be(self, how: dict[str, object], *which: int) -> None:
+        """Have servers be so: that they fail to take weights, or do not any more."""
+        urls = [self.servers[place].url for place in which]
+
+        async def told(server: ServerEngine) -> None:
+            if server.url in urls:
+                await server.post("/be", how)
+
+        asyncio.run(self.served.run_on_all(told))
+
+    def of(self, place: int) -> int:
+        """The process of a server."""
+        port = self.servers[place].url.rpartition(":")[2]
+        return next(pid for pid in pids(self.directory) if port in words(pid))
+
+    def versions(self) -> list[int]:
+        return [server.version for server in self.servers]
+
+
+@contextmanager
+def world_of(directory: Path, ranks: int = 1, hidden: int = 64, **options: object) -> Iterator[World]:
+    """A run's ranks and servers, without its loop."""
+    size = make_tokenizer(directory / "model")
+    save(
+        create(tiny_config(size, layers=2, hidden=hidden, heads=2, context=128, tied=False), seed=0),
+        directory / "model",
+    )
+    make_tasks(directory / "tasks.jsonl", 4)
+    given: dict[str, object] = {
+        "rollout.weight_transport": "shm",
+        "rollout.bucket_mib": 1,
+        "rollout.replicas": REPLICAS,
+    }
+    given |= {"rollout": "vllm", "rollout.restarts": 2, "ranks": ranks}
+    if "rollout.python" not in options:
+        given["rollout.python"] = python(directory)
+    if "rollout.url" in options:  # which are there
+        given = {name: given[name] for name in ("rollout", "rollout.weight_transport", "rollout.bucket_mib", "ranks")}
+    run = run_of(directory, **given | options)
+    config = run.rollout
+    assert isinstance(config, ServerConfig)
+    tokenizer = Tokenizer.load(directory / "model")
+    several = start_ranks(build_rank_worker, run, directory / "ranks") if ranks > 1 else None
+    with (
+        closing(several or LocalCrew(build_rank_worker(run))) as crew,
+        serve_run(run, config, tokenizer, crew, directory) as there,
+    ):
+        yield World(run, crew, several.pids if several else [os.getpid()], *there, directory)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks and three servers."""
+    with world_of(tmp_path_factory.mktemp("two"), ranks=2, hidden=1024) as world:
+        yield world
+
+
+def ask(world: World, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
+    """What is said to a few prompts, and by which versions."""
+    prompts = [ids([n]) for n in range(1, 5)]
+    found = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
+    return [(each.ids.tolist(), set(each.version.tolist())) for each in found]
+
+
+def answers(world: World, version: int, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
+    """What is to be said by servers that have the trainer's weights."""
+    salt = sum(world.weights().values()) % 97
+    return [(expected([n], tokens, salt), {version}) for n in range(1, 5)]
+
+
+def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(two: World) -> None:
+    two.publish(1)  # whatever is loaded at the first time
+    metrics: list[Metrics] = []
+    risen = rise_of(lambda: metrics.append(two.publish(2)))
+    told = metrics[0].reduce()
+    size = told["publish_bytes"] / 2
+    assert size > 3e7 and told["publish_failed_replicas"] == 0 and told["publish_ms"] >= told["publish_pause_ms"] > 0
+    assert risen < size / 8
+    weights = two.weights()
+    found = two.carried()
+    assert all(each["weights"] == weights for each in found)
+    by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in found]  # type: ignore[attr-defined]
+    assert by == [{two.pids[0]}, {two.pids[1]}, {two.pids[0]}]
+    assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
+
+
+def test_one_that_fails_keeps_no_other_from_the_weights_and_comes_back_with_the_next(two: World) -> None:
+    two.be({"poor": True}, 1)
+    assert two.publish(3).reduce()["publish_failed_replicas"] == 1
+    assert [server.withdrawn for server in two.servers] == [False, True, False]
+    assert ask(two) == answers(two, 3)
+    two.be({"poor": False}, 1)
+    assert two.publish(4).reduce()["publish_failed_replicas"] == 0
+    assert two.versions() == [4] * REPLICAS and not any(server.withdrawn for server in two.servers)
+
+
+def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) -> None:
+    two.be({"poor": True}, 0, 1, 2)
+    with pytest.raises(EngineError) as failed:
+        two.publish(5)
+    said = str(failed.value)
+    assert all(f"{server.url}: " in said for server in two.servers) and said.count("the weights do not fit") == REPLICAS
+    assert all(server.withdrawn for server in two.servers)
+    two.be({"poor": False}, 0, 1, 2)
+    two.publish(6)
+    assert ask(two) == answers(two, 6)
+
+
+def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) -> None:
+    two.publish(7)
+    os.kill(two.of(1), signal.SIGKILL)
+    until(lambda: two.served.stats().reduce()["engine/restarts"] == 1, 60)
+    until(lambda: not two.servers[1].withdrawn and two.versions() == [7] * REPLICAS, 60)
+    found = two.carried()[1]
+    assert found["weights"] == two.weights()
+    assert {int(path.split("_")[1]) for path in found["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
+    assert ask(two) == answers(two, 7)
+
+
+def test_one_that_cannot_be_told_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
+    """Else it would go on with them, over weights that came in part."""
+    every = range(REPLICAS)
+    two.be({"pace": 0.2}, *every)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(two.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        until(lambda: any(server.active_requests and server.new_tokens for server in two.servers))
+        (busy,) = (place for place in every if two.servers[place].active_requests)
+        two.be({"poor": True, "deaf": True, "pace": 5.0}, busy)
+        two.be({"pace": 0.0}, *(place for place in every if place != busy))
+        assert two.publish(8).reduce()["publish_failed_replicas"] == 1
+        (said,) = asked.result(30)
+    assert said.ids.tolist() == answers(two, 8, 40)[0][0] and set(said.version.tolist()) == {8}
+    until(lambda: two.servers[busy].is_up)
+    assert [state["paused"] for state in two.told_of("/state")] == [place == busy for place in every]
+    two.be({"poor": False, "deaf": False, "pace": 0.0}, busy)
+    two.publish(9)
+    assert [state["paused"] for state in two.told_of("/state")] == [False] * REPLICAS and ask(two) == answers(two, 9)
+
+
+@dispatch_mode()
+def move_on(worker: PolicyWorker) -> None:
+    """As an update does."""
+    worker._learner._version += 1
+
+
+def shared() -> set[str]:
+    """The files in shared memory that this process has made."""
+    return {file.name for file in Path("/dev/shm").iterdir() if file.name.startswith(f"torch_{os.getpid()}_")}
+
+
+def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path: Path) -> None:
+    before = shared()
+    with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
+        world.publish(1)
+        world.crew.call(move_on)
+        os.kill(world.of(0), signal.SIGKILL)
+        until(lambda: world.versions() == [0, 1] and not world.servers[0].withdrawn, 60)
+        assert ask(world) == answers(world, 1) and not any(server.withdrawn for server in world.servers)
+        world.publish(2)
+        assert ask(world) == answers(world, 2) and world.versions() == [2, 2]
+        world.crew.close()
+        with pytest.raises(AssertionError, match="this crew was closed"):
+            world.publish(3)
+        assert all(server.withdrawn for server in world.servers)  # nobody knows what they compute with
+    assert shared() <= before
+
+
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+    with theirs(tmp_path) as there, world_of(tmp_path, **{"rollout.url": f"[{there.url}]"}) as world:
+        world.publish(1)
+        there.end()
+        until(lambda: not world.servers[0].is_up)
+        there.begin()
+        assert ask(world) == answers(world, 1)
+        assert world.carried()[0]["weights"] == world.weights()
+
+
+def test_one_that_was_away_during_a_publish_is_brought_to_the_weights_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
+    with world_of(tmp_path, **{"rollout.replicas": 2}) as world:
+        first = world.servers[0]
+        be(first.url, ill=True)
+        first.is_up = False  # as after an answer that broke off
+        assert world.publish(1).reduce()["publish_failed_replicas"] == 1 and world.versions() == [0, 1]
+        be(first.url, ill=False)
+        until(lambda: world.versions() == [1, 1])
+        assert world.carried()[0]["weights"] == world.weights() and ask(world) == answers(world, 1)
+
+
+def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
+    """So many, and then an error, or not."""
+    for number in range(count):
+        yield f"layer.{number}.weight", torch.full((512, 512), float(number))
+    if ends:
+        raise OSError(ends)
+
+
+def courier_of(carrier: TransportName, **options: object) -> WeightSender:
+    """A rank's, on the processor."""
+    return WeightSender(SyncConfig.model_validate({"weight_transport": carrier, **options}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("there", [0, 3])
+def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
+    with served(tmp_path) as engine, closing(courier_of("shm", bucket_mib=1)) as courier:
+        address = engine.servers[0].address
+        (came,) = courier.send([address], weights(there, "a disk is gone"), 3).servers
+        assert (came.updated, came.started) == (False, there > 0) and "a disk is gone" in came.error
+        whole = courier.send([address], weights(4), 3)
+        assert whole.servers[0].updated and whole.metrics["publish_bytes"] == 4 * 512 * 512 * 4
+
+
+def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = two.run.rollout
+    assert isinstance(config, ServerConfig)
+    assert build_send_plan(config, two.crew, untied=True, alone=False).ranks == [0, 1]
+    monkeypatch.setattr("etude.recipes.servers.server_weights.machine", lambda: "another")
+    assert build_send_plan(config, two.crew, untied=True, alone=True).ranks == [0, 1], "wherever that is"
+    for changes in (
+        {},
+        {"weight_transport": "gloo"},
+        {"weight_transport": "gloo", "url": ("http://127.0.0.1:9",), "python": None},
+    ):
+        near = config.model_copy(update=changes)
+        with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
+            build_send_plan(near, two.crew, untied=True, alone=False)
+    for room in ("serving", "workers"):
+        monkeypatch.setattr(f"etude.recipes.{room}.machine", lambda: "")
+    with pytest.raises(ConfigError, match="are on others, for all that can be told"):
+        build_send_plan(config, LocalCrew(object()), untied=True, alone=False)
+    chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
+    far = config.model_copy(update={"weight_transport": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
+    found = build_send_plan(far, two.crew, untied=True, alone=False)
+    assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
+    assert build_send_plan(
+        config.model_copy(update={"weight_transport": "files"}), two.crew, untied=True, alone=False
+    ).untied
+    assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
+
+
+@pytest.mark.parametrize("running", ["continue", "finish"])
+def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path) -> None:
+    """And a server where it takes too long is left out."""
+    patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.arguments": '["--pace=0.05"]'}
+    with world_of(tmp_path, **patience, **{"rollout.update_timeout": 20}) as world, ThreadPoolExecutor() as pool:
+        world.publish(1)
+        asked = pool.submit(ask, world, 20)
+        until(lambda: world.servers[0].new_tokens > 4)
+        world.publish(2)
+        assert world.versions() == [2]
+        assert all(versions == {1 if running == "finish" else 2} for _, versions in asked.result(60))
+
+
+def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
+    patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.arguments": '["--pace=0.2"]'}
+    with world_of(tmp_path, **patience, **{"rollout.replicas": 2}) as world, ThreadPoolExecutor() as pool:
+        world.publish(1)
+        asked = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])
+        until(lambda: any(server.new_tokens for server in world.servers))
+        (busy,) = (server for server in world.servers if server.active_requests)
+        assert world.publish(2).reduce()["publish_failed_replicas"] == 1
+        assert busy.withdrawn and sorted(world.versions()) == [1, 2]
+        asked.cancel()
+
+
+@dispatch_mode()
+def change(worker: PolicyWorker) -> None:
+    """Weights unlike those that the servers began with."""
+    with torch.no_grad():
+        for _, weight in worker._learner.model.named_weights():
+            weight.mul_(4 if weight.ndim == 2 else 1)
+
+
+def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
+    """What a server says, how sure it is, and by which version."""
+    (said,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
+    assert said.raw_logp is not None
+    return said.ids.tolist(), said.raw_logp.tolist(), set(said.version.tolist())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "weight_transport"),
+    [pytest.param(*each, marks=on(each[0])) for each in (("vllm", "shm"), ("vllm", "gloo"), ("sglang", "shm"))],
+)
+def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
+    kind: str, weight_transport: str, tmp_path: Path
+) -> None:
+    given = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    with world_of(
+        tmp_path, **given | {"rollout": kind, "rollout.weight_transport": weight_transport, "rollout.replicas": 1}
+    ) as world:
+        _, first, _ = greedy(world)
+        world.crew.call(change)
+        world.publish(1)
+        wanted_ids, wanted, _ = greedy(world)
+        assert not np.allclose(first, wanted, atol=1e-2)
+        (replica,) = world.served.replicas
+        assert replica._process._reaper is not None
+        os.kill(started_by(replica._process._reaper.pid), signal.SIGKILL)
+        until(lambda: replica.restart_count == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
+        found_ids, found, versions = greedy(world)
+        assert found_ids == wanted_ids and np.allclose(found, wanted, atol=1e-4) and versions == {1}

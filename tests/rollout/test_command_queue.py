@@ -1,0 +1,88 @@
+"""The inbox: whoever posts is answered, told what went wrong, or refused; nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from etude.errors import EngineError
+from etude.rollout import command_queue as module
+from etude.rollout.command_queue import CommandQueue
+
+
+@contextmanager
+def worked(inbox: CommandQueue) -> Iterator[None]:
+    """A thread that does what is posted, until the inbox is closed."""
+
+    def loop() -> None:
+        while inbox.run_pending(lambda: False, lambda: None):
+            pass
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        inbox.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def leave() -> None:
+    raise SystemExit("no mere Exception")
+
+
+def test_what_goes_wrong_in_an_act_reaches_its_caller_and_not_the_thread() -> None:
+    inbox = CommandQueue()
+    with worked(inbox):
+        for _ in range(2):
+            with pytest.raises(SystemExit, match="no mere Exception"):
+                inbox.call(leave)
+        inbox.submit(leave)
+        assert inbox.call(lambda: 7) == 7
+        assert asyncio.run(inbox.call_async(lambda: 8)) == 8
+
+
+def test_after_the_end_whoever_waits_is_told_and_whoever_comes_is_refused() -> None:
+    inbox = CommandQueue()
+    told: list[str] = []
+
+    def asks() -> None:
+        try:
+            inbox.call(lambda: 7)
+        except EngineError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    while not inbox._commands:
+        thread.join(0.001)
+    inbox.fail_pending(EngineError("The device is lost."))
+    thread.join(10)
+    asks()
+    assert told == ["The device is lost."] * 2
+
+
+def test_no_answer_is_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALL_TIMEOUT", 0.02)
+    inbox = CommandQueue()
+    with pytest.raises(EngineError, match=r"has not answered for 0.02 s"):
+        inbox.call(lambda: 7)
+    with pytest.raises(EngineError, match=r"has not answered for 0.02 s"):
+        asyncio.run(inbox.call_async(lambda: 7))
+
+
+def test_running_out_of_time_in_an_act_is_its_own_error() -> None:
+    def slow() -> None:
+        raise TimeoutError("of the act itself")
+
+    inbox = CommandQueue()
+    with worked(inbox):
+        with pytest.raises(TimeoutError, match="of the act itself"):
+            inbox.call(slow)
+        with pytest.raises(TimeoutError, match="of the act itself"):
+            asyncio.run(inbox.call_async(slow))

@@ -1,0 +1,42 @@
+"""Teams of workers come with a parallel kernel and go when dismissed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from etude.rollout.omp_workers import release_omp_workers
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_a_dismissed_team_is_gone_and_the_next_kernel_works_as_before() -> None:
+    found: list[int] = []
+    threads = Path("/proc/self/task")
+
+    def compute() -> None:
+        torch.set_num_threads(3)
+        values = torch.randn(1 << 20)
+        before = len(list(threads.iterdir()))
+        expected = values.exp().sum()
+        during = len(list(threads.iterdir()))
+        release_omp_workers()
+        after = len(list(threads.iterdir()))
+        assert torch.equal(values.exp().sum(), expected) and torch.get_num_threads() == 3
+        found.extend([during - before, during - after, len(list(threads.iterdir())) - after])
+        release_omp_workers()
+
+    count = torch.get_num_threads()
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(count)
+    assert found == [2, 2, 2]
+
+
+def test_dismissing_where_there_is_none_does_nothing() -> None:
+    release_omp_workers()
+    release_omp_workers()

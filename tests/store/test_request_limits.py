@@ -1,0 +1,138 @@
+"""How much a body holds is known before it is parsed, and what is kept of anybody is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import AgentError, DataError
+from etude.store import request_limits as bounds
+from etude.store.background_thread import BackgroundThread
+from etude.store.reply_cache import CacheQuota, HttpReply, ReplyCache
+from etude.store.request_limits import (
+    NOTE_BYTES,
+    NOTE_VALUES,
+    RUNNERS,
+    RequestRefusedError,
+    check_json_size,
+    check_size,
+)
+from etude.store.waiters import RunnerRegistry
+
+TEXTS = st.text(st.sampled_from('ab"\\[]{},:é\n'), max_size=6)
+VALUES = st.recursive(
+    st.none() | st.integers(0, 99) | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=30
+)
+
+
+def held(value: Any) -> tuple[int, int]:
+    """How many values are in a value, an empty list or object counted as one; and how many levels it has."""
+    inner = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else None
+    if inner is None:
+        return 0, 0
+    found = [held(each) for each in inner]
+    return (len(inner) or 1) + sum(count for count, _ in found), 1 + max((depth for _, depth in found), default=0)
+
+
+@given(VALUES, st.booleans(), st.integers(1, 9))
+def test_what_a_body_holds_is_counted_exactly(value: Any, ascii: bool, piece: int) -> None:
+    count, depth = held(value)
+    body = json.dumps(value, ensure_ascii=ascii).encode()
+    before, bounds._PIECE = bounds._PIECE, piece
+    try:
+        check_json_size(body, count, max(depth, 1))
+        if len(body) > piece and count:
+            with pytest.raises(RequestRefusedError, match="values") as raised:
+                check_json_size(body, count - 1, max(depth, 1))
+            assert raised.value.status == 413
+        if depth > 1:
+            with pytest.raises(RequestRefusedError, match="nested too deeply") as raised:
+                check_json_size(body, count, depth - 1)
+            assert raised.value.status == 400
+    finally:
+        bounds._PIECE = before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" + b"[]," * 9_000_000 + b"1]", b"{" + b'"":"",' * 4_000_000 + b"}", b'"' * 8_000_000, b"[" * 200_000],
+    ids=["lists", "entries", "quotes", "deep"],
+)
+def test_what_would_take_long_to_parse_is_refused_soon(body: bytes) -> None:
+    with pytest.raises(RequestRefusedError):
+        check_json_size(body)
+
+
+@pytest.mark.parametrize("body", [b"[" * 90, b"]]]}", b'{"a', b"\\" * 70_000, b""])
+def test_what_is_no_json_is_left_to_who_parses_it(body: bytes) -> None:
+    check_json_size(body)
+
+
+def test_a_note_is_small() -> None:
+    assert check_size({"text": "x" * 1000, "list": [1] * 1000}, "It")
+    for large in ("x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1), {"é" * NOTE_BYTES: 1}, 2 ** (5 * NOTE_BYTES)):
+        with pytest.raises(DataError, match="The note holds more than is kept"):
+            check_size(large, "The note")
+
+
+def test_an_agent_hears_at_once_that_an_event_is_too_large() -> None:
+    from etude import emit
+
+    with pytest.raises(AgentError, match=f"{NOTE_VALUES} values"):
+        emit.event("many", [[]] * (NOTE_VALUES + 1))
+
+
+def test_the_answers_of_one_key_are_no_more_than_its_share_and_push_out_nobody_elses() -> None:
+    async def story() -> None:
+        once, few = ReplyCache(), CacheQuota(answers=10, bytes=1000)
+
+        async def said() -> HttpReply:
+            return 200, bytes(50)
+
+        await once.get_or_run("mine", said, "me")
+        for number in range(500):
+            await once.get_or_run(number, said, "other", few)
+        assert once.contains("mine") and [once.contains(number) for number in (0, 489, 490, 499)] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        assert len(once._replies) == 11 and once._bytes == 550
+        assert all(asked.task is None for asked in once._replies.values()), "no request is held on to"
+
+    asyncio.run(story())
+
+
+def test_runners_under_made_up_names_are_no_more_than_are_remembered() -> None:
+    runners = RunnerRegistry(lambda *_: None)
+    runners.record_heartbeat("mine", {"pid": 1})
+    for number in range(2 * RUNNERS):
+        runners.record_heartbeat(f"made-up-{number}")
+        if number % 100 == 0:
+            runners.record_heartbeat("mine")
+    known = {state.name: state.info for state in runners.states([], 0.0)}
+    assert len(known) == RUNNERS and known["mine"] == {"pid": 1}
+
+
+def test_of_one_owner_one_long_request_is_worked_on_at_a_time() -> None:
+    async def story() -> None:
+        aside, order = BackgroundThread(), []
+
+        async def work(owner: str, size: int, name: str) -> None:
+            async with aside.slot(owner, size):
+                order.append(name)
+                await asyncio.sleep(0.02)
+                order.append(name)
+
+        long = bounds.INLINE_BYTES + 1
+        await asyncio.gather(work("a", long, "1"), work("a", long, "2"), work("b", long, "3"), work("a", 10, "4"))
+        assert order[:3] == ["1", "3", "4"] and order[-2:] == ["2", "2"]
+        assert not aside._turns
+
+    asyncio.run(story())

@@ -1,0 +1,141 @@
+"""A broadcast to one replica: what its ranks receive, and how it ends where one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.errors import EngineError
+from etude.sync import ReplicaWeightSync
+from etude.sync.broadcast import BroadcastTransport, local_address_towards
+from tests.servers import Served
+from tests.sync.reading import Reader, reader, told
+
+
+class Replica(Served):
+    """A reader where a server would be: it joins and fetches as the plug-in does."""
+
+    def __init__(self, by: Reader, refuses: str = "") -> None:
+        super().__init__("vllm", "http://127.0.0.1:9", None, Path())
+        self.by, self.refuses = by, refuses
+        self.told: list[str] = []
+        """Where it was to meet the sender."""
+        self.found: dict[str, Any] = {}
+        """What it fetched."""
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        if path == self.refuses:
+            await asyncio.sleep(0.3)  # the sender waits for it by now
+            raise EngineError(f"I refuse {path}.")
+        if path not in ("/init_weight_transfer_engine", "/update_weights"):
+            return {"success": True}
+        assert body is not None
+        (told,) = body.values()
+        self.told += [told["group"]["address"]] if "group" in told else []
+        self.by.ask(told)
+        self.found |= await asyncio.to_thread(self.by.answer)
+        return None
+
+    async def abort(self) -> None:
+        """Nothing is under way."""
+
+    async def resume(self) -> None:
+        """Nothing was paused."""
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+
+@pytest.fixture(scope="module")
+def by() -> Iterator[Reader]:
+    """One process for all that leave it as it was."""
+    with reader() as found:
+        yield found
+
+
+async def broadcast(
+    carrier: BroadcastTransport, replica: Replica, published: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    await carrier.connect(replica)
+    parcels = carrier.buckets(published.items(), True)
+    found: dict[str, Any] = {}
+    while (parcel := await parcels.next()) is not None:
+        pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in parcel.pieces]
+        replica.by.ask({"kind": "group", "pieces": pieces, "where": dict(parcel.where)})
+        assert parcel.send is not None
+        _, said = await asyncio.gather(parcel.send(replica), asyncio.to_thread(replica.by.answer))
+        found |= said
+    return found
+
+
+def test_a_replica_receives_every_tensor_and_may_join_again(by: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
+    published = {"a": torch.randn(30, 40), "b": torch.randn(7).bfloat16(), "c": torch.arange(9), "d": torch.ones(200)}
+    carrier = BroadcastTransport("gloo", 4800, timeout=20)
+    replica = Replica(by)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "once joined, it stays"
+    carrier.disconnect(replica)
+    assert asyncio.run(broadcast(carrier, replica, published)) == told(published), "and it may come back"
+    carrier.close()
+    named = BroadcastTransport("gloo", 4800, address="localhost", timeout=20)
+    assert asyncio.run(broadcast(named, replica, published)) == told(published)
+    assert replica.told == ["127.0.0.1", "127.0.0.1", "localhost"]
+    named.close()
+
+
+def test_a_server_reaches_the_trainer_where_the_trainer_reaches_it_from() -> None:
+    assert local_address_towards("http://127.0.0.1:8000") == local_address_towards("http://localhost") == "127.0.0.1"
+    with pytest.raises(EngineError, match="cannot be reached from here"):
+        local_address_towards("http://no.such.host.invalid:1")
+
+
+@pytest.mark.parametrize("refuses", ["/init_weight_transfer_engine", "/update_weights"])
+def test_a_server_that_refuses_at_once_is_not_waited_for(refuses: str, tmp_path: Path) -> None:
+    """Though torch waits for it: to join, or to take what is sent."""
+    with reader() as by:
+        by.ask({"kind": "disk", "pieces": [], "where": {"directory": str(tmp_path)}})
+        assert by.answer() == {}, "it is there"
+        replica = Replica(by, refuses)
+        fleet = ReplicaWeightSync(
+            [replica], BroadcastTransport("gloo", 1 << 24, address="127.0.0.1", timeout=12), timeout=12
+        )
+        begun = time.monotonic()
+        with pytest.raises(EngineError, match=f"I refuse {refuses}"):
+            asyncio.run(fleet.publish([("a", torch.ones(1 << 21)), ("b", torch.ones(1 << 21))], 1))
+        assert time.monotonic() - begun < 9
+        assert replica.withdrawn
+
+
+def test_two_buckets_are_held_and_no_third(by: Reader) -> None:
+    """Where weights are made for the publish, and are nobody's when they have been sent."""
+    held: set[int] = set()
+    most = 0
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(24):
+            made = torch.full((256, 256), float(number))
+            held.add(number)
+            weakref.finalize(made, held.discard, number)
+            most = max(most, len(held))
+            yield f"layer.{number}.weight", made
+            del made
+
+    bucket = 4  # tensors
+    replica = Replica(by)
+    carrier = BroadcastTransport("gloo", bucket * 256 * 256 * 4, address="127.0.0.1", timeout=20)
+    asyncio.run(ReplicaWeightSync([replica], carrier).publish(weights(), 1))
+    carrier.close()
+    assert len(replica.found) == 24
+    assert most <= 2 * bucket + 1, "and the tensor that is next"
+    assert not held

@@ -1,0 +1,78 @@
+"""What is published: held to the first whole publish, one tensor at a time, and cast on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.sync.weights import WeightManifest, WeightStream, assign_replicas
+
+
+def weights(*shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+    return [(f"layer.{at}.weight", torch.full(shape, float(at))) for at, shape in enumerate(shapes)]
+
+
+def test_the_first_whole_publish_is_the_plan() -> None:
+    plan = WeightManifest()
+    assert [name for name, _ in plan.check_weights(weights((2, 3), (4,)))] == ["layer.0.weight", "layer.1.weight"]
+    assert plan.names == ("layer.0.weight", "layer.1.weight")
+    assert len(list(plan.check_weights(weights((2, 3), (4,))))) == 2
+
+
+@pytest.mark.parametrize(
+    ("later", "complaint"),
+    [
+        (weights((2, 3)), "`layer.1.weight` is missing"),
+        (weights((2, 3), (5,)), r"`layer.1.weight` is \[5\] now and was \[4\]"),
+        (weights((2, 3), (4,), (1,)), "`layer.2.weight` is .* was not there"),
+        ([*weights((2, 3), (4,)), *weights((2, 3))], "`layer.0.weight` comes twice"),
+    ],
+)
+def test_what_does_not_follow_the_plan_is_refused(later: list[tuple[str, Tensor]], complaint: str) -> None:
+    plan = WeightManifest()
+    list(plan.check_weights(weights((2, 3), (4,))))
+    with pytest.raises(ConfigError, match=complaint):
+        list(plan.check_weights(later))
+    assert len(list(plan.check_weights(weights((2, 3), (4,))))) == 2, "the plan is as it was"
+
+
+def test_a_publish_that_broke_off_is_no_plan() -> None:
+    plan = WeightManifest()
+    half = plan.check_weights(weights((2, 3), (4,)))
+    next(half)
+    half.close()
+    assert len(list(plan.check_weights(weights((7,))))) == 1
+
+
+def test_nothing_is_no_publish() -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        list(WeightManifest().check_weights([]))
+
+
+def test_a_stream_holds_one_tensor_and_casts_what_is_rounded() -> None:
+    made: list[str] = []
+
+    def making() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights((2, 3), (4,)):
+            made.append(name)
+            yield name, tensor
+        yield "counts", torch.arange(3)
+
+    stream = WeightStream(making(), torch.bfloat16)
+    assert stream.next_nbytes() == 12 and stream.next_nbytes() == 12 and made == ["layer.0.weight"]
+    stream.advance()
+    assert stream.next_nbytes() == 8 and len(made) == 2
+    stream.advance()
+    assert stream.next_nbytes() == 24, "integers travel as they are"
+    stream.advance()
+    assert stream.peek() is None and stream.next_nbytes() == 0
+
+
+def test_replicas_are_dealt_to_ranks_in_turn() -> None:
+    dealt = [list(assign_replicas(5, 2, rank)) for rank in range(2)]
+    assert dealt == [[0, 2, 4], [1, 3]]
+    assert list(assign_replicas(1, 4, 3)) == [], "a rank may have none"

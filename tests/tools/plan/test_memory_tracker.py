@@ -1,0 +1,104 @@
+"""The ledger of a plan: what is held, what it is for and how long, of tensors with memory and of outlines without."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from etude.tools.plan.fake_tensors import FakeDeviceMode, MemoryTrackingMode, use_fake_tensors
+from etude.tools.plan.memory_tracker import MemoryTracker
+from etude.tools.plan.results import GIB
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.kept
+def test_a_ledger_knows_what_is_held_and_for_how_long() -> None:
+    ledger = MemoryTracker()
+    with MemoryTrackingMode(ledger):
+        with ledger.labeled_as("kept"):
+            kept = torch.zeros(256)
+            view = kept.view(16, 16)[3:]
+        with ledger.phase("work"), ledger.labeled_as("passing"):
+            torch.ones(512).sum()
+            del kept
+        del view
+    gc.collect()
+    assert ledger.phases == ["work"]
+    peak = ledger.peak("work")
+    assert peak.kinds["kept"] == 1024, "a view holds it"
+    assert 2048 <= peak.kinds["passing"] <= 2048 + 8 and peak.total == sum(peak.kinds.values())
+    assert ledger.peak("work", frozenset({"kept"})).total == peak.kinds["passing"]
+
+
+def test_a_ledger_knows_when_memory_is_taken_from_what_stays() -> None:
+    ledger = MemoryTracker()
+    with MemoryTrackingMode(ledger), ledger.labeled_as("kept"):
+        kept = torch.zeros(256)
+        with ledger.phase("away"):
+            kept.untyped_storage().resize_(0)
+            torch.zeros(64)
+        with ledger.phase("back"):
+            kept.untyped_storage().resize_(1024)
+        with ledger.phase("grown"):
+            kept.untyped_storage().resize_(4096)
+        del kept
+    gc.collect()
+    assert [ledger.peak(phase).total for phase in ("away", "back", "grown")] == [1024, 1024, 1024 + 4096]
+    with MemoryTrackingMode(ledger), ledger.phase("over"):
+        pass
+    assert ledger.peak("over").total == 0
+    before = ledger.peak().total
+    torch.zeros(1).untyped_storage().resize_(1 << 20)
+    assert ledger.peak().total == before, "what comes after is not written down"
+
+
+def test_numbers_of_two_types_are_widened_on_a_processor_and_not_on_a_gpu() -> None:
+    held = []
+    for on in (CPU, torch.device("cuda", 0)):
+        ledger = MemoryTracker()
+        with use_fake_tensors(ledger) as outline:
+            wide, narrow = torch.zeros(256), torch.zeros(256, dtype=torch.bfloat16)
+            with ledger.phase("adding"):
+                if on.type == "cuda":
+                    with FakeDeviceMode(outline, on):
+                        wide += narrow
+                else:
+                    wide += narrow
+        held.append(ledger.peak("adding").total)
+    assert held == [1024 + 512 + 1024, 1024 + 512]
+
+
+def test_what_a_tensor_is_for_may_be_said_later() -> None:
+    ledger = MemoryTracker()
+    with MemoryTrackingMode(ledger):
+        a, b = torch.zeros(256), torch.zeros(128)
+        ledger.label([a], "gradients")
+        ledger.label([b], None)
+    assert ledger.kind_of(a) == "gradients"
+    assert ledger.peak().kinds == {"gradients": 1024} and ledger.peak().total == 1024
+
+
+def test_outlines_have_shapes_and_lifetimes_and_whole_numbers_stay_numbers() -> None:
+    ledger = MemoryTracker()
+    with use_fake_tensors(ledger):
+        weight = torch.zeros(1 << 20, 1 << 16)  # of 256 GiB
+        rows = torch.tensor([2, 5]).add(1)
+        assert rows.tolist() == [3, 6]
+        out = weight[rows] @ weight.T
+        assert float(out.sum()) == 1.0 and not torch.equal(out, out)
+    assert ledger.peak().total > 256 * GIB
+
+
+def test_what_pretends_takes_the_paths_of_a_gpu() -> None:
+    gpu, seen = torch.device("cuda", 0), list[torch.device]()
+    with use_fake_tensors(MemoryTracker()) as outline, FakeDeviceMode(outline, gpu):
+        weight = torch.zeros(3, requires_grad=True)
+        weight.register_hook(lambda grad: seen.append(grad.device))
+        made = torch.ones(3, device=gpu) * weight.to("cuda")
+        made.sum().backward()
+        assert weight.device == made.device == torch.tensor([1]).to(gpu).device == gpu
+        assert weight.grad is not None and seen == [gpu]
+    assert weight.device.type == "cpu"

@@ -1,0 +1,426 @@
+"""What a plan foresees: compared with what torch's allocator really takes, for runs of several shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from bench.plan import CASES, COMMON, ENGINE, SIZES, TRAINED, WITHIN, compared, run_of
+from bench.plan_worker import measured
+from etude.cli import main
+from etude.config.compose import compose
+from etude.errors import ConfigError
+from etude.models import EngineModel, create_empty
+from etude.models.prepack import can_prepack
+from etude.rollout import VllmConfig
+from etude.rollout.model_shape import ModelShape
+from etude.rollout.server_backend import ServerBackend
+from etude.rollout.vllm import VllmBackend
+from etude.tools.plan.dry_run import dry_run
+from etude.tools.plan.dry_run_common import build_policy
+from etude.tools.plan.fake_tensors import use_fake_tensors
+from etude.tools.plan.memory_tracker import MemoryTracker, PeakMemory
+from etude.tools.plan.options import PlanDPO, PlanRun
+from etude.tools.plan.planner import plan_memory
+from etude.tools.plan.results import GIB, DeviceMemory, MemoryPlan
+from etude.tools.plan.servers import add_servers, notes, server_options
+from tests.components import require
+from tests.recipes.runs import Captured, refused
+
+SMALL: dict[str, Any] = {**SIZES, "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab_size": 2048}
+QUICK = ("fp32", "dpo")
+SLOWER = ("lora", "one micro-batch", "sft", "checkpointing", "weights laid out")
+CPU = torch.device("cpu")
+MANY = tuple(option for option in COMMON if option != "device=cpu")
+FEW = (*(option for option in MANY if not option.startswith("collect.tasks")), "collect.tasks=1")
+"""A step of four rollouts: one micro-batch."""
+OPTIONS = (*FEW, *ENGINE)
+PLAIN = ("ranks=1", "train.precision=fp32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's config, and nothing else of it."""
+    place = tmp_path_factory.mktemp("plan") / "model"
+    run_of(place, "fp32", SMALL)
+    return place
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> MemoryTracker:
+    """What a run takes that turns no knob."""
+    return dry_run(asked(model, *PLAIN), CPU).tracker
+
+
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers."""
+    place = tmp_path_factory.mktemp("plan") / "model"
+    run_of(place, "fp32", {**SMALL, "layers": 2})
+    return place
+
+
+def asked(model: Path, *options: str, step: tuple[str, ...] = FEW) -> PlanRun:
+    return compose(PlanRun, [f"model.path={model}", *step, *ENGINE, *options])
+
+
+# -- foreseen and measured ---------------------------------------------------------------------------------------------
+
+
+def test_what_another_thread_lets_go_of_is_no_longer_held() -> None:
+    def exchange() -> None:
+        for _ in range(8):
+            held = [torch.zeros(1 << 18)]
+            thread = Thread(target=held.clear)
+            thread.start()
+            thread.join()
+
+    assert 1 << 20 <= measured(exchange) < 2 << 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.integration) for name in SLOWER),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in CASES if name not in (*QUICK, *SLOWER)),
+    ],
+)
+def test_what_is_foreseen_is_what_is_taken(name: str, tmp_path: Path) -> None:
+    if name == "lora":
+        require("lora")
+    found = compared(run_of(tmp_path / "model", name, SIZES if name in TRAINED else SMALL), name)
+    assert abs(found.ratio - 1) <= WITHIN, f"{found.foreseen} bytes were foreseen and {found.measured} measured"
+
+
+def test_every_kind_of_memory_has_its_name(model: Path) -> None:
+    run = asked(model, "ranks=1", "train.precision=bf16", "kl=reverse", step=MANY)
+    played = dry_run(run, CPU)
+    elements = sum(weight.numel() for weight in played.model.parameters())
+    held = played.tracker.peak("updating").kinds
+    assert held["weights"] == held["reference"] and 0 <= held["weights"] - 2 * elements < 1000
+    assert held["masters"] == 4 * elements and held["optimizer"] - 8 * elements < 1000
+    assert held["gradients"] >= 4 * elements * 0.5 and held["activations"] > 0
+    assert held["kv"] == pytest.approx(run.rollout.kv_gib * GIB, rel=0.02)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [
+        ("train.micro_tokens=256", "activations"),
+        ("train.activation_checkpointing=true", "activations"),
+        ("lora.rank=4", "optimizer"),
+        ("rollout.kv_gib=0.0015", "kv"),
+    ],
+)
+def test_knobs_move_what_they_are_for(option: str, kind: str, model: Path, plain: MemoryTracker) -> None:
+    if "lora" in option:
+        require("lora")
+    turned = dry_run(asked(model, *PLAIN, option), CPU).tracker
+    peaks = [max(each.peak(phase).kinds.get(kind, 0) for phase in each.phases) for each in (plain, turned)]
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+@pytest.mark.integration
+def test_what_is_laid_out_is_counted_where_it_would_be(model: Path) -> None:
+    run = asked(model, "ranks=1", "train.precision=bf16", "rollout.prepack=true")
+    expected = sum(
+        each.weight.nbytes for each in EngineModel(build_policy(run), merge=False, prepack=False).linear_weights()
+    )
+    gains = can_prepack(torch.zeros(1, dtype=torch.bfloat16))
+    assert dry_run(run, CPU).tracker.peak("sampling").kinds.get("engine", 0) == (expected if gains else 0)
+    gpu = dry_run(run, torch.device("cuda", 0)).tracker.peak("sampling").kinds
+    assert "engine" not in gpu, "kernels of a GPU take weights as they are"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
+    told = [f"model.path={model}", *OPTIONS, "gpus=1", "--quick"]
+    assert main(["plan", "grpo", *told, "gpu_gib=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (device,) = found["devices"]
+    assert device["name"] == "each GPU" and device["limit"] == GIB and device["fits"] and found["fits"]
+    assert {"sampling", "updating"} <= device["phases"].keys() and not found["savings"]
+    assert main(["plan", *told, "gpu_gib=0.001"]) == 1
+    shown = capsys.readouterr().out
+    assert "GiB too much" in shown and "keys and values" in shown
+
+
+def knobs_of(capsys: Captured, *told: str) -> tuple[dict[str, int], int]:
+    """The most that a device holds with each option that a plan offers, and without any."""
+    assert main(["plan", *told, "gpu_gib=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {knob["option"]: knob["total"] for knob in found["savings"]}, found["devices"][0]["total"]
+
+
+def test_a_plan_says_what_each_option_would_save(model: Path, capsys: Captured) -> None:
+    options = ("data.max_tokens=32", "batch_size=2", "gpus=0", "train.activation_checkpointing=true")
+    saved, total = knobs_of(capsys, "sft", f"model.path={model}", *options)
+    assert saved["data.max_tokens"] < total
+    assert not {"train.offload", "ranks"} & saved.keys(), "they are for GPUs"
+    assert "train.weights" not in saved, "one rank has nobody to divide them with"
+    assert "train.activation_checkpointing" not in saved, "it is on"
+
+
+@pytest.mark.integration
+def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, capsys: Captured) -> None:
+    saved, total = knobs_of(capsys, "grpo", f"model.path={model}", *OPTIONS, "gpus=1")
+    assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_running"} <= saved.keys()
+    assert saved["train.offload"] < total and "train.weights" not in saved
+    saved, total = knobs_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
+    assert {"data.max_tokens", "ranks", "mesh.tensor", "mesh.sequence"} <= saved.keys()
+    assert saved["data.max_tokens"] < total and saved["train.offload"] < total and saved["train.weights"] < total
+
+
+def test_more_ranks_keep_less_each(model: Path, plain: MemoryTracker) -> None:
+    two = plan_memory(asked(model, "train.precision=fp32", "gpus=2"), with_savings=False)
+    assert (two.ranks, two.devices[0].count) == (2, 2)
+    alone, held = plain.peak("updating").kinds, two.devices[0].phases["updating"].kinds
+    assert held["optimizer"] == pytest.approx(alone["optimizer"] / 2, rel=0.02)
+    assert held["weights"] == alone["weights"]
+    assert not torch.distributed.is_initialized()
+
+
+def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_samples(deeper: Path) -> None:
+    options = ("train.precision=bf16", "gpus=2", "ranks=2", "train.weights=divided", "sampling.max_tokens=8")
+    found = plan_memory(asked(deeper, *options), with_savings=False)
+    phases, every = found.devices[0].phases, found.parameters
+    assert list(phases) == ["loading", "sampling", "annotating", "updating"]
+    weights = [phases[phase].kinds["weights"] for phase in phases]
+    assert weights[0] >= 4 * every, "in float32, as files have them"
+    assert weights[1:3] == [pytest.approx(2 * every, rel=0.01)] * 2
+    assert 0 < weights[3] < 0.6 * 2 * every, "embedding and head, and one layer at a time"
+    assert phases["updating"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
+
+
+@pytest.mark.integration
+def test_divided_weights_are_nowhere_while_servers_sample(deeper: Path) -> None:
+    common = ("train.precision=fp32", "gpus=2", "ranks=2", "train.weights=divided", "rollout.url=http://127.0.0.1:1")
+    found = served(deeper, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
+    phases, every = found.devices[0].phases, found.parameters
+    assert phases["sampling"].kinds.get("weights", 0) < 0.01 * 4 * every
+    assert phases["sampling"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
+    assert 0 < phases["annotating"].kinds["weights"] < 0.8 * 4 * every
+
+
+@pytest.mark.integration
+def test_servers_are_not_there_yet_while_divided_weights_are_loaded(model: Path) -> None:
+    options = ("gpus=2", "gpu_gib=1", "ranks=2", "train.weights=divided", "rollout.devices=[0,1]")
+    small = ("rollout=vllm", "rollout.replicas=2", "rollout.kv_gib=0.1", "sampling.max_tokens=8")
+    (both,) = served(model, *options, *small).devices
+    there = [phase for phase, peak in both.phases.items() if "server" in peak.kinds]
+    assert list(both.phases) == ["loading", *there] and there[0] == "sampling"
+
+
+def test_files_that_are_as_coarse_as_what_computes_leave_nothing_finer(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}), encoding="utf-8")
+        with use_fake_tensors(MemoryTracker()):
+            made = create_empty(tmp_path, dtype=torch.bfloat16, keep_float32=True)
+            kept = sum(weight.nbytes for weight in made.take_float32_weights().values())
+        assert made.dtype is torch.bfloat16
+        assert kept == (sum(4 * each.numel() for each in made.parameters()) if dtype == "float32" else 0)
+
+
+@pytest.mark.integration
+def test_as_many_ranks_as_were_asked_for_are_planned_and_else_as_many_as_there_is_room_for(model: Path) -> None:
+    many, one, here = (
+        plan_memory(asked(model, *options), with_savings=False)
+        for options in (["gpus=4", "mesh.tensor=2"], ["gpus=4", "ranks=1"], ["gpus=0"])
+    )
+    assert (many.ranks, one.ranks, here.ranks) == (4, 1, 1)
+    assert "`ranks=4`" in many.notes[-1] and not one.notes and not here.notes
+
+
+@pytest.mark.integration
+def test_ranks_that_divide_a_pack_hold_a_part_of_its_activations(model: Path) -> None:
+    common = ("train.precision=bf16", "gpus=2", "ranks=2")
+    shapes: tuple[tuple[str, ...], ...] = ((), ("mesh.tensor=2",), ("mesh.sequence=2",))
+    plans = [plan_memory(asked(model, *common, *shape, step=MANY), with_savings=False) for shape in shapes]
+    held = [found.devices[0].phases["updating"].kinds for found in plans]
+    for divided in held[1:]:
+        assert divided["activations"] < 0.8 * held[0]["activations"]
+        assert divided["optimizer"] == held[0]["optimizer"] and divided["weights"] == held[0]["weights"]
+
+
+@pytest.mark.integration
+def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
+    layout = ("placement.layout=split", "kl=reverse", "placement.reference=cuda:2")
+    trains, samples, asks = plan_memory(asked(model, "gpus=3", "ranks=1", *layout), with_savings=False).devices
+    assert (trains.name, samples.name) == ("each GPU that trains", "each GPU that samples")
+    assert asks.name == "cuda:2, with reference" and set(asks.phases) == {"annotating"}
+    assert set(samples.phases) == {"sampling"} and {"kv", "weights"} <= samples.phases["sampling"].kinds.keys()
+    held = trains.phases["updating"].kinds
+    assert "optimizer" in held and not {"kv", "reference"} & held.keys()
+    assert asks.phases["annotating"].kinds["reference"] == held["weights"]
+
+
+def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_path: Path) -> None:
+    assert "`model.path=…`" in refused(capsys, "plan", "grpo")
+    path = f"model.path={model}"
+    assert "wants 3: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
+    split = "placement.layout=split"
+    assert "wants 6: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=4", split)
+    assert "Leave one out" in refused(capsys, "plan", path, "device=cpu", "gpus=2")
+    assert "`ranks=1` is no multiple" in refused(capsys, "plan", path, "gpus=2", "ranks=1", "mesh.tensor=2")
+    assert "`ranks=3` is no multiple" in refused(capsys, "plan", path, "gpus=3", "mesh.tensor=2")
+    assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
+    assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
+    assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
+    assert "Nobody teaches" in refused(capsys, "plan", "distill", path)
+    assert "and there is one" in refused(capsys, "plan", path, "gpus=1", "train.weights=divided")
+    assert "and there is one" in refused(capsys, "plan", path, "gpus=0", "critic.train.weights=divided")
+    adapted = ("gpus=2", "lora.rank=4", "train.weights=divided")
+    assert "a few adapters" in refused(capsys, "plan", path, *adapted)
+    assert "`etude sft` takes none" in refused(capsys, "plan", "sft", "grpo", path)
+    assert "does not fit into this model's context" in refused(capsys, "plan", "sft", path, "data.max_tokens=100000")
+
+
+@pytest.mark.integration
+def test_a_pace_is_an_estimate_by_rates_that_were_given(model: Path, capsys: Captured) -> None:
+    given = ("gpu_tflops=100", "gpu_gbs=1000")
+    slow, fast = (
+        plan_memory(asked(model, "gpus=1", *given, f"collect.tasks={tasks}"), with_savings=False).step_time
+        for tasks in (32, 8)
+    )
+    assert slow is not None and fast is not None and slow.step > fast.step and slow.flops_per_second == 1e14
+    assert plan_memory(asked(model, "gpus=1"), with_savings=False).step_time is None or torch.cuda.is_available()
+    assert main(["plan", f"model.path={model}", *OPTIONS, "gpus=1", *given, "--quick"]) == 0
+    assert "Estimate: a step takes" in capsys.readouterr().out
+
+
+# -- runs that learn from examples -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_learns_from_examples_is_planned(model: Path, capsys: Captured) -> None:
+    told = ["dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2", "gpu_gib=1", "--quick"]
+    assert main(["plan", *told, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (device,) = found["devices"]
+    assert (device["name"], device["count"], list(device["phases"])) == ("each GPU", 2, ["annotating", "updating"])
+    assert device["phases"]["updating"]["kinds"]["reference"] and found["row"] == [1, 127]
+    assert main(["plan", *told, "gpu_tflops=1", "gpu_gbs=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "examples of up to 128 tokens" in shown and "sampling" not in shown and "Estimate" in shown
+
+
+def test_what_rests_while_others_work_is_away(model: Path) -> None:
+    options = [f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=1", "train.offload=true"]
+    (device,) = plan_memory(compose(PlanDPO, options), with_savings=False).devices
+    asking, updating = (device.phases[phase].kinds for phase in ("annotating", "updating"))
+    assert "reference" in asking and not {"optimizer", "masters"} & asking.keys()
+    assert "optimizer" in updating and "reference" not in updating
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def served(model: Path, *options: str) -> MemoryPlan:
+    return plan_memory(compose(PlanRun, [f"model.path={model}", *FEW, *options]), with_savings=False)
+
+
+def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
+    options = ("gpus=4", "gpu_gib=2", "rollout=vllm", "rollout.devices=[2,3]", "rollout.tensor_parallel=2")
+    found = served(model, *options, "rollout.memory=0.5")
+    trains, serves = found.devices
+    assert (trains.name, trains.count) == ("each GPU that trains", 2)
+    assert (serves.name, serves.count) == ("each GPU that serves", 2)
+    assert not {"kv", "server"} & trains.phases["sampling"].kinds.keys()
+    held = serves.phases["sampling"].kinds
+    assert held["weights"] == pytest.approx(trains.phases["sampling"].kinds["weights"] / 2, rel=0.01)
+    assert held["weights"] + held["kv"] == GIB
+    assert found.kv_tokens == held["kv"] // (ModelShape.read(model).kv_values_per_token * 2 // 2)
+    assert "CUDA graphs" in found.notes[0] and "fewer" in found.notes[0]
+
+
+@pytest.mark.integration
+def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> None:
+    common = ("gpus=1", "gpu_gib=2", "rollout=sglang")
+    (alone,) = served(model, *common, "rollout.url=http://127.0.0.1:1").devices
+    here = ("rollout.devices=[0]", "ranks=1")
+    (both,) = served(model, *common, *here, "rollout.kv_gib=0.1").devices
+    (turns,) = served(model, *common, "rollout.kv_gib=0.1", "train.offload=true").devices
+    assert both.name == "each GPU that trains and serves"
+    taken = {phase: both.phases[phase].total - alone.phases[phase].total for phase in both.phases}
+    assert set(taken) == {"sampling", "annotating", "updating"} and len(set(taken.values())) == 1
+    assert taken["sampling"] == pytest.approx(0.1 * GIB + alone.phases["sampling"].kinds["weights"], rel=0.01)
+    sampling, updating = (turns.phases[phase].kinds for phase in ("sampling", "updating"))
+    assert {"server", "kv"} <= sampling.keys() and "optimizer" not in sampling
+    assert "optimizer" in updating and not {"server", "kv"} & updating.keys()
+    found = served(model, *common, *here, "rollout.kv_gib=0.1")
+    assert found.kv_tokens == ModelShape.read(model).tokens_in(0.1, 2)
+    part = served(model, *common, *here, "rollout.memory=0.5").devices[0].phases["sampling"]
+    resting = alone.phases["sampling"].total
+    assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
+
+
+@pytest.mark.integration
+def test_replicas_are_where_they_are_started(model: Path) -> None:
+    replicas = ("gpu_gib=2", "rollout=vllm", "rollout.kv_gib=0.1", "rollout.replicas=2")
+    first, second = served(model, "gpus=5", *replicas).devices
+    assert (first.name, first.count, second.name, second.count) == (
+        *("each GPU that trains", 3),
+        *("each GPU that serves", 2),
+    )
+    assert second.phases["sampling"].kinds["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
+    (both,) = served(model, "gpus=1", *replicas, "rollout.devices=[0,0]", "ranks=1").devices
+    assert both.phases["sampling"].kinds["kv"] == pytest.approx(0.2 * GIB, rel=0.01)
+    wide = ("rollout.tensor_parallel=4", "rollout.nodes=2", "rollout.devices=[1,2]")
+    trains, serves = served(model, "gpus=3", "rollout=vllm", "rollout.kv_gib=0.1", *wide).devices
+    assert (trains.count, serves.name, serves.count) == (1, "each GPU that serves", 4)
+    here = served(model, "gpus=0", "rollout=vllm", "rollout.kv_gib=0.1")
+    held = here.devices[0].phases["updating"].kinds
+    assert held["server"] > held["weights"], "its head is a weight of its own there"
+    assert held["kv"] == pytest.approx(0.1 * GIB, rel=0.01)
+
+
+class Other(VllmConfig):
+    """Servers of which nothing is known."""
+
+    def create_backend(self) -> ServerBackend:
+        """As vLLM's, by another name."""
+        return type("Elsewhere", (VllmBackend,), {"package": "Elsewhere"})()  # type: ignore[no-any-return]
+
+
+def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Captured) -> None:
+    command = ("plan", f"model.path={model}", *FEW, "gpus=2", "gpu_gib=1")
+    assert "Give `rollout.memory=…`" in refused(capsys, *command, "rollout=sglang")
+    assert "of its servers up to number 5" in refused(
+        capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
+    )
+    assert "which have theirs" in refused(capsys, *command, "rollout=vllm", "placement.layout=split", "ranks=1")
+    assert "no server computes in" in refused(capsys, *command, "rollout=vllm", "train.precision=fp64")
+
+
+def test_a_server_takes_the_share_that_its_kind_takes_and_no_less_than_its_weights(model: Path) -> None:
+    gpu, url = torch.device("cuda", 0), "http://127.0.0.1:1"
+
+    def last(*options: str, limit: int | None = GIB) -> tuple[DeviceMemory, tuple[str, ...]]:
+        run = compose(PlanRun, [f"model.path={model}", "ranks=1", *options])
+        servers = server_options(run)
+        assert servers is not None
+        trains = DeviceMemory("each GPU", 1, {"sampling": PeakMemory(0, {})}, limit)
+        devices, _ = add_servers(run, servers, {gpu: trains}, outlines, limit)
+        return devices[-1], notes(servers, gpu)
+
+    with use_fake_tensors(MemoryTracker()):
+        outlines = create_empty(model, dtype=torch.bfloat16)
+        assert last("rollout=vllm")[0].total == pytest.approx(0.92 * GIB)
+        there, told = last("rollout=vllm", f"rollout.url={url}")
+        assert there.name == "each GPU" and there.total == 0
+        assert told == (f"What the servers at {url} hold is not known here.",)
+        with pytest.raises(ConfigError, match=r"Give `gpu_gib=…`"):
+            last("rollout=vllm", limit=None)
+        with pytest.raises(ConfigError, match="its share of memory is"):
+            last("rollout=vllm", "rollout.memory=0.0001")
+        with pytest.raises(ConfigError, match="How Elsewhere takes memory"):
+            last(f"rollout={__name__}:Other")

@@ -1,0 +1,77 @@
+"""A run's metrics, read back: whole, torn, resumed, absent."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError, DataError
+from etude.observe import JsonlSink, RunInfo
+from etude.tools.metric_curves import read_curves
+
+
+def written(directory: Path, *steps: tuple[int, dict[str, float]]) -> Path:
+    """A run that logged these, by the sink that every run has."""
+    sink = JsonlSink()
+    sink.open(RunInfo("run", directory))
+    for step, values in steps:
+        sink.log(step, values)
+    sink.close()
+    return directory
+
+
+def test_what_was_logged_is_read(tmp_path: Path) -> None:
+    history = read_curves(written(tmp_path, (1, {"reward": 0.5}), (2, {"reward": 0.75, "eval": 1.0})))
+    assert list(history.curves) == ["reward", "eval"]
+    reward = history.curves["reward"]
+    assert reward.steps.tolist() == [1, 2] and reward.values.tolist() == [0.5, 0.75]
+    assert history.curves["eval"].steps.tolist() == [2]
+
+
+def test_what_is_no_number_is_a_gap(tmp_path: Path) -> None:
+    history = read_curves(written(tmp_path, (1, {"kl": math.nan, "loss": 1.0}), (2, {"kl": 0.5, "gap": math.inf})))
+    assert history.curves["kl"].steps.tolist() == [2]
+    assert set(history.curves) == {"kl", "loss"}
+
+
+def test_a_resumed_run_has_one_past(tmp_path: Path) -> None:
+    written(tmp_path, *((step, {"reward": 0.0}) for step in range(1, 7)))
+    history = read_curves(written(tmp_path, (4, {"reward": 1.0}), (5, {"reward": 1.0})))
+    assert history.curves["reward"].steps.tolist() == [1, 2, 3, 4, 5]
+    assert history.curves["reward"].values.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_torn_line_is_no_line(tmp_path: Path) -> None:
+    written(tmp_path, (1, {"reward": 0.5}))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert read_curves(tmp_path).curves["reward"].steps.tolist() == [1]
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]", '{"reward": 1.0}', '{"step": 2, "reward": "high"}'])
+def test_a_broken_line_is_named(tmp_path: Path, text: str) -> None:
+    written(tmp_path, (1, {"reward": 0.5}))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(text + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not .*changed by hand"):
+        read_curves(tmp_path)
+
+
+def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no run .*nowhere \(seen from /"):
+        read_curves(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl: no run has begun there"):
+        read_curves(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file is a file\. Name the directory of a run"):
+        read_curves(tmp_path / "file")
+    for name in "abcdefghij":
+        written(tmp_path / name, (1, {"reward": 0.5}))
+    with pytest.raises(
+        ConfigError, match=r"is not a run; it holds 10: a, b, c, d, e, f, g, h, …\. Name one of them, or"
+    ):
+        read_curves(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no metrics yet\. Wait until"):
+        read_curves(written(tmp_path / "new"))

@@ -1,0 +1,74 @@
+"""`etude store`: what it refuses and prints. Joining it is tested in `tests/recipes/agents/test_remote_store.py`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.store.keys import Keyring
+from etude.store.server_thread import reachable_url
+from tests.joined import started
+from tests.store.servers import new_database
+
+KEY = "a-key-of-sixteen-letters-and-more"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "told"),
+    [
+        (["stores/mine", "--listen", "8700"], "", "takes an address and a port"),
+        (["stores/mine", "--listen", "127.0.0.1:99999"], "", "takes an address and a port"),
+        (["stores/mine", "--listen", "0.0.0.0:0"], "", "its admin key is yours to give"),
+        (["file"], "", "is a file; a store wants a directory"),
+        (["stores/mine", "--listen", "127.0.0.1:0"], "short", "16 or more letters"),
+        (["stores/mine", "--listen", "127.0.0.1:0"], "with a space in its middle", "without a space"),
+        (["stores/mine", "--listen", "nowhere.invalid:0"], KEY, "cannot listen on nowhere.invalid"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(
+    words: list[str],
+    key: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ETUDE_STORE_KEY", key)
+    (tmp_path / "file").write_text("")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert main(["store", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kept(tmp_path: Path) -> None:
+    words = ["store", str(tmp_path / "mine"), "--listen", "127.0.0.1:0"]
+    for place, key in enumerate(("", KEY)):
+        with started(words, tmp_path / f"log-{place}", ETUDE_STORE_KEY=key) as store:
+            store.says("A trainer:")
+            store.told(signal.SIGINT)
+            assert store.ends() == 0 and "Stopped. 0 rollouts are queued and 0 under way" in store.said
+    admin, runner = (tmp_path / "mine" / f"{who}.key" for who in ("admin", "runner"))
+    assert admin.read_text() == KEY and KEY not in store.said and "shown this once" not in store.said
+    assert {path.stat().st_mode & 0o777 for path in (admin, runner)} == {0o600}
+
+
+@pytest.mark.integration
+def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
+    words, runner = ["store", new_database(), "--listen", "127.0.0.1:0"], Keyring(admin=KEY).runner
+    for asked in ([], ["--keys"]):
+        with started([*words, *asked], tmp_path / f"log{len(asked)}", ETUDE_STORE_KEY=KEY) as store:
+            store.says("A trainer:")
+            assert (KEY in store.said) == (runner in store.said) == bool(asked)
+            assert ("`--keys` shows both" in store.said) != bool(asked)
+
+
+def test_others_are_told_an_address_that_is_this_machines() -> None:
+    assert reachable_url("http://127.0.0.1:8700") == "http://127.0.0.1:8700"
+    told = reachable_url("http://0.0.0.0:8700")
+    assert told.startswith("http://") and told.endswith(":8700") and "0.0.0.0" not in told
+    assert reachable_url("http://0.0.0.0:8700", "127.0.0.1") == "http://127.0.0.1:8700"
