@@ -1,4 +1,4 @@
-"""What the page of the desk says is so."""
+"""The page of the rollout queue matches the code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from etude.store.local_queue import KEY_GRACE_S
 from etude.store.rollout_limits import MAX_INFRA_RETRIES, RolloutLimits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "desk.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "rollout-queue.md").read_text(encoding="utf-8")
 
 
 def test_its_example_plays_a_rollout() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "desk.md", "exec"), names)
+    exec(compile(code, "rollout-queue.md", "exec"), names)
     assert asyncio.run(names["one_rollout"]()) == 0.75
 
 
