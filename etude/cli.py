@@ -1,9 +1,15 @@
-"""The command line: the commands that train a model or ask one; `commands.py` and `service_commands.py` hold the
-others.
+"""The command line: the commands that train, evaluate, sample and export a model.
 
-Nothing heavy is imported until a command needs it, so that `--help` answers at once. An error of ours is a sentence on
-standard error and exit code 2, what the system refuses one and 1; Ctrl-C ends with 130, a reader that went away with
-141, both quietly. A standard output that is closed, or carries only ASCII, is no error.
+`commands.py` and `service_commands.py` hold the other commands. A command imports heavy libraries when it runs, so that
+`--help` returns at once.
+
+Exit codes:
+    1     the system refused something (a full disk, no memory): one sentence on standard error
+    2     an `EtudeError`, or a wrong command line: one sentence on standard error
+    130   Ctrl-C, without a message
+    141   the reader of standard output has gone, without a message
+
+A standard output that is closed, or that only takes ASCII, is not an error.
 """
 
 from __future__ import annotations
@@ -20,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.commands import RUN, OverrideParser, add_commands, add_rollout_export, add_run_command
+from etude.commands import (
+    BEST,
+    RUN,
+    OverrideParser,
+    add_command,
+    add_command_group,
+    add_commands,
+    add_rollout_export,
+    add_run_command,
+)
 from etude.errors import ConfigError, EtudeError, describe_system_error
 from etude.help_texts import (
     ABOUT,
@@ -45,27 +60,32 @@ __all__ = ["build_parser", "expand_shorthand", "main"]
 FAILED, REFUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 LANGUAGE, MODEL = "language", "model"
 DEMO_RUN = "etude.demo.algorithms:DemoRun"
+RESUME = "continue the run in this directory from its last checkpoint"
+MULTIRUN = "start one run for each combination of values a,b,c"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Build the parser of all commands."""
     debug = OverrideParser(add_help=False)
-    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+    traceback = "print the traceback of an error"
+    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=traceback)
     raw = argparse.RawDescriptionHelpFormatter
     top = OverrideParser(
         "etude", description=ABOUT, epilog=GETTING_STARTED, formatter_class=raw, parents=[debug], allow_abbrev=False
     )
-    top.add_argument("--version", action="version", version=f"etude {__version__}")
+    top.add_argument("--version", action="version", version=f"etude {__version__}", help="print the version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
-    _add_runs(commands, debug)
+    _add_training(commands, debug)
+    _add_inference(commands, debug)
+    _add_exports(commands, debug)
+    _add_demos(commands, debug)
 
-    config = commands.add_parser("config", help="look at the options of a run").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=OverrideParser
-    )
-    told, roots = "print every option of a run, with its value and its meaning", {"": RUN, "--demo": DEMO_RUN}
-    show = add_run_command(config, "show", told, CONFIG_SHOW, debug, "[PRESET|RECIPE] ", roots | SUPERVISED_CLASSES)
-    show.add_argument("--yaml", action="store_true", help="print YAML that --config reads")
-    show.add_argument("--demo", action="store_true", help="the options of `etude demo algorithms` instead")
+    config = add_command_group(commands, "config", "print the options of a run")
+    summary = "print every option of a run, with its value and its meaning"
+    roots = {"": RUN, "--demo": DEMO_RUN} | SUPERVISED_CLASSES
+    show = add_run_command(config, "show", summary, CONFIG_SHOW, debug, "[PRESET|RECIPE] ", roots)
+    show.add_argument("--yaml", action="store_true", help="print YAML that --config accepts")
+    show.add_argument("--demo", action="store_true", help="print the options of `etude demo algorithms` instead")
     show.set_defaults(command=_config_show)
 
     add_service_commands(commands, debug)
@@ -73,87 +93,83 @@ def build_parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_runs(commands: Any, debug: OverrideParser) -> None:
-    """The commands that train a model, or ask one."""
-    train = add_run_command(
-        commands, "train", "train a language model by reinforcement learning", TRAIN, debug, "[PRESET] "
-    )
-    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
-    train.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
+def _add_training(commands: Any, debug: OverrideParser) -> None:
+    """Add `train` and the supervised commands."""
+    summary = "train a language model by reinforcement learning"
+    train = add_run_command(commands, "train", summary, TRAIN, debug, "[PRESET] ")
+    train.add_argument("--resume", type=Path, metavar="RUN", help=RESUME)
+    train.add_argument("--multirun", action="store_true", help=MULTIRUN)
     train.set_defaults(command=_train)
 
-    for name, (told, options) in SUPERVISED_COMMANDS.items():
-        epilog, roots = (
-            SUPERVISED_EPILOG.replace("NAME", name).replace("OPTIONS", options),
-            {"": SUPERVISED_CLASSES[name]},
-        )
-        learn = add_run_command(commands, name, told, epilog, debug, roots=roots)
-        learn.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this directory")
-        learn.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
-        learn.set_defaults(command=_learn, recipe=name)
+    for name, (summary, options) in SUPERVISED_COMMANDS.items():
+        epilog = SUPERVISED_EPILOG.replace("NAME", name).replace("OPTIONS", options)
+        supervised = add_run_command(commands, name, summary, epilog, debug, roots={"": SUPERVISED_CLASSES[name]})
+        supervised.add_argument("--resume", type=Path, metavar="RUN", help=RESUME)
+        supervised.add_argument("--multirun", action="store_true", help=MULTIRUN)
+        supervised.set_defaults(command=_train_supervised, recipe=name)
 
-    evaluate = add_run_command(
-        commands, "eval", "score a model, or a run's checkpoint, on tasks", EVAL, debug, "[RUN] "
-    )
-    evaluate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
-    evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write the answers there, a JSON object a line")
-    evaluate.add_argument("--json", action="store_true", help="print the scores as JSON, on the last line")
+
+def _add_inference(commands: Any, debug: OverrideParser) -> None:
+    """Add `eval` and `generate`."""
+    evaluate = add_run_command(commands, "eval", "score a model or a run's checkpoint on tasks", EVAL, debug, "[RUN] ")
+    evaluate.add_argument("--best", action="store_true", help=BEST)
+    evaluate.add_argument("--answers", type=Path, metavar="FILE", help="write every answer to FILE as JSON lines")
+    evaluate.add_argument("--json", action="store_true", help="print the scores as one JSON object on the last line")
     evaluate.set_defaults(command=_eval)
 
-    generate = add_run_command(
-        commands, "generate", "ask a model, or a run's checkpoint", GENERATE, debug, "RUN|MODEL [PROMPT] "
-    )
-    generate.add_argument("-n", type=int, default=1, metavar="N", help="how many answers")
-    generate.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without chat template")
-    generate.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    summary = "sample answers from a model or a run's checkpoint"
+    generate = add_run_command(commands, "generate", summary, GENERATE, debug, "RUN|MODEL [PROMPT] ")
+    generate.add_argument("-n", type=int, default=1, metavar="N", help="number of answers (default 1)")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as text, without a chat template")
+    generate.add_argument("--best", action="store_true", help=BEST)
     generate.set_defaults(command=_generate)
-
-    _add_exports(commands, debug)
-    demo = commands.add_parser(
-        "demo",
-        help="watch Etude learn something small",
-        epilog=DEMO,
-        parents=[debug],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
-    told = "a language model from nothing to good (this is what `etude demo` alone does)"
-    language = add_run_command(demos, LANGUAGE, told, DEMO, debug)
-    language.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
-    language.set_defaults(command=_demo_language)
-    told = "an agent that calls the model by OpenAI's client learns to use its tools"
-    agent = add_run_command(demos, "agent", told, DEMO_AGENT, debug)
-    agent.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
-    agent.set_defaults(command=_demo_agent)
-    told = "train a table of logits by each loss, and draw the exact expected reward"
-    algorithms = add_run_command(demos, "algorithms", told, ALGORITHMS, debug, roots={"": DEMO_RUN})
-    algorithms.add_argument("--multirun", action="store_true", help="one run for each combination of a,b,c values")
-    algorithms.add_argument("--json", action="store_true", help="print the outcome as JSON, on the last line")
-    algorithms.set_defaults(command=_demo_algorithms)
 
 
 def _add_exports(commands: Any, debug: OverrideParser) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    told = "write a run's model, or its rollouts, as files that others read"
-    exports = commands.add_parser("export", help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
+    """Add `export` and its two commands."""
+    exports = add_command(commands, "export", "write a run's model or its rollouts to files", debug, EXPORT)
     kinds = exports.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
-    told = "write its model as a Hugging Face directory (this is what `etude export RUN DIRECTORY` does)"
-    export = kinds.add_parser(MODEL, help=told, epilog=EXPORT, parents=[debug], formatter_class=raw)
-    export.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
-    export.add_argument("to", type=Path, metavar="DIRECTORY", help="where to write; it must not be there yet")
-    export.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
-    told = "where the newest checkpoint is damaged, the newest that is whole"
-    export.add_argument("--fall-back", action="store_true", help=told)
-    export.add_argument("--adapter", action="store_true", help="a run's LoRA adapter alone, as peft loads it")
-    told = "upload it as this model of the Hugging Face hub, too"
-    export.add_argument("--push", metavar="OWNER/NAME", help=told)
-    export.add_argument("--private", action="store_true", help="with --push: a new model is seen by its owner alone")
+    summary = "write the model in the Hugging Face format (`model` may be left out)"
+    export = add_command(kinds, MODEL, summary, debug, EXPORT)
+    export.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    export.add_argument("to", type=Path, metavar="DIRECTORY", help="directory to write; it must not exist")
+    export.add_argument("--best", action="store_true", help=BEST)
+    fall_back = "if the newest checkpoint is damaged, use the newest intact one"
+    export.add_argument("--fall-back", action="store_true", help=fall_back)
+    export.add_argument("--adapter", action="store_true", help="write only the LoRA adapter, in the format of peft")
+    upload = "also upload the model to this repository of the Hugging Face hub"
+    export.add_argument("--push", metavar="OWNER/NAME", help=upload)
+    export.add_argument("--private", action="store_true", help="with --push: create the repository as a private one")
     export.set_defaults(command=_export)
     add_rollout_export(kinds, debug)
 
 
+def _add_demos(commands: Any, debug: OverrideParser) -> None:
+    """Add `demo` and its three commands."""
+    demo = add_command(commands, "demo", "train something small and watch it learn", debug, DEMO)
+    demos = demo.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
+    result = "print the result as one JSON object on the last line"
+
+    summary = "train a small language model from random weights (`etude demo` alone does this)"
+    language = add_run_command(demos, LANGUAGE, summary, DEMO, debug)
+    language.add_argument("--json", action="store_true", help=result)
+    language.set_defaults(command=_demo_language)
+
+    summary = "train an agent that calls the model through the OpenAI client to use its tools"
+    agent = add_run_command(demos, "agent", summary, DEMO_AGENT, debug)
+    agent.add_argument("--json", action="store_true", help=result)
+    agent.set_defaults(command=_demo_agent)
+
+    summary = "train a table of logits with each loss, and plot the exact expected reward"
+    algorithms = add_run_command(demos, "algorithms", summary, ALGORITHMS, debug, roots={"": DEMO_RUN})
+    algorithms.add_argument("--multirun", action="store_true", help=MULTIRUN)
+    algorithms.add_argument("--json", action="store_true", help=result)
+    algorithms.set_defaults(command=_demo_algorithms)
+
+
 def expand_shorthand(argv: Sequence[str]) -> list[str]:
-    """`etude` alone is its help, `etude demo` its first demo, and `etude export RUN` is `etude export model RUN`."""
+    """Write out the short forms: `etude` prints the help, `etude demo` is `etude demo language`, and `etude export RUN`
+    is `etude export model RUN`."""
     words = list(argv) or ["--help"]
     if words[:1] == ["export"] and words[1:2] not in ([], [MODEL], ["rollouts"], ["-h"], ["--help"]):
         words.insert(1, MODEL)
@@ -165,14 +181,14 @@ def expand_shorthand(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command, and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     debug = False
     try:
         try:
             arguments = build_parser().parse_args(expand_shorthand(sys.argv[1:] if argv is None else argv))
-        except SystemExit:  # the help was asked for, or the words are wrong
+        except SystemExit:  # argparse printed a help, or refused the words
             _flush()
             raise
         debug = "debug" in arguments
@@ -198,13 +214,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Hand on what was printed; there is no standard output where it was closed before we began."""
+    """Flush standard output, which is None where it was closed before the program started."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _discard_stdout() -> None:
-    """The interpreter flushes standard output once more as it ends; where that would fail, let it go nowhere."""
+    """Point standard output at /dev/null where a flush fails: the interpreter flushes it once more as it ends."""
     try:
         _flush()
     except OSError:
@@ -212,7 +228,7 @@ def _discard_stdout() -> None:
 
 
 def _print_error(sentence: str) -> None:
-    """Say it on standard error, if there is one."""
+    """Print an error on standard error, if that is open."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"etude: {sentence}", file=sys.stderr)
@@ -258,7 +274,7 @@ def _train(arguments: argparse.Namespace) -> None:
     elif arguments.multirun:
         if read_role() is not None:
             raise ConfigError(
-                f"--multirun is many runs, and ETUDE_ROLE={read_role()} a part of one. Leave one of them out."
+                f"--multirun starts many runs, and ETUDE_ROLE={read_role()} is a part of one. Leave one of them out."
             )
         from etude.recipes.run.loop import train
         from etude.recipes.sweep import sweep
@@ -269,7 +285,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _train_or_run_agents(run: Any) -> None:
-    """Train; or play what another trains, where ETUDE_ROLE says that this process is a runner."""
+    """Train a run; with ETUDE_ROLE=runner, run its agent for the trainer instead."""
     from etude.config.env import read_role
     from etude.recipes.run.loop import train
 
@@ -279,8 +295,8 @@ def _train_or_run_agents(run: Any) -> None:
 
         if run.agent.path is None:
             raise ConfigError(
-                f"ETUDE_ROLE={read_role()} says which part of the work with agents is this process's, and this run has "
-                "no `agent.path`. Unset it."
+                f"ETUDE_ROLE={read_role()} chooses this process's part in a run with agents, and this run has no "
+                "`agent.path`. Unset ETUDE_ROLE."
             )
         if serve_if_runner(load_agent(run.agent.path), run.agent.max_concurrency):
             return
@@ -288,13 +304,13 @@ def _train_or_run_agents(run: Any) -> None:
     train(run)
 
 
-def _learn(arguments: argparse.Namespace) -> None:
+def _train_supervised(arguments: argparse.Namespace) -> None:
     from etude.recipes.hub import resolve_hub_names
     from etude.recipes.registry import SUPERVISED, compose_run
     from etude.recipes.run.directory import read_recipe
     from etude.recipes.sweep import sweep
 
-    def learn(run: Any, interrupt: Any = None) -> Path:
+    def train(run: Any, interrupt: Any = None) -> Path:
         run = resolve_hub_names(run)
         with pause_gc():
             from etude.recipes.supervised.builder import train_supervised
@@ -304,18 +320,18 @@ def _learn(arguments: argparse.Namespace) -> None:
     kind = SUPERVISED[arguments.recipe]
     if arguments.resume is not None:
         _check_resume_flags(arguments)
-        learn(read_recipe(kind, arguments.resume, arguments.overrides))
+        train(read_recipe(kind, arguments.resume, arguments.overrides))
     elif arguments.multirun:
-        sweep(kind, learn, arguments.overrides, arguments.config)
+        sweep(kind, train, arguments.overrides, arguments.config)
     else:
-        learn(compose_run(kind, arguments.overrides, arguments.config))
+        train(compose_run(kind, arguments.overrides, arguments.config))
 
 
 def _check_resume_flags(arguments: argparse.Namespace) -> None:
     if arguments.config is not None or arguments.multirun:
         raise ConfigError(
-            "--resume goes on with one run as it was started, and takes neither --config nor --multirun. Write what "
-            "may change as key=value."
+            "--resume continues one run with its own options, and takes neither --config nor --multirun. Write the "
+            "options that change as key=value."
         )
 
 
@@ -326,9 +342,9 @@ def _eval(arguments: argparse.Namespace) -> None:
     with pause_gc():
         from etude.recipes.inference import evaluate
 
-    told = evaluate(run, best=arguments.best, answers=arguments.answers)
+    scores = evaluate(run, best=arguments.best, answers=arguments.answers)
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(scores))
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -336,8 +352,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     if arguments.n < 1:
         raise ConfigError(f"-n {arguments.n} asks for no answer. Ask for 1 or more.")
-    typed = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    run, prompt = parse_question(arguments.overrides, arguments.config, typed)
+    piped = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
+    run, prompt = parse_question(arguments.overrides, arguments.config, piped)
     with pause_gc():
         from etude.recipes.inference import generate
 
@@ -351,7 +367,7 @@ def _export(arguments: argparse.Namespace) -> None:
         check_push(arguments.push)
     elif arguments.private:
         raise ConfigError(
-            "--private says how a model is uploaded, and none is. Add `--push OWNER/NAME`, or leave it out."
+            "--private is about an upload, and --push is missing. Add `--push OWNER/NAME`, or leave --private out."
         )
     with pause_gc():
         from etude.recipes.inference import export_run
@@ -371,9 +387,9 @@ def _demo_language(arguments: argparse.Namespace) -> None:
     with pause_gc():
         from etude.demo.language import run_demo
 
-    told = run_demo(arguments.overrides, arguments.config, began)
+    result = run_demo(arguments.overrides, arguments.config, began)
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
 
 
 def _demo_agent(arguments: argparse.Namespace) -> None:
@@ -382,18 +398,18 @@ def _demo_agent(arguments: argparse.Namespace) -> None:
     from etude.demo.demo_setup import AGENT_DEMO, compose_demo
 
     compose_demo(AGENT_DEMO, arguments.overrides, arguments.config)
-    load_openai_clients()  # without it no attempt would come to anything, which is better known at once
+    load_openai_clients()  # fails now if the library is missing; every attempt would fail later
     with pause_gc():
         from etude.demo.agent import run_demo
 
-    told = run_demo(arguments.overrides, arguments.config, began)
+    result = run_demo(arguments.overrides, arguments.config, began)
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
 
 
 def _demo_algorithms(arguments: argparse.Namespace) -> None:
     from etude.demo.algorithms_demo import run_demo
 
-    told = run_demo(arguments.overrides, arguments.config, sweep=arguments.multirun)
+    result = run_demo(arguments.overrides, arguments.config, sweep=arguments.multirun)
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(result))

@@ -1,6 +1,7 @@
-"""The commands around a run: its curves and its answers, data, this machine. `etude/cli.py` holds those that train.
+"""The commands around a run: plots, answers, data sets, memory plans, checks of this machine.
 
-And what all commands are made with: a parser that leaves the options of a run to the run.
+The file also holds the parser of all commands, and the functions that add a command to it. `cli.py` and
+`service_commands.py` hold the other commands.
 """
 
 from __future__ import annotations
@@ -17,35 +18,18 @@ from typing import Any
 from etude import __version__
 from etude.config.suggestions import suggest_name
 from etude.errors import ConfigError
+from etude.help_texts import ANSWERS, CHAT, COMPLETION, DATA_SHOW, PLAN, PLOT, PREPARE, ROLLOUTS
 from etude.lazy import pause_gc
 
-__all__ = ["OverrideParser", "add_commands", "add_rollout_export", "add_run_command"]
-
-PREPARE = """\
-the sets, from raw files as they were published:
-  gsm8k           openai/gsm8k: Parquet or JSONL with `question` and `answer`
-  math            MATH, MATH-500: a JSON file for each problem, Parquet or JSONL
-  instructions    google/IFEval: JSONL with prompts and their constraints
-  preferences     pairs of answers: Anthropic's HH, UltraFeedback, and TRL's columns
-and made up:
-  countdown       reach a number with others
-  arithmetic      sums, differences and products
-
-examples:
-  etude data prepare gsm8k raw=raw/gsm8k
-  etude data prepare math raw=raw/math held_out=0.05 levels=[3,4,5]
-  etude data prepare countdown train=50000 test=500 numbers=[3,4] seed=1
-  etude data prepare arithmetic operations=[add,multiply] digits=3 form=text prompt="'{question} ='"
-  etude data prepare preferences raw=[raw/hh/helpful-base,raw/hh/harmless-base] directory=data/hh
-  etude data prepare gsm8k --options          every option of a set, with its meaning"""
-
-DATA_SHOW = """\
-examples:
-  etude data show data/gsm8k/train.parquet
-  etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 chat.template_kwargs.enable_thinking=false
-  etude data show openai/gsm8k/main:test columns.prompt=question
-  etude data show mine.jsonl columns.prompt=question columns.answer=result"""
-
+__all__ = [
+    "BEST",
+    "OverrideParser",
+    "add_command",
+    "add_command_group",
+    "add_commands",
+    "add_rollout_export",
+    "add_run_command",
+]
 
 RUN = "etude.recipes.run.config:Run"
 PREPARATION_CLASSES = {
@@ -56,7 +40,7 @@ PREPARATION_CLASSES = {
     "instructions": "etude.data.prepare.instructions:InstructionPreparation",
     "preferences": "etude.data.prepare.preferences:PreferencePreparation",
 }
-"""The sets that can be prepared, and the classes whose fields are their options, without importing them."""
+"""The class of each data set's options, as `module:Name`: the command line must not import it."""
 
 PLAN_CLASSES = {
     "": "etude.tools.plan.options:PlanRun",
@@ -65,78 +49,29 @@ PLAN_CLASSES = {
     "reward-model": "etude.tools.plan.options:PlanRewardModel",
     "distill": "etude.tools.plan.options:PlanDistill",
 }
-"""What can be planned, by the word that says so."""
+"""The class of the options of `etude plan`, by the recipe that the command line names."""
 
-
-ROLLOUTS = """\
-what it is written as:
-  --as sft      rows that `etude sft` learns from (.parquet, .jsonl): rollouts that succeeded and earned enough
-  --as dpo      pairs that `etude dpo` and `etude reward-model` learn from: the best and the worst try at each task
-  --as jsonl    all that is known, a rollout a line: its task, every attempt, turns with text, token ids and log-probs
-  --as otlp     a trace of OpenTelemetry's a line (OTLP in JSON), for a collector or its otlpjsonfile receiver
-
-sets hold the very tokens that were read and written (--form ids), for models with the same vocabulary. --form text
-writes what they say, for any model. The run may be going on: what is there by now is written.
-
-examples:
-  etude export rollouts runs/mine good.parquet --as sft --min-reward 1
-  etude export rollouts runs/mine pairs.parquet --as dpo --min-gap 0.5
-  etude export rollouts runs/mine plans.jsonl --as sft --tags planner --form text
-  etude export rollouts runs/mine everything.jsonl --split all
-  etude export rollouts runs/mine traces.jsonl --as otlp"""
-
-
-CHAT = """\
-examples:
-  etude chat runs/train-20260101-120000                 the run's newest checkpoint
-  etude chat runs/train-20260101-120000 --best
-  etude chat Qwen3-0.6B sampling.temperature=0.7 sampling.max_tokens=1000
-  printf 'Hello.\\nAnd again?\\n' | etude chat Qwen3-0.6B
-
-Each line is a message, and each answer continues the very tokens of the conversation. /new begins another one; /quit,
-Ctrl-D or Ctrl-C at the prompt ends. Ctrl-C during an answer stops that answer. For one question and its answer there
-is `etude generate`, for programs `etude serve`."""
-
-
-PLAN = """\
-examples:
-  etude plan grpo model.path=Qwen3-0.6B
-  etude plan grpo model.path=Qwen3-4B gpus=8 gpu_gib=80 sampling.max_tokens=8192
-  etude plan grpo model.path=Qwen3-4B gpus=1 gpu_gib=80 train.offload=true --quick
-  etude plan grpo model.path=Qwen3-4B gpus=4 gpu_gib=80 rollout=vllm rollout.replicas=2 rollout.devices=[2,3]
-  etude plan dpo model.path=Qwen3-4B gpus=2 gpu_gib=80 data.max_tokens=4096
-
-The first word is a preset of `etude train`, or a recipe that learns from examples: sft, dpo, reward-model, distill.
-
-A step is rehearsed on tensors that take no memory: of the model, only config.json and the tokenizer are read. Exit code
-1 if it does not fit."""
-
+BEST = "use the run's best checkpoint instead of its newest"
 SHELLS = ("bash", "zsh", "fish")
-COMPLETION = """\
-put it where your shell starts:
-  ~/.bashrc                     source <(etude completion bash)
-  ~/.zshrc, after compinit      source <(etude completion zsh)
-  ~/.config/fish/config.fish    etude completion fish | source
-
-Commands, flags, presets, options and what they can be set to, files: each is offered after a press of the key."""
 
 
 class OverrideParser(argparse.ArgumentParser):
-    """A parser that can leave words without a dash to the run, wherever they stand, as its `overrides`."""
+    """A parser that can collect the words without a dash, wherever they stand, as the run's `overrides`."""
 
     takes_overrides = False
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a word that is none of those that may stand there, with the nearest that may."""
-        known = list(action.choices or ())
-        if action.choices is not None and value not in known:
-            shown = [each.dest for each in getattr(action, "_choices_actions", ())] or [str(each) for each in known]
-            what = "command" if action.nargs == argparse.PARSER else str(action.dest).rstrip("_")
-            told = f"there is no {what} '{value}'.{suggest_name(str(value), shown)} There are {', '.join(shown)}."
-            raise argparse.ArgumentError(None, told)
+        """Refuse a word that is not among the choices of an argument, and suggest the nearest choice."""
+        choices = list(action.choices or ())
+        if action.choices is not None and value not in choices:
+            listed = [choice.dest for choice in getattr(action, "_choices_actions", ())]  # those that have a help
+            names = listed or [str(choice) for choice in choices]
+            kind = "command" if action.nargs == argparse.PARSER else str(action.dest).rstrip("_")
+            message = f"there is no {kind} '{value}'.{suggest_name(str(value), names)} There are {', '.join(names)}."
+            raise argparse.ArgumentError(None, message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments that are known, and the others; of a run's command all words are."""
+        """Return the known arguments and the remaining words; a run's command leaves no word over."""
         known, rest = super().parse_known_args(args, namespace)
         if not self.takes_overrides:
             return known, rest
@@ -149,6 +84,27 @@ class OverrideParser(argparse.ArgumentParser):
         return known, []
 
 
+def add_command(
+    commands: Any, name: str, summary: str, debug: argparse.ArgumentParser, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command that takes flags and positional arguments, and no options of a run."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=_describe(summary),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[debug],
+    )
+    return command
+
+
+def add_command_group(commands: Any, name: str, summary: str) -> Any:
+    """Add a command that only has subcommands, and return argparse's object that they are added to."""
+    group = commands.add_parser(name, help=summary, description=_describe(summary))
+    return group.add_subparsers(metavar="COMMAND", required=True, parser_class=OverrideParser)
+
+
 def add_run_command(
     commands: Any,
     name: str,
@@ -158,14 +114,15 @@ def add_run_command(
     positionals: str = "",
     roots: Mapping[str, str] = MappingProxyType({"": RUN}),
 ) -> argparse.ArgumentParser:
-    """A command that takes options as `key=value`: the fields of the class that `roots` names as `module:Name`.
+    """Add a command that takes options as `key=value`.
 
-    Where one of its words is a key of `roots`, they are those of the class that stands there.
+    roots: the class whose fields are the options, as `module:Name`, by the word of the command line that selects it;
+    the empty word stands for any other command line.
     """
     command: OverrideParser = commands.add_parser(
         name,
         help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
+        description=_describe(summary),
         usage=f"{commands._prog_prefix} {name} {positionals}[key=value …] [--config FILE] [options]",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -174,121 +131,111 @@ def add_run_command(
     )
     command.takes_overrides = True
     command.set_defaults(roots=dict(roots), words=positionals)
-    command.add_argument("--config", type=Path, metavar="FILE", help="YAML that the options start from")
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML file of options; key=value overrides it")
     return command
+
+
+def _describe(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def add_commands(top: argparse.ArgumentParser, commands: Any, debug: argparse.ArgumentParser) -> None:
     """Add the commands of this file to those of `etude`, whose parser is `top`."""
-    plot = commands.add_parser("plot", help="draw the curves of runs, here and as a PNG", parents=[debug])
-    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories of runs, drawn over each other")
-    plot.add_argument("--metrics", default="", metavar="A,B", help="which metrics; by default the most telling ones")
-    plot.add_argument(
-        "--out", type=Path, metavar="FILE", help="of the picture; by default RUN/plot.png, or here of several"
-    )
+    plot = add_command(commands, "plot", "plot the metrics of runs, in the terminal and as a PNG", debug, PLOT)
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, drawn in the same panels")
+    plot.add_argument("--metrics", default="", metavar="A,B", help="metrics to plot (default: a selection)")
+    picture = "PNG file to write (default: RUN/plot.png, or plot.png here for several runs)"
+    plot.add_argument("--out", type=Path, metavar="FILE", help=picture)
     plot.set_defaults(command=_plot)
 
-    answers = commands.add_parser("answers", help="look at the answers that a step was trained on", parents=[debug])
-    answers.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
-    answers.add_argument("--step", type=int, metavar="K", help="which step; by default the last one")
-    answers.add_argument("-n", type=int, metavar="N", help="how many of its tasks (default 3, and all with --json)")
-    answers.add_argument("--whole", action="store_true", help="answers in full, however long")
-    answers.add_argument("--json", action="store_true", help="print every answer of the step, a JSON object a line")
+    answers = add_command(commands, "answers", "print the answers that a training step used", debug, ANSWERS)
+    answers.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
+    answers.add_argument("--step", type=int, metavar="K", help="training step (default: the last one)")
+    answers.add_argument("-n", type=int, metavar="N", help="number of tasks (default 3; all with --json)")
+    answers.add_argument("--whole", action="store_true", help="print long answers in full")
+    answers.add_argument("--json", action="store_true", help="print every answer of the step as JSON lines")
     answers.set_defaults(command=_answers)
 
-    data = commands.add_parser("data", help="make tasks of published data, and look at them").add_subparsers(
-        metavar="COMMAND", required=True, parser_class=OverrideParser
-    )
-    prepare = add_run_command(
-        data, "prepare", "make the files that a run reads", PREPARE, debug, "SET ", PREPARATION_CLASSES
-    )
-    prepare.add_argument("--options", action="store_true", help="print the options of the set, and write nothing")
-    prepare.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
-    prepare.set_defaults(command=_data_prepare)
-    roots = {"": "etude.tools.data_commands:ShowOptions"}
-    show = add_run_command(
-        data, "show", "look at tasks as a model would be asked them", DATA_SHOW, debug, "FILE|NAME ", roots
-    )
-    show.add_argument("-n", type=int, default=3, metavar="N", help="how many (default 3)")
-    show.add_argument("--row", type=int, default=0, metavar="K", help="from which row on (default 0)")
-    show.add_argument("--model", type=Path, metavar="DIRECTORY", help="a model, whose template and tokens are shown")
-    show.set_defaults(command=_data_show)
-
-    chat = add_run_command(commands, "chat", "talk with a model, or with a run's checkpoint", CHAT, debug, "RUN|MODEL ")
-    chat.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    _add_data(commands, debug)
+    chat = add_run_command(commands, "chat", "chat with a model or a run's checkpoint", CHAT, debug, "RUN|MODEL ")
+    chat.add_argument("--best", action="store_true", help=BEST)
     chat.set_defaults(command=_chat)
 
-    _add_plan(commands, debug)
-    _add_machine(commands, debug)
+    summary = "estimate the memory and step time of a run, and what each option saves"
+    plan = add_run_command(commands, "plan", summary, PLAN, debug, "[PRESET|RECIPE] ", PLAN_CLASSES)
+    plan.add_argument("--quick", action="store_true", help="skip the estimate of what each option saves")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
+    plan.set_defaults(command=_plan)
 
-    completion = commands.add_parser(
-        "completion",
-        help="print what makes a shell complete words after `etude`",
-        epilog=COMPLETION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[debug],
-    )
-    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    _add_machine(commands, debug)
+    completion = add_command(commands, "completion", "print a shell's completion script", debug, COMPLETION)
+    completion.add_argument("shell", choices=SHELLS, help="name of the shell")
     completion.set_defaults(command=_completion)
-    complete = commands.add_parser("complete")  # what those scripts call; not for people, hence without help
+    complete = commands.add_parser("complete")  # the completion scripts call it; without `help` it is not listed
     complete.add_argument("for_", choices=(*SHELLS, "read"))
     complete.add_argument("cache", type=Path)
     complete.add_argument("words", nargs=argparse.REMAINDER)
     complete.set_defaults(command=_complete, top=top)
 
 
-def _add_plan(commands: Any, debug: argparse.ArgumentParser) -> None:
-    told = "tell how much memory a run will take, and which option moves it"
-    plan = add_run_command(commands, "plan", told, PLAN, debug, "[PRESET | RECIPE] ", PLAN_CLASSES)
-    plan.add_argument("--quick", action="store_true", help="leave out what each option would save")
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead")
-    plan.set_defaults(command=_plan)
+def _add_data(commands: Any, debug: argparse.ArgumentParser) -> None:
+    data = add_command_group(commands, "data", "prepare and print data sets of tasks")
+    summary = "write the files of a data set that a run reads"
+    prepare = add_run_command(data, "prepare", summary, PREPARE, debug, "SET ", PREPARATION_CLASSES)
+    prepare.add_argument("--options", action="store_true", help="print the data set's options and write nothing")
+    prepare.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    prepare.set_defaults(command=_data_prepare)
+
+    summary, roots = "print tasks as the model's prompt shows them", {"": "etude.tools.data_commands:ShowOptions"}
+    show = add_run_command(data, "show", summary, DATA_SHOW, debug, "FILE|NAME ", roots)
+    show.add_argument("-n", type=int, default=3, metavar="N", help="number of tasks (default 3)")
+    show.add_argument("--row", type=int, default=0, metavar="K", help="first row to print (default 0)")
+    template = "model directory; its chat template and tokens are printed too"
+    show.add_argument("--model", type=Path, metavar="DIRECTORY", help=template)
+    show.set_defaults(command=_data_show)
 
 
 def _add_machine(commands: Any, debug: argparse.ArgumentParser) -> None:
-    doctor = commands.add_parser("doctor", help="look for what stands in the way of a run", parents=[debug])
-    where = "where runs are to be kept; by default here"
+    doctor = add_command(commands, "doctor", "check this machine for problems that would stop a run", debug)
+    where = "directory in which runs will be written (default: this one)"
     doctor.add_argument("directory", nargs="?", type=Path, default=Path(), metavar="DIRECTORY", help=where)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(command=_doctor)
 
-    about = commands.add_parser("version", help="what is installed, and which devices were found", parents=[debug])
-    about.add_argument("--json", action="store_true", help="print one JSON object instead")
-    about.set_defaults(command=_version)
+    version = add_command(commands, "version", "print the versions of packages and the devices found", debug)
+    version.add_argument("--json", action="store_true", help="print one JSON object instead")
+    version.set_defaults(command=_version)
 
 
 def add_rollout_export(kinds: Any, debug: argparse.ArgumentParser) -> None:
     """Add `etude export rollouts`."""
-    rollouts = kinds.add_parser(
-        "rollouts",
-        help="write what it has collected: sets to learn from, everything as JSONL, or traces",
-        epilog=ROLLOUTS,
-        parents=[debug],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    rollouts.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, which may be going on")
-    rollouts.add_argument("to", type=Path, metavar="FILE", help="where to write; it must not be there yet")
-    rollouts.add_argument("--as", dest="kind", choices=("sft", "dpo", "jsonl", "otlp"), default="jsonl", help="as what")
-    told = "sets: rollouts that earned at least this; of a pair, the better one"
-    rollouts.add_argument("--min-reward", type=float, metavar="X", help=told)
-    rollouts.add_argument("--min-gap", type=float, default=0.0, metavar="X", help="dpo: by how much a pair must differ")
-    rollouts.add_argument("--tags", default="", metavar="A,B", help="sets: learn from turns with one of these tags")
-    told = "rollouts to train on (the default), those that scored an agent, or both"
-    rollouts.add_argument("--split", choices=("train", "val", "all"), default="train", help=told)
-    told = "sets: as token ids (the default), or as text"
-    rollouts.add_argument("--form", choices=("ids", "text"), default="ids", help=told)
-    told = "where the tokenizer is, if it is not where the run found it"
-    rollouts.add_argument("--model", type=Path, metavar="DIRECTORY", help=told)
-    rollouts.add_argument("--json", action="store_true", help="print what was written as JSON, on the last line")
+    summary = "export rollouts as training data, JSON lines or traces"
+    rollouts = add_command(kinds, "rollouts", summary, debug, ROLLOUTS)
+    rollouts.add_argument("run", type=Path, metavar="RUN", help="run directory; the run may still be in progress")
+    rollouts.add_argument("to", type=Path, metavar="FILE", help="file to write; it must not exist")
+    kind = "format of the file (default jsonl), see below"
+    rollouts.add_argument("--as", dest="kind", choices=("sft", "dpo", "jsonl", "otlp"), default="jsonl", help=kind)
+    reward = "sft, dpo: smallest reward of a rollout, or of the better one of a pair; larger keeps fewer"
+    rollouts.add_argument("--min-reward", type=float, metavar="X", help=reward)
+    gap = "dpo: smallest reward difference within a pair (default 0); larger keeps fewer pairs"
+    rollouts.add_argument("--min-gap", type=float, default=0.0, metavar="X", help=gap)
+    rollouts.add_argument("--tags", default="", metavar="A,B", help="sft, dpo: train on turns with one of these tags")
+    split = "rollouts of training (default), of evaluation, or both"
+    rollouts.add_argument("--split", choices=("train", "val", "all"), default="train", help=split)
+    form = "sft, dpo: write token ids (default) or text"
+    rollouts.add_argument("--form", choices=("ids", "text"), default="ids", help=form)
+    tokenizer = "directory of the tokenizer, if it is no longer where the run found it"
+    rollouts.add_argument("--model", type=Path, metavar="DIRECTORY", help=tokenizer)
+    rollouts.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
     rollouts.set_defaults(command=_export_rollouts)
 
 
-def _split_name(arguments: argparse.Namespace, what: str, example: str) -> tuple[str, list[str]]:
-    """The one word among the options that names what the command is about, and the options."""
+def _split_name(arguments: argparse.Namespace, kind: str, example: str) -> tuple[str, list[str]]:
+    """Split the words into the one name, of a data set or a file, and the options."""
     names = [word for word in arguments.overrides if "=" not in word]
     if len(names) != 1:
-        found = " and ".join(names) or "none"
-        raise ConfigError(f"Name {what}, and only one; {found} was named. For example: `{example}`.")
+        given = " and ".join(names) or "none"
+        raise ConfigError(f"Name {kind}, and only one; {given} was named. For example: `{example}`.")
     return names[0], [word for word in arguments.overrides if word != names[0]]
 
 
@@ -300,13 +247,13 @@ def _data_prepare(arguments: argparse.Namespace) -> None:
     from etude.tools.data_commands import prepare, to_dict
 
     name, options = _split_name(arguments, "a data set to prepare", "etude data prepare gsm8k raw=raw/gsm8k")
-    asked = compose(find_preparation(name), options, file=arguments.config)
+    preparation = compose(find_preparation(name), options, file=arguments.config)
     if arguments.options:
-        make_console().print(render_config(asked), soft_wrap=True, end="")
+        make_console().print(render_config(preparation), soft_wrap=True, end="")
         return
-    done = prepare(asked)
+    prepared = prepare(preparation)
     if arguments.json:
-        print(json.dumps(to_dict(done)))
+        print(json.dumps(to_dict(prepared)))
 
 
 def _data_show(arguments: argparse.Namespace) -> None:
@@ -314,8 +261,8 @@ def _data_show(arguments: argparse.Namespace) -> None:
     from etude.tools.data_commands import ShowOptions, show
 
     file, options = _split_name(arguments, "a file of tasks", "etude data show data/gsm8k/train.parquet")
-    shown = compose(ShowOptions, options, file=arguments.config)
-    show(file, shown, first=arguments.row, tasks=arguments.n, model=arguments.model)
+    show_options = compose(ShowOptions, options, file=arguments.config)
+    show(file, show_options, first=arguments.row, tasks=arguments.n, model=arguments.model)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -325,10 +272,10 @@ def _chat(arguments: argparse.Namespace) -> None:
     with pause_gc():
         from etude.tools.chat import run_chat
 
-    with suppress(ImportError):  # what is typed can be edited where the system has it
+    with suppress(ImportError):  # `input` edits its line where the system has this library
         import readline  # noqa: F401
-    typed = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
-    run_chat(run, source, best=arguments.best, typed=typed)
+    piped = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
+    run_chat(run, source, best=arguments.best, typed=piped)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -336,19 +283,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     from etude.recipes.registry import compose_run
     from etude.tools.plan.options import PLAN_CONFIGS
 
-    word = next((word for word in arguments.overrides if word in PLAN_CONFIGS), "")
-    preset, overrides = split_preset([each for each in arguments.overrides if each != word])
-    if word and preset is not None:
-        raise ConfigError(f"The preset {preset.stem} is one of `etude train`, and `etude {word}` takes none.")
-    run = compose_run(PLAN_CONFIGS[word], overrides, arguments.config, preset)
+    recipe = next((word for word in arguments.overrides if word in PLAN_CONFIGS), "")
+    preset, overrides = split_preset([word for word in arguments.overrides if word != recipe])
+    if recipe and preset is not None:
+        raise ConfigError(f"The preset {preset.stem} belongs to `etude train`, and `etude {recipe}` takes none.")
+    run = compose_run(PLAN_CONFIGS[recipe], overrides, arguments.config, preset)
     with pause_gc():
         from etude.tools.plan.planner import plan_memory, to_dict
         from etude.tools.plan.report import show
 
-    found = (plan_memory if arguments.json else show)(run, with_savings=not arguments.quick)
+    plan = (plan_memory if arguments.json else show)(run, with_savings=not arguments.quick)
     if arguments.json:
-        print(json.dumps(to_dict(found)))
-    return 1 if found.fits is False else 0
+        print(json.dumps(to_dict(plan)))
+    return 1 if plan.fits is False else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -371,22 +318,22 @@ def _completion(arguments: argparse.Namespace) -> None:
 
 
 def _complete(arguments: argparse.Namespace) -> None:
-    from etude.tools.shell_completion import suggest as offers
+    from etude.tools.shell_completion import suggest as completion
 
     if arguments.for_ == "read":
         from etude.tools.shell_completion.option_cache import write_cache
 
-        write_cache(arguments.cache, offers.option_classes(arguments.top))
+        write_cache(arguments.cache, completion.option_classes(arguments.top))
     elif arguments.for_ == "bash":
         program, breaks, line = arguments.words
-        words = offers.split_words(line, program)
-        found = [] if words is None else offers.suggest(arguments.top, words, arguments.cache)
-        print("\n".join(offers.format_for_bash(found, words[-1] if words else "", breaks)))
+        words = completion.split_words(line, program)
+        suggestions = [] if words is None else completion.suggest(arguments.top, words, arguments.cache)
+        print("\n".join(completion.format_for_bash(suggestions, words[-1] if words else "", breaks)))
     else:
-        *before, current = (offers.unquote(word) for word in arguments.words)
-        for offer in offers.suggest(arguments.top, [*before, current], arguments.cache):
-            text = offer.text.rstrip() if arguments.for_ == "fish" else offer.text  # fish ends words itself
-            print(f"{text}\t{offer.meaning}")
+        *before, current = (completion.unquote(word) for word in arguments.words)
+        for suggestion in completion.suggest(arguments.top, [*before, current], arguments.cache):
+            text = suggestion.text.rstrip() if arguments.for_ == "fish" else suggestion.text  # fish adds the space
+            print(f"{text}\t{suggestion.meaning}")
 
 
 def _version(arguments: argparse.Namespace) -> None:
@@ -411,11 +358,11 @@ def _answers(arguments: argparse.Namespace) -> None:
 def _export_rollouts(arguments: argparse.Namespace) -> None:
     from etude.tools.rollouts import ExportOptions, export_rollouts, to_dict
 
-    asked = {name: getattr(arguments, name) for name in ExportOptions.__dataclass_fields__ if name != "tags"}
-    tags = tuple(tag for each in arguments.tags.split(",") if (tag := each.strip()))
-    done = export_rollouts(ExportOptions(**asked, tags=tags))
+    options = {name: getattr(arguments, name) for name in ExportOptions.__dataclass_fields__ if name != "tags"}
+    tags = tuple(tag for item in arguments.tags.split(",") if (tag := item.strip()))
+    exported = export_rollouts(ExportOptions(**options, tags=tags))
     if arguments.json:
-        print(json.dumps(to_dict(done)))
+        print(json.dumps(to_dict(exported)))
 
 
 def _plot(arguments: argparse.Namespace) -> None:

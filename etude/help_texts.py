@@ -1,18 +1,30 @@
-"""The texts that `--help` prints of the commands in `cli.py`."""
+"""The texts that `--help` prints after the options of a command, each line at most 80 columns wide."""
 
 from __future__ import annotations
 
 __all__ = [
     "ABOUT",
     "ALGORITHMS",
+    "ANSWERS",
+    "CHAT",
+    "COMPLETION",
     "CONFIG_SHOW",
+    "DATA_SHOW",
     "DEMO",
     "DEMO_AGENT",
+    "ENGINE_INSTALL",
     "EVAL",
     "EXPORT",
     "GENERATE",
     "GETTING_STARTED",
     "OVERRIDES",
+    "PLAN",
+    "PLOT",
+    "PREPARE",
+    "ROLLOUTS",
+    "RUNNER",
+    "SERVE",
+    "STORE",
     "SUPERVISED_CLASSES",
     "SUPERVISED_COMMANDS",
     "SUPERVISED_EPILOG",
@@ -20,120 +32,279 @@ __all__ = [
 ]
 
 ABOUT = """\
-Etude trains language models, and agents built on them, by reinforcement learning.
-Again and again: collect, score, estimate, update, publish."""
+Train language models, and agents built on them, by reinforcement learning.
+Each step samples rollouts, scores them, estimates advantages, updates the
+policy and publishes its weights to the inference engine."""
 
 GETTING_STARTED = """\
 start here:
-  etude demo                                  a language model learns to sort digits, in about two minutes
+  etude demo               train a small model to sort digits (two minutes)
+  etude config show grpo   print every option of a preset, with its meaning
   etude train grpo model.path=my-model data.train=[tasks.parquet] reward=gsm8k
-  etude config show                           every option of a run, with its meaning
 
-`etude COMMAND --help` tells more of each."""
+`etude COMMAND --help` prints the options of a command, with examples."""
 
 OVERRIDES = """\
-options of the run are written key=value:
-  steps=200                                   a number, a text, a list [1,2]
-  loss=gspo                                   a choice, by its name; a wrong name lists the right ones
-  loss.clip_high=0.3                          an option of what was chosen
-  loss=my_package.losses:MyLoss               a class of your own, from anywhere on PYTHONPATH
-  directory='${oc.env:HOME}/runs'             a value from the environment
+run options are written key=value:
+  steps=200                         a number, a string or a list [1,2]
+  loss=gspo                         a choice by name; a wrong name lists all
+  loss.clip_high=0.3                an option of that choice
+  loss=my_package.losses:MyLoss     your own class, found on PYTHONPATH
+  directory='${oc.env:HOME}/runs'   a value from the environment
 """
 
 TRAIN = f"""\
 {OVERRIDES}
-presets, each a published recipe (`etude config show NAME` tells what it sets):
-  cispo, clip_cov, dapo, decoupled_ppo, distillation, dppo, dr_grpo, gdpo, gmpo, gpg,
-  grpo, gspo, high_entropy, kl_cov, lite_ppo, m2po, maxrl, opo, pass_at_k, ppo,
-  reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo, scalerl, vespo
+presets, each a published recipe (`etude config show NAME` prints its options):
+  cispo, clip_cov, dapo, decoupled_ppo, distillation, dppo, dr_grpo, gdpo, gmpo,
+  gpg, grpo, gspo, high_entropy, kl_cov, lite_ppo, m2po, maxrl, opo, pass_at_k,
+  ppo, reinforce_pp, reinforce_pp_baseline, remax, rloo, sapo, scalerl, vespo
 
 examples:
-  etude train grpo model.path=Qwen3-0.6B data.train=[gsm8k/train.parquet] data.val=[gsm8k/test.parquet] reward=gsm8k
-  etude train dapo --config mine.yaml         a preset, then a file over it, then the command line over both
+  etude train grpo model.path=Qwen3-0.6B reward=gsm8k \\
+      data.train=[data/gsm8k/train.parquet] data.val=[data/gsm8k/test.parquet]
+  etude train grpo model.path=Qwen3-0.6B data.train=[mine.jsonl] \\
+      reward=function reward.path=my_reward.py:score
+  etude train dapo --config mine.yaml steps=200
   etude train --resume runs/train-20260101-120000
-  etude train grpo … reward=function reward.path=my_reward.py:score
-  etude train grpo … --multirun seed=0,1,2    one run for each
+  etude train grpo --config mine.yaml --multirun seed=0,1,2
 
-Ctrl-C finishes the step, saves, and says how to go on; pressed twice, it stops at once."""
+Options come from the preset, then from the file, then from the command line;
+the last one wins. `etude data prepare gsm8k` writes the files of the example.
+
+Ctrl-C finishes the current step, saves a checkpoint and prints how to resume.
+A second Ctrl-C stops at once."""
 
 SUPERVISED_COMMANDS = {
-    "sft": ("teach a model by demonstrations: supervised fine-tuning", "data.train=[chats.jsonl] epochs=2"),
-    "dpo": ("teach a model what people prefer, by pairs of answers", "data.train=[pairs.jsonl] loss.beta=0.1"),
-    "reward-model": ("train a model that scores answers, from what people prefer", "data.train=[pairs.jsonl]"),
-    "distill": ("teach a model what a larger one thinks", "teacher.path=Qwen3-4B data.train=[texts.jsonl]"),
+    "sft": ("fine-tune a model on demonstrations (SFT)", "data.train=[chats.jsonl] epochs=2"),
+    "dpo": ("train a model on preference pairs (DPO)", "data.train=[pairs.jsonl] loss.beta=0.1"),
+    "reward-model": ("train a reward model on preference pairs", "data.train=[pairs.jsonl]"),
+    "distill": (
+        "train a model on the token distributions of a teacher",
+        "data.train=[texts.jsonl] \\\n      teacher.path=Qwen3-4B",
+    ),
 }
-"""The commands that learn from examples: what each does, and what its options look like."""
+"""The supervised commands: the summary of each, and its options in the first example."""
 SUPERVISED_CLASSES = {
     "sft": "etude.recipes.supervised.sft:SFTRun",
     "dpo": "etude.recipes.supervised.dpo:DPORun",
     "reward-model": "etude.recipes.supervised.reward_model:RewardModelRun",
     "distill": "etude.recipes.supervised.distill:DistillRun",
 }
-"""The classes whose fields are their options, without importing them."""
+"""The class of each supervised command's options, as `module:Name`: the help must not import it."""
 
 SUPERVISED_EPILOG = f"""\
 {OVERRIDES}
 examples:
   etude NAME model.path=Qwen3-0.6B OPTIONS
-  etude NAME --config mine.yaml               a file, then the command line over it
+  etude NAME --config mine.yaml train.learning_rate=1e-5
   etude NAME --resume runs/NAME-20260101-120000
-  etude NAME … --multirun train.learning_rate=1e-5,2e-5
+  etude NAME --config mine.yaml --multirun train.learning_rate=1e-5,2e-5
 
-`etude config show NAME` prints every option. Ctrl-C finishes the step, saves, and says how to go on."""
+`etude config show NAME` prints every option.
+
+Ctrl-C finishes the current step, saves a checkpoint and prints how to resume."""
 
 EVAL = """\
 examples:
-  etude eval runs/train-20260101-120000                       the run's own data.val, by its newest checkpoint
-  etude eval runs/train-20260101-120000 --best evaluate.samples=8 data.val=[other.parquet]
-  etude eval model.path=Qwen3-0.6B data.val=[gsm8k/test.parquet] reward=gsm8k"""
+  etude eval runs/train-20260101-120000
+  etude eval runs/train-20260101-120000 --best evaluate.samples=8
+  etude eval runs/train-20260101-120000 data.val=[other.parquet]
+  etude eval model.path=Qwen3-0.6B data.val=[data/gsm8k/test.parquet] \\
+      reward=gsm8k
+
+With a run, the tasks are its own `data.val` and the model is its newest
+checkpoint, unless the command line says otherwise."""
 
 GENERATE = """\
 examples:
   etude generate runs/train-20260101-120000 "What is 2 + 2?"
-  etude generate Qwen3-0.6B "What is 2 + 2?" sampling.temperature=0 sampling.max_tokens=200
+  etude generate Qwen3-0.6B "What is 2 + 2?" sampling.temperature=0
   echo "What is 2 + 2?" | etude generate Qwen3-0.6B -n 4
   etude generate Qwen3-0.6B --raw "Once upon a time"
 
-The prompt is a user's message where the model has a chat template, unless --raw has it continued as it stands."""
+Where the model has a chat template, the prompt is sent as a user message.
+With --raw the model continues the text itself."""
 
 EXPORT = """\
 examples:
-  etude export runs/train-20260101-120000 my-model          the newest checkpoint, to load anywhere
+  etude export runs/train-20260101-120000 my-model
   etude export runs/train-20260101-120000 my-model --best
   etude export runs/train-20260101-120000 my-model --push you/my-model --private
-  etude export rollouts --help                              what a run has collected, for others to learn from"""
+  etude export rollouts --help
+
+Transformers, vLLM and SGLang load the exported model directory."""
 
 DEMO = """\
 examples:
-  etude demo                                  a language model from nothing to good, in about two minutes
-  etude demo seed=1 --json                    the outcome as one JSON object on the last line
-  etude demo agent                            an agent written for OpenAI's client learns to use its tools
-  etude demo algorithms --help                every loss on a problem that can be solved exactly"""
+  etude demo                     train a small language model (two minutes)
+  etude demo seed=1 --json       print the result as JSON on the last line
+  etude demo agent               train an agent that uses the OpenAI client
+  etude demo algorithms --help   compare losses on a small problem"""
 
 DEMO_AGENT = """\
 examples:
-  etude demo agent                            runners are processes of their own
-  etude demo agent agent.strategy=shm         runners are threads of this process
-  etude demo agent seed=1 --json              the outcome as one JSON object on the last line"""
+  etude demo agent                      runners are separate processes
+  etude demo agent agent.strategy=shm   runners are threads of this process
+  etude demo agent seed=1 --json        print the result as JSON"""
 
 ALGORITHMS = f"""\
 {OVERRIDES}
 examples:
-  etude demo algorithms                       every loss in turn
-  etude demo algorithms loss=dppo updates=4   one loss, further off its data
-  etude demo algorithms kl=reverse            every loss, held to the reference
-  etude demo algorithms advantage=gae         with values that are exact
+  etude demo algorithms                        every loss in turn
+  etude demo algorithms loss=dppo updates=4    one loss, with off-policy updates
+  etude demo algorithms kl=reverse             with a KL term to the reference
+  etude demo algorithms advantage=gae          with exact values as the critic
   etude demo algorithms noise=0.5 correction.weight=truncate loss=ppo
   etude demo algorithms --multirun advantage=grpo,rloo,remax
-  etude demo algorithms --config mine.yaml    a file of `key: value` lines; the command line goes over it"""
+  etude demo algorithms --config mine.yaml     with options from a file"""
 
 CONFIG_SHOW = f"""\
 {OVERRIDES}
 examples:
-  etude config show                           the defaults of `etude train`
-  etude config show dapo                      a preset
-  etude config show sft                       the options of `etude sft`
-  etude config show kl=reverse                what changes, and which options it brings
-  etude config show --demo loss=gspo          the options of `etude demo algorithms`
+  etude config show                    the defaults of `etude train`
+  etude config show dapo               the options of a preset
+  etude config show sft                the options of `etude sft`
+  etude config show kl=reverse         the options that a choice adds
+  etude config show --demo loss=gspo   the options of `etude demo algorithms`
   etude config show grpo loss=gspo --yaml > mine.yaml
   etude config show --config mine.yaml"""
+
+PREPARE = """\
+data sets, from the raw files as published:
+  gsm8k         openai/gsm8k: Parquet or JSONL with `question` and `answer`
+  math          MATH, MATH-500: one JSON file a problem, Parquet or JSONL
+  instructions  google/IFEval: JSONL with prompts and their constraints
+  preferences   preference pairs: HH-RLHF, UltraFeedback, or TRL's columns
+data sets that are generated:
+  countdown     reach a target number from given numbers
+  arithmetic    sums, differences and products
+
+examples:
+  etude data prepare gsm8k raw=raw/gsm8k
+  etude data prepare math raw=raw/math held_out=0.05 levels=[3,4,5]
+  etude data prepare countdown train=50000 test=500 numbers=[3,4] seed=1
+  etude data prepare arithmetic operations=[add,multiply] digits=3 form=text
+  etude data prepare preferences raw=[raw/hh/helpful-base] directory=data/hh
+  etude data prepare gsm8k --options   print every option of a data set"""
+
+DATA_SHOW = """\
+examples:
+  etude data show data/gsm8k/train.parquet
+  etude data show data/gsm8k/train.parquet --model Qwen3-0.6B -n 1 \\
+      chat.template_kwargs.enable_thinking=false
+  etude data show openai/gsm8k/main:test columns.prompt=question
+  etude data show mine.jsonl columns.prompt=question columns.answer=result"""
+
+ROLLOUTS = """\
+formats:
+  --as sft      rows for `etude sft` (.parquet, .jsonl), made of the rollouts
+                that succeeded and earned at least --min-reward
+  --as dpo      pairs for `etude dpo` and `etude reward-model`, made of the best
+                and the worst rollout of each task
+  --as jsonl    everything recorded, one rollout a line: its task, its attempts,
+                and their turns with text, token ids and log-probs
+  --as otlp     one OpenTelemetry trace a line (OTLP/JSON), for a collector or
+                its otlpjsonfile receiver
+
+sft and dpo rows hold the recorded token ids (--form ids), and need a model with
+the same vocabulary. With --form text they hold text, for any model. The run may
+still be in progress: the command writes the rollouts recorded so far.
+
+examples:
+  etude export rollouts runs/mine good.parquet --as sft --min-reward 1
+  etude export rollouts runs/mine pairs.parquet --as dpo --min-gap 0.5
+  etude export rollouts runs/mine plans.jsonl --as sft --tags planner
+  etude export rollouts runs/mine everything.jsonl --split all
+  etude export rollouts runs/mine traces.jsonl --as otlp"""
+
+CHAT = """\
+examples:
+  etude chat runs/train-20260101-120000
+  etude chat runs/train-20260101-120000 --best
+  etude chat Qwen3-0.6B sampling.temperature=0.7 sampling.max_tokens=1000
+  printf 'Hello.\\nAnd again?\\n' | etude chat Qwen3-0.6B
+
+Each line is a user message. Each answer continues the exact tokens of the
+conversation. `/new` starts a new conversation; `/quit`, Ctrl-D or Ctrl-C at the
+prompt ends. Ctrl-C during an answer stops that answer.
+
+See `etude generate` for one question, and `etude serve` for programs."""
+
+PLAN = """\
+examples:
+  etude plan grpo model.path=Qwen3-0.6B
+  etude plan grpo model.path=Qwen3-4B gpus=8 gpu_gib=80 sampling.max_tokens=8192
+  etude plan grpo model.path=Qwen3-4B gpu_gib=80 train.offload=true --quick
+  etude plan grpo model.path=Qwen3-4B gpus=4 gpu_gib=80 rollout=vllm \\
+      rollout.replicas=2 rollout.devices=[2,3]
+  etude plan dpo model.path=Qwen3-4B gpus=2 gpu_gib=80 data.max_tokens=4096
+
+The first word is a preset of `etude train`, or a supervised recipe: sft, dpo,
+reward-model, distill.
+
+The command runs one step on fake tensors, which allocate no memory. It reads
+only the model's config.json and tokenizer. The exit code is 1 if the run does
+not fit."""
+
+PLOT = """\
+examples:
+  etude plot runs/train-20260101-120000
+  etude plot runs/first runs/second --out compared.png"""
+
+ANSWERS = """\
+examples:
+  etude answers runs/train-20260101-120000
+  etude answers runs/train-20260101-120000 --step 40 -n 1 --whole"""
+
+COMPLETION = """\
+add this line to the file that your shell reads when it starts:
+  ~/.bashrc                    source <(etude completion bash)
+  ~/.zshrc, after compinit     source <(etude completion zsh)
+  ~/.config/fish/config.fish   etude completion fish | source
+
+Tab then completes commands, flags, presets, options, their values and files."""
+
+RUNNER = """\
+examples:
+  ETUDE_STORE_KEY=$(cat runs/mine/runner.key) etude runner my_agent.py:solve \\
+      --url http://127.0.0.1:8700
+
+The key is read from ETUDE_STORE_KEY alone: other users of this machine can see
+the command line. The first Ctrl-C waits for the attempts in progress, the
+second cancels them."""
+
+STORE = """\
+examples:
+  etude store stores/mine
+  etude store postgresql://me@db:5432/rollouts
+  ETUDE_STORE_KEY=… etude store stores/mine --listen 0.0.0.0:8700
+
+The command prints how a trainer and runners connect. The first start creates
+the admin key, unless ETUDE_STORE_KEY is set. An address that other machines can
+reach requires ETUDE_STORE_KEY.
+
+The store speaks plain HTTP. Put it behind a TLS proxy on a network that others
+can listen to. Ctrl-C or SIGTERM ends it, and loses nothing that it has
+acknowledged."""
+
+SERVE = """\
+examples:
+  etude serve runs/train-20260101-120000
+  etude serve runs/train-20260101-120000 --best --listen 127.0.0.1:0
+  etude serve Qwen3-0.6B sampling.max_tokens=1000
+
+The server has the same HTTP API as the endpoint of training:
+/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages, with
+streaming and tools. The model's name is `policy`.
+
+It prints its address and an API key, which is new at each start. Options under
+`sampling` are the defaults of a request; a request may set its own. The server
+trains nothing and stores no request. Ctrl-C or SIGTERM ends it."""
+
+ENGINE_INSTALL = """\
+examples:
+  etude engine list
+  etude engine install vllm
+  etude train grpo model.path=Qwen3-0.6B data.train=[mine.parquet] \\
+      reward=gsm8k rollout=vllm"""

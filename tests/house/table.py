@@ -69,8 +69,8 @@ ROOMS: dict[str, Room] = {
     "tools": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "dashboard": _room(4, WORDS, INSTRUMENTS, MACHINES, SCORES),
     "help_texts": _room(5),
-    "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "__init__"),
-    "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "commands", "__init__"),
+    "commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "__init__"),
+    "service_commands": _room(5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "__init__"),
     "cli": _room(
         5, WORDS, INSTRUMENTS, MACHINES, SCORES, DOORS, "help_texts", "commands", "service_commands", "__init__"
     ),
