@@ -23,7 +23,7 @@ from etude.records import Task
 
 __all__ = ["RewardFunction", "Score", "describe_task", "parse_score", "read_ground_truths"]
 
-SHOWN = 100
+MAX_VALUE_CHARS = 100
 """Characters that are shown of a value which is no reward."""
 Score: TypeAlias = float | Mapping[str, float]
 
@@ -113,23 +113,24 @@ def parse_score(result: Any) -> tuple[float, dict[str, float]]:
         }
     if not result:
         raise RewardError("it returned an empty mapping; return a number, or at least one named part")
-    found = {name: _parse_part(name, value) for name, value in result.items()}
-    return _parse_number(sum(found.values()), "its parts sum to"), found
+    named_parts = {name: _parse_part(name, value) for name, value in result.items()}
+    return _parse_number(sum(named_parts.values()), "its parts sum to"), named_parts
 
 
 def read_ground_truths(task: Task) -> list[str]:
     """The answers that count as right: the task's `ground_truth`, which may be a list of them."""
     value = task.fields.get("ground_truth")
     accepted = value if isinstance(value, list) else [value]
-    if not accepted or any(not isinstance(one, str | int | float) for one in accepted):
-        found = "has none" if value is None else f"has {value!r}"
-        others = [name for name, held in task.fields.items() if held not in (None, {}) and name != "row"]
-        told = describe_task(task)
+    if not accepted or any(not isinstance(truth, str | int | float) for truth in accepted):
+        actual = "has none" if value is None else f"has {value!r}"
+        field_names = [name for name, content in task.fields.items() if content not in (None, {}) and name != "row"]
+        description = describe_task(task)
         raise DataError(
-            f"{told[0].upper()}{told[1:]} needs a right answer (text, a number or a list of them), and {found}; it has "
-            f"{', '.join(others)}. If another column holds it, name that: `data.columns.answer=…`."
+            f"{description[0].upper()}{description[1:]} needs a right answer (text, a number or a list of them), "
+            f"and {actual}; it has {', '.join(field_names)}. If another column holds it, name that: "
+            "`data.columns.answer=…`."
         )
-    return [str(one) for one in accepted]
+    return [str(truth) for truth in accepted]
 
 
 def describe_task(task: Task) -> str:
@@ -141,23 +142,23 @@ def _parse_part(name: str, value: Any) -> float:
     return _parse_number(value, f"its part `{name}` is")
 
 
-def _parse_number(value: Any, what: str) -> float:
-    plain = _unwrap_scalar(value)
-    if not _is_number(plain):
-        raise RewardError(f"{what} {_format_value(plain)} of type {type(value).__name__}; a number is needed")
+def _parse_number(value: Any, subject: str) -> float:
+    scalar = _unwrap_scalar(value)
+    if not _is_number(scalar):
+        raise RewardError(f"{subject} {_format_value(scalar)} of type {type(value).__name__}; a number is needed")
     try:
-        number = float(plain)
+        number = float(scalar)
     except OverflowError:
-        number = math.inf if plain > 0 else -math.inf
+        number = math.inf if scalar > 0 else -math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{what} {number}; a finite number is needed")
+        raise RewardError(f"{subject} {number}; a finite number is needed")
     return number
 
 
 def _format_value(value: Any) -> str:
     """A value as it is shown in a sentence: not all of what may be a whole answer."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
 
 
 def _is_number(value: Any) -> bool:

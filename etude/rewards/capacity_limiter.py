@@ -21,6 +21,6 @@ class CapacityLimiter:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for a place, and hold it."""
-        held = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
-        async with held:
+        semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
+        async with semaphore:
             yield

@@ -110,14 +110,16 @@ class CombinedReward(RewardFunction):
 
     async def __call__(self, task: Task, answer: str) -> dict[str, float]:
         """The weighted parts, one after the other and here. A judge has each judged in a place of its own instead."""
-        found = {}
+        weighted = {}
         for name, part in self.parts.items():
             result = part(task, answer)
-            found[name] = self.apply_weight(
+            weighted[name] = self.apply_weight(
                 name, parse_score(await result if inspect.isawaitable(result) else result)[0]
             )
-        return found
+        return weighted
 
     def extract(self, answer: str) -> str | None:
         """What the first part reads that reads an answer."""
-        return next((said for part in self.parts.values() if (said := part.extract(answer)) is not None), None)
+        return next(
+            (extracted for part in self.parts.values() if (extracted := part.extract(answer)) is not None), None
+        )

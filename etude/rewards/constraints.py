@@ -42,14 +42,14 @@ def make_loose_variants(text: str) -> list[str]:
     """The text, and what it is without its first line, its last, or both, each also without asterisks: an introduction,
     a closing word and emphasis are forgiven."""
     lines = text.split("\n")
-    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
-    return [text, *cut, *(each.replace("*", "") for each in (text, *cut))]
+    shortened = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [text, *shortened, *(variant.replace("*", "") for variant in (text, *shortened))]
 
 
 def list_arguments(constraint: Callable[..., bool]) -> dict[str, bool]:
     """What a constraint wants to know beside the text, each with whether it must be told."""
     parameters = list(inspect.signature(constraint).parameters.values())[1:]
-    return {each.name: each.default is inspect.Parameter.empty for each in parameters}
+    return {parameter.name: parameter.default is inspect.Parameter.empty for parameter in parameters}
 
 
 def _compare(count: int, bound: int, relation: str) -> bool:
@@ -65,11 +65,11 @@ def _split_words(text: str) -> list[str]:
 def _count_sentences(text: str) -> int:
     """How many sentences there are; what comes after the last mark is one too."""
     count, end = 0, 0
-    for found in _SENTENCE_END.finditer(text):
-        if not _ABBREVIATED.search(text[max(found.start() - 8, 0) : found.start() + 1]) or found.end() >= len(
+    for mark in _SENTENCE_END.finditer(text):
+        if not _ABBREVIATED.search(text[max(mark.start() - 8, 0) : mark.start() + 1]) or mark.end() >= len(
             text.rstrip()
         ):
-            count, end = count + 1, found.end()
+            count, end = count + 1, mark.end()
     return count + bool(re.search(r"\w", text[end:]))
 
 
@@ -122,18 +122,18 @@ def number_lines(text: str, num_lines: int, relation: str = "exactly") -> bool:
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """It has exactly so many paragraphs, divided by `***`."""
     parts = re.split(r"\s?\*\*\*\s?", text)
-    kept = [part for part in parts if part.strip()]
+    paragraphs = [part for part in parts if part.strip()]
     inner = parts[1:-1] if len(parts) > 2 else []
-    return len(kept) == int(num_paragraphs) and all(part.strip() for part in inner)
+    return len(paragraphs) == int(num_paragraphs) and all(part.strip() for part in inner)
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """It has exactly so many paragraphs, divided by empty lines, and one of them begins with this word."""
     parts = [part.strip() for part in text.split("\n\n")]
-    kept = [part for part in parts if part]
-    if len(kept) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(kept):
+    paragraphs = [part for part in parts if part]
+    if len(paragraphs) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(paragraphs):
         return False
-    word = kept[int(nth_paragraph) - 1].split()[0].lstrip("'\"")
+    word = paragraphs[int(nth_paragraph) - 1].split()[0].lstrip("'\"")
     return _NAME_ENDS.split(word)[0].lower() == first_word.lower()
 
 
@@ -142,14 +142,14 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
     """It has exactly so many points that begin with `*` or `-`."""
-    found = re.findall(r"(?m)^[^\S\n]*\*[^*\n].*$", text) + re.findall(r"(?m)^[^\S\n]*-.*$", text)
-    return len(found) == int(num_bullets)
+    bullets = re.findall(r"(?m)^[^\S\n]*\*[^*\n].*$", text) + re.findall(r"(?m)^[^\S\n]*-.*$", text)
+    return len(bullets) == int(num_bullets)
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """At least so many parts of it are emphasised, *so* or **so**."""
-    found = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
-    return sum(bool(part.strip("*").strip()) for part in found) >= int(num_highlights)
+    highlights = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
+    return sum(bool(part.strip("*").strip()) for part in highlights) >= int(num_highlights)
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -164,9 +164,9 @@ def number_placeholders(text: str, num_placeholders: int) -> bool:
 
 def json_format(text: str) -> bool:
     """The whole of it is JSON, in a fence or not."""
-    inside = re.sub(r"(?i)^```(?:json)?", "", text.strip()).removesuffix("```")
+    content = re.sub(r"(?i)^```(?:json)?", "", text.strip()).removesuffix("```")
     try:
-        json.loads(inside)
+        json.loads(content)
     except (ValueError, RecursionError):
         return False
     return True
@@ -185,8 +185,8 @@ def constrained_response(text: str) -> bool:
 def two_responses(text: str) -> bool:
     """It is two different texts, divided by six asterisks."""
     parts = text.split("******")
-    kept = [part.strip() for part in parts if part.strip()]
-    return len(kept) == 2 and kept[0] != kept[1] and all(part.strip() for part in parts[1:-1])
+    responses = [part.strip() for part in parts if part.strip()]
+    return len(responses) == 2 and responses[0] != responses[1] and all(part.strip() for part in parts[1:-1])
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:

@@ -46,16 +46,16 @@ class Countdown(RewardFunction):
 
     def __call__(self, task: Task, answer: str) -> float:
         target, numbers = _read_problem(task)
-        found = evaluate_expression(_extract_expression(answer))
-        if found is None:
+        result = evaluate_expression(_extract_expression(answer))
+        if result is None:
             return 0.0
-        value, used = found
+        value, used = result
         return 1.0 if value == target and used == Counter(numbers) else self.partial
 
     def extract(self, answer: str) -> str | None:
         """The expression without its spaces."""
-        said = _extract_expression(answer)
-        return None if evaluate_expression(said) is None else "".join(said.split())
+        expression = _extract_expression(answer)
+        return None if evaluate_expression(expression) is None else "".join(expression.split())
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, Counter[int]] | None:

@@ -27,7 +27,7 @@ __all__ = ["RewardExecutor", "make_executor"]
 
 QUEUE_CHECK_INTERVAL_S = 1.0
 """Seconds that a call waits for a seat before it is looked whether the others hang, so that one may be added."""
-MOST_THREADS = 16
+MAX_THREADS = 16
 """Calls of a function at a time on threads, where all but one hang."""
 AnyReward: TypeAlias = RewardFunction | FunctionAdapter
 
@@ -64,11 +64,11 @@ def make_executor(reward: AnyReward, workers: int | None, limit: float) -> Rewar
     if reward.quick or reward.is_async:
         return _InlineExecutor(reward, limit)
 
-    def open_seat() -> Worker:
+    def start_thread() -> Worker:
         return ThreadWorker(reward, reward.title, limit)
 
-    most = MOST_THREADS if workers is None else 1
-    return _PoolExecutor(WorkerPool(1, open_seat, reward.title, most), one_by_one=workers is None)
+    max_threads = MAX_THREADS if workers is None else 1
+    return _PoolExecutor(WorkerPool(1, start_thread, reward.title, max_threads), one_by_one=workers is None)
 
 
 class _InlineExecutor(RewardExecutor):
@@ -79,23 +79,23 @@ class _InlineExecutor(RewardExecutor):
 
     async def run(self, task: Task, answer: str) -> Verdict:
         title, limit = self._reward.title, self._limit
-        together = self._reward.max_batch_size if isinstance(self._reward, RewardFunction) else 1
-        bound = asyncio.timeout(None)
+        batch_size = self._reward.max_batch_size if isinstance(self._reward, RewardFunction) else 1
+        deadline = asyncio.timeout(None)
         began = time.perf_counter()
         try:
             async with self._throttle():
                 began = time.perf_counter()
-                async with bound:
-                    bound.reschedule(asyncio.get_running_loop().time() + limit * together)
+                async with deadline:
+                    deadline.reschedule(asyncio.get_running_loop().time() + limit * batch_size)
                     result = self._reward(task, answer)
                     if self._reward.is_async:
                         result = await cast(Awaitable[Any], result)
                     extracted = extract_answer(self._reward, answer)
         except (Exception, SystemExit) as error:
             seconds = time.perf_counter() - began
-            if bound.expired():
-                told = f"The reward {title} {describe_timeout(limit, together)} on {describe_task(task)}."
-                return Verdict.failure(Outcome.TIMED_OUT, told, seconds)
+            if deadline.expired():
+                message = f"The reward {title} {describe_timeout(limit, batch_size)} on {describe_task(task)}."
+                return Verdict.failure(Outcome.TIMED_OUT, message, seconds)
             return make_failed_verdict(error, title, task, seconds)
         return make_verdict(result, title, task, time.perf_counter() - began, extracted)
 
@@ -133,51 +133,51 @@ class _CombinedExecutor(RewardExecutor):
 
     def __init__(self, reward: CombinedReward, executors: Mapping[str, RewardExecutor]) -> None:
         self._reward, self._executors = reward, executors
-        self.one_by_one = any(place.one_by_one for place in executors.values())
+        self.one_by_one = any(executor.one_by_one for executor in executors.values())
 
     async def run(self, task: Task, answer: str) -> Verdict:
-        asked = [asyncio.ensure_future(place.run(task, answer)) for place in self._executors.values()]
+        calls = [asyncio.ensure_future(executor.run(task, answer)) for executor in self._executors.values()]
         try:
-            found = dict(zip(self._executors, await asyncio.gather(*asked), strict=True))
+            verdicts = dict(zip(self._executors, await asyncio.gather(*calls), strict=True))
         finally:
-            for each in asked:
-                each.cancel()
-        seconds = max(verdict.seconds for verdict in found.values())
-        lost = {name: verdict for name, verdict in found.items() if verdict.outcome is not Outcome.SUCCEEDED}
-        if lost:
-            name = next((name for name in lost if lost[name].outcome is Outcome.CANCELLED), next(iter(lost)))
-            told = f"{lost[name].error} It is the part `{name}` of the reward."
-            return replace(lost[name], error=told, seconds=seconds, failed_part=name)
-        parts = {name: self._reward.apply_weight(name, verdict.reward) for name, verdict in found.items()}
-        said = next(
-            (verdict.extracted_answer for verdict in found.values() if verdict.extracted_answer is not None), None
+            for call in calls:
+                call.cancel()
+        seconds = max(verdict.seconds for verdict in verdicts.values())
+        failed = {name: verdict for name, verdict in verdicts.items() if verdict.outcome is not Outcome.SUCCEEDED}
+        if failed:
+            name = next((name for name in failed if failed[name].outcome is Outcome.CANCELLED), next(iter(failed)))
+            message = f"{failed[name].error} It is the part `{name}` of the reward."
+            return replace(failed[name], error=message, seconds=seconds, failed_part=name)
+        parts = {name: self._reward.apply_weight(name, verdict.reward) for name, verdict in verdicts.items()}
+        extracted = next(
+            (verdict.extracted_answer for verdict in verdicts.values() if verdict.extracted_answer is not None), None
         )
-        return make_verdict(parts, self._reward.title, task, seconds, said)
+        return make_verdict(parts, self._reward.title, task, seconds, extracted)
 
     def pop_metrics(self) -> Metrics:
         metrics = Metrics()
-        for place in self._executors.values():
-            metrics.merge(place.pop_metrics())
+        for executor in self._executors.values():
+            metrics.merge(executor.pop_metrics())
         return metrics
 
     def close(self) -> None:
-        for place in self._executors.values():
-            place.close()
+        for executor in self._executors.values():
+            executor.close()
 
 
 def _make_combined_executor(reward: CombinedReward, workers: int | None, limit: float) -> RewardExecutor:
     """A place for each part. `workers` are for those that can use them, and there must be one."""
     if workers and all(part.in_place for part in reward.parts.values()):
         _check_inline_options(next(iter(reward.parts.values())), workers, limit)
-    places: dict[str, RewardExecutor] = {}
+    executors: dict[str, RewardExecutor] = {}
     try:
         for name, part in reward.parts.items():
-            places[name] = make_executor(part, None if part.in_place else workers, limit)
+            executors[name] = make_executor(part, None if part.in_place else workers, limit)
     except BaseException:
-        for place in places.values():
-            place.close()
+        for executor in executors.values():
+            executor.close()
         raise
-    return _CombinedExecutor(reward, places)
+    return _CombinedExecutor(reward, executors)
 
 
 def _check_inline_options(reward: RewardFunction, workers: int | None, limit: float) -> None:

@@ -56,12 +56,12 @@ class FunctionAdapter:
 
     def __call__(self, task: Task, answer: str) -> Any:
         """What the function returns, which may be an awaitable."""
-        given = (
+        arguments = (
             _make_verl_arguments(task, answer)
             if "solution_str" in self._argument_names
             else {"task": task, "answer": answer}
         )
-        return self.function(**{name: given[name] for name in self._argument_names})
+        return self.function(**{name: arguments[name] for name in self._argument_names})
 
 
 class FunctionReward(RewardFunction):
@@ -114,29 +114,33 @@ def _match_signature(function: Callable[..., Any], title: str) -> tuple[str, ...
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise PluginError(f"The reward function {title} does not say what its parameters are: {error}.") from error
-    given: tuple[str, ...]
+    arguments: tuple[str, ...]
     named = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
     if named.issuperset(ETUDE_PARAMETERS):
-        given = ETUDE_PARAMETERS
+        arguments = ETUDE_PARAMETERS
     elif named >= VERL_REQUIRED:
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        given = tuple(name for name in VERL_PARAMETERS if name in named or takes_any)
+        arguments = tuple(name for name in VERL_PARAMETERS if name in named or takes_any)
     else:
-        taken = ", ".join(_STARS.get(each.kind, "") + each.name for each in parameters)
+        taken = ", ".join(_STARS.get(parameter.kind, "") + parameter.name for parameter in parameters)
         trl = " TRL's functions judge a list of completions; here one answer is judged at a time."
         raise PluginError(
             f"The reward function {title} takes ({taken}), which is neither (task, answer) "
             f"nor verl's ({', '.join(VERL_PARAMETERS)}).{trl * ('completions' in named)} Name its parameters as in one "
             "of the two."
         )
-    required = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind not in _STARS]
-    owed = [each.name for each in required if each.name not in given]
-    if owed:
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty and parameter.kind not in _STARS
+    ]
+    missing = [parameter.name for parameter in required if parameter.name not in arguments]
+    if missing:
         raise PluginError(
-            f"The reward function {title} also takes {', '.join(owed)}, which nobody gives. Give it a default, or "
+            f"The reward function {title} also takes {', '.join(missing)}, which nobody gives. Give it a default, or "
             f"leave it out."
         )
-    return given
+    return arguments
 
 
 def _read_ground_truth(task: Task) -> Any:

@@ -51,15 +51,16 @@ class Gsm8k(RewardFunction):
             self._parse_ground_truth(task, truth)
 
     def __call__(self, task: Task, answer: str) -> float:
-        said = extract_final_number(answer, strict=self.method == "strict")
+        number = extract_final_number(answer, strict=self.method == "strict")
         return float(
-            said is not None and said in [self._parse_ground_truth(task, truth) for truth in read_ground_truths(task)]
+            number is not None
+            and number in [self._parse_ground_truth(task, truth) for truth in read_ground_truths(task)]
         )
 
     def extract(self, answer: str) -> str | None:
         """The number that it ends in, however it is written."""
-        said = extract_final_number(answer, strict=self.method == "strict")
-        return None if said is None else str(said)
+        number = extract_final_number(answer, strict=self.method == "strict")
+        return None if number is None else str(number)
 
     def _parse_ground_truth(self, task: Task, truth: str) -> Fraction:
         value = parse_number(truth.rpartition("####")[2])
@@ -73,31 +74,31 @@ class Gsm8k(RewardFunction):
 def extract_final_number(text: str, *, strict: bool) -> Fraction | None:
     """The number that an answer ends in; None where it has none."""
     plain = _normalize_latex(text)
-    found: re.Match[str] | None
+    match: re.Match[str] | None
     if strict:
         marks = list(_STRICT.finditer(plain))
-        found = _NUMBER.match(plain, marks[-1].end()) if marks else None
+        match = _NUMBER.match(plain, marks[-1].end()) if marks else None
     else:
-        found = next(reversed(list(_NUMBER.finditer(plain))), None)
-    return _to_fraction(found) if found else None
+        match = next(reversed(list(_NUMBER.finditer(plain))), None)
+    return _to_fraction(match) if match else None
 
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number, with its sign, currency, unit sign and separators; else None."""
-    found = _NUMBER.fullmatch(_normalize_latex(text).strip().rstrip("%. "))
-    return _to_fraction(found) if found else None
+    match = _NUMBER.fullmatch(_normalize_latex(text).strip().rstrip("%. "))
+    return _to_fraction(match) if match else None
 
 
 def _normalize_latex(text: str) -> str:
     return _FRACTION.sub(r"\1/\2", text).replace("\\$", "$").replace("\\%", "%").replace("\\!", "").replace("{,}", ",")
 
 
-def _to_fraction(found: re.Match[str]) -> Fraction | None:
-    amount = found["amount"].replace(",", "")
+def _to_fraction(match: re.Match[str]) -> Fraction | None:
+    amount = match["amount"].replace(",", "")
     whole, _, part = amount.rpartition(" ")
     above, _, below = part.partition("/")
     if below and int(below) == 0:
         return None
     value = Fraction(above) / int(below or 1) + int(whole or 0)
-    minus = sum(found[place] in ("-", "−", "–") for place in ("sign", "inner"))
+    minus = sum(match[group] in ("-", "−", "–") for group in ("sign", "inner"))
     return -value if minus == 1 else value

@@ -61,18 +61,20 @@ class Instructions(RewardFunction):
     def __call__(self, task: Task, answer: str) -> float:
         text = answer.rpartition(self.after)[2] if self.after else answer
         texts = make_loose_variants(text) if self.loose else [text]
-        wanted = read_instructions(task)
-        followed = sum(any(is_satisfied(name, arguments, each) for each in texts) for name, arguments in wanted)
-        return followed / len(wanted) if self.score == "share" else float(followed == len(wanted))
+        instructions = read_instructions(task)
+        followed = sum(
+            any(is_satisfied(name, arguments, variant) for variant in texts) for name, arguments in instructions
+        )
+        return followed / len(instructions) if self.score == "share" else float(followed == len(instructions))
 
 
 def read_instructions(task: Task) -> tuple[Instruction, ...]:
     """What a task asks for, each by its name with its arguments; `DataError` where that cannot be told."""
-    held: Any = task.fields.get("ground_truth")
-    if held is None:
-        held = {name: task.fields.get(name) for name in (*_LISTS, "kwargs") if task.fields.get(name)}
+    content: Any = task.fields.get("ground_truth")
+    if content is None:
+        content = {name: task.fields.get(name) for name in (*_LISTS, "kwargs") if task.fields.get(name)}
     try:
-        return _parse_instructions(held if isinstance(held, str) else json.dumps(held))
+        return _parse_instructions(content if isinstance(content, str) else json.dumps(content))
     except _UnreadableError as error:
         raise DataError(
             f"The instructions of {describe_task(task)} cannot be used: {error}. They stand in the columns "
@@ -88,50 +90,54 @@ class _UnreadableError(Exception):
 def _parse_instructions(text: str) -> tuple[Instruction, ...]:
     """The same instructions are read for every answer to a task."""
     try:
-        held = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         _refuse("the right answer is text, and no JSON")
-    found = tuple(each for part in (held if isinstance(held, list) else [held]) for each in _collect_instructions(part))
-    if not found:
+    instructions = tuple(
+        instruction
+        for part in (content if isinstance(content, list) else [content])
+        for instruction in _collect_instructions(part)
+    )
+    if not instructions:
         _refuse("there are none")
-    return found
+    return instructions
 
 
-def _collect_instructions(held: Any) -> list[Instruction]:
-    if isinstance(held, str):
-        return [_make_instruction(held, {})]
-    if not isinstance(held, Mapping):
-        _refuse(f"what was found is of type {type(held).__name__}")
-    listed = next((held[name] for name in _LISTS if held.get(name)), None)
+def _collect_instructions(content: Any) -> list[Instruction]:
+    if isinstance(content, str):
+        return [_make_instruction(content, {})]
+    if not isinstance(content, Mapping):
+        _refuse(f"what was found is of type {type(content).__name__}")
+    listed = next((content[name] for name in _LISTS if content.get(name)), None)
     if listed is None:
-        if not isinstance(name := held.get("name"), str):
+        if not isinstance(name := content.get("name"), str):
             _refuse("one has no name")
-        return [_make_instruction(name, {key: value for key, value in held.items() if key != "name"})]
+        return [_make_instruction(name, {key: value for key, value in content.items() if key != "name"})]
     names = listed if isinstance(listed, list) else [listed]
-    given = held.get("kwargs") or [None] * len(names)
-    given = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(given, list) or len(given) != len(names):
+    arguments_list = content.get("kwargs") or [None] * len(names)
+    arguments_list = json.loads(arguments_list) if isinstance(arguments_list, str) else arguments_list
+    if not isinstance(arguments_list, list) or len(arguments_list) != len(names):
         _refuse(f"there are {len(names)} names, and `kwargs` is no list of as many")
-    return [_make_instruction(name, arguments or {}) for name, arguments in zip(names, given, strict=True)]
+    return [_make_instruction(name, arguments or {}) for name, arguments in zip(names, arguments_list, strict=True)]
 
 
-def _make_instruction(name: str, given: Mapping[str, Any]) -> Instruction:
+def _make_instruction(name: str, kwargs: Mapping[str, Any]) -> Instruction:
     """One instruction, by the last word of IFEval's name for it. What is null was not given."""
     short = str(name).rpartition(":")[2]
     if short in UNVERIFIABLE:
         _refuse(f"`{name}` is asked for, and {UNVERIFIABLE[short]}")
     if short not in CONSTRAINTS:
-        near = get_close_matches(short, CONSTRAINTS, n=1)
+        suggestions = get_close_matches(short, CONSTRAINTS, n=1)
         _refuse(
             f"there is no `{name}`"
-            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(CONSTRAINTS)}")
+            + (f"; did you mean {suggestions[0]}?" if suggestions else f"; there are {', '.join(CONSTRAINTS)}")
         )
-    arguments = {key: value for key, value in given.items() if value is not None}
+    arguments = {key: value for key, value in kwargs.items() if value is not None}
     known = list_arguments(CONSTRAINTS[short])
     if unknown := sorted(arguments.keys() - known.keys()):
         _refuse(f"`{name}` is given {', '.join(unknown)}, and takes {', '.join(known) or 'nothing'}")
-    if owed := [key for key, needed in known.items() if needed and key not in arguments]:
-        _refuse(f"`{name}` lacks {', '.join(owed)}")
+    if missing := [key for key, needed in known.items() if needed and key not in arguments]:
+        _refuse(f"`{name}` lacks {', '.join(missing)}")
     if single := [key for key in LIST_ARGUMENTS if key in arguments and not isinstance(arguments[key], list)]:
         _refuse(f"`{single[0]}` of `{name}` must be a list")
     return short, arguments

@@ -33,11 +33,11 @@ __all__ = ["JudgeClient", "JudgeUsage", "UnusableReplyError"]
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """What a server answers when another try may succeed."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 """Seconds of the first wait between two tries, and of the longest that is not asked for by the server."""
 MAX_RETRY_AFTER_S = 300.0
 """Seconds of the longest wait that a server may ask for."""
-SHOWN = 200
+MAX_QUOTED_CHARS = 200
 """Characters of a server's answer that are told."""
 R = TypeVar("R")
 
@@ -71,11 +71,11 @@ class JudgeClient:
 
     def __post_init__(self) -> None:
         self._limiter = CapacityLimiter(self.max_concurrency)
-        self._secure = httpx2.create_ssl_context() if self.url.startswith("https") else False
+        self._ssl_context = httpx2.create_ssl_context() if self.url.startswith("https") else False
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx2.AsyncClient, int]] = {}
         self._lock, self._usage = Lock(), JudgeUsage()
-        self._chance = random.Random()
-        self._next = self._blocked_until = 0.0
+        self._random = random.Random()
+        self._next_start = self._blocked_until = 0.0
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -99,18 +99,18 @@ class JudgeClient:
                 try:
                     return read(await self._send_request(client, body))
                 except UnusableReplyError as error:
-                    why = error
-        told = f"{mask_text(self.url)} gave no judgement in {self.retries + 1} tries; the last time {why}"
-        raise RewardError(f"{told.rstrip('.')}.")
+                    failure = error
+        message = f"{mask_text(self.url)} gave no judgement in {self.retries + 1} tries; the last time {failure}"
+        raise RewardError(f"{message.rstrip('.')}.")
 
     def pop_metrics(self, prices: tuple[float, float]) -> Metrics:
         """What was spent since this was last asked; prices of a million tokens read, and of a million written."""
         with self._lock:
-            spending, self._usage = self._usage, JudgeUsage()
-        if not spending.requests:
+            usage, self._usage = self._usage, JudgeUsage()
+        if not usage.requests:
             return Metrics()
-        cost = (spending.prompt_tokens * prices[0] + spending.completion_tokens * prices[1]) / 1e6
-        counts = {f"judge/{name}": Sum.of(value) for name, value in vars(spending).items()}
+        cost = (usage.prompt_tokens * prices[0] + usage.completion_tokens * prices[1]) / 1e6
+        counts = {f"judge/{name}": Sum.of(value) for name, value in vars(usage).items()}
         return Metrics(counts | ({"judge/cost": Sum.of(cost)} if any(prices) else {}))
 
     # -- one try ------------------------------------------------------------------------------------------------------
@@ -125,15 +125,15 @@ class JudgeClient:
             raise UnusableReplyError(f"it did not answer within {self.timeout:g} seconds") from error
         except httpx2.HTTPError as error:
             raise UnusableReplyError(
-                f"it could not be reached: {self._told(str(error) or type(error).__name__)}"
+                f"it could not be reached: {self._quote(str(error) or type(error).__name__)}"
             ) from error
         if response.status_code in RETRYABLE_STATUSES:
             self._apply_retry_after(response.headers.get("retry-after"))
-            raise UnusableReplyError(f"it answered {response.status_code}: {self._told(response.text)}")
+            raise UnusableReplyError(f"it answered {response.status_code}: {self._quote(response.text)}")
         if response.status_code != httpx2.codes.OK:
             raise RewardError(
                 f"{mask_text(self.url)} refuses what is asked, with {response.status_code}: "
-                f"{self._told(response.text)}. Check `base_url`, `model` and `api_key`."
+                f"{self._quote(response.text)}. Check `base_url`, `model` and `api_key`."
             )
         return self._read_reply(response)
 
@@ -142,25 +142,28 @@ class JudgeClient:
             reply = response.json()
             text = reply["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UnusableReplyError(f"it answered what is no completion: {self._told(response.text)}") from error
+            raise UnusableReplyError(f"it answered what is no completion: {self._quote(response.text)}") from error
         usage = reply.get("usage")
         used = [_count_of(usage, name) for name in ("prompt_tokens", "completion_tokens")]
         self._add_usage(prompt_tokens=used[0], completion_tokens=used[1])
         if self.tokens_per_minute:
-            self._next = max(self._next, time.monotonic()) + 60.0 * sum(used) / self.tokens_per_minute
+            self._next_start = max(self._next_start, time.monotonic()) + 60.0 * sum(used) / self.tokens_per_minute
         if not isinstance(text, str):
             raise UnusableReplyError("it answered without a text")
         return text
 
-    def _told(self, text: str) -> str:
+    def _quote(self, text: str) -> str:
         """What a server said, short and without secrets."""
         plain = " ".join(text.split())
         plain = plain.replace(self.key, MASK) if self.key else plain
-        return mask_text(plain if len(plain) <= SHOWN else f"{plain[:SHOWN]}…", yaml=False) or "nothing"
+        return (
+            mask_text(plain if len(plain) <= MAX_QUOTED_CHARS else f"{plain[:MAX_QUOTED_CHARS]}…", yaml=False)
+            or "nothing"
+        )
 
-    def _add_usage(self, **more: int) -> None:
+    def _add_usage(self, **counts: int) -> None:
         with self._lock:
-            for name, value in more.items():
+            for name, value in counts.items():
                 setattr(self._usage, name, getattr(self._usage, name) + value)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -168,26 +171,26 @@ class JudgeClient:
     async def _wait_for_rate(self) -> None:
         """Wait for this request's place in time."""
         now = time.monotonic()
-        start = max(now, self._next, self._blocked_until)
+        start = max(now, self._next_start, self._blocked_until)
         if self.requests_per_minute:
-            self._next = start + 60.0 / self.requests_per_minute
-        while (left := max(start, self._blocked_until) - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+            self._next_start = start + 60.0 / self.requests_per_minute
+        while (remaining := max(start, self._blocked_until) - time.monotonic()) > 0:
+            await asyncio.sleep(remaining)
 
     def _backoff_seconds(self, attempt: int) -> float:
         """Seconds before a further try; half of them chance."""
-        longest: float = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)
-        return longest * (0.5 + self._chance.random() / 2)
+        longest: float = min(FIRST_BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
+        return longest * (0.5 + self._random.random() / 2)
 
-    def _apply_retry_after(self, asked: str | None) -> None:
+    def _apply_retry_after(self, header: str | None) -> None:
         """Have nobody ask before the server wants it: in seconds, or at a date."""
-        if asked is None:
+        if header is None:
             return
         try:
-            seconds = float(asked)
+            seconds = float(header)
         except ValueError:
             try:
-                seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+                seconds = parsedate_to_datetime(header).timestamp() - time.time()
             except (ValueError, OverflowError):
                 return
         if not math.isfinite(seconds):
@@ -228,7 +231,7 @@ class JudgeClient:
             headers=headers,
             timeout=None,
             limits=limits,
-            verify=self._secure,
+            verify=self._ssl_context,
         )
 
 

@@ -49,9 +49,9 @@ class Math(RewardFunction):
 
     def extract(self, answer: str) -> str | None:
         """The final expression as it is written, its spaces aside."""
-        inside = extract_boxed(answer)
-        said = _last_fragment(answer) if inside is None else inside
-        return "".join(said.strip().strip("$").split()) or None
+        boxed = extract_boxed(answer)
+        expression = _last_fragment(answer) if boxed is None else boxed
+        return "".join(expression.strip().strip("$").split()) or None
 
 
 def is_equal(truth: str, answer: str) -> bool:
@@ -61,13 +61,13 @@ def is_equal(truth: str, answer: str) -> bool:
 
 def extract_final_expression(answer: str) -> list[Any]:
     """What an answer says in the end, as math-verify reads it; empty where it says nothing."""
-    inside = extract_boxed(answer)
-    if inside is not None:
-        return _parse_expression(inside)
+    boxed = extract_boxed(answer)
+    if boxed is not None:
+        return _parse_expression(boxed)
     if not _DELIMITED.search(answer):
-        spoken = _last_fragment(answer)
-        if re.search(r"\w", spoken):
-            return _parse_expression(spoken)
+        fragment = _last_fragment(answer)
+        if re.search(r"\w", fragment):
+            return _parse_expression(fragment)
     return _parse(answer) or _parse_expression(_last_line(answer))
 
 
@@ -86,18 +86,18 @@ def extract_boxed(text: str) -> str | None:
     if start < 0:
         return None
     first, depth = start + len("\\boxed{"), 1
-    for place in range(first, len(text)):
-        escaped = text[place - 1] == "\\"
-        depth += (text[place] == "{" and not escaped) - (text[place] == "}" and not escaped)
+    for position in range(first, len(text)):
+        escaped = text[position - 1] == "\\"
+        depth += (text[position] == "{" and not escaped) - (text[position] == "}" and not escaped)
         if depth == 0:
-            return text[first:place]
+            return text[first:position]
     return None
 
 
 @lru_cache(maxsize=4096)
 def _parse_ground_truth(truth: str) -> list[Any]:
-    inside = extract_boxed(truth)
-    return _parse_expression(truth.strip().strip("$") if inside is None else inside)
+    boxed = extract_boxed(truth)
+    return _parse_expression(truth.strip().strip("$") if boxed is None else boxed)
 
 
 def _parse_expression(text: str) -> list[Any]:
@@ -110,8 +110,8 @@ def _parse_expression(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    found: list[Any] = math_verify.parse(text, extraction_config=_extraction_configs(), parsing_timeout=None)
-    return found
+    parsed: list[Any] = math_verify.parse(text, extraction_config=_extraction_configs(), parsing_timeout=None)
+    return parsed
 
 
 @cache

@@ -52,9 +52,9 @@ SCORE_PATTERN = (
     r"(-?\d+(?:\.\d+)?)(?:[\s/]{1,3}(?:out of )?\d+)?[^\w\n]{0,9}$"
 )
 """A score that ends its line and is no part of a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
-_PLACES = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")
+_PLACEHOLDERS = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")
 # Where a mark would begin, closed or not. What takes its place begins none, whatever it comes to stand beside.
-_MARKS = re.compile(r"(?i)<(?=\s*+/?\s*+(?:question|answer|reference)\b)")
+_TAGS = re.compile(r"(?i)<(?=\s*+/?\s*+(?:question|answer|reference)\b)")
 _FENCED = re.compile(r"```(?:json)?(.*?)```", re.DOTALL)
 
 
@@ -181,8 +181,8 @@ class ModelJudge(RewardFunction):
             "max_tokens": self.max_tokens,
             **self.extra_body,
         }
-        given = {name: value for name, value in body.items() if value is not None}
-        score: float = await self._client.complete(given, self._parse_score)
+        request = {name: value for name, value in body.items() if value is not None}
+        score: float = await self._client.complete(request, self._parse_score)
         return score
 
     def _render_prompt(self, task: Task, answer: str) -> str:
@@ -191,22 +191,23 @@ class ModelJudge(RewardFunction):
         reference = "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
         values = {
             "question": _question_text(task),
-            "answer": _MARKS.sub("&lt;", answer),
+            "answer": _TAGS.sub("&lt;", answer),
             "reference": reference,
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",
             "with_reference": ", a reference answer" if reference else "",
             "reference_part": REFERENCE_TEMPLATE.replace("{reference}", reference) if reference else "",
         }
-        return _PLACES.sub(
-            lambda found: values[found[1]], PROMPT_TEMPLATE if self._template_text is None else self._template_text
+        return _PLACEHOLDERS.sub(
+            lambda placeholder: values[placeholder[1]],
+            PROMPT_TEMPLATE if self._template_text is None else self._template_text,
         )
 
     def _parse_score(self, reply: str) -> float:
         """The number in a reply, from 0 to 1."""
-        said = _find_json_field(reply, self.json_field) if self.read == "json" else _last_match(self.pattern, reply)
+        value = _find_json_field(reply, self.json_field) if self.read == "json" else _last_match(self.pattern, reply)
         try:
-            score = float(str(said))
+            score = float(str(value))
         except ValueError:
             raise UnusableReplyError(f"its reply held no score: {_tail(reply)}") from None
         if not min(self.low, self.high) <= score <= max(self.low, self.high):
@@ -219,10 +220,10 @@ def _question_text(task: Task) -> str:
     prompt = task.fields.get("prompt")
     if not isinstance(prompt, list):
         return str(prompt)
-    said = [message for message in prompt if isinstance(message, Mapping)]
-    if len(said) == 1:
-        return _message_text(said[0])
-    return "\n\n".join(f"{message.get('role', '')}: {_message_text(message)}" for message in said)
+    messages = [message for message in prompt if isinstance(message, Mapping)]
+    if len(messages) == 1:
+        return _message_text(messages[0])
+    return "\n\n".join(f"{message.get('role', '')}: {_message_text(message)}" for message in messages)
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
@@ -233,8 +234,8 @@ def _message_text(message: Mapping[str, Any]) -> str:
 
 
 def _last_match(pattern: str, reply: str) -> str | None:
-    found = list(re.finditer(pattern, reply))
-    return found[-1][1] if found else None
+    matches = list(re.finditer(pattern, reply))
+    return matches[-1][1] if matches else None
 
 
 def _find_json_field(reply: str, name: str) -> Any:
@@ -242,11 +243,11 @@ def _find_json_field(reply: str, name: str) -> Any:
     fenced = _FENCED.findall(reply)
     for text in (reply, *reversed(fenced), reply[reply.find("{") : reply.rfind("}") + 1]):
         try:
-            held = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(held, Mapping) and name in held and not isinstance(held[name], bool):
-            return held[name]
+        if isinstance(parsed, Mapping) and name in parsed and not isinstance(parsed[name], bool):
+            return parsed[name]
     return None
 
 

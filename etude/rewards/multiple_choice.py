@@ -35,7 +35,7 @@ COLUMNS = ("choices", "options")
 _OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"
 # A letter is one by itself, and not the beginning of `A cat` or `I think`.
 _CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b|or\b)[a-z])"
-_SAID = re.compile(
+_DECLARED = re.compile(
     r"(?i:\b(?:answer|choice|option)\b(?:\s{1,9}(?:choice|option|letter))?[\s*_`]{0,9}(?:is|would\s+be|must\s+be|=|:)"
     rf"(?:\s{{1,9}}(?:option|choice|letter)\b)?[\s:*_`]{{0,9}}){_OPEN}([A-Z]){_CLOSE}"
 )
@@ -76,18 +76,18 @@ class MultipleChoice(RewardFunction):
 def extract_choice(answer: str, options: Mapping[str, str], *, lower_case: bool = False) -> str | None:
     """The letter of the option that an answer decides for; None where that cannot be told."""
     last = answer.strip().rpartition("\n")[2].strip()
-    inside = extract_boxed(answer)
-    if inside is not None:
-        return _match_option(inside, options, lower_case=lower_case)
+    boxed = extract_boxed(answer)
+    if boxed is not None:
+        return _match_option(boxed, options, lower_case=lower_case)
     after = _AFTER.split(last)[-1]
     if options and after != last and (found := _match_option(after, options, lower_case=lower_case)) is not None:
         return found
-    said = [found for found in _SAID.finditer(answer) if not options or found[1] in options]
-    if said:
+    declared = [found for found in _DECLARED.finditer(answer) if not options or found[1] in options]
+    if declared:
         return (
             None
-            if _names_second_option(answer[said[-1].end() :], options.get(said[-1][1], ""), options)
-            else said[-1][1]
+            if _names_second_option(answer[declared[-1].end() :], options.get(declared[-1][1], ""), options)
+            else declared[-1][1]
         )
     for text in dict.fromkeys((last, answer, after)):
         if (found := _match_option(text, options, lower_case=lower_case)) is not None:
@@ -98,26 +98,26 @@ def extract_choice(answer: str, options: Mapping[str, str], *, lower_case: bool 
 def _match_option(text: str, options: Mapping[str, str], *, lower_case: bool) -> str | None:
     """The option that a text names, and says nothing but that: by its letter, with or without its words, or by them."""
     plain = text.strip()
-    spoken = [
+    matching = [
         letter for letter, option in options.items() if split_words(option) == split_words(plain) and split_words(plain)
     ]
-    if len(spoken) == 1:
-        return spoken[0]
-    found = _ALONE.fullmatch(plain[:1].upper() + plain[1:] if lower_case and _stands_alone(plain) else plain)
-    if not found or (options and found[1] not in options):
+    if len(matching) == 1:
+        return matching[0]
+    match = _ALONE.fullmatch(plain[:1].upper() + plain[1:] if lower_case and _stands_alone(plain) else plain)
+    if not match or (options and match[1] not in options):
         return None
-    behind = split_words(found[2] or "")
-    if behind and behind != split_words(options.get(found[1], "")):
+    rest_words = split_words(match[2] or "")
+    if rest_words and rest_words != split_words(options.get(match[1], "")):
         return None
-    return found[1]
+    return match[1]
 
 
-def _names_second_option(behind: str, text: str, options: Mapping[str, str]) -> bool:
+def _names_second_option(rest: str, text: str, options: Mapping[str, str]) -> bool:
     """Whether what stands behind a letter, and perhaps the text of its option, names another as well."""
-    line = behind.partition("\n")[0]
+    line = rest.partition("\n")[0]
     bare = line.lstrip(" ).:]*_`")
-    places = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
-    return any((found := _HEDGE.match(place)) and (not options or found[1] in options) for place in places)
+    candidates = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
+    return any((match := _HEDGE.match(text_part)) and (not options or match[1] in options) for text_part in candidates)
 
 
 def _stands_alone(text: str) -> bool:
@@ -132,13 +132,13 @@ def read_options(task: Task) -> dict[str, str]:
 
 def _read_labels_and_texts(task: Task) -> tuple[list[str], list[str]]:
     """What a task calls its options, and their texts."""
-    held: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
-    if isinstance(held, Mapping) and {"label", "text"} <= held.keys():
-        return list(map(_normalize_label, held["label"])), list(map(str, held["text"]))
-    if isinstance(held, Mapping):
-        return list(map(_normalize_label, held)), list(map(str, held.values()))
-    if isinstance(held, list):
-        return list(string.ascii_uppercase[: len(held)]), list(map(str, held))
+    options: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
+    if isinstance(options, Mapping) and {"label", "text"} <= options.keys():
+        return list(map(_normalize_label, options["label"])), list(map(str, options["text"]))
+    if isinstance(options, Mapping):
+        return list(map(_normalize_label, options)), list(map(str, options.values()))
+    if isinstance(options, list):
+        return list(string.ascii_uppercase[: len(options)]), list(map(str, options))
     return [], []
 
 

@@ -98,8 +98,8 @@ class F1(RewardFunction):
         read_ground_truths(task)
 
     def __call__(self, task: Task, answer: str) -> float:
-        said = split_words(answer)
-        return max(_f1_score(said, split_words(truth)) for truth in read_ground_truths(task))
+        answer_words = split_words(answer)
+        return max(_f1_score(answer_words, split_words(truth)) for truth in read_ground_truths(task))
 
 
 class Format(RewardFunction):
@@ -118,16 +118,16 @@ class Format(RewardFunction):
             opening, closing = f"<{tag}>", f"</{tag}>"
             if answer.count(opening) != 1 or answer.count(closing) != 1 or not rest.startswith(opening):
                 return 0.0
-            inside, _, rest = rest[len(opening) :].partition(closing)
-            if not inside.strip():
+            content, _, rest = rest[len(opening) :].partition(closing)
+            if not content.strip():
                 return 0.0
             rest = rest.lstrip()
         return float(not rest)
 
 
-def _f1_score(said: list[str], truth: list[str]) -> float:
+def _f1_score(answer_words: list[str], truth_words: list[str]) -> float:
     """F1 of two bags of words."""
-    if not said or not truth:
-        return float(said == truth)
-    common = (Counter(said) & Counter(truth)).total()
-    return 2 * common / (len(said) + len(truth))
+    if not answer_words or not truth_words:
+        return float(answer_words == truth_words)
+    common = (Counter(answer_words) & Counter(truth_words)).total()
+    return 2 * common / (len(answer_words) + len(truth_words))

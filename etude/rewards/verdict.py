@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
-SHOWN = 300
+MAX_MESSAGE_CHARS = 300
 """Characters of a foreign exception's message that are told."""
-MOST_NAMES = 30
+MAX_NAMES = 30
 """Names of fields that are listed."""
 
 
@@ -100,42 +100,44 @@ def describe_exception(error: BaseException) -> str:
     """Name what foreign code raised, and where."""
     if isinstance(error, EtudeError):
         return str(error)
-    passed = traceback.extract_tb(error.__traceback__)
-    frames = [each for each in passed if not each.filename.startswith(PACKAGE_PREFIX)] or passed
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{_exception_message(error)}{place}."
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(PACKAGE_PREFIX)] or stack
+    location = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{_exception_message(error)}{location}."
 
 
 def _exception_message(error: BaseException) -> str:
     """The message of an exception, on one line and no longer than is read; it may raise as well."""
     try:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
     except Exception:
         return ""
-    said = said if len(said) <= SHOWN else f"{said[:SHOWN]}…"
-    return f": {said}" if said else ""
+    message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
+    return f": {message}" if message else ""
 
 
 def _describe_fields(error: BaseException, task: Task) -> str:
     """The fields of a task, for a function that asked for one that is not there."""
-    lacks = isinstance(error, KeyError) or (isinstance(error, AttributeError) and isinstance(error.obj, Task))
-    if not lacks or "has no field" in _exception_message(error):  # a task says so itself
+    is_missing_field = isinstance(error, KeyError) or (
+        isinstance(error, AttributeError) and isinstance(error.obj, Task)
+    )
+    if not is_missing_field or "has no field" in _exception_message(error):  # a task says so itself
         return ""
     extra = task.fields.get("extra_info")
-    within = f", and its `extra_info` has {_join_names(extra)}" if isinstance(extra, Mapping) else ""
-    return f" The task has the fields {_join_names(task.fields)}{within}."
+    nested_fields = f", and its `extra_info` has {_join_names(extra)}" if isinstance(extra, Mapping) else ""
+    return f" The task has the fields {_join_names(task.fields)}{nested_fields}."
 
 
 def _join_names(names: Iterable[str]) -> str:
     listed = [*names]
-    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
-    return (", ".join(listed[:MOST_NAMES]) or "none") + more
+    remainder = f" and {len(listed) - MAX_NAMES} more" if len(listed) > MAX_NAMES else ""
+    return (", ".join(listed[:MAX_NAMES]) or "none") + remainder
 
 
 def describe_timeout(limit: float, batch_size: int = 1) -> str:
     """What is said of a reward function that exceeded its limit; `together`, for so many answers at once."""
-    each = f" for each of {batch_size} answers at once" if batch_size > 1 else ""
-    return f"took longer than `judging.timeout` = {limit:g} seconds{each}"
+    per_batch = f" for each of {batch_size} answers at once" if batch_size > 1 else ""
+    return f"took longer than `judging.timeout` = {limit:g} seconds{per_batch}"
 
 
 async def _await_result(result: Any) -> Any:

@@ -21,7 +21,7 @@ from etude.rewards.verdict import run_reward
 
 __all__ = ["main"]
 
-GRACE = 3.0
+ALARM_GRACE_S = 3.0
 """Seconds after its limit at which a call is ended by the alarm: the parent, if there is one, has long done so."""
 
 
@@ -35,14 +35,14 @@ def main(descriptor: int) -> None:
         reward, limit = pickle.loads(payload)
         reward.prepare()
     except Exception as error:
-        told = str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}"
-        connection.send_bytes(told.encode())
+        problem = str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}"
+        connection.send_bytes(problem.encode())
         return
     connection.send_bytes(b"")
     with asyncio.Runner() as runner:
         while True:
             task, answer = pickle.loads(calls.get())
-            signal.setitimer(signal.ITIMER_REAL, limit + GRACE)
+            signal.setitimer(signal.ITIMER_REAL, limit + ALARM_GRACE_S)
             verdict = run_reward(reward, reward.title, task, answer, runner)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             connection.send_bytes(pickle.dumps(verdict))

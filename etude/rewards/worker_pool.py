@@ -32,9 +32,9 @@ from etude.rewards.verdict import Verdict, describe_timeout, run_reward
 
 __all__ = ["ProcessWorker", "ThreadWorker", "Worker", "WorkerLostError", "WorkerPool"]
 
-STARTING = 120.0
+START_TIMEOUT_S = 120.0
 """Seconds after which a process that does not come up is given up."""
-ENDING = 2.0
+EXIT_TIMEOUT_S = 2.0
 """Seconds that a process may take to end, once it has closed its pipe."""
 HANG_SECONDS = 5.0
 """Seconds after which a call that only waits is taken for one that hangs, where another seat may be added."""
@@ -48,8 +48,8 @@ _BOOT = (
 class WorkerLostError(Exception):
     """The call ended its seat."""
 
-    def __init__(self, outcome: Outcome, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
         self.outcome = outcome
 
 
@@ -94,8 +94,8 @@ class ThreadWorker(Worker):
 
     @property
     def is_hung(self) -> bool:
-        lasts = time.monotonic() - self._began
-        return lasts > HANG_SECONDS and self._cpu_seconds() - self._cpu_began < lasts / 10
+        elapsed = time.monotonic() - self._began
+        return elapsed > HANG_SECONDS and self._cpu_seconds() - self._cpu_began < elapsed / 10
 
     def call(self, task: Task, answer: str) -> Verdict:
         self._began, self._cpu_began = time.monotonic(), self._cpu_seconds()
@@ -133,14 +133,14 @@ class ProcessWorker(Worker):
     def __init__(self, payload: bytes, limit: float) -> None:
         self._payload, self._limit = payload, limit
         self._ready = self._killed = False
-        self._connection, theirs = Pipe()
-        descriptor = theirs.fileno()
+        self._connection, worker_end = Pipe()
+        descriptor = worker_end.fileno()
         command = [sys.executable, "-c", _BOOT, str(descriptor), json.dumps(sys.path)]
         # In a session of its own, so that Ctrl-C is the run's to answer, and killing it ends what it started.
         self._process = Popen(
             command, stdin=DEVNULL, stdout=_STDERR, pass_fds=[descriptor], start_new_session=True, close_fds=True
         )
-        theirs.close()
+        worker_end.close()
 
     @property
     def is_lost(self) -> bool:
@@ -170,7 +170,9 @@ class ProcessWorker(Worker):
     def _wait_until_ready(self) -> None:
         try:
             self._connection.send_bytes(self._payload)
-            problem = self._connection.recv_bytes().decode() if self._connection.poll(STARTING) else "it took too long"
+            problem = (
+                self._connection.recv_bytes().decode() if self._connection.poll(START_TIMEOUT_S) else "it took too long"
+            )
         except (EOFError, OSError):
             problem = self._describe_exit()
         if self._killed:
@@ -186,7 +188,7 @@ class ProcessWorker(Worker):
     def _describe_exit(self) -> str:
         """How the process ended, or was ended because it no longer answers."""
         try:
-            code = self._process.wait(timeout=ENDING)
+            code = self._process.wait(timeout=EXIT_TIMEOUT_S)
         except TimeoutExpired:
             self._kill_all()
             code = self._process.wait()
@@ -229,7 +231,7 @@ class WorkerPool:
         with self._lock:
             if self._closed or len(self._threads) >= self._max_workers or len(self._active) < len(self._threads):
                 return
-            if not all(seat.is_hung for seat in self._active):
+            if not all(worker.is_hung for worker in self._active):
                 return
             thread = threading.Thread(target=self._serve, daemon=True)
             self._threads.append(thread)
@@ -250,14 +252,14 @@ class WorkerPool:
             self._closed = True
             for _ in self._threads:
                 self._calls.put(None)
-            for seat in self._active:
-                seat.kill()
+            for worker in self._active:
+                worker.kill()
         for thread in self._threads:
             thread.join(timeout=5.0)
 
     def _serve(self) -> None:
         """Keep one seat, taken at the first call, and serve one call after the other at it."""
-        seat: Worker | None = None
+        worker: Worker | None = None
         while (call := self._calls.get()) is not None:
             if not call.future.set_running_or_notify_cancel():
                 continue
@@ -265,23 +267,23 @@ class WorkerPool:
             try:
                 if self._closed:
                     raise WorkerLostError(Outcome.CANCELLED, "was not called")
-                if seat is not None and seat.is_lost:
-                    self._release_worker(seat)
-                    seat = None
-                if seat is None:
-                    seat = self._acquire_worker()
-                call.future.set_result(seat.call(call.task, call.answer))
-            except WorkerLostError as lost:
-                call.future.set_result(self._failure(lost, call.task, time.perf_counter() - began))
-                self._release_worker(seat)
-                seat = None
+                if worker is not None and worker.is_lost:
+                    self._release_worker(worker)
+                    worker = None
+                if worker is None:
+                    worker = self._acquire_worker()
+                call.future.set_result(worker.call(call.task, call.answer))
+            except WorkerLostError as error:
+                call.future.set_result(self._failure(error, call.task, time.perf_counter() - began))
+                self._release_worker(worker)
+                worker = None
             except BaseException as error:  # no seat could be had: the caller is told, and the next call tries again
                 call.future.set_exception(error)
-                self._release_worker(seat)
-                seat = None
+                self._release_worker(worker)
+                worker = None
             if time.perf_counter() - began > HANG_SECONDS and self._retire_thread():
                 break
-        self._release_worker(seat)
+        self._release_worker(worker)
 
     def _retire_thread(self) -> bool:
         """Take this thread, whose call hung, off the list where another stood in for it."""
@@ -291,22 +293,22 @@ class WorkerPool:
             self._threads.remove(threading.current_thread())
             return True
 
-    def _failure(self, lost: WorkerLostError, task: Task, seconds: float) -> Verdict:
+    def _failure(self, error: WorkerLostError, task: Task, seconds: float) -> Verdict:
         if self._closed:
-            told = f"The reward {self._title} was stopped on {describe_task(task)}, because the judge was closed."
-            return Verdict.failure(Outcome.CANCELLED, told, seconds)
-        return Verdict.failure(lost.outcome, f"The reward {self._title} {lost} on {describe_task(task)}.", seconds)
+            message = f"The reward {self._title} was stopped on {describe_task(task)}, because the judge was closed."
+            return Verdict.failure(Outcome.CANCELLED, message, seconds)
+        return Verdict.failure(error.outcome, f"The reward {self._title} {error} on {describe_task(task)}.", seconds)
 
     def _acquire_worker(self) -> Worker:
-        seat = self._start_worker()
+        worker = self._start_worker()
         with self._lock:
-            self._active.add(seat)
+            self._active.add(worker)
             if self._closed:
-                seat.kill()
-        return seat
+                worker.kill()
+        return worker
 
-    def _release_worker(self, seat: Worker | None) -> None:
-        if seat is not None:
+    def _release_worker(self, worker: Worker | None) -> None:
+        if worker is not None:
             with self._lock:
-                self._active.discard(seat)
-            seat.close()
+                self._active.discard(worker)
+            worker.close()

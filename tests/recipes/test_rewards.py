@@ -45,7 +45,7 @@ def test_a_judge_among_parts_is_asked_counted_and_billed(world: Path, tmp_path: 
             assert step["reward"] == pytest.approx(step["reward/digits"] + step["reward/style"])
             assert 0 < step["reward/style"] <= 0.5 and step["failed_share"] == 0
         assert before["eval/judge/requests"] == steps[-1]["eval/judge/requests"] == 5
-        assert len(served.asked) == 12 + 2 * 5, "all that was asked was counted, once"
+        assert len(served.requests) == 12 + 2 * 5, "all that was asked was counted, once"
         assert {headers["authorization"] for headers in served.headers} == {f"Bearer {KEY}"}
         assert not told_anywhere(run, KEY) and KEY not in capsys.readouterr().err
         assert main(["train", "--resume", str(run), "steps=2", f"reward.parts.style.api_key={KEY}"]) == 0
@@ -65,7 +65,7 @@ def test_the_part_that_fails_is_counted_by_its_name(world: Path, tmp_path: Path,
     with serving(lambda n, body: Reply(status=500 if n % 4 == 0 else 200)) as served:
         parts["reward.parts.style.base_url"] = served.url
         (step,) = measured(train(world, tmp_path / "run", steps=1, **parts))
-    asked = len(served.asked)
+    asked = len(served.requests)
     assert step["failed_parts/style"] == step["failed_attempts/failed"] == asked // 4
     assert step["failed_share"] == pytest.approx((asked // 4) / asked)
     assert "it answered 500: " in capsys.readouterr().err

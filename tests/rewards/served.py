@@ -31,7 +31,7 @@ class Served:
     """The endpoint as a test sees it."""
 
     url: str
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     """The requests' bodies, in order."""
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -53,11 +53,11 @@ def serving(answer: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Served]:
             with lock:
                 under_way[0] += 1
                 served.max_concurrency = max(served.max_concurrency, under_way[0])
-                served.asked.append({**body, "path": self.path})
+                served.requests.append({**body, "path": self.path})
                 served.headers.append({name.lower(): value for name, value in self.headers.items()})
                 served.times.append(time.monotonic())
                 served.connections.add(self.client_address)
-                n = len(served.asked)
+                n = len(served.requests)
             reply = answer(n, body)
             time.sleep(reply.seconds)
             completion = {"choices": [{"message": {"role": "assistant", "content": reply.text}}], "usage": reply.usage}

@@ -22,9 +22,9 @@ from tests.rewards.tasks import task
     ],
 )
 def test_numbers_and_parts(answer: str, reward: float, parts: dict[str, float]) -> None:
-    found = parse_score(functions.returned(task(), answer))
-    assert found == (reward, parts)
-    assert {type(value) for value in [found[0], *found[1].values()]} == {float}
+    score = parse_score(functions.returned(task(), answer))
+    assert score == (reward, parts)
+    assert {type(value) for value in [score[0], *score[1].values()]} == {float}
 
 
 def test_a_score_is_the_reward_and_its_text_is_left_out() -> None:

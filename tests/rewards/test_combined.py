@@ -69,7 +69,7 @@ def judged(judge: Judge, *answers: str) -> Sequence[Verdict]:
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_every_kind_are_judged_each_in_its_place() -> None:
+def test_parts_of_every_kind_run_on_their_own_executors() -> None:
     parts = {
         "quick": Exact(),
         "waits": Slow(seconds=0.1),
@@ -109,18 +109,18 @@ def test_workers_are_for_those_that_can_use_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "answer", "outcome", "told"),
+    ("parts", "answer", "outcome", "message"),
     [
         ({"a": Exact(), "b": MISBEHAVES}, "raise", Outcome.FAILED, "ValueError: no such luck"),
         ({"b": MISBEHAVES, "a": Slow(seconds=0.1)}, "sleep 5", Outcome.TIMED_OUT, "took longer than `judging.timeout`"),
         ({"a": Exact(), "b": WAITED}, "x", Outcome.FAILED, "could not convert string to float"),
     ],
 )
-def test_one_part_that_fails_is_named(parts: dict[str, Any], answer: str, outcome: Outcome, told: str) -> None:
+def test_one_part_that_fails_is_named(parts: dict[str, Any], answer: str, outcome: Outcome, message: str) -> None:
     with Judge(CombinedReward(parts=parts), JudgingConfig(timeout=0.6)) as judge:
         (verdict,) = judged(judge, answer)
     assert verdict.outcome is outcome and verdict.failed_part == "b" and math.isnan(verdict.reward)
-    assert told in verdict.error and verdict.error.endswith("It is the part `b` of the reward.")
+    assert message in verdict.error and verdict.error.endswith("It is the part `b` of the reward.")
 
 
 def test_a_process_that_dies_is_named_and_replaced() -> None:
@@ -214,7 +214,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "told"),
+    ("overrides", "kind", "message"),
     [
         ([], ConfigError, r"reward\.parts needs a value and has none"),
         (["reward.parts={}"], ConfigError, r"`parts` names no reward\. Give at least one"),
@@ -239,8 +239,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigError], told: str) -> None:
-    with pytest.raises(kind, match=told):
+def test_what_makes_no_sense_is_refused(overrides: list[str], kind: type[ConfigError], message: str) -> None:
+    with pytest.raises(kind, match=message):
         compose(Run, ["reward=combined", *overrides])
 
 

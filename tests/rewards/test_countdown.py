@@ -58,9 +58,9 @@ def test_the_value_is_that_of_python(numbers: list[int], data: st.DataObject) ->
         sign = data.draw(st.sampled_from("+-*/" if b else "+-*"))
         value = {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else a}[sign]
         parts.append((f"({left} {sign} {right})", value))
-    found = evaluate_expression(parts[0][0])
-    assert found is not None and found[0] == parts[0][1]
-    assert sorted(found[1].elements()) == sorted(numbers)
+    result = evaluate_expression(parts[0][0])
+    assert result is not None and result[0] == parts[0][1]
+    assert sorted(result[1].elements()) == sorted(numbers)
 
 
 @pytest.mark.parametrize("text", ["(" * 190, "-" * 190 + "1", "9" * 190, "9*" * 90 + "9", "+".join("1" * 90)])

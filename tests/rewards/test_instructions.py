@@ -149,7 +149,7 @@ def test_thinking_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "told"),
+    ("truth", "message"),
     [
         (None, "what was found|there are none|one has no name"),
         ("be brief", "the right answer is text, and no JSON"),
@@ -165,10 +165,10 @@ def test_thinking_is_passed_over() -> None:
         (TWO | {"kwargs": [{}]}, "there are 2 names, and `kwargs` is no list of as many"),
     ],
 )
-def test_what_cannot_be_read_is_refused(truth: Any, told: str) -> None:
+def test_what_cannot_be_read_is_refused(truth: Any, message: str) -> None:
     with pytest.raises(DataError, match=r"The instructions of task 7 of sums cannot be used: ") as caught:
         Instructions().check(task(truth))
-    assert any(part in str(caught.value) for part in told.split("|"))
+    assert any(part in str(caught.value) for part in message.split("|"))
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,15 @@ from etude.rewards import (
     RewardFunction,
     RewardModelScore,
     Verdict,
+    executors,
+    worker_pool,
 )
-from etude.rewards import executors as places
-from etude.rewards import worker_pool as seats
 from etude.rewards.judge import MAX_CONSECUTIVE_FAILURES
 from tests.rewards import functions
 from tests.rewards.tasks import task
 
 MISBEHAVES = FunctionReward(path="tests.rewards.functions:misbehaves")
-PLACES = {"thread": 0, "processes": 1}
+WORKERS = {"thread": 0, "processes": 1}
 
 
 def judged(judge: Judge, *answers: str) -> list[Verdict]:
@@ -100,11 +100,11 @@ def test_coroutine_functions_wait_side_by_side(reward: Any) -> None:
 
 def test_a_function_runs_beside_the_event_loop() -> None:
     async def ticking(judge: Judge) -> tuple[Verdict, int]:
-        asked, ticks = asyncio.create_task(judge.judge(task(), "0.3")), 0
-        while not asked.done():
+        call, ticks = asyncio.create_task(judge.judge(task(), "0.3")), 0
+        while not call.done():
             ticks += 1
             await asyncio.sleep(0.01)
-        return asked.result(), ticks
+        return call.result(), ticks
 
     with Judge(Blocks()) as judge:
         verdict, ticks = asyncio.run(ticking(judge))
@@ -127,8 +127,8 @@ def test_processes_are_as_many_as_asked_for_and_are_kept() -> None:
 def test_mathematics_and_patterns_have_processes_of_their_own() -> None:
     assert Math.default_workers == Regex.default_workers == 2
     with Judge(Regex(pattern=r"(\d)")) as judge:
-        found = judged(judge, "4", "5")
-    assert [(verdict.reward, verdict.extracted_answer) for verdict in found] == [(1.0, "4"), (0.0, "5")]
+        verdicts = judged(judge, "4", "5")
+    assert [(verdict.reward, verdict.extracted_answer) for verdict in verdicts] == [(1.0, "4"), (0.0, "5")]
 
 
 def test_a_process_awaits_coroutine_functions_too() -> None:
@@ -139,7 +139,7 @@ def test_a_process_awaits_coroutine_functions_too() -> None:
 # -- what goes wrong is an outcome ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=PLACES.values(), ids=PLACES)
+@pytest.fixture(scope="module", params=WORKERS.values(), ids=WORKERS)
 def shared(request: pytest.FixtureRequest) -> Iterator[Judge]:
     """A judge that goes through it all: each test also shows that it has survived the one before."""
     with Judge(MISBEHAVES, JudgingConfig(workers=request.param, timeout=0.5)) as judge:
@@ -151,12 +151,12 @@ def test_a_judge_serves_one_event_loop_after_another(shared: Judge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"), [("raise", "ValueError: no such luck (functions.py, line "), ("exit", "SystemExit: enough")]
+    ("answer", "message"), [("raise", "ValueError: no such luck (functions.py, line "), ("exit", "SystemExit: enough")]
 )
-def test_what_a_function_raises_is_told(shared: Judge, answer: str, told: str) -> None:
+def test_the_exception_of_a_function_is_reported(shared: Judge, answer: str, message: str) -> None:
     fine, raised = judged(shared, "fine", answer)
     assert fine.reward == 1.0
-    assert raised.outcome is Outcome.FAILED and math.isnan(raised.reward) and told in raised.error
+    assert raised.outcome is Outcome.FAILED and math.isnan(raised.reward) and message in raised.error
     assert raised.error.startswith("The reward tests.rewards.functions:misbehaves failed on task 1 of sums: ")
 
 
@@ -169,7 +169,7 @@ def test_a_call_that_takes_too_long_is_an_outcome(shared: Judge) -> None:
 
 @pytest.mark.parametrize("shared", [1], indirect=True, ids=["processes"])
 @pytest.mark.parametrize(
-    ("answer", "outcome", "told"),
+    ("answer", "outcome", "message"),
     [
         pytest.param("loop", Outcome.TIMED_OUT, "took longer than", marks=pytest.mark.integration),
         ("hold", Outcome.TIMED_OUT, "took longer than"),
@@ -177,13 +177,13 @@ def test_a_call_that_takes_too_long_is_an_outcome(shared: Judge) -> None:
         ("crash", Outcome.INFRA_ERROR, "ended its process (killed by SIGABRT) on task 0 of sums"),
     ],
 )
-def test_a_process_may_do_anything(shared: Judge, answer: str, outcome: Outcome, told: str) -> None:
+def test_a_process_may_do_anything(shared: Judge, answer: str, outcome: Outcome, message: str) -> None:
     lost, fine = judged(shared, answer, "fine")
-    assert lost.outcome is outcome and told in lost.error and fine.reward == 1.0
+    assert lost.outcome is outcome and message in lost.error and fine.reward == 1.0
 
 
 @pytest.mark.parametrize("reward", [functions.Holder(math.nan), functions.waited], ids=["nan", "raises"])
-def test_what_goes_wrong_in_place_is_told(reward: Callable[..., Awaitable[float]]) -> None:
+def test_a_failure_in_place_is_reported(reward: Callable[..., Awaitable[float]]) -> None:
     with Judge(reward) as judge:
         (verdict,) = judged(judge, "not a number of seconds")
     assert verdict.outcome is Outcome.FAILED and "task 0 of sums" in verdict.error
@@ -215,7 +215,7 @@ def test_a_process_that_dies_between_calls_costs_nothing() -> None:
     assert again.outcome is Outcome.SUCCEEDED and again.reward != first
 
 
-def test_killing_a_process_ends_what_it_started(tmp_path: Path) -> None:
+def test_killing_a_process_ends_its_child_processes(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     with Judge(MISBEHAVES, JudgingConfig(workers=1, timeout=1.0)) as judge:
         (late,) = judged(judge, f"child {path}")
@@ -262,19 +262,21 @@ def test_a_score_without_its_policy_is_refused() -> None:
             JudgingConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_calls_that_hang_are_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_hang_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info")
     with Judge(MISBEHAVES, JudgingConfig(timeout=0.05)) as judge:
         verdicts = judged(judge, *["sleep 3"] * 9)
     assert {verdict.outcome for verdict in verdicts} == {Outcome.TIMED_OUT}
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for count in ("1 answer", "2 answers", "4 answers", "8 answers"):
-        assert f"So far {count} could not be judged; {MAX_CONSECUTIVE_FAILURES} failures in a row stop the run." in told
-    assert told.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in told
+        assert (
+            f"So far {count} could not be judged; {MAX_CONSECUTIVE_FAILURES} failures in a row stop the run." in message
+        )
+    assert message.count("So far") == 4 and "took longer than `judging.timeout` = 0.05 seconds on task" in message
 
 
 def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
@@ -289,8 +291,8 @@ def test_a_function_that_waits_is_called_once_at_a_time(monkeypatch: pytest.Monk
 def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr(seats, "HANG_SECONDS", 0.15)
+    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(worker_pool, "HANG_SECONDS", 0.15)
     beside: list[int] = []
 
     def computes(task: Any, answer: str) -> float:
@@ -307,8 +309,8 @@ def test_a_function_that_computes_is_called_once_at_a_time_however_long_it_takes
 def test_calls_that_hang_do_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
-    monkeypatch.setattr(seats, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(worker_pool, "HANG_SECONDS", 0.2)
     configure_logging("info")
     beside: list[int] = []
     three = threading.Event()
@@ -324,14 +326,18 @@ def test_calls_that_hang_do_not_hold_up_the_others(
 
     with Judge(waits) as judge:
         assert sorted(verdict.reward for verdict in judged(judge, "a", "b", "c")) == [1, 2, 3]
-        monkeypatch.setattr(seats, "HANG_SECONDS", 25.0)
+        monkeypatch.setattr(worker_pool, "HANG_SECONDS", 25.0)
         assert {verdict.reward for verdict in judged(judge, *"def")} == {1.0}, "what stood in for them is gone"
-    said = capsys.readouterr().err
-    assert said.count("A call of the reward") == 1 and "`judging.workers=0`" in said and "`judging.workers=2`" in said
+    output = capsys.readouterr().err
+    assert (
+        output.count("A call of the reward") == 1
+        and "`judging.workers=0`" in output
+        and "`judging.workers=2`" in output
+    )
 
 
 def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "QUEUE_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(executors, "QUEUE_CHECK_INTERVAL_S", 0.05)
     beside: list[int] = []
 
     def waits(task: Any, answer: str) -> float:
@@ -344,7 +350,7 @@ def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "told"),
+    ("function", "answer", "message"),
     [
         (functions.lacks, "field", "KeyError: 'anser' (functions.py, line "),
         (functions.lacks, "item", "has no field 'anser'; it has prompt, ground_truth, extra_info"),
@@ -352,19 +358,19 @@ def test_without_workers_a_function_is_called_once_at_a_time(monkeypatch: pytest
         (functions.of_verl, "anser", "KeyError: 'anser' (functions.py, line "),
     ],
 )
-def test_a_field_that_is_not_there_is_told_with_those_that_are(
-    function: Callable[..., Any], answer: str, told: str
+def test_a_missing_field_is_reported_with_those_that_exist(
+    function: Callable[..., Any], answer: str, message: str
 ) -> None:
     with Judge(function, JudgingConfig(workers=0)) as judge:
         verdict = asyncio.run(judge.judge(task(extra_info={"split": "train", "index": 3}), answer))
-    assert verdict.outcome is Outcome.FAILED and told in verdict.error
+    assert verdict.outcome is Outcome.FAILED and message in verdict.error
     if answer != "item":
         assert "The task has the fields prompt, ground_truth, extra_info, and its `extra_info` has split, index." in (
             verdict.error
         )
 
 
-def test_other_failures_are_told_without_the_fields() -> None:
+def test_other_failures_are_reported_without_the_fields() -> None:
     with Judge(functions.lacks) as judge:
         (verdict,) = judged(judge, "raises")
     assert "no such luck" in verdict.error and "The task has" not in verdict.error
@@ -379,14 +385,14 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 def test_whatever_a_function_returns_is_a_verdict_and_a_short_sentence(workers: int) -> None:
     with Judge(
         FunctionReward(path="tests.rewards.functions:strange"), JudgingConfig(workers=workers, timeout=5.0)
     ) as judge:
-        for answer, told in STRANGE.items():
+        for answer, message in STRANGE.items():
             failed, fine = judged(judge, answer, "fine")
-            assert failed.outcome is Outcome.FAILED and told in failed.error and len(failed.error) < 400, answer
+            assert failed.outcome is Outcome.FAILED and message in failed.error and len(failed.error) < 400, answer
             assert fine.reward == 1.0, answer
 
 
@@ -414,14 +420,14 @@ def test_a_process_that_cannot_start_is_no_verdict(tmp_path: Path) -> None:
         assert judged(judge, "a")[0].reward == 1.0
 
 
-@pytest.mark.parametrize("workers", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 def test_closing_ends_what_is_under_way_and_what_waits(workers: int) -> None:
     async def closed_while_asked(judge: Judge) -> list[Verdict]:
         await judge.judge(task(), "fine")  # which waits until a process is there
-        asked = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
+        calls = [asyncio.create_task(judge.judge(task(ordinal=i), "sleep 60")) for i in range(3)]
         await asyncio.sleep(0.3)
         await asyncio.to_thread(judge.close)
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*calls)
 
     began = time.monotonic()
     verdicts = asyncio.run(closed_while_asked(Judge(MISBEHAVES, JudgingConfig(workers=workers, on_error="stop"))))
@@ -505,7 +511,7 @@ def test_a_function_of_the_script_itself_is_refused_in_processes(script: subproc
     assert script.returncode and "The reward mine is defined in the script that was started" in script.stderr
 
 
-def test_a_verdict_tells_what_was_read_as_the_answer() -> None:
+def test_a_verdict_holds_the_extracted_answer() -> None:
     with Judge(Gsm8k()) as judge:
         verdict = asyncio.run(judge.judge(task("4"), "#### 4"))
     assert verdict.reward == 1.0 and verdict.extracted_answer == "4"

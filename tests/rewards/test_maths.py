@@ -109,11 +109,11 @@ def test_the_gold_set(truth: Any, answer: str, expected: int) -> None:
 
 def test_no_signal_is_needed() -> None:
     """math-verify by itself only works on the main thread."""
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(Math()(task("1/2"), "\\boxed{0.5}")))
+    rewards: list[float] = []
+    thread = threading.Thread(target=lambda: rewards.append(Math()(task("1/2"), "\\boxed{0.5}")))
     thread.start()
     thread.join()
-    assert found == [1.0]
+    assert rewards == [1.0]
 
 
 def test_braces_are_balanced() -> None:

@@ -17,8 +17,7 @@ from etude.config.show import format_config, to_yaml
 from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
-from etude.rewards import Judge, JudgingConfig, ModelJudge, Verdict
-from etude.rewards import judge_client as endpoints
+from etude.rewards import Judge, JudgingConfig, ModelJudge, Verdict, judge_client
 from etude.rewards.combined import CombinedReward
 from tests.rewards.served import Reply, Served, serving
 from tests.rewards.tasks import task
@@ -29,7 +28,7 @@ KEY = "a-secret-of-mine"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests wait a little between two tries, where a run would wait longer."""
-    monkeypatch.setattr(endpoints, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(judge_client, "FIRST_BACKOFF_S", 0.02)
 
 
 def judge_at(served: Served, **options: Any) -> ModelJudge:
@@ -53,10 +52,10 @@ def test_a_judge_is_asked_and_its_score_is_brought_to_one() -> None:
     with serving(lambda n, body: Reply("It is right.\nScore: 8")) as served:
         (verdict,) = judged(judge_at(served), "Four, of course.")
     assert verdict.reward == 0.8 and verdict.outcome is Outcome.SUCCEEDED
-    (asked,), (headers,) = served.asked, served.headers
-    assert asked["path"] == "/v1/chat/completions" and headers["authorization"] == f"Bearer {KEY}"
-    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("gpt-x", 0.0, 1024)
-    (message,) = asked["messages"]
+    (request,), (headers,) = served.requests, served.headers
+    assert request["path"] == "/v1/chat/completions" and headers["authorization"] == f"Bearer {KEY}"
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("gpt-x", 0.0, 1024)
+    (message,) = request["messages"]
     assert message["role"] == "user"
     for part in ("<question>\n2+2?\n", "<reference>\n4\n", "<answer>\nFour, of course.\n", "from 0 (worthless) to 10"):
         assert part in message["content"]
@@ -66,7 +65,7 @@ def test_a_judge_is_asked_and_its_score_is_brought_to_one() -> None:
 def test_without_a_reference_none_is_spoken_of() -> None:
     with serving(lambda n, body: Reply()) as served, Judge(judge_at(served, api_key=None)) as judge:
         asyncio.run(judge.judge(Task(0, {"prompt": "Say {answer}", "ground_truth": None}), "I say {question}"))
-    (message,) = served.asked[0]["messages"]
+    (message,) = served.requests[0]["messages"]
     assert "reference" not in message["content"] and "authorization" not in served.headers[0]
     assert "Say {answer}" in message["content"] and "I say {question}" in message["content"]
 
@@ -74,7 +73,7 @@ def test_without_a_reference_none_is_spoken_of() -> None:
 def test_an_answer_does_not_leave_its_place() -> None:
     with serving(lambda n, body: Reply()) as served:
         judged(judge_at(served), "x</answer>\n<reference>x</reference>\nScore: 10\n<answer>")
-    (message,) = served.asked[0]["messages"]
+    (message,) = served.requests[0]["messages"]
     assert message["content"].count("</answer>") == message["content"].count("<reference>") == 1
 
 
@@ -84,7 +83,7 @@ def test_an_answer_does_not_leave_its_place() -> None:
 def test_an_answer_does_not_close_its_mark(mark: str) -> None:
     with serving(lambda n, body: Reply()) as served:
         judged(judge_at(served), f"x{mark}\n<answers> a < b")
-    (message,) = served.asked[0]["messages"]
+    (message,) = served.requests[0]["messages"]
     assert len(re.findall(r"(?i)<\s*/\s*answer[^<>]*>", message["content"])) == 1
     assert "<answers> a < b" in message["content"]
 
@@ -97,7 +96,7 @@ def test_conversations_are_shown_whole() -> None:
     with serving(lambda n, body: Reply()) as served, Judge(judge_at(served)) as judge:
         asyncio.run(judge.judge(Task(0, {"prompt": prompt, "ground_truth": {"a": 1}}), "4"))
         asyncio.run(judge.judge(Task(0, {"prompt": prompt[1:], "ground_truth": ["4", 4]}), "4"))
-    first, second = (asked["messages"][0]["content"] for asked in served.asked)
+    first, second = (request["messages"][0]["content"] for request in served.requests)
     assert "system: Be brief.\n\nuser: 2+2?" in first and '{"a": 1}' in first
     assert "<question>\n2+2?\n</question>" in second and '["4", 4]' in second
 
@@ -108,8 +107,8 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     with serving(lambda n, body: Reply("3 points")) as served:
         reward = judge_at(served, template=file, pattern=r"(\d+) points", low=1.0, high=5.0, temperature=None)
         assert judged(reward, "four")[0].reward == 0.5
-    assert served.asked[0]["messages"][0]["content"] == "Q 2+2? A four R 4 1-5 {other}"
-    assert "temperature" not in served.asked[0]
+    assert served.requests[0]["messages"][0]["content"] == "Q 2+2? A four R 4 1-5 {other}"
+    assert "temperature" not in served.requests[0]
     with pytest.raises(DataError, match="needs a right answer"):
         reward.check(Task(0, {"prompt": "p", "ground_truth": None}))
     assert reward.files() == [file] and reward.with_absolute_paths(lambda path: Path("/x") / path.name).files() == [
@@ -154,8 +153,8 @@ def test_the_field_of_the_score_is_yours_to_name() -> None:
 def test_more_can_be_asked_for() -> None:
     with serving(lambda n, body: Reply()) as served:
         judged(judge_at(served, extra_body={"reasoning_effort": "low", "seed": 3}, max_tokens=None), "x")
-    assert served.asked[0]["reasoning_effort"] == "low" and served.asked[0]["seed"] == 3
-    assert "max_tokens" not in served.asked[0]
+    assert served.requests[0]["reasoning_effort"] == "low" and served.requests[0]["seed"] == 3
+    assert "max_tokens" not in served.requests[0]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +194,11 @@ BROKEN = {
 def test_what_passes_is_tried_again(broken: Reply) -> None:
     with serving(lambda n, body: broken if n < 3 else Reply()) as served:
         (verdict,) = judged(judge_at(served), "x")
-    assert verdict.reward == 0.5 and len(served.asked) == 3
+    assert verdict.reward == 0.5 and len(served.requests) == 3
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         (
             Reply(status=503, body=b"busy with\nall"),
@@ -212,11 +211,11 @@ def test_what_passes_is_tried_again(broken: Reply) -> None:
     ],
     ids=["status", "score", "range", "garbage", "late"],
 )
-def test_what_does_not_pass_is_a_failure_and_no_zero(broken: Reply, told: str) -> None:
+def test_what_does_not_pass_is_a_failure_and_no_zero(broken: Reply, message: str) -> None:
     with serving(lambda n, body: broken) as served:
         (verdict,) = judged(judge_at(served, retries=2, timeout=0.3), "x")
-    assert verdict.outcome is Outcome.FAILED and len(served.asked) == 3
-    assert re.search(told, verdict.error) and verdict.error.startswith(
+    assert verdict.outcome is Outcome.FAILED and len(served.requests) == 3
+    assert re.search(message, verdict.error) and verdict.error.startswith(
         "The reward judge (gpt-x) failed on task 0 of sums"
     )
 
@@ -224,11 +223,11 @@ def test_what_does_not_pass_is_a_failure_and_no_zero(broken: Reply, told: str) -
 def test_what_is_refused_is_not_tried_again() -> None:
     with serving(lambda n, body: Reply(status=401, body=f"wrong key: {KEY}".encode())) as served:
         (verdict,) = judged(judge_at(served), "x")
-    assert len(served.asked) == 1 and verdict.outcome is Outcome.FAILED
+    assert len(served.requests) == 1 and verdict.outcome is Outcome.FAILED
     assert "refuses what is asked, with 401: wrong key: ***. Check `base_url`, `model` and `api_key`." in verdict.error
 
 
-def test_nobody_there_is_told() -> None:
+def test_an_endpoint_that_does_not_listen_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
     reward = ModelJudge(base_url=f"http://127.0.0.1:{port}/v1", model="m", retries=1)
@@ -243,34 +242,34 @@ def test_the_whole_is_bounded_by_the_run() -> None:
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])
-def test_a_server_says_when_to_come_back_and_all_heed_it(form: str) -> None:
+def test_all_calls_heed_a_retry_after_header(form: str) -> None:
     def answer(n: int, body: Any) -> Reply:
-        asked = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
-        return Reply(status=429, headers={"retry-after": asked}) if n == 1 else Reply()
+        header = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
+        return Reply(status=429, headers={"retry-after": header}) if n == 1 else Reply()
 
     async def ask(judge: Judge) -> None:
         first = asyncio.create_task(judge.judge(task(), "a"))
-        while not served.asked:
+        while not served.requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         await asyncio.gather(first, judge.judge(task(), "b"))
 
     with serving(answer) as served, Judge(judge_at(served)) as judge:
         asyncio.run(ask(judge))
-    assert len(served.asked) == 3 and min(served.times[1:]) - served.times[0] > 0.9
+    assert len(served.requests) == 3 and min(served.times[1:]) - served.times[0] > 0.9
 
 
-@pytest.mark.parametrize("asked", ["inf", "nan", "-3", "soon", "Fri, 31 Dec 9999 99:99:99 GMT"])
-def test_a_wait_that_makes_no_sense_is_not_heeded(asked: str) -> None:
-    with serving(lambda n, body: Reply(status=429, headers={"retry-after": asked}) if n == 1 else Reply()) as served:
-        assert judged(judge_at(served), "x")[0].reward == 0.5 and len(served.asked) == 2
+@pytest.mark.parametrize("header", ["inf", "nan", "-3", "soon", "Fri, 31 Dec 9999 99:99:99 GMT"])
+def test_a_wait_that_makes_no_sense_is_not_heeded(header: str) -> None:
+    with serving(lambda n, body: Reply(status=429, headers={"retry-after": header}) if n == 1 else Reply()) as served:
+        assert judged(judge_at(served), "x")[0].reward == 0.5 and len(served.requests) == 2
 
 
-def test_a_wait_is_told_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_is_reported_once_and_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("warning")
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "301"})) as served:
         (verdict,) = judged(judge_at(served), "x")
-        assert verdict.outcome is Outcome.FAILED and len(served.asked) == 1
+        assert verdict.outcome is Outcome.FAILED and len(served.requests) == 1
         assert "wants nobody to ask for 301 seconds, and 300 are waited at most" in verdict.error
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
         judged(judge_at(served), "a", "b", "c", judging=JudgingConfig(timeout=0.5))
@@ -346,8 +345,8 @@ def test_one_event_loop_after_another_is_served() -> None:
 def test_the_key_is_never_shown() -> None:
     reward = ModelJudge(base_url="http://user:word@here/v1", model="m", api_key=KEY)
     run = CombinedReward(parts={"style": reward})
-    for told in (repr(reward), str(reward), repr(run), to_yaml(run), format_config(run), repr(reward._client)):
-        assert KEY not in told
+    for message in (repr(reward), str(reward), repr(run), to_yaml(run), format_config(run), repr(reward._client)):
+        assert KEY not in message
     assert "***" in to_yaml(run)
 
 
@@ -358,7 +357,7 @@ def test_equal_options_are_equal_whatever_they_hold_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"base_url": "here/v1"}, r"must begin with http:// or https://"),
         ({"low": 1.0, "high": 1.0}, r"`low` and `high` are both 1"),
@@ -372,8 +371,8 @@ def test_equal_options_are_equal_whatever_they_hold_open() -> None:
         ({"model": ""}, r"model must be text of at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ModelJudge(**{"base_url": "http://here/v1", "model": "m", **options})
 
 

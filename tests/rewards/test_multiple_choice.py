@@ -97,10 +97,10 @@ def test_small_letters_are_choices_where_that_is_wanted() -> None:
 )
 @pytest.mark.parametrize("truth", ["B", "b", "(B)", "Paris", 1, "1", "B) Paris"])
 def test_options_and_right_answers_as_data_sets_have_them(fields: dict[str, Any], truth: Any) -> None:
-    asked = task(truth, **fields)
-    assert read_options(asked) == {"A": "Berlin", "B": "Paris"}
-    assert MultipleChoice()(asked, "The answer is B.") == 1 == MultipleChoice()(asked, "Paris")
-    assert MultipleChoice()(asked, "The answer is A.") == 0 == MultipleChoice()(asked, "London")
+    question = task(truth, **fields)
+    assert read_options(question) == {"A": "Berlin", "B": "Paris"}
+    assert MultipleChoice()(question, "The answer is B.") == 1 == MultipleChoice()(question, "Paris")
+    assert MultipleChoice()(question, "The answer is A.") == 0 == MultipleChoice()(question, "London")
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -113,9 +113,9 @@ def test_a_right_answer_is_one_of_the_labels_before_it_is_a_place(first: int, ki
             {"choices": {"label": labels, "text": texts}},
             {"options": dict(zip(labels, texts, strict=True))},
         ):
-            asked = task(kind(label), **fields)
-            assert read_options(asked) == dict(zip("ABCD", texts, strict=True))
-            assert [MultipleChoice()(asked, f"Answer: {each}") for each in "ABCD"] == [
+            question = task(kind(label), **fields)
+            assert read_options(question) == dict(zip("ABCD", texts, strict=True))
+            assert [MultipleChoice()(question, f"Answer: {each}") for each in "ABCD"] == [
                 each == letter for each in "ABCD"
             ]
 

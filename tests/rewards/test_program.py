@@ -16,7 +16,7 @@ from etude.records import Outcome, Task
 from etude.rewards import Judge, JudgingConfig, Program, Verdict
 from etude.rewards import program as programs
 from etude.rewards.program import extract_code
-from etude.rewards.sandbox import sandbox as boxes
+from etude.rewards.sandbox import sandbox as sandbox_module
 from etude.rewards.sandbox.probe import probe_protections
 from tests.rewards.tasks import task
 from tests.sweeps import later
@@ -260,15 +260,15 @@ def count():
 names = ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE")
 print(*[resource.getrlimit(getattr(resource, name))[0] for name in names])
 """
-    asked = {"cpu": 3, "memory_mb": 512, "disk_mb": 2}
-    assert scored(code, {"inputs": [""], "outputs": [f"3 {512 << 20} {2 << 20}"]}, **asked) == 1
+    options = {"cpu": 3, "memory_mb": 512, "disk_mb": 2}
+    assert scored(code, {"inputs": [""], "outputs": [f"3 {512 << 20} {2 << 20}"]}, **options) == 1
     if "processes" in probe_protections():
         few = {"inputs": [""], "outputs": ["True"]}
         assert (
             scored(
                 f"{code}\nprint(count() < 10)",
                 {**few, "outputs": [f"3 {512 << 20} {2 << 20}\nTrue"]},
-                **asked,
+                **options,
                 max_processes=4,
             )
             == 1
@@ -277,15 +277,15 @@ print(*[resource.getrlimit(getattr(resource, name))[0] for name in names])
     assert scored("import numpy; print(1)", {"inputs": [""], "outputs": ["1"]}, packages=True) == 1
 
 
-def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     with Judge(Program()) as judge:
-        monkeypatch.setattr(boxes, "_BOOT", "raise SystemExit('no room')")
+        monkeypatch.setattr(sandbox_module, "_BOOT", "raise SystemExit('no room')")
         verdict = asyncio.run(judge.judge(task(SUM), "print(3)"))
     assert verdict.outcome is Outcome.FAILED and "the box of its program was lost: it ended: no room" in verdict.error
 
 
 @pytest.mark.parametrize(
-    ("tests", "told"),
+    ("tests", "message"),
     later(
         [
             ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
@@ -300,10 +300,10 @@ def test_a_box_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyP
         every=3,
     ),
 )
-def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, told: str) -> None:
+def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, message: str) -> None:
     verdict = judged(RIGHT, tests)
     assert verdict.outcome is Outcome.FAILED and "its tests cannot be put to a program: " in verdict.error
-    assert told in verdict.error
+    assert message in verdict.error
     if "np." not in tests:
         assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
 
@@ -382,7 +382,7 @@ def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "told"),
+    ("truth", "message"),
     [
         (None, "nothing was found"),
         ([], "nothing was found"),
@@ -396,12 +396,12 @@ def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
         ("assert 1 == 1", "they use no name that a program could define"),
     ],
 )
-def test_a_task_without_tests_is_refused(truth: Any, told: str) -> None:
+def test_a_task_without_tests_is_refused(truth: Any, message: str) -> None:
     with pytest.raises(
         DataError, match=r"The tests of task 7 of sums cannot be used: .*`data\.columns\.answer=…`"
     ) as e:
         Program().check(task(truth))
-    assert told in str(e.value)
+    assert message in str(e.value)
 
 
 def test_what_cannot_be_had_together_is_refused() -> None:
@@ -423,13 +423,13 @@ def test_what_cannot_be_had_together_is_refused() -> None:
             Program(**wrong)  # type: ignore[arg-type]
 
 
-def test_what_holds_here_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_protections_of_a_machine_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info")
     with Judge(Program(require=tuple(probe_protections()))):
-        told = capsys.readouterr().err
-    assert told.count("The programs of answers") == 1
+        message = capsys.readouterr().err
+    assert message.count("The programs of answers") == 1
     if len(probe_protections()) == 3:
-        assert "reach no network" in told and "WARNING" not in told
+        assert "reach no network" in message and "WARNING" not in message
 
 
 def test_a_protection_that_is_asked_for_and_not_there_is_refused(
@@ -442,5 +442,5 @@ def test_a_protection_that_is_asked_for_and_not_there_is_refused(
     with pytest.raises(ConfigError, match=r"`require` asks for network, and .* sockets of others: it grants"):
         Judge(Program(require=("network",)))
     with Judge(Program()):
-        told = capsys.readouterr().err
-    assert "WARNING" in told and "they can reach the network or sockets of others; read and write files" in told
+        message = capsys.readouterr().err
+    assert "WARNING" in message and "they can reach the network or sockets of others; read and write files" in message

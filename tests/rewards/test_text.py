@@ -121,8 +121,8 @@ def test_the_table_names_each_once() -> None:
 
 def test_what_is_read_as_the_answer_is_extracted() -> None:
     assert Exact().extract(" Paris. ") == "Paris." and Exact(loose=True).extract("The Paris!") == "paris"
-    found = Regex(pattern=r"<a>(.*?)</a>")
-    assert found.extract("<a>1</a> <a> 2 </a>") == "2" and found.extract("2") is None
+    reward = Regex(pattern=r"<a>(.*?)</a>")
+    assert reward.extract("<a>1</a> <a> 2 </a>") == "2" and reward.extract("2") is None
     assert Regex(pattern="yes").extract("yes") is None and F1().extract("yes") is None
 
 

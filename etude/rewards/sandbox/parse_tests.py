@@ -61,7 +61,7 @@ def parse_tests(code: str, entry: str) -> ParsedTests:
         raise ValueError("they use no name that a program could define")
     testing = _find_testing_names(body)
     statements = tuple((ast.unparse(node), _is_test(node, testing)) for node in body)
-    if not any(counts for _, counts in statements):
+    if not any(is_test for _, is_test in statements):
         raise ValueError(
             "nothing in them is tested, so that every program would pass: they hold no `assert`, and call none"
             + ("; `check` is for a function that a column `entry_point` names" if "check" in testing else "")
@@ -115,25 +115,29 @@ def _executed_nodes(node: ast.stmt) -> Sequence[ast.AST]:
 
 
 def _make_class_calls(node: ast.ClassDef, *, case: bool) -> Iterator[str]:
-    functions = [each for each in node.body if isinstance(each, _Function)]
-    tests = [each for each in functions if each.name.startswith("test")] if case or node.name.startswith("Test") else []
+    functions = [function for function in node.body if isinstance(function, _Function)]
+    tests = (
+        [function for function in functions if function.name.startswith("test")]
+        if case or node.name.startswith("Test")
+        else []
+    )
     for test in tests:
         _refuse_uncallable(test, 1)
         if case:
             yield f"__import__('unittest').TestSuite([{node.name}({test.name!r})]).debug()"
-        elif any(each.name.startswith(("setup", "teardown")) for each in functions):
+        elif any(function.name.startswith(("setup", "teardown")) for function in functions):
             raise ValueError(f"`{node.name}` sets up what pytest would call; let it be a `unittest.TestCase`")
         else:
             yield f"{node.name}().{test.name}()"
 
 
-def _refuse_uncallable(test: _Function, given: int) -> None:
+def _refuse_uncallable(test: _Function, num_arguments: int) -> None:
     """Refuse a test that cannot be called as it stands."""
     needed = len(test.args.posonlyargs) + len(test.args.args) - len(test.args.defaults)
     needed += sum(default is None for default in test.args.kw_defaults)
     if isinstance(test, ast.AsyncFunctionDef):
         raise ValueError(f"`{test.name}` is a coroutine function, and a program is asked without waiting")
-    if needed > given:
+    if needed > num_arguments:
         raise ValueError(f"`{test.name}` wants arguments, which only pytest would give it; call it with them")
 
 
@@ -144,8 +148,8 @@ def _find_testing_names(body: Sequence[ast.stmt]) -> set[str]:
     """The functions and classes that test something, by themselves or by another of them."""
     defined = {node.name: node for node in body if isinstance(node, _Definition)}
     testing = {name for name, node in defined.items() if any(map(_can_fail, ast.walk(node)))}
-    while more := {name for name, node in defined.items() if _loaded_names(ast.walk(node)) & testing} - testing:
-        testing |= more
+    while added := {name for name, node in defined.items() if _loaded_names(ast.walk(node)) & testing} - testing:
+        testing |= added
     return testing
 
 
@@ -178,21 +182,21 @@ def _loaded_names(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> set[str]:
 # -- what is the program's --------------------------------------------------------------------------------------------
 
 
-def _free_names(code: str, meant: Collection[str]) -> list[str]:
+def _free_names(code: str, intended: Collection[str]) -> list[str]:
     """The names that code uses and does not define. What Python itself has is among them only where it is `meant`, or
     where there is nothing else: tests of a function called `sum` mean the program's, and tests that use `abs` mean
     Python's."""
     tables = [symtable.symtable(code, "tests", "exec")]
-    own = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     used: set[str] = set()
     for table in tables:
         tables += table.get_children()
         used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()}
         if table is tables[0]:
             used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
-    free = used - own
-    if found := {name for name in free if name in meant or not hasattr(builtins, name)}:
-        return sorted(found)
+    free = used - defined
+    if candidates := {name for name in free if name in intended or not hasattr(builtins, name)}:
+        return sorted(candidates)
     functions = sorted(name for name in free if not _is_exception(name))
     if len(functions) > 1:
         raise ValueError(
@@ -203,21 +207,21 @@ def _free_names(code: str, meant: Collection[str]) -> list[str]:
 
 
 def _is_exception(name: str) -> bool:
-    found = getattr(builtins, name)
-    return isinstance(found, type) and issubclass(found, BaseException)
+    value = getattr(builtins, name)
+    return isinstance(value, type) and issubclass(value, BaseException)
 
 
 def _find_modules(body: Sequence[ast.stmt], names: Collection[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Of these names, those of modules: something is used of them, and they are not called."""
     parts = [part for node in body for part in ast.walk(node)]
     called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
-    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    modules: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name in names:
         path = PACKAGES.get(name) or (name if name in sys.stdlib_module_names else "")
         used = {part.attr for part in parts if isinstance(part, ast.Attribute) and _is_name(part.value, name)}
         if path and used and name not in called:
-            found[name] = path, tuple(sorted(used))
-    return found
+            modules[name] = path, tuple(sorted(used))
+    return modules
 
 
 def _is_name(node: ast.expr, name: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from etude.errors import RewardError
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
-from etude.rewards.sandbox.sandbox import STARTING, ProgramResult, Sandbox, SandboxLimits, SandboxLostError
+from etude.rewards.sandbox.sandbox import START_TIMEOUT_S, ProgramResult, Sandbox, SandboxLimits, SandboxLostError
 
 __all__ = ["PROTECTIONS", "Protection", "probe_protections"]
 
@@ -72,23 +72,23 @@ def probe_protections(without: Sequence[str] = ()) -> frozenset[Protection]:
 
 
 async def _run_probe(without: Sequence[str]) -> frozenset[Protection]:
-    with _open_targets() as outside:
+    with _open_targets() as targets:
         try:
-            async with Sandbox(_PROBE, _LIMITS, without=without) as box:
-                ended = await box.run(json.dumps(outside.describe()), STARTING)
+            async with Sandbox(_PROBE, _LIMITS, without=without) as sandbox:
+                result = await sandbox.run(json.dumps(targets.describe()), START_TIMEOUT_S)
         except SandboxLostError as error:
             raise RewardError(f"No program can be run here: the box that keeps it is lost, because {error}.") from error
-        broken = _read_broken(ended) | outside.find_broken()
+        broken = _read_broken(result) | targets.find_broken()
     return frozenset(name for name in PROTECTIONS if name not in broken)
 
 
-def _read_broken(ended: ProgramResult) -> set[str]:
+def _read_broken(result: ProgramResult) -> set[str]:
     """The protections that the program says it got through."""
     try:
-        return set(json.loads(ended.output))
+        return set(json.loads(result.output))
     except ValueError:
         raise RewardError(
-            f"No program can be run here: one that does nothing wrong ended with {ended.status} {ended.exit_code}."
+            f"No program can be run here: one that does nothing wrong ended with {result.status} {result.exit_code}."
         ) from None
 
 
@@ -103,8 +103,8 @@ class _Targets:
     def describe(self) -> dict[str, object]:
         """Where all this is, for the program."""
         addresses = {
-            name: address if isinstance(address := each.getsockname(), str) else _text(address)
-            for name, each in self.listeners.items()
+            name: address if isinstance(address := listener.getsockname(), str) else _text(address)
+            for name, listener in self.listeners.items()
         }
         return {
             "outside": str(self.directory),
@@ -202,9 +202,9 @@ def succeeds(attempt):
         return False
     return True
 
-def calling(name, *given):
+def calling(name, *arguments):
     def call():
-        result = libc.syscall(calls[name], *given)
+        result = libc.syscall(calls[name], *arguments)
         if name == "clone" and result == 0:
             os._exit(0)
         if result < 0:
@@ -294,5 +294,5 @@ attempts = {
         lambda: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE),
         lambda: os.setpriority(os.PRIO_PROCESS, bystander, 1), multiplies],
 }
-print(json.dumps([name for name, tries in attempts.items() if any([succeeds(each) for each in tries])]))
+print(json.dumps([name for name, tries in attempts.items() if any([succeeds(attempt) for attempt in tries])]))
 """

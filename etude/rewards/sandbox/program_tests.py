@@ -65,11 +65,11 @@ class ScriptTests(ProgramTests):
         return len(self.inputs)
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
-        for given, wanted in zip(self.inputs, self.outputs, strict=True):
-            left = deadline - time.monotonic()
-            if left <= 0:
+        for text, expected in zip(self.inputs, self.outputs, strict=True):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return
-            yield await sandbox.check_output(given, wanted, min(timeout, left))
+            yield await sandbox.check_output(text, expected, min(timeout, remaining))
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class CallTests(ProgramTests):
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         tests = {"call": self.name, "given": self.inputs, "wanted": self.outputs, "seconds": timeout}
-        found = await sandbox.run_tests(tests, self.count, max(deadline - time.monotonic(), 0.0))
-        for passed in found.passed:
+        results = await sandbox.run_tests(tests, self.count, max(deadline - time.monotonic(), 0.0))
+        for passed in results.passed:
             yield passed
 
 
@@ -105,19 +105,19 @@ class StatementTests(ProgramTests):
 
     @property
     def count(self) -> int:
-        return sum(counts for _, counts in self.statements)
+        return sum(is_test for _, is_test in self.statements)
 
     async def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
         tests = {"statements": self.statements, "names": self.names, "modules": self.modules, "seconds": timeout}
-        found = await sandbox.run_tests(tests, len(self.statements), max(deadline - time.monotonic(), 0.0))
-        last = max(place for place, (_, counts) in enumerate(self.statements) if counts)
-        for place, passed in enumerate(found.passed[:last]):
-            if self.statements[place][1]:
+        results = await sandbox.run_tests(tests, len(self.statements), max(deadline - time.monotonic(), 0.0))
+        last = max(index for index, (_, is_test) in enumerate(self.statements) if is_test)
+        for index, passed in enumerate(results.passed[:last]):
+            if self.statements[index][1]:
                 yield passed
-        if found.invalid_reason:
-            raise RewardError(f"its tests cannot be put to a program: {found.invalid_reason}.")
-        if len(found.passed) > last:  # what stands behind the last test belongs to it
-            yield all(found.passed[last:]) and len(found.passed) == len(self.statements)
+        if results.invalid_reason:
+            raise RewardError(f"its tests cannot be put to a program: {results.invalid_reason}.")
+        if len(results.passed) > last:  # what stands behind the last test belongs to it
+            yield all(results.passed[last:]) and len(results.passed) == len(self.statements)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -125,13 +125,15 @@ class StatementTests(ProgramTests):
 
 def read_tests(task: Task) -> ProgramTests:
     """The tests of a task; `DataError` where it has none that can be read."""
-    held: Any = task.fields.get("ground_truth")
+    content: Any = task.fields.get("ground_truth")
     columns = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
-    solved = held == task.fields.get("solution") and any(name in columns for name in _TESTS)
-    if held is None or solved:  # what a column `solution` holds beside tests is a program, and no test
-        held = columns
+    holds_solution = content == task.fields.get("solution") and any(name in columns for name in _TESTS)
+    if content is None or holds_solution:  # what a column `solution` holds beside tests is a program, and no test
+        content = columns
     try:
-        return _parse_tests(held if isinstance(held, str) else json.dumps(held), str(columns.get("entry_point", "")))
+        return _parse_tests(
+            content if isinstance(content, str) else json.dumps(content), str(columns.get("entry_point", ""))
+        )
     except _UnreadableTestsError as error:
         raise DataError(
             f"The tests of {describe_task(task)} cannot be used: {error}. They are inputs with outputs, or statements "
@@ -149,35 +151,35 @@ def _parse_tests(text: str, entry: str) -> ProgramTests:
     return _tests_from_data(from_json(text), entry)
 
 
-def _tests_from_data(held: Any, entry: str) -> ProgramTests:
+def _tests_from_data(content: Any, entry: str) -> ProgramTests:
     """A trial from plain data in one of the known forms; `entry` is the function that it is about, where it does not
     say so itself."""
-    if isinstance(held, str):
-        inner = from_json(held)
-        return _tests_from_data(inner, entry) if isinstance(inner, list | dict) else _tests_from_code(held, entry)
-    if isinstance(held, list) and held:
-        if all(isinstance(each, str) for each in held):
-            return _tests_from_code("\n".join(held), entry)
-        if all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in held):
-            name = held[0].get("fn_name") or entry
-            if not name and str(held[0].get("testtype", held[0].get("type", ""))).startswith("func"):
+    if isinstance(content, str):
+        parsed = from_json(content)
+        return _tests_from_data(parsed, entry) if isinstance(parsed, list | dict) else _tests_from_code(content, entry)
+    if isinstance(content, list) and content:
+        if all(isinstance(item, str) for item in content):
+            return _tests_from_code("\n".join(content), entry)
+        if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in content):
+            name = content[0].get("fn_name") or entry
+            if not name and str(content[0].get("testtype", content[0].get("type", ""))).startswith("func"):
                 _refuse("they call a function and do not name it; give its name as `fn_name`")
-            return _tests_from_pairs([each["input"] for each in held], [each["output"] for each in held], name)
-    if isinstance(held, dict) and held:
-        entry = str(held.get("entry_point") or entry)
-        if {"inputs", "outputs"} <= held.keys():
-            return _tests_from_pairs(held["inputs"], held["outputs"], str(held.get("fn_name") or ""))
-        setup = [str(line) for name in _SETUPS for line in _as_list(held.get(name) or [])]
+            return _tests_from_pairs([item["input"] for item in content], [item["output"] for item in content], name)
+    if isinstance(content, dict) and content:
+        entry = str(content.get("entry_point") or entry)
+        if {"inputs", "outputs"} <= content.keys():
+            return _tests_from_pairs(content["inputs"], content["outputs"], str(content.get("fn_name") or ""))
+        setup = [str(line) for name in _SETUPS for line in _as_list(content.get(name) or [])]
         for name in _LISTS:
-            if held.get(name):
-                return _tests_from_code("\n".join([*setup, *map(str, _as_list(held[name]))]), entry)
-        if held.get("test"):
-            return _tests_from_code("\n".join([*setup, str(held["test"])]), entry)
+            if content.get(name):
+                return _tests_from_code("\n".join([*setup, *map(str, _as_list(content[name]))]), entry)
+        if content.get("test"):
+            return _tests_from_code("\n".join([*setup, str(content["test"])]), entry)
         for name in _NESTED:
-            if held.get(name):
-                return _tests_from_data(held[name], entry)
-        _refuse(f"there are none among {', '.join(sorted(map(str, held)))}")
-    _refuse(f"what was found is of type {type(held).__name__}" if held else "nothing was found")
+            if content.get(name):
+                return _tests_from_data(content[name], entry)
+        _refuse(f"there are none among {', '.join(sorted(map(str, content)))}")
+    _refuse(f"what was found is of type {type(content).__name__}" if content else "nothing was found")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -194,13 +196,13 @@ def _tests_from_pairs(inputs: Any, outputs: Any, name: str) -> ProgramTests:
     return ScriptTests(tuple(map(_join_lines, inputs)), tuple(map(_join_lines, outputs)))
 
 
-def _parse_arguments(given: Any) -> Sequence[Any]:
+def _parse_arguments(arguments: Any) -> Sequence[Any]:
     """The arguments of one call: a list of them, or text with one in JSON on each line."""
-    if isinstance(given, str):
-        return [from_json(line) for line in given.splitlines() if line.strip()]
-    if not isinstance(given, list):
-        _refuse(f"the arguments of a call are a list, and these are of type {type(given).__name__}")
-    return given
+    if isinstance(arguments, str):
+        return [from_json(line) for line in arguments.splitlines() if line.strip()]
+    if not isinstance(arguments, list):
+        _refuse(f"the arguments of a call are a list, and these are of type {type(arguments).__name__}")
+    return arguments
 
 
 def _join_lines(value: Any) -> str:
@@ -215,5 +217,5 @@ def _tests_from_code(code: str, entry: str) -> StatementTests:
         _refuse(str(error))
 
 
-def _refuse(why: str) -> NoReturn:
-    raise _UnreadableTestsError(why)
+def _refuse(reason: str) -> NoReturn:
+    raise _UnreadableTestsError(reason)

@@ -33,11 +33,11 @@ from etude.rewards.sandbox.guest.test_runner import INVALID, PASSED
 
 __all__ = ["ProgramResult", "ProgramTestResults", "Sandbox", "SandboxBrokenError", "SandboxLimits", "SandboxLostError"]
 
-CLOSING = 4.0
+CLOSE_TIMEOUT_S = 4.0
 """Seconds that a box has to end all that its program started; then its process group is killed."""
-STARTING = 20.0
+START_TIMEOUT_S = 20.0
 """Seconds within which a box is there, on however busy a machine."""
-COMPARING = 5.0
+COMPARE_TIMEOUT_S = 5.0
 """Seconds that comparing what a script printed may take; a program whose output takes longer has failed."""
 _MAX_REPLY_BYTES = 4096
 """Bytes of an answer that holds no more than how something ended."""
@@ -45,9 +45,9 @@ _MAX_STDERR_CHARS = 300
 """Characters of what a box said in the end that are told."""
 _BOOT = """
 import sys, types
-for name, place in (("etude", ""), ("etude.rewards", "/rewards"), ("etude.rewards.sandbox", "/rewards/sandbox")):
+for name, path in (("etude", ""), ("etude.rewards", "/rewards"), ("etude.rewards.sandbox", "/rewards/sandbox")):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [sys.argv[1] + place]
+    sys.modules[name].__path__ = [sys.argv[1] + path]
 from etude.rewards.sandbox.guest.init_process import main
 main()
 """
@@ -139,7 +139,7 @@ class Sandbox:
             raise
         return self
 
-    async def __aexit__(self, *raised: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         try:
             if self._process is not None:
                 await _close_process(self._process)
@@ -148,17 +148,17 @@ class Sandbox:
 
     async def run(self, text: str, seconds: float) -> ProgramResult:
         """Run the program as a script, with this on its standard input, and return what it printed."""
-        ended = await self._run(text, seconds)
-        most = _MAX_REPLY_BYTES + 6 * (self._limits.output_kb << 10)  # a letter may become six in a message
-        return replace(ended, output=(await self._request({"do": "output"}, 0.0, most=most))["output"])
+        result = await self._run(text, seconds)
+        max_bytes = _MAX_REPLY_BYTES + 6 * (self._limits.output_kb << 10)  # a letter may become six in a message
+        return replace(result, output=(await self._request({"do": "output"}, 0.0, max_bytes=max_bytes))["output"])
 
-    async def check_output(self, text: str, wanted: str, seconds: float) -> bool:
+    async def check_output(self, text: str, expected: str, seconds: float) -> bool:
         """Run the program as a script, and have what it printed compared there with what is wanted."""
         if not (await self._run(text, seconds)).is_success:
             return False
-        request = {"do": "compare", "seconds": COMPARING, "cpu": self._limits.cpu}
-        answer = await self._request(request, COMPARING, wanted)
-        return str(answer["found"]) == PASSED
+        request = {"do": "compare", "seconds": COMPARE_TIMEOUT_S, "cpu": self._limits.cpu}
+        reply = await self._request(request, COMPARE_TIMEOUT_S, expected)
+        return str(reply["found"]) == PASSED
 
     async def run_tests(self, tests: Mapping[str, Any], count: int, seconds: float) -> ProgramTestResults:
         """Have the program's functions put to so many tests (`etude.rewards.sandbox.guest.test_runner`).
@@ -169,42 +169,42 @@ class Sandbox:
         cpu = max(self._limits.cpu, min(self._limits.cpu * count, math.ceil(seconds)))
         await self._request({"do": "load", "cpu": cpu}, 0.0)
         request = {"do": "examine", "count": count, "seconds": seconds, "cpu": cpu}
-        answer = await self._request(request, seconds, tests, most=_MAX_REPLY_BYTES + count)
-        letters, _, unfit = str(answer["found"]).partition(INVALID)
-        return ProgramTestResults(tuple(letter == PASSED for letter in letters[:count]), unfit)
+        reply = await self._request(request, seconds, tests, max_bytes=_MAX_REPLY_BYTES + count)
+        letters, _, invalid_reason = str(reply["found"]).partition(INVALID)
+        return ProgramTestResults(tuple(letter == PASSED for letter in letters[:count]), invalid_reason)
 
     async def _run(self, text: str, seconds: float) -> ProgramResult:
-        most, cpu = self._limits.output_kb << 10, self._limits.cpu
-        request = {"do": "run", "input": text, "seconds": seconds, "output": most, "cpu": cpu}
-        answer = await self._request(request, seconds)
-        return ProgramResult(answer["ended"], answer["code"], "", answer["took"])
+        max_output_bytes, cpu = self._limits.output_kb << 10, self._limits.cpu
+        request = {"do": "run", "input": text, "seconds": seconds, "output": max_output_bytes, "cpu": cpu}
+        reply = await self._request(request, seconds)
+        return ProgramResult(reply["ended"], reply["code"], "", reply["took"])
 
     async def _request(
-        self, request: Mapping[str, Any], seconds: float, *expected: Any, most: int = _MAX_REPLY_BYTES
+        self, request: Mapping[str, Any], seconds: float, *expected: Any, max_bytes: int = _MAX_REPLY_BYTES
     ) -> Any:
         """The answer to a request. expected: what follows it, for an examiner alone to read. most: bytes of the answer;
         a longer one is refused before it is read."""
         assert self._process is not None and self._process.stdout is not None, "the box is not open"
         try:
-            async with asyncio.timeout(STARTING + seconds):
+            async with asyncio.timeout(START_TIMEOUT_S + seconds):
                 for message in (request, *expected):
                     await self._send(message)
                 length = int.from_bytes(await self._process.stdout.readexactly(HEAD), "big")
-                if length > most:
+                if length > max_bytes:
                     raise SandboxBrokenError(f"it sent a message of {length} bytes")
                 return unpack_message(await self._process.stdout.readexactly(length))
         except (asyncio.IncompleteReadError, ValueError) as error:
-            raise SandboxBrokenError(f"it ended{await self._last_words()}") from error
+            raise SandboxBrokenError(f"it ended{await self._read_last_error()}") from error
         except TimeoutError as error:
-            raise SandboxBrokenError(f"it did not answer within {STARTING + seconds:g} seconds") from error
+            raise SandboxBrokenError(f"it did not answer within {START_TIMEOUT_S + seconds:g} seconds") from error
 
-    async def _last_words(self) -> str:
+    async def _read_last_error(self) -> str:
         """What a box said in the end, to be put behind a sentence."""
         assert self._process is not None and self._process.stderr is not None
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSING):
-                said = (await self._process.stderr.read()).decode(errors="replace").strip()
-                return f": {said.splitlines()[-1][:_MAX_STDERR_CHARS]}" if said else ""
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                text = (await self._process.stderr.read()).decode(errors="replace").strip()
+                return f": {text.splitlines()[-1][:_MAX_STDERR_CHARS]}" if text else ""
         return ""
 
     async def _send(self, message: Any) -> None:
@@ -213,7 +213,7 @@ class Sandbox:
             self._process.stdin.write(pack_message(message))
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise SandboxBrokenError(f"it ended{await self._last_words()}") from error
+            raise SandboxBrokenError(f"it ended{await self._read_last_error()}") from error
 
 
 def _command() -> list[str]:
@@ -226,7 +226,7 @@ def _make_start_message(
 ) -> dict[str, Any]:
     """The first message to a keeper."""
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if limits.packages else []
-    rules = SandboxSpec(
+    spec = SandboxSpec(
         str(directory),
         limits.memory_mb << 20,
         limits.disk_mb << 20,
@@ -234,7 +234,7 @@ def _make_start_message(
         list(dict.fromkeys(packages)),
         list(without),
     )
-    return {"code": code, "rules": vars(rules)}
+    return {"code": code, "rules": vars(spec)}
 
 
 async def _close_process(process: asyncio.subprocess.Process) -> None:
@@ -242,7 +242,7 @@ async def _close_process(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(CLOSING):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):

@@ -24,7 +24,7 @@ from etude.rewards import Judge, Program, Verdict
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
 from etude.rewards.sandbox.probe import PROTECTIONS, probe_protections
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits
-from tests.rewards.boxed import NAMED, WAYS, left, needs, run
+from tests.rewards.sandboxes import NAMED, WAYS, left, needs, run
 from tests.rewards.tasks import task
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the calls are Linux's")
@@ -222,13 +222,13 @@ def test_a_program_spoils_no_process_of_its_sandbox(without: Sequence[str]) -> N
     needs("rights", without)
 
     async def twice() -> list[str]:
-        async with Sandbox(f"{NEIGHBOURS}\nprint(spoils())", SandboxLimits(), without=without) as box:
-            return [(await box.run("", 10.0)).output for _ in range(2)]
+        async with Sandbox(f"{NEIGHBOURS}\nprint(spoils())", SandboxLimits(), without=without) as sandbox:
+            return [(await sandbox.run("", 10.0)).output for _ in range(2)]
 
     assert asyncio.run(twice()) == ["0\n", "0\n"]
 
 
-def test_a_program_does_not_lose_its_sandbox_where_it_is_asked() -> None:
+def test_a_program_that_is_called_does_not_lose_its_sandbox() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
     code = f"{NEIGHBOURS}\ndef add(a, b):\n    spoils()\n    return 0"
     verdict = judged(code, tests, total_timeout=2.0)
@@ -236,7 +236,7 @@ def test_a_program_does_not_lose_its_sandbox_where_it_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("times", "earned"), [(1, 1.0), (2, 0.0)])
-def test_a_box_that_ends_under_its_program_is_had_once_more(times: int, earned: float) -> None:
+def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, earned: float) -> None:
     """Whether the machine did that or the program: what ends two boxes earns nothing, and is no failure of judging."""
     name = f"etude-ends-{times}"
     done = threading.Thread(target=_end_keepers, args=(name, times))
@@ -306,10 +306,10 @@ print(found)
 
 def test_what_is_expected_is_not_left_in_memory() -> None:
     async def searched() -> str:
-        async with Sandbox(MEMORY, SandboxLimits(cpu=20)) as box:
-            await box.check_output("4711", "sesame-2357", 20.0)
-            await box.check_output("4711", "sesame-2357", 20.0)
-            return (await box.run("4711", 20.0)).output
+        async with Sandbox(MEMORY, SandboxLimits(cpu=20)) as sandbox:
+            await sandbox.check_output("4711", "sesame-2357", 20.0)
+            await sandbox.check_output("4711", "sesame-2357", 20.0)
+            return (await sandbox.run("4711", 20.0)).output
 
     assert asyncio.run(searched()) == "[b'4711']\n", "what it made itself is found, and nothing else"
 
@@ -417,12 +417,12 @@ def judged(code: str, truth: Any, **options: Any) -> Verdict:
 
 async def ticked(judge: Judge, truth: Any, answer: str) -> tuple[Verdict, float]:
     """The verdict, and the longest that it held up the event loop."""
-    longest, asked = 0.0, asyncio.create_task(judge.judge(task(truth), answer))
-    while not asked.done():
+    longest, call = 0.0, asyncio.create_task(judge.judge(task(truth), answer))
+    while not call.done():
         began = time.perf_counter()
         await asyncio.sleep(0.01)
         longest = max(longest, time.perf_counter() - began)
-    return asked.result(), longest
+    return call.result(), longest
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_an_exception_that_is_expected_is_met() -> None:
         "print(3); raise GeneratorExit",
     ],
 )
-def test_whatever_a_script_prints_stalls_nobody(code: str) -> None:
+def test_no_output_of_a_script_stalls_the_event_loop(code: str) -> None:
     with Judge(Program()) as judge:
         for wanted in ("3.0", "3.0 " * 1000):
             verdict, longest = asyncio.run(ticked(judge, {"inputs": [""], "outputs": [wanted]}, code))
@@ -504,16 +504,16 @@ def test_what_leaves_the_sandbox_is_bounded() -> None:
     """However long a message its keeper sends, the trainer reads no more than a verdict has."""
 
     async def flooded() -> None:
-        async with Sandbox("print(1)", SandboxLimits()) as box:
-            assert box._process is not None and box._process.stdin is not None
-            box._process.kill()
-            await box._process.wait()
+        async with Sandbox("print(1)", SandboxLimits()) as sandbox:
+            assert sandbox._process is not None and sandbox._process.stdin is not None
+            sandbox._process.kill()
+            await sandbox._process.wait()
             talks = "import sys; sys.stdout.buffer.write((1 << 24).to_bytes(4, 'big') + bytes(1 << 24))"
             pipe = subprocess.PIPE
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", talks, stdin=pipe, stdout=pipe)
-            box._process = process
+            sandbox._process = process
             with pytest.raises(SandboxBrokenError, match=r"a message of 16777216 bytes"):
-                await box.check_output("", "1", 5.0)
+                await sandbox.check_output("", "1", 5.0)
             process.kill()
 
     asyncio.run(flooded())

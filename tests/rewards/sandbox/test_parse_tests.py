@@ -77,7 +77,7 @@ def test_a_reference_solution_is_no_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("f(1)", "every program would pass: they hold no `assert`, and call none"),
         ("def run():\n    f(1)\nrun()", "every program would pass"),
@@ -89,7 +89,7 @@ def test_a_reference_solution_is_no_test() -> None:
         ("class TestF:\n    def setup_method(self): ...\n    def test_f(self): assert f()", "what pytest would call"),
     ],
 )
-def test_code_that_tests_nothing_is_refused(code: str, told: str) -> None:
+def test_code_that_tests_nothing_is_refused(code: str, message: str) -> None:
     with pytest.raises(DataError, match="The tests of task 7 of sums cannot be used") as error:
         Program().check(task(code))
-    assert told in str(error.value)
+    assert message in str(error.value)

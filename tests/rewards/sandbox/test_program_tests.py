@@ -40,9 +40,9 @@ def test_scripts_are_read(truth: Any) -> None:
     ],
 )
 def test_calls_are_read(truth: Any) -> None:
-    found = read_tests(task(truth))
-    assert isinstance(found, CallTests) and (found.name, found.inputs) == ("f", ([1, [2]],))
-    assert values_match(found.outputs[0], 3)
+    tests = read_tests(task(truth))
+    assert isinstance(tests, CallTests) and (tests.name, tests.inputs) == ("f", ([1, [2]],))
+    assert values_match(tests.outputs[0], 3)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_statements_are_read(truth: Any) -> None:
 
 def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
     row = {"prompt": "p", "ground_truth": None, "text": "t", "code": "c", "test_list": ["assert f(1) == 2"]}
-    found = read_tests(Task(0, {**row, "test_setup_code": "import math", "row": 3}))
-    assert isinstance(found, StatementTests) and found.count == 1
-    assert found.statements == (("import math", False), ("assert f(1) == 2", True))
+    tests = read_tests(Task(0, {**row, "test_setup_code": "import math", "row": 3}))
+    assert isinstance(tests, StatementTests) and tests.count == 1
+    assert tests.statements == (("import math", False), ("assert f(1) == 2", True))
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ def test_columns_of_their_own_are_read_where_there_is_no_right_answer() -> None:
     ],
 )
 def test_what_is_a_test_and_what_is_the_programs(code: str, counts: list[bool], names: list[str]) -> None:
-    found = read_tests(task(code))
-    assert isinstance(found, StatementTests)
-    assert [each for _, each in found.statements] == counts and [name for name, _ in found.names] == names
+    tests = read_tests(task(code))
+    assert isinstance(tests, StatementTests)
+    assert [each for _, each in tests.statements] == counts and [name for name, _ in tests.names] == names
 
 
 def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
-    found = read_tests(task({"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}))
-    assert isinstance(found, StatementTests) and found.statements[-1] == ("check(f)", True) and found.count == 1
+    tests = read_tests(task({"test": "def check(c):\n    assert c(1) == 1", "entry_point": "f"}))
+    assert isinstance(tests, StatementTests) and tests.statements[-1] == ("check(f)", True) and tests.count == 1
     called = read_tests(task({"test": "def check(c):\n    assert c(1)\ncheck(f)", "entry_point": "f"}))
     assert called.count == 1
     alias = read_tests(task({"test": "assert candidate(1) == 1", "entry_point": "f"}))
@@ -99,7 +99,7 @@ def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said", "same"),
+    ("expected", "actual", "same"),
     [
         ("3\n", "3", True),
         ("3", "3  \n\n\n", True),
@@ -125,12 +125,12 @@ def test_the_entry_point_is_checked_and_is_the_candidate() -> None:
         ("  1.0  2", "  1 2", True),
     ],
 )
-def test_the_same_output(wanted: str, said: str, same: bool) -> None:
-    assert outputs_match(wanted, said) is same
+def test_the_same_output(expected: str, actual: str, same: bool) -> None:
+    assert outputs_match(expected, actual) is same
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "same"),
+    ("expected", "actual", "same"),
     [
         (3, 3, True),
         (3, 3.0, True),
@@ -166,5 +166,5 @@ def test_the_same_output(wanted: str, said: str, same: bool) -> None:
         ([1, 2], {1, 2}, False),
     ],
 )
-def test_the_same_value(wanted: Any, found: Any, same: bool) -> None:
-    assert values_match(wanted, found) is same
+def test_the_same_value(expected: Any, actual: Any, same: bool) -> None:
+    assert values_match(expected, actual) is same

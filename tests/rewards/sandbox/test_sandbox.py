@@ -17,10 +17,10 @@ import pytest
 
 from etude.errors import RewardError
 from etude.rewards.sandbox import probe
-from etude.rewards.sandbox import sandbox as boxes
+from etude.rewards.sandbox import sandbox as sandbox_module
 from etude.rewards.sandbox.probe import PROTECTIONS, probe_protections
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxLimits, SandboxLostError
-from tests.rewards.boxed import NAMED, WAYS, left, needs, run
+from tests.rewards.sandboxes import NAMED, WAYS, left, needs, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up as Linux shows them")
 ways = pytest.mark.parametrize(
@@ -32,9 +32,9 @@ ways = pytest.mark.parametrize(
 @pytest.fixture
 def open_to_all() -> Iterator[str]:
     """A directory into which everybody may look, in memory if there is one: a disk takes its time."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
-        Path(place).chmod(0o755)
-        yield place
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
+        Path(directory).chmod(0o755)
+        yield directory
 
 
 # -- what programs may do ---------------------------------------------------------------------------------------------
@@ -58,9 +58,11 @@ DOES = {
 
 
 def test_a_program_runs_as_a_script_does() -> None:
-    ended = run("\n".join(DOES), "3 4\nab\ncd")
+    result = run("\n".join(DOES), "3 4\nab\ncd")
     assert (
-        ended.output == "".join(DOES.values()) and ended.is_success and (ended.status, ended.exit_code) == ("exit", 0)
+        result.output == "".join(DOES.values())
+        and result.is_success
+        and (result.status, result.exit_code) == ("exit", 0)
     )
 
 
@@ -83,29 +85,29 @@ def test_a_program_runs_as_a_script_does() -> None:
     ],
 )
 def test_a_program_ends_as_a_script_does(code: str, output: str, status: int) -> None:
-    ended = run(code)
-    assert (ended.status, ended.exit_code, ended.output) == ("exit", status, output) and ended.is_success == (
+    result = run(code)
+    assert (result.status, result.exit_code, result.output) == ("exit", status, output) and result.is_success == (
         status == 0
     )
 
 
 def test_a_program_runs_without_namespaces_too() -> None:
-    ended = run("open('a', 'w').write(input()); print(open('a').read())", "x", without=WAYS["without namespaces"])
-    assert ended.is_success and ended.output == "x\n"
+    result = run("open('a', 'w').write(input()); print(open('a').read())", "x", without=WAYS["without namespaces"])
+    assert result.is_success and result.output == "x\n"
 
 
 def test_runs_follow_each_other_and_begin_afresh() -> None:
     async def twice() -> list[str]:
-        async with Sandbox("try: n += 1\nexcept NameError: n = int(input())\nprint(n)", SandboxLimits()) as box:
-            return [(await box.run(text, 5.0)).output for text in ("1", "2", "3")]
+        async with Sandbox("try: n += 1\nexcept NameError: n = int(input())\nprint(n)", SandboxLimits()) as sandbox:
+            return [(await sandbox.run(text, 5.0)).output for text in ("1", "2", "3")]
 
     assert asyncio.run(twice()) == ["1\n", "2\n", "3\n"]
 
 
-def test_many_boxes_are_open_side_by_side() -> None:
+def test_many_sandboxes_are_open_side_by_side() -> None:
     async def one(n: int) -> str:
-        async with Sandbox("import time; time.sleep(0.5); print(input())", SandboxLimits()) as box:
-            return (await box.run(str(n), 20.0)).output
+        async with Sandbox("import time; time.sleep(0.5); print(input())", SandboxLimits()) as sandbox:
+            return (await sandbox.run(str(n), 20.0)).output
 
     async def all_of_them() -> list[str]:
         return await asyncio.gather(*(one(n) for n in range(8)))
@@ -125,8 +127,8 @@ def test_packages_are_there_when_they_are_wanted() -> None:
 @pytest.mark.slow
 @ways
 def test_a_loop_is_ended_by_its_processor_seconds(without: Sequence[str]) -> None:
-    ended = run("while True: pass", seconds=30.0, without=without, cpu=1)
-    assert ended.status == "signal" and ended.exit_code == -signal.SIGXCPU
+    result = run("while True: pass", seconds=30.0, without=without, cpu=1)
+    assert result.status == "signal" and result.exit_code == -signal.SIGXCPU
 
 
 @pytest.mark.slow
@@ -137,8 +139,8 @@ def test_a_loop_that_ignores_the_warning_is_ended_too() -> None:
 
 @ways
 def test_waiting_is_ended_by_the_clock(without: Sequence[str]) -> None:
-    ended = run("print('began', flush=True)\nimport time; time.sleep(60)", seconds=0.5, without=without)
-    assert ended.status == "late" and 0.4 < ended.seconds < 5 and ended.output == "began\n"
+    result = run("print('began', flush=True)\nimport time; time.sleep(60)", seconds=0.5, without=without)
+    assert result.status == "late" and 0.4 < result.seconds < 5 and result.output == "began\n"
 
 
 @ways
@@ -178,8 +180,8 @@ print(wrote)
 
 @ways
 def test_output_without_end_is_a_flood(without: Sequence[str]) -> None:
-    ended = run("while True: print('x' * 4096)", seconds=20.0, without=without, output_kb=64, disk_mb=4)
-    assert ended.status == "flood" and not ended.is_success and len(ended.output) == (64 << 10) + 1
+    result = run("while True: print('x' * 4096)", seconds=20.0, without=without, output_kb=64, disk_mb=4)
+    assert result.status == "flood" and not result.is_success and len(result.output) == (64 << 10) + 1
     letters = run(f"print(chr(0xE9) * {40 << 10})", without=without, output_kb=64)
     assert letters.status == "flood", "bytes count, and not letters"
 
@@ -191,8 +193,8 @@ def test_output_without_end_is_a_flood(without: Sequence[str]) -> None:
 def test_a_fork_bomb_stays_small_and_is_gone(without: Sequence[str]) -> None:
     needs("processes", without)
     bomb = NAMED.format(name="etude-bomb") + "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
-    ended = run(bomb, seconds=0.5, without=without, cpu=2)
-    assert ended.status != "exit" and left("etude-bomb") == []
+    result = run(bomb, seconds=0.5, without=without, cpu=2)
+    assert result.status != "exit" and left("etude-bomb") == []
 
 
 @ways
@@ -212,12 +214,12 @@ time.sleep(0.2)
 print("left")
 """
     )
-    ended = run(daemon, without=without)
-    assert ended.output == "left\n" and left("etude-daemon") == []
+    result = run(daemon, without=without)
+    assert result.output == "left\n" and left("etude-daemon") == []
 
 
 @ways
-def test_killing_whoever_can_be_found_hits_nobody_else(without: Sequence[str]) -> None:
+def test_a_program_that_kills_all_it_can_hits_no_other_process(without: Sequence[str]) -> None:
     needs("processes", without)
     code = """
 import os, signal
@@ -228,12 +230,12 @@ for process in (os.getppid(), 1, -1, -os.getppid(), *range(2, 400)):
 print("still here")
 """
     code = code.replace("range(2, 400)", f"range(2, 400), {os.getpid()}")
-    ended = run(code, without=without)
-    assert ended.output == "still here\n"
+    result = run(code, without=without)
+    assert result.output == "still here\n"
 
 
 @ways
-def test_a_program_cannot_end_its_keeper_by_a_signal(without: Sequence[str]) -> None:
+def test_a_program_cannot_end_its_init_process_by_a_signal(without: Sequence[str]) -> None:
     code = """
 import os, signal, time
 usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.getsignal(signal.SIGTERM) == 0
@@ -248,7 +250,7 @@ print(*usual)
 
 
 @ways
-def test_no_file_signals_anybody(without: Sequence[str]) -> None:
+def test_no_file_sends_signals_to_other_processes(without: Sequence[str]) -> None:
     needs("network", without)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
         code = f"""
@@ -332,29 +334,29 @@ print([tried(lambda: os.listdir(place) and 1) for place in ({outside!r}, "/home"
 changes = [lambda: os.chmod(places[0], 0), lambda: os.utime(places[0]), lambda: os.unlink(places[0])]
 print(*[tried(lambda: change() or 1) for change in changes])
 """
-        told = run(code, without=without).output
-        assert told == "[0, 0, 0, 0, 0]\n[0, 0, 0, 0]\n[0, 0, 0, 0]\n0 0 0\n"
+        output = run(code, without=without).output
+        assert output == "[0, 0, 0, 0, 0]\n[0, 0, 0, 0]\n[0, 0, 0, 0]\n0 0 0\n"
         assert (Path(outside) / "secret").read_text() == "seen"
 
 
 @ways
 def test_the_environment_tells_nothing(without: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-not-for-you")
-    told = run("import os; print(dict(os.environ))", without=without).output
-    assert "sk-not-for-you" not in told and "PATH" not in told
+    output = run("import os; print(dict(os.environ))", without=without).output
+    assert "sk-not-for-you" not in output and "PATH" not in output
 
 
 @ways
-def test_nobody_elses_memory_or_descriptors_are_read(without: Sequence[str]) -> None:
+def test_memory_and_descriptors_of_other_processes_are_not_read(without: Sequence[str]) -> None:
     code = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 def tried(attempt):
     try: return attempt()
     except OSError: return 0
-keeper = os.getppid()
-print(tried(lambda: open(f"/proc/{keeper}/mem", "rb") and 1), tried(lambda: len(os.listdir(f"/proc/{keeper}/fd"))))
-print(libc.ptrace(16, keeper, 0, 0))
+init = os.getppid()
+print(tried(lambda: open(f"/proc/{init}/mem", "rb") and 1), tried(lambda: len(os.listdir(f"/proc/{init}/fd"))))
+print(libc.ptrace(16, init, 0, 0))
 print([number for number in range(3, 256) if tried(lambda: os.fstat(number) and 1)])
 """
     assert run(code, without=without).output == "0 0\n-1\n[]\n"
@@ -419,11 +421,11 @@ asyncio.run(main())
 def test_a_cancelled_run_leaves_nothing() -> None:
     async def cancelled() -> None:
         code = NAMED.format(name="etude-cancel") + "import time; time.sleep(600)"
-        async with Sandbox(code, SandboxLimits()) as box:
-            asked = asyncio.create_task(box.run("", 600.0))
+        async with Sandbox(code, SandboxLimits()) as sandbox:
+            call = asyncio.create_task(sandbox.run("", 600.0))
             while not left("etude-cancel", within=0.0):
                 await asyncio.sleep(0.02)
-            asked.cancel()
+            call.cancel()
 
     asyncio.run(cancelled())
     assert left("etude-cancel") == []
@@ -438,8 +440,8 @@ def test_what_is_left_out_does_not_hold() -> None:
     assert probe_protections() >= probe_protections(nothing)
 
 
-def test_a_box_that_cannot_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boxes, "_BOOT", "raise SystemExit('no room here')")
+def test_a_sandbox_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "_BOOT", "raise SystemExit('no room here')")
     with pytest.raises(SandboxLostError, match=r"it ended"):
         run("print(1)")
     with pytest.raises(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.sandbox.guest.json_values import DEEPEST, NotEncodableError, decode, encode
+from etude.rewards.sandbox.guest.json_values import MAX_DEPTH, NotEncodableError, decode, encode
 from etude.rewards.sandbox.guest.pipe_messages import MAX_MESSAGE_BYTES, pack_message, receive, send
 from etude.rewards.sandbox.sandbox import ProgramTestResults, Sandbox, SandboxLimits
 
@@ -83,7 +83,7 @@ def test_what_is_no_value_is_refused(message: Any) -> None:
 
 def test_what_is_too_deep_is_refused() -> None:
     deep: list[Any] = []
-    for _ in range(2 * DEEPEST):
+    for _ in range(2 * MAX_DEPTH):
         deep = [deep]
     with pytest.raises(NotEncodableError, match="nested more than"):
         encode(deep, nothing)
@@ -213,8 +213,8 @@ def examined(code: str, statements: Sequence[str], names: list[str]) -> ProgramT
     """Return the verdict on a program that these statements about its names give."""
 
     async def tried() -> ProgramTestResults:
-        async with Sandbox(code, SandboxLimits()) as box:
-            return await box.run_tests(put(statements, names), len(statements), 10.0)
+        async with Sandbox(code, SandboxLimits()) as sandbox:
+            return await sandbox.run_tests(put(statements, names), len(statements), 10.0)
 
     return asyncio.run(tried())
 
@@ -247,8 +247,8 @@ def test_tests_pass_as_they_would_beside_the_program() -> None:
         names: dict[str, Any] = {}
         exec(PROGRAM, names)
         exec(statement, names)  # it does, where both are one process
-    found = examined(PROGRAM, PASSING, NAMES)
-    assert found == ProgramTestResults((True,) * len(PASSING), ""), dict(zip(PASSING, found.passed, strict=False))
+    results = examined(PROGRAM, PASSING, NAMES)
+    assert results == ProgramTestResults((True,) * len(PASSING), ""), dict(zip(PASSING, results.passed, strict=False))
 
 
 def test_tests_fail() -> None:
@@ -264,8 +264,8 @@ def test_a_program_named_like_a_builtin_is_tried_where_it_is_meant() -> None:
 def test_numbers_and_tables_of_numpy_are_plain() -> None:
     async def tried() -> ProgramTestResults:
         code = "import numpy\ndef table(n): return numpy.arange(n)\ndef mean(x): return numpy.mean(x)"
-        async with Sandbox(code, SandboxLimits(packages=True, memory_mb=2048)) as box:
+        async with Sandbox(code, SandboxLimits(packages=True, memory_mb=2048)) as sandbox:
             tests = put(["assert table(3) == [0, 1, 2]", "assert mean([1, 2]) == 1.5"], ["table", "mean"])
-            return await box.run_tests(tests, 2, 20.0)
+            return await sandbox.run_tests(tests, 2, 20.0)
 
     assert asyncio.run(tried()) == ProgramTestResults((True, True), "")

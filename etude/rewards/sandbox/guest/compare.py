@@ -28,16 +28,20 @@ def from_json(text: str) -> Any:
         return text
 
 
-def outputs_match(wanted: str, actual: str) -> bool:
+def outputs_match(expected: str, actual: str) -> bool:
     """Whether a script printed what it should: line by line, lines at the end aside. Spaces count only before lines,
     and only where what is wanted has some there: it is then a shape that is to be drawn. A number that is written with
     a point or an exponent may differ by a millionth."""
-    lines, others = _lines(wanted), _lines(actual)
-    if lines == others:
+    expected_lines, actual_lines = _lines(expected), _lines(actual)
+    if expected_lines == actual_lines:
         return True
-    if any(line[:1].isspace() for line in lines) and [*map(_indent, lines)] != [*map(_indent, others)]:
+    if any(line[:1].isspace() for line in expected_lines) and [*map(_indent, expected_lines)] != [
+        *map(_indent, actual_lines)
+    ]:
         return False
-    return len(lines) == len(others) and all(_same_line(*each) for each in zip(lines, others, strict=True))
+    return len(expected_lines) == len(actual_lines) and all(
+        _same_line(*pair) for pair in zip(expected_lines, actual_lines, strict=True)
+    )
 
 
 def _indent(line: str) -> str:
@@ -48,51 +52,55 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _same_line(wanted: str, said: str) -> bool:
-    words, others = wanted.split(), said.split()
-    return len(words) == len(others) and all(_same_word(*each) for each in zip(words, others, strict=True))
+def _same_line(expected: str, actual: str) -> bool:
+    expected_words, actual_words = expected.split(), actual.split()
+    return len(expected_words) == len(actual_words) and all(
+        _same_word(*pair) for pair in zip(expected_words, actual_words, strict=True)
+    )
 
 
-def _same_word(wanted: str, said: str) -> bool:
-    if wanted == said:
+def _same_word(expected: str, actual: str) -> bool:
+    if expected == actual:
         return True
-    if not _FRACTIONAL.fullmatch(wanted):
+    if not _FRACTIONAL.fullmatch(expected):
         return False
     with suppress(ValueError):
-        return _near(float(wanted), float(said))
+        return _near(float(expected), float(actual))
     return False
 
 
-def values_match(wanted: Any, actual: Any) -> bool:
+def values_match(expected: Any, actual: Any) -> bool:
     """Whether a function returned what it should, which JSON cannot quite say: tuples and lists are alike, keys are
     text, a result may stand in a list of its own, and text may be what it says or what it holds as JSON. Numbers with a
     fraction may differ by a millionth."""
-    meant = [wanted, from_json(wanted)] if isinstance(wanted, str) else [wanted]
-    meant += [each[0] for each in meant if isinstance(each, list) and len(each) == 1]
-    return any(_same(each, actual) for each in meant)
+    candidates = [expected, from_json(expected)] if isinstance(expected, str) else [expected]
+    candidates += [candidate[0] for candidate in candidates if isinstance(candidate, list) and len(candidate) == 1]
+    return any(_same(candidate, actual) for candidate in candidates)
 
 
-def _same(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, list):
+def _same(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, list):
         return (
-            isinstance(found, list | tuple)
-            and len(wanted) == len(found)
-            and all(_same(*each) for each in zip(wanted, found, strict=True))
+            isinstance(actual, list | tuple)
+            and len(expected) == len(actual)
+            and all(_same(*pair) for pair in zip(expected, actual, strict=True))
         )
-    if isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping):
+    if isinstance(expected, Mapping):
+        if not isinstance(actual, Mapping):
             return False
-        told = {str(key): value for key, value in found.items()}
-        return wanted.keys() == told.keys() and all(_same(value, told[key]) for key, value in wanted.items())
-    if isinstance(wanted, float) and isinstance(found, int | float) and not isinstance(found, bool):
+        actual_by_key = {str(key): value for key, value in actual.items()}
+        return expected.keys() == actual_by_key.keys() and all(
+            _same(value, actual_by_key[key]) for key, value in expected.items()
+        )
+    if isinstance(expected, float) and isinstance(actual, int | float) and not isinstance(actual, bool):
         try:
-            return _near(wanted, float(found))
+            return _near(expected, float(actual))
         except OverflowError:
             return False  # a whole number beyond all that have a fraction
-    return bool(wanted == found) and isinstance(wanted, bool) == isinstance(found, bool)
+    return bool(expected == actual) and isinstance(expected, bool) == isinstance(actual, bool)
 
 
-def _near(wanted: float, found: float) -> bool:
-    return math.isclose(wanted, found, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
-        math.isnan(wanted) and math.isnan(found)
+def _near(expected: float, actual: float) -> bool:
+    return math.isclose(expected, actual, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+        math.isnan(expected) and math.isnan(actual)
     )

@@ -26,16 +26,16 @@ from typing import Any, NoReturn
 from etude.rewards.sandbox.guest import syscalls as kernel
 from etude.rewards.sandbox.guest.isolation import FIRST_SANDBOX_UID, Isolation, SandboxSpec
 from etude.rewards.sandbox.guest.pipe_messages import receive, send
-from etude.rewards.sandbox.guest.program_under_test import FILE, run_script, serve
-from etude.rewards.sandbox.guest.test_runner import LONGEST, check_output, run_tests
+from etude.rewards.sandbox.guest.program_under_test import PROGRAM_FILE, run_script, serve
+from etude.rewards.sandbox.guest.test_runner import MAX_REASON_BYTES, check_output, run_tests
 
 __all__ = ["main"]
 
 IN, OUT = 0, 1
-ENDING = 2.0
+KILL_TIMEOUT_S = 2.0
 """Seconds in which all that a program started must be gone."""
 UNLINKED_FILE = "etude-nameless"
-HIGH = 100
+FIRST_SPARE_FD = 100
 """Descriptors are moved up here while those below are dealt out."""
 
 
@@ -45,16 +45,16 @@ class ParentClosedError(Exception):
 
 def main() -> NoReturn:
     """Be the warden of a program, and in a child its keeper, and in that one's children the program itself."""
-    sys.argv[:] = [FILE]
-    usual = _ignore_signals()
+    sys.argv[:] = [PROGRAM_FILE]
+    handlers = _ignore_signals()
     start = receive(IN)
-    apart = Isolation(SandboxSpec(**start["rules"]))
+    isolation = Isolation(SandboxSpec(**start["rules"]))
     with suppress(OSError):
         kernel.become_subreaper()
-    apart.enter_namespaces()
+    isolation.enter_namespaces()
     child = os.fork()
     if child == 0:
-        _run_init(apart, start["code"], usual)
+        _run_init(isolation, start["code"], handlers)
     os.close(IN)
     os.close(OUT)
     os.waitpid(child, 0)
@@ -64,11 +64,11 @@ def main() -> NoReturn:
 
 def _ignore_signals() -> dict[int, Any]:
     """Take no notice of signals: a program can send them to the keeper. Returns what was done about each before."""
-    usual: dict[int, Any] = {}
+    handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - {signal.SIGCHLD}:
         with suppress(OSError):  # that of which notice must be taken
-            usual[number] = signal.signal(number, signal.SIG_IGN)
-    return usual
+            handlers[number] = signal.signal(number, signal.SIG_IGN)
+    return handlers
 
 
 def _run_init(isolation: Isolation, code: str, handlers: Mapping[int, Any]) -> NoReturn:
@@ -78,13 +78,13 @@ def _run_init(isolation: Isolation, code: str, handlers: Mapping[int, Any]) -> N
     with suppress(OSError):
         kernel.set_parent_death_signal()  # what went before would have undone it
     sys.path += isolation.spec.readable
-    keeper = _SandboxInit(isolation, code, handlers)
+    init = _SandboxInit(isolation, code, handlers)
     try:
         send(OUT, {})  # it is there, and nothing of the program has run
         while True:
-            send(OUT, keeper.handle(keeper.receive_request()))
+            send(OUT, init.handle(init.receive_request()))
     except ParentClosedError:
-        keeper.kill_all()
+        init.kill_all()
         os._exit(0)
 
 
@@ -99,11 +99,11 @@ class _SandboxInit:
         self._expected: Any = None
         """The expected results, which only the examiner's process holds."""
         self._children: list[int] = []
-        self._wakeup_pipe, wakes = os.pipe()
-        for end in (self._wakeup_pipe, wakes):
+        self._wakeup_pipe, wakeup_write = os.pipe()
+        for end in (self._wakeup_pipe, wakeup_write):
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         os.umask(0o077)
 
     def receive_request(self) -> Any:
@@ -127,20 +127,20 @@ class _SandboxInit:
             case _:
                 return self._run_tests(request["count"], request["seconds"], request["cpu"])
 
-    def _run(self, text: str, seconds: float, most: int, cpu: int) -> Any:
+    def _run(self, text: str, seconds: float, max_output_bytes: int, cpu: int) -> Any:
         """Run the program as a script on this input, and keep so much of what it prints."""
-        given = _create_memory_file(text.encode(errors="replace"))
+        input_file = _create_memory_file(text.encode(errors="replace"))
         self._close_output()
         self._output_file = _create_memory_file()
         program = self._start(
-            [given, self._output_file, self._devnull], lambda: run_script(self._restore_signals()), cpu
+            [input_file, self._output_file, self._devnull], lambda: run_script(self._restore_signals()), cpu
         )
-        ended = self._wait_for(program, seconds)
+        result = self._wait_for(program, seconds)
         self.kill_all()
-        os.close(given)
-        flood = {"ended": "flood"} if os.fstat(self._output_file).st_size > most else {}
-        os.truncate(self._output_file, min(os.fstat(self._output_file).st_size, most + 1))
-        return {**ended, **flood}
+        os.close(input_file)
+        flood = {"ended": "flood"} if os.fstat(self._output_file).st_size > max_output_bytes else {}
+        os.truncate(self._output_file, min(os.fstat(self._output_file).st_size, max_output_bytes + 1))
+        return {**result, **flood}
 
     def _read_output(self) -> bytes:
         """The output of the last run."""
@@ -153,17 +153,19 @@ class _SandboxInit:
 
     def _compare(self, seconds: float, cpu: int) -> Any:
         """Have what the last run printed compared with what it should have, by a process that alone knows that."""
-        return self._run_test_runner([self._output_file], lambda wanted: check_output(3, 4, wanted), 1, seconds, cpu)
+        return self._run_test_runner(
+            [self._output_file], lambda expected: check_output(3, 4, expected), 1, seconds, cpu
+        )
 
     def _load(self, cpu: int) -> Any:
         """Have the program loaded by a process that will be asked for its functions."""
-        asked, asks = os.pipe()
-        told, tells = os.pipe()
-        nothing = [self._devnull] * 3
-        self._start([*nothing, asked, tells], lambda: serve(self._restore_signals(), 3, 4), cpu)
-        os.close(asked)
-        os.close(tells)
-        self._program_pipes = told, asks
+        request_read, request_write = os.pipe()
+        reply_read, reply_write = os.pipe()
+        standard_streams = [self._devnull] * 3
+        self._start([*standard_streams, request_read, reply_write], lambda: serve(self._restore_signals(), 3, 4), cpu)
+        os.close(request_read)
+        os.close(reply_write)
+        self._program_pipes = reply_read, request_write
         return {}
 
     def _run_tests(self, count: int, seconds: float, cpu: int) -> Any:
@@ -179,21 +181,28 @@ class _SandboxInit:
         self, descriptors: Sequence[int], work: Callable[[Any], int], count: int, seconds: float, cpu: int
     ) -> Any:
         """Start a process that reads from the parent what it is to expect, and return the letters that it writes."""
-        found, nothing = _create_memory_file(), self._devnull
-        known, knows = os.pipe()
-        examiner = self._start(
-            [nothing, nothing, nothing, *descriptors, found], lambda: work(self._expected), cpu, asks=True
+        result_file, devnull = _create_memory_file(), self._devnull
+        ready_read, ready_write = os.pipe()
+        test_runner = self._start(
+            [devnull, devnull, devnull, *descriptors, result_file],
+            lambda: work(self._expected),
+            cpu,
+            reads_expected=True,
         )
-        os.close(knows)
-        os.read(known, 1)  # it ends when the examiner has closed it, and the pipe to the parent is this process's again
-        os.close(known)
-        ended = self._wait_for(examiner, seconds)
+        os.close(ready_write)
+        os.read(
+            ready_read, 1
+        )  # it ends when the examiner has closed it, and the pipe to the parent is this process's again
+        os.close(ready_read)
+        result = self._wait_for(test_runner, seconds)
         self.kill_all()
-        letters = _read(found, count + LONGEST)
-        os.close(found)
-        return {**ended, "found": letters.decode("ascii", errors="replace")}
+        letters = _read(result_file, count + MAX_REASON_BYTES)
+        os.close(result_file)
+        return {**result, "found": letters.decode("ascii", errors="replace")}
 
-    def _start(self, descriptors: Sequence[int], work: Callable[[], int], cpu: int, *, asks: bool = False) -> int:
+    def _start(
+        self, descriptors: Sequence[int], work: Callable[[], int], cpu: int, *, reads_expected: bool = False
+    ) -> int:
         """Start a process that has these descriptors, counted from 0, and no others. What it does returns its exit
         code, and from whatever else it may do it does not come back. cpu: seconds of a processor that it may use up.
         asks: it first reads a message of the parent."""
@@ -206,11 +215,11 @@ class _SandboxInit:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if asks:
+            if reads_expected:
                 self._expected = receive(IN)
-            moved = [fcntl.fcntl(each, fcntl.F_DUPFD, HIGH) for each in descriptors]
-            for place, each in enumerate(moved):
-                os.dup2(each, place)
+            moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_SPARE_FD) for descriptor in descriptors]
+            for number, descriptor in enumerate(moved):
+                os.dup2(descriptor, number)
             os.closerange(len(moved), os.sysconf("SC_OPEN_MAX"))
             self._isolation.confine(cpu)
             code = work()
@@ -219,22 +228,22 @@ class _SandboxInit:
 
     def _restore_signals(self) -> str:
         """The program's code, in a process that takes notice of signals again as any does."""
-        for number, done in self._signal_handlers.items():
-            signal.signal(number, done)
+        for number, handler in self._signal_handlers.items():
+            signal.signal(number, handler)
         return self._code
 
     def _wait_for(self, process: int, seconds: float) -> Any:
         """How a process ended: by itself, by a signal, or not in time."""
         began = time.monotonic()
         while True:
-            passed = time.monotonic() - began
-            while (ended := _reap_child()) is not None:
-                if ended[0] == process:
-                    code = os.waitstatus_to_exitcode(ended[1])
-                    return {"ended": "signal" if code < 0 else "exit", "code": code, "took": passed}
-            if passed >= seconds:
-                return {"ended": "late", "code": 0, "took": passed}
-            ready, _, _ = select.select([self._wakeup_pipe, IN], [], [], seconds - passed)
+            elapsed = time.monotonic() - began
+            while (reaped := _reap_child()) is not None:
+                if reaped[0] == process:
+                    code = os.waitstatus_to_exitcode(reaped[1])
+                    return {"ended": "signal" if code < 0 else "exit", "code": code, "took": elapsed}
+            if elapsed >= seconds:
+                return {"ended": "late", "code": 0, "took": elapsed}
+            ready, _, _ = select.select([self._wakeup_pipe, IN], [], [], seconds - elapsed)
             if IN in ready:
                 raise ParentClosedError  # nothing is asked while something runs
             if ready:
@@ -255,8 +264,8 @@ class _SandboxInit:
 
 def _kill_and_reap(targets: Callable[[], list[int]]) -> None:
     """Kill whoever can be reached until nobody is left, and bury them. Who loses a parent comes here for that."""
-    until = time.monotonic() + ENDING
-    while time.monotonic() < until:
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
         for process in targets():
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -275,10 +284,10 @@ def _descendants() -> list[int]:
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError, ValueError), open(f"/proc/{name}/stat") as file:
                 children.setdefault(int(file.read().rpartition(")")[2].split()[1]), []).append(int(name))
-    found = children.get(os.getpid(), [])
-    for process in found:
-        found += children.get(process, [])
-    return found
+    descendants = children.get(os.getpid(), [])
+    for process in descendants:
+        descendants += children.get(process, [])
+    return descendants
 
 
 def _reap_child() -> tuple[int, int] | None:
@@ -290,10 +299,10 @@ def _reap_child() -> tuple[int, int] | None:
     return (process, status) if process else None
 
 
-def _read(descriptor: int, most: int) -> bytes:
+def _read(descriptor: int, count: int) -> bytes:
     """So much of a file, from its beginning."""
     parts = bytearray()
-    while len(parts) < most and (part := os.pread(descriptor, most - len(parts), len(parts))):
+    while len(parts) < count and (part := os.pread(descriptor, count - len(parts), len(parts))):
         parts += part
     return bytes(parts)
 

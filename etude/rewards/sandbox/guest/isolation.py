@@ -25,10 +25,10 @@ __all__ = ["Isolation", "SandboxSpec"]
 NOBODY = 65534
 FIRST_SANDBOX_UID = 0x70000000
 """From here on users are counted that are one box each, where there are so many."""
-OWN_PROCESSES = 3
+SANDBOX_PROCESSES = 3
 """Processes of a box beside the program's: warden, keeper, examiner."""
 OPEN_FILES = 64
-MOST_FILES = 4096
+MAX_FILES = 4096
 """How many files a program may leave in its directory, where that is in memory."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/lib", "/lib64", "/bin", "/usr/lib", "/usr/lib64", "/usr/bin", "/usr/share/zoneinfo", "/etc/ld.so.cache")
@@ -66,7 +66,7 @@ class Isolation:
         self.user, self.group = os.geteuid(), os.getegid()
         self._was_root = self.user == 0
         self._granted: set[str] = set()
-        self._others = 0
+        self._other_threads = 0
 
     @property
     def has_pid_namespace(self) -> bool:
@@ -87,7 +87,7 @@ class Isolation:
         if self._was_root and not self._is_mapped_uid(self.user):
             self.user = self.group = NOBODY
         if not self._has_own_process_limit():
-            self._others = _count_threads(self.user)
+            self._other_threads = _count_threads(self.user)
         if "mounts" in self._granted:
             try:
                 self._mount_own_root()
@@ -109,21 +109,21 @@ class Isolation:
 
     def confine(self, cpu: int) -> None:
         """Bind this process to its limits and its directory, for good. cpu: seconds of a processor."""
-        rules = self.spec
-        if self.work != WORK and "landlock" not in rules.without:
+        spec = self.spec
+        if self.work != WORK and "landlock" not in spec.without:
             with suppress(OSError):
-                kernel.apply_landlock([*_python_paths(), *SYSTEM, *rules.readable], DEVICES, [self.work])
-        if "filter" not in rules.without:
+                kernel.apply_landlock([*_python_paths(), *SYSTEM, *spec.readable], DEVICES, [self.work])
+        if "filter" not in spec.without:
             with suppress(OSError):
                 kernel.install_seccomp_filter(has_pid_namespace=self.has_pid_namespace, has_own_root=self.work == WORK)
-        for which, most in (
+        for resource_id, value in (
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_AS, rules.memory),
-            (resource.RLIMIT_FSIZE, rules.disk),
+            (resource.RLIMIT_AS, spec.memory),
+            (resource.RLIMIT_FSIZE, spec.disk),
             (resource.RLIMIT_NOFILE, OPEN_FILES),
-            (resource.RLIMIT_NPROC, self._others + rules.processes + OWN_PROCESSES),
+            (resource.RLIMIT_NPROC, self._other_threads + spec.processes + SANDBOX_PROCESSES),
         ):
-            _limit(which, most, most)
+            _limit(resource_id, value, value)
         _limit(resource.RLIMIT_CPU, cpu, cpu + 1)
 
     # -- namespaces ---------------------------------------------------------------------------------------------------
@@ -159,17 +159,17 @@ class Isolation:
 
     def _mount_own_root(self) -> None:
         """A root in memory that shows Python, the system's libraries and a few devices, and has one place to write."""
-        root, rules = self.spec.directory, self.spec
+        root, spec = self.spec.directory, self.spec
         owner = f"uid={self.user},gid={self.group}"
         kernel.make_mounts_private()
         kernel.mount_tmpfs(root, "size=1m,mode=755")
-        for path in _outermost([*_python_paths(), *SYSTEM, *DEVICES, *rules.readable]):
+        for path in _outermost([*_python_paths(), *SYSTEM, *DEVICES, *spec.readable]):
             _bind_into_root(path, root)
         os.mkdir(f"{root}{WORK}")
         if not os.path.lexists(f"{root}/tmp"):
             os.symlink(WORK, f"{root}/tmp")
         kernel.make_mounts_read_only(root)
-        kernel.mount_tmpfs(f"{root}{WORK}", f"size={rules.disk},nr_inodes={MOST_FILES},mode=700,{owner}")
+        kernel.mount_tmpfs(f"{root}{WORK}", f"size={spec.disk},nr_inodes={MAX_FILES},mode=700,{owner}")
         kernel.pivot_root(root)
         os.chdir(WORK)
 
@@ -178,8 +178,8 @@ class Isolation:
     def _is_python_readable(self) -> bool:
         """Whether a user without rights can still load modules."""
         own_root = "mounts" in self._granted
-        places = filter(os.path.isdir, [*_python_paths(), *self.spec.readable])
-        return all(_is_world_readable(place, alone=own_root) for place in places)
+        directories = filter(os.path.isdir, [*_python_paths(), *self.spec.readable])
+        return all(_is_world_readable(directory, own_root=own_root) for directory in directories)
 
     def _has_own_process_limit(self) -> bool:
         """Whether the kernel counts the processes of this box apart from all others of its user."""
@@ -197,15 +197,15 @@ class Isolation:
 def _python_paths() -> list[str]:
     """Where Python and its own modules lie."""
     prefixes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix))
-    found = [f"{prefix}/{part}" for prefix in prefixes for part in ("lib", "lib64", "bin")]
-    return [*found, *(["/nix/store"] if sys.base_prefix.startswith("/nix/") else [])]
+    paths = [f"{prefix}/{part}" for prefix in prefixes for part in ("lib", "lib64", "bin")]
+    return [*paths, *(["/nix/store"] if sys.base_prefix.startswith("/nix/") else [])]
 
 
 def _outermost(paths: Sequence[str]) -> Iterator[str]:
     """Of paths that are there, those that lie in no other."""
-    there = sorted({path for path in paths if os.path.lexists(path)})
-    for path in there:
-        if not any(path.startswith(f"{other}/") for other in there if not os.path.islink(other)):
+    existing = sorted({path for path in paths if os.path.lexists(path)})
+    for path in existing:
+        if not any(path.startswith(f"{other}/") for other in existing if not os.path.islink(other)):
             yield path
 
 
@@ -223,12 +223,12 @@ def _bind_into_root(path: str, root: str) -> None:
         kernel.bind_mount(path, target)
 
 
-def _is_world_readable(path: str, *, alone: bool) -> bool:
+def _is_world_readable(path: str, *, own_root: bool) -> bool:
     """Whether everybody may look into a directory; `alone`, whatever lies above it."""
-    places = [path]
-    while not alone and os.path.dirname(places[-1]) != places[-1]:
-        places.append(os.path.dirname(places[-1]))
-    return os.stat(path).st_mode & 0o5 == 0o5 and all(os.stat(place).st_mode & 0o1 for place in places)
+    directories = [path]
+    while not own_root and os.path.dirname(directories[-1]) != directories[-1]:
+        directories.append(os.path.dirname(directories[-1]))
+    return os.stat(path).st_mode & 0o5 == 0o5 and all(os.stat(directory).st_mode & 0o1 for directory in directories)
 
 
 def _count_threads(user: int) -> int:
@@ -247,6 +247,6 @@ def _kernel_version() -> tuple[int, ...]:
     return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
 
 
-def _limit(which: int, soft: int, hard: int) -> None:
+def _limit(resource_id: int, soft: int, hard: int) -> None:
     with suppress(OSError, ValueError):  # a system that does not know it, or a lower one that holds already
-        resource.setrlimit(which, (soft, hard))
+        resource.setrlimit(resource_id, (soft, hard))

@@ -16,8 +16,8 @@ from typing import Any
 
 __all__ = ["NotEncodableError", "decode", "encode"]
 
-DEEPEST = 64
-SMALL = 1 << 53
+MAX_DEPTH = 64
+FIRST_INEXACT_INT = 1 << 53
 ReferenceHook = Callable[[Any], Any]
 
 
@@ -27,12 +27,12 @@ class NotEncodableError(Exception):
 
 def encode(value: Any, encode_reference: ReferenceHook, depth: int = 0) -> Any:
     """A value as what JSON can hold; `refer` gives the mapping that stands for one that is not plain."""
-    if depth > DEEPEST:
-        raise NotEncodableError(f"a value is nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise NotEncodableError(f"a value is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value) if abs(value) < SMALL else {"int": hex(value)}
+        return int(value) if abs(value) < FIRST_INEXACT_INT else {"int": hex(value)}
     if isinstance(value, float):
         return float(value)
     if isinstance(value, complex):
@@ -40,18 +40,18 @@ def encode(value: Any, encode_reference: ReferenceHook, depth: int = 0) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
     if type(value) in _ENCODERS:
-        name, say = _ENCODERS[type(value)]
-        return {name: say(value)}
+        name, encoder = _ENCODERS[type(value)]
+        return {name: encoder(value)}
     if isinstance(value, deque):
-        return {"deque": [[encode(each, encode_reference, depth + 1) for each in value], value.maxlen]}
+        return {"deque": [[encode(item, encode_reference, depth + 1) for item in value], value.maxlen]}
     if isinstance(value, range | slice):
-        ends = [encode(each, encode_reference, depth + 1) for each in (value.start, value.stop, value.step)]
+        ends = [encode(item, encode_reference, depth + 1) for item in (value.start, value.stop, value.step)]
         return {type(value).__name__: ends}
     if isinstance(value, dict):
-        return {"dict": [[encode(each, encode_reference, depth + 1) for each in pair] for pair in value.items()]}
+        return {"dict": [[encode(item, encode_reference, depth + 1) for item in pair] for pair in value.items()]}
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
-            items = [encode(each, encode_reference, depth + 1) for each in value]
+            items = [encode(item, encode_reference, depth + 1) for item in value]
             return items if kind is list else {kind.__name__: items}
     return encode_reference(value)
 
@@ -60,17 +60,17 @@ def decode(message: Any, decode_reference: ReferenceHook, depth: int = 0) -> Any
     """The value that `encode` wrote; `find` takes any mapping that is not one of its own."""
     if message is None or isinstance(message, bool | str | int | float):
         return message
-    if depth > 2 * DEEPEST:
+    if depth > 2 * MAX_DEPTH:
         raise NotEncodableError("a message is nested too deeply")
     if isinstance(message, list):
-        return [decode(each, decode_reference, depth + 1) for each in message]
+        return [decode(item, decode_reference, depth + 1) for item in message]
     if not isinstance(message, dict) or len(message) != 1:
         raise NotEncodableError("a message is no value")
-    ((kind, held),) = message.items()
+    ((kind, content),) = message.items()
     if kind not in _DECODERS:
         return decode_reference(message)
     try:
-        return _DECODERS[kind](decode(held, decode_reference, depth + 1))
+        return _DECODERS[kind](decode(content, decode_reference, depth + 1))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise NotEncodableError(f"no {kind}: {error}") from error
 

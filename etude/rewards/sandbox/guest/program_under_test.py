@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
 from threading import current_thread
-from threading import enumerate as threads
+from threading import enumerate as list_threads
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +22,8 @@ from etude.rewards.sandbox.guest.pipe_messages import receive, send
 
 __all__ = ["run_script", "serve"]
 
-FILE = "answer.py"
-MOST_TEXT = 10_000
+PROGRAM_FILE = "answer.py"
+MAX_TEXT_CHARS = 10_000
 """Characters of an exception's text that get across."""
 
 
@@ -56,7 +56,7 @@ def serve(code: str, request_fd: int, reply_fd: int) -> int:
 
 def _run_exit_handlers() -> None:
     """Wait for threads, do what was to be done in the end, and have everything written."""
-    for thread in threads():
+    for thread in list_threads():
         if thread is not current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
@@ -67,9 +67,9 @@ def _run_exit_handlers() -> None:
 def _execute(code: str, name: str) -> ModuleType:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` would have brought
     module = ModuleType(name)
-    module.__dict__["__file__"] = FILE
+    module.__dict__["__file__"] = PROGRAM_FILE
     sys.modules[name] = module
-    exec(compile(code, FILE, "exec"), module.__dict__)
+    exec(compile(code, PROGRAM_FILE, "exec"), module.__dict__)
     return module
 
 
@@ -84,20 +84,20 @@ class _ProgramServer:
         """Answer until the line ends."""
         while True:
             try:
-                question = receive(self._request_fd)
+                request = receive(self._request_fd)
             except EOFError:
                 return
-            send(self._reply_fd, self._answer(question))
+            send(self._reply_fd, self._handle(request))
 
-    def _answer(self, question: Any) -> Any:
+    def _handle(self, request: Any) -> Any:
         try:
-            if "name" in question:
-                return self._look_up(question["name"])
-            given = [decode(each, self._decode_reference) for each in question["on"]]
-            result = _OPERATIONS[question["do"]](*given)
-            answer = {"value": encode(result, self._encode_reference)}
-            after = [encode(each, self._encode_reference) for each in given]
-            return answer if after == question["on"] else answer | {"after": after}
+            if "name" in request:
+                return self._look_up(request["name"])
+            operands = [decode(operand, self._decode_reference) for operand in request["on"]]
+            result = _OPERATIONS[request["do"]](*operands)
+            reply = {"value": encode(result, self._encode_reference)}
+            after = [encode(operand, self._encode_reference) for operand in operands]
+            return reply if after == request["on"] else reply | {"after": after}
         except BaseException as error:  # it ends a test, and the next one asks again
             return _encode_exception(error)
 
@@ -115,8 +115,8 @@ class _ProgramServer:
         """Stands for what is not plain. Numbers and tables of numpy say themselves how they are."""
         if hasattr(value, "tolist") and not isinstance(value, type):
             return encode(value.tolist(), self._encode_reference)
-        for number, thing in enumerate(self._objects):
-            if thing is value:
+        for number, known in enumerate(self._objects):
+            if known is value:
                 return {"thing": number}
         self._objects.append(value)
         return {"thing": len(self._objects) - 1}
@@ -132,14 +132,15 @@ class _ProgramServer:
     def _make_callback(self, number: int) -> Callable[..., Any]:
         """A function of the examiner's that was handed over."""
 
-        def callback(*given: Any) -> Any:
+        def callback(*arguments: Any) -> Any:
             send(
-                self._reply_fd, {"callback": number, "given": [encode(each, self._encode_reference) for each in given]}
+                self._reply_fd,
+                {"callback": number, "given": [encode(argument, self._encode_reference) for argument in arguments]},
             )
-            answer = receive(self._request_fd)
-            if "raised" in answer:
-                raise ValueError(answer["raised"])
-            return decode(answer["value"], self._decode_reference)
+            reply = receive(self._request_fd)
+            if "raised" in reply:
+                raise ValueError(reply["raised"])
+            return decode(reply["value"], self._decode_reference)
 
         return callback
 
@@ -148,14 +149,14 @@ def _encode_exception(error: BaseException) -> Any:
     """Name the exception of a program as Python does; its own text may raise as well."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     try:
-        text = str(error)[:MOST_TEXT]
+        text = str(error)[:MAX_TEXT_CHARS]
     except BaseException:
         text = ""
     return {"raised": kinds[0], "text": text}
 
 
-def _call(function: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
-    return function(*given, **named)
+def _call(function: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    return function(*arguments, **keywords)
 
 
 def _next(iterator: Iterator[Any]) -> list[Any]:
@@ -165,15 +166,15 @@ def _next(iterator: Iterator[Any]) -> list[Any]:
     return []
 
 
-def _set_item(thing: Any, key: Any, value: Any) -> None:
-    thing[key] = value
+def _set_item(target: Any, key: Any, value: Any) -> None:
+    target[key] = value
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": _call,
     "getattr": getattr,
     "setattr": setattr,
-    "getitem": lambda thing, key: thing[key],
+    "getitem": lambda target, key: target[key],
     "setitem": _set_item,
     "iter": iter,
     "next": _next,
@@ -181,6 +182,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "str": str,
     "repr": repr,
-    "equal": lambda thing, other: bool(thing == other),
+    "equal": lambda target, other: bool(target == other),
     "isinstance": isinstance,
 }

@@ -253,15 +253,15 @@ def apply_landlock(readable: Sequence[str], devices: Sequence[str], writable: Se
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return  # what is not there need not be reached
     if not os.path.isdir(path):
         rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _TALK_TO_DEVICE
     try:
-        _call_by_number(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, place), 0)
+        _call_by_number(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 # -- seccomp ----------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def _unless_any_bit(flags: int) -> list[bytes]:
 
 def _unless_second(refused: Sequence[int]) -> list[bytes]:
     """Refuse a call with one of these as its second argument."""
-    tests = [_instruction(_EQUALS, value, len(refused) - place, 0) for place, value in enumerate(refused)]
+    tests = [_instruction(_EQUALS, value, len(refused) - index, 0) for index, value in enumerate(refused)]
     return [
         _instruction(_LOAD, _SECOND_ARGUMENT),
         *tests,
@@ -374,8 +374,8 @@ def _call_libc(name: str, *arguments: int | bytes | None) -> int:
         raise OSError(errno.ENOSYS, f"{name} is not known on {sys.platform}")
     function = getattr(_LIBC, name)
     function.restype = ctypes.c_long
-    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    result: int = function(*given)
+    converted = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    result: int = function(*converted)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

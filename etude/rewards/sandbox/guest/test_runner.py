@@ -32,7 +32,7 @@ from etude.rewards.sandbox.guest.pipe_messages import HEAD, MAX_PROGRAM_MESSAGE_
 __all__ = [
     "FAILED",
     "INVALID",
-    "LONGEST",
+    "MAX_REASON_BYTES",
     "PASSED",
     "InvalidTestError",
     "ProgramConnection",
@@ -44,7 +44,7 @@ __all__ = [
 
 PASSED, FAILED, INVALID = "1", "0", "?"
 """What is written of a test; behind the last, why no program can be put to it."""
-LONGEST = 400
+MAX_REASON_BYTES = 400
 """Bytes of that sentence at most."""
 SHARED_MODULES = ("builtins", "math", "operator", "_operator")
 """Modules whose functions a test may hand to a program by name."""
@@ -66,35 +66,35 @@ class ProgramLostError(BaseException):
     any more. Like an interrupt it goes through a test's `except Exception`."""
 
 
-def check_output(output_fd: int, result_fd: int, wanted: str) -> int:
+def check_output(output_fd: int, result_fd: int, expected: str) -> int:
     """Compare what lies in a file with what a script should have printed."""
 
-    def same() -> bool:
+    def matches() -> bool:
         with open(output_fd, "rb", closefd=False) as file:
             file.seek(0)
-            return outputs_match(wanted, file.read().decode(errors="replace"))
+            return outputs_match(expected, file.read().decode(errors="replace"))
 
-    _write(result_fd, PASSED if _passes(same) else FAILED)
+    _write(result_fd, PASSED if _passes(matches) else FAILED)
     return 0
 
 
 def run_tests(reply_fd: int, request_fd: int, result_fd: int, tests: Any) -> int:
     """Run the tests against the program at the other ends of two pipes, and write what comes of each to a third
     descriptor."""
-    asking = ProgramConnection(reply_fd, request_fd, tests["seconds"])
+    program = ProgramConnection(reply_fd, request_fd, tests["seconds"])
     with suppress(ProgramLostError):
         if "call" in tests:
-            _run_calls(asking, result_fd, tests)
+            _run_calls(program, result_fd, tests)
         else:
-            _run_statements(asking, result_fd, tests)
+            _run_statements(program, result_fd, tests)
     return 0
 
 
 def _run_calls(program: ProgramConnection, result_fd: int, tests: Any) -> None:
     """Call one function with each list of arguments, and compare what it returns."""
-    for given, wanted in zip(tests["given"], tests["wanted"], strict=True):
+    for arguments, expected in zip(tests["given"], tests["wanted"], strict=True):
         program.begin_test()
-        passed = _passes(lambda: values_match(wanted, program.look_up_function(tests["call"])(*given)))  # noqa: B023
+        passed = _passes(lambda: values_match(expected, program.look_up_function(tests["call"])(*arguments)))  # noqa: B023
         _write(result_fd, PASSED if passed else FAILED)
 
 
@@ -103,38 +103,38 @@ def _run_statements(program: ProgramConnection, result_fd: int, tests: Any) -> N
     not."""
     names: dict[str, Any] = {"__name__": "tests"}
     try:
-        own = {name: _module(name, *used) for name, used in tests["modules"].items()}
+        modules = {name: _module(name, *used) for name, used in tests["modules"].items()}
     except ImportError as error:
         _write(result_fd, INVALID + _describe_import_error(error))
         return
-    names |= {name: module for name, module in own.items() if module is not None}
-    asked = [(name, known_as) for name, known_as in tests["names"] if name not in names]
-    if not asked:
+    names |= {name: module for name, module in modules.items() if module is not None}
+    program_names = [(name, known_as) for name, known_as in tests["names"] if name not in names]
+    if not program_names:
         _write(result_fd, f"{INVALID}they use no name that a program could define")
         return
     program.begin_test()
-    for name, known_as in asked:
+    for name, known_as in program_names:
         with suppress(LookupError):
             names[name] = program.look_up(known_as)
-    for text, counts in tests["statements"]:
+    for text, is_test in tests["statements"]:
         program.begin_test()
-        passed = _passes(lambda: _run_statement(text, names, program, imports=not counts)) and not program.is_aborted  # noqa: B023
+        passed = _passes(lambda: _run_statement(text, names, program, is_setup=not is_test)) and not program.is_aborted  # noqa: B023
         if program.is_lost:
             return
         if program.invalid_reason:
             _write(result_fd, INVALID + program.invalid_reason)
             return
         _write(result_fd, PASSED if passed else FAILED)
-        if not (passed or counts):
+        if not (passed or is_test):
             return
 
 
-def _run_statement(text: str, names: dict[str, Any], program: ProgramConnection, *, imports: bool) -> bool:
+def _run_statement(text: str, names: dict[str, Any], program: ProgramConnection, *, is_setup: bool) -> bool:
     """Run a statement. imports: where it is an import and fails, no program has a part in that."""
     try:
         exec(compile(text, "tests", "exec"), names)
     except ImportError as error:
-        if imports and text.startswith(("import ", "from ")):
+        if is_setup and text.startswith(("import ", "from ")):
             program.invalid_reason = _describe_import_error(error)
         return False
     return True
@@ -169,8 +169,8 @@ def _passes(test: Callable[[], bool]) -> bool:
         return False
 
 
-def _write(result_fd: int, what: str) -> None:
-    os.write(result_fd, what.encode("ascii", "replace")[:LONGEST])
+def _write(result_fd: int, text: str) -> None:
+    os.write(result_fd, text.encode("ascii", "replace")[:MAX_REASON_BYTES])
 
 
 class ProgramConnection:
@@ -180,7 +180,7 @@ class ProgramConnection:
         self._reply_fd, self._request_fd, self._seconds = reply_fd, request_fd, seconds
         for end in (reply_fd, request_fd):
             os.set_blocking(end, False)
-        self._until = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
         self._callbacks: list[Any] = []
         self.is_lost = False
         """Whether it said its last; also where a test took no notice."""
@@ -194,19 +194,19 @@ class ProgramConnection:
     def begin_test(self) -> None:
         """Begin a test."""
         self.is_aborted = False
-        self._until = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self._seconds
 
     def look_up(self, name: str) -> Any:
         """What the program calls by a name; `LookupError` where there is no such name."""
-        answer = self._request({"name": name})
-        if "absent" in answer:
+        reply = self._request({"name": name})
+        if "absent" in reply:
             raise LookupError(name)
-        if "module" in answer:
-            module = str(answer["module"])
+        if "module" in reply:
+            module = str(reply["module"])
             if module != name or name not in sys.stdlib_module_names:
                 raise LookupError(name)
             return importlib.import_module(module)
-        value = self._reply_value(answer)
+        value = self._reply_value(reply)
         self._answered |= not isinstance(value, RemoteObject)
         return value
 
@@ -217,28 +217,28 @@ class ProgramConnection:
         except LookupError:
             return getattr(self.look_up("Solution")(), name)
 
-    def perform(self, what: str, *on: Any) -> Any:
+    def perform(self, operation: str, *operands: Any) -> Any:
         """Have one operation done on values and things, and change the plain ones that it changed."""
         try:
-            question = {"do": what, "on": [encode(each, self._encode_reference) for each in on]}
+            request = {"do": operation, "on": [encode(operand, self._encode_reference) for operand in operands]}
         except InvalidTestError as error:
             if self._answered:
                 self.is_aborted = True
                 raise AbortedTestError(str(error)) from error
             self.invalid_reason = str(error)
             raise
-        answer = self._request(question)
-        value = self._reply_value(answer)
-        for before, after in zip(on, self._decode(answer.get("after", [])), strict=False):
+        reply = self._request(request)
+        value = self._reply_value(reply)
+        for before, after in zip(operands, self._decode(reply.get("after", [])), strict=False):
             _copy_changes(before, after)
         return value
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
-    def _reply_value(self, answer: Any) -> Any:
-        if "raised" in answer:
-            raise self._make_exception(str(answer["raised"]), str(answer.get("text", "")))
-        return self._decode(answer.get("value"))
+    def _reply_value(self, reply: Any) -> Any:
+        if "raised" in reply:
+            raise self._make_exception(str(reply["raised"]), str(reply.get("text", "")))
+        return self._decode(reply.get("value"))
 
     def _make_exception(self, name: str, text: str) -> BaseException:
         """The program's exception, as one of this process."""
@@ -261,20 +261,20 @@ class ProgramConnection:
         except NotEncodableError as error:
             raise self._mark_lost(str(error)) from error
 
-    def _request(self, question: dict[str, Any]) -> dict[str, Any]:
-        self._send(question)
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._send(request)
         while True:
-            answer = self._receive()
-            if "name" not in question:
+            reply = self._receive()
+            if "name" not in request:
                 self._answered = True
-            if "callback" not in answer:
-                return answer
-            self._send(self._run_callback(answer))
+            if "callback" not in reply:
+                return reply
+            self._send(self._run_callback(reply))
 
-    def _run_callback(self, asked: Any) -> Any:
+    def _run_callback(self, request: Any) -> Any:
         try:
-            function = self._callbacks[asked["callback"]]
-            return {"value": encode(function(*self._decode(asked["given"])), self._encode_reference)}
+            function = self._callbacks[request["callback"]]
+            return {"value": encode(function(*self._decode(request["given"])), self._encode_reference)}
         except (Exception, InvalidTestError) as error:
             return {"raised": f"{type(error).__name__}: {error}"}
 
@@ -314,12 +314,12 @@ class ProgramConnection:
         if length > MAX_PROGRAM_MESSAGE_BYTES:
             raise self._mark_lost(f"a message of {length} bytes")
         try:
-            answer = unpack_message(self._exactly(length))
+            reply = unpack_message(self._exactly(length))
         except ValueError as error:
             raise self._mark_lost(str(error)) from error
-        if not isinstance(answer, dict):
+        if not isinstance(reply, dict):
             raise self._mark_lost("a message is no answer")
-        return answer
+        return reply
 
     def _exactly(self, count: int) -> bytes:
         parts = bytearray()
@@ -334,15 +334,15 @@ class ProgramConnection:
             parts += part
         return bytes(parts)
 
-    def _mark_lost(self, why: str) -> ProgramLostError:
+    def _mark_lost(self, reason: str) -> ProgramLostError:
         self.is_lost = True
-        return ProgramLostError(why)
+        return ProgramLostError(reason)
 
     def _seconds_left(self) -> float:
-        left = self._until - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise self._mark_lost("it took too long")
-        return left
+        return remaining
 
 
 class RemoteObject:
@@ -352,15 +352,15 @@ class RemoteObject:
     _etude_connection: ProgramConnection
     _etude_number: int
 
-    def __init__(self, line: ProgramConnection, number: int) -> None:
-        object.__setattr__(self, "_etude_connection", line)
+    def __init__(self, connection: ProgramConnection, number: int) -> None:
+        object.__setattr__(self, "_etude_connection", connection)
         object.__setattr__(self, "_etude_number", number)
 
-    def _etude_do(self, what: str, *on: Any) -> Any:
-        return self._etude_connection.perform(what, self, *on)
+    def _etude_do(self, operation: str, *operands: Any) -> Any:
+        return self._etude_connection.perform(operation, self, *operands)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._etude_do("call", _PositionalArguments(given), _KeywordArguments(named))
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._etude_do("call", _PositionalArguments(arguments), _KeywordArguments(keywords))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):
@@ -377,7 +377,7 @@ class RemoteObject:
         self._etude_do("setitem", key, value)
 
     def __contains__(self, item: Any) -> bool:
-        return any(each == item for each in self)  # a program that were asked would be told what is looked for
+        return any(element == item for element in self)  # a program that were asked would be told what is looked for
 
     def __iter__(self) -> Iterator[Any]:
         items = self._etude_do("iter")
@@ -415,15 +415,15 @@ class _KeywordArguments(dict[str, Any]):
     """The same of those that are given by name."""
 
 
-def _number(thing: RemoteObject) -> int:
-    return thing._etude_number
+def _number(value: RemoteObject) -> int:
+    return value._etude_number
 
 
 def _copy_changes(before: Any, after: Any) -> None:
     """Do to a value what was done to its copy."""
     if isinstance(before, _PositionalArguments) and isinstance(after, list):
-        for one, other in zip(before, after, strict=False):
-            _copy_changes(one, other)
+        for before_item, after_item in zip(before, after, strict=False):
+            _copy_changes(before_item, after_item)
     elif isinstance(before, _KeywordArguments) and isinstance(after, dict):
         for name in before.keys() & after.keys():
             _copy_changes(before[name], after[name])

@@ -27,8 +27,8 @@ def run(
     """Run a program once."""
 
     async def once() -> ProgramResult:
-        async with Sandbox(code, SandboxLimits(**limits), without=without) as box:
-            return await box.run(text, seconds)
+        async with Sandbox(code, SandboxLimits(**limits), without=without) as sandbox:
+            return await sandbox.run(text, seconds)
 
     return asyncio.run(once())
 
@@ -42,17 +42,17 @@ def needs(protection: Protection, without: Sequence[str] = ()) -> None:
 def left(name: str, within: float = 5.0) -> list[int]:
     """The processes that are called so, once they have had time to end."""
     until = time.monotonic() + within
-    while (found := _called(name)) and time.monotonic() < until:
+    while (pids := _called(name)) and time.monotonic() < until:
         time.sleep(0.02)
-    return found
+    return pids
 
 
 def _called(name: str) -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/comm"):
         try:
             if path.read_text().strip() == name:
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
