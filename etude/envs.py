@@ -48,9 +48,9 @@ class TextEnv(ABC):
 
     def step(self, answer: Message) -> Observation:
         """What comes of an answer."""
-        said = content_text(answer.content)
-        assert said is not None, "what a model says is text"
-        return _as_observation(self.play(said))
+        text = content_text(answer.content)
+        assert text is not None, "what a model says is text"
+        return _as_observation(self.play(text))
 
     def begin(self) -> str | Observation:
         """What the model is shown first; nothing stands for the task's own prompt."""

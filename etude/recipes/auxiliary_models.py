@@ -39,8 +39,8 @@ def load_reference(
     """
     if path is None and run.lora.rank:
         return FrozenModel(policy, run.train.micro_tokens, temperature=temperature, disable_adapters=True, mesh=mesh)
-    whole = isinstance(run, Run) and "full_kl" in run.forward_outputs()
-    return load_frozen(run, policy, "reference", path, temperature, mesh=mesh, stays=whole)
+    full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
+    return load_frozen(run, policy, "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
 
 
 def load_critic(run: Run, policy: Model) -> Model:
@@ -64,25 +64,31 @@ def build_policy_worker(
     critic: Model | None = None,
 ) -> PolicyWorker:
     """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
-    alone, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
+    warmup, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
     learner = Learner(
         policy,
         run.train,
         temperature=run.sampling.temperature,
-        steps=(run.steps - alone) * updates,
+        steps=(run.steps - warmup) * updates,
         peak=measure_peak_flops(policy),
         reference=reference if "full_kl" in run.forward_outputs() else None,
         mesh=mesh,
     )
-    foresees = None
+    critic_learner = None
     if critic is not None:
-        foresees = Learner(critic, run.critic.train, steps=run.steps * updates, mesh=mesh, option="critic.train")
-    asked = {"ref_logp": reference, "teacher_logp": teacher}
-    held = {column: model for column, model in asked.items() if model is not None}
-    beside = AuxiliaryModels(held, foresees, LossObjective(run.critic.loss), alone)
-    longest = checks.max_total_tokens(run, policy)
+        critic_learner = Learner(critic, run.critic.train, steps=run.steps * updates, mesh=mesh, option="critic.train")
+    models_by_column = {"ref_logp": reference, "teacher_logp": teacher}
+    frozen = {column: model for column, model in models_by_column.items() if model is not None}
+    auxiliary = AuxiliaryModels(frozen, critic_learner, LossObjective(run.critic.loss), warmup)
+    max_total_tokens = checks.max_total_tokens(run, policy)
     return PolicyWorker(
-        run, learner, seed=run.seed, epochs=run.epochs, auxiliary=beside, engine=engine, longest=longest
+        run,
+        learner,
+        seed=run.seed,
+        epochs=run.epochs,
+        auxiliary=auxiliary,
+        engine=engine,
+        max_total_tokens=max_total_tokens,
     )
 
 
@@ -94,19 +100,19 @@ def load_frozen(
     temperature: float = 1.0,
     *,
     mesh: Mesh | None = None,
-    stays: bool = False,
+    keep_resident: bool = False,
 ) -> FrozenModel:
     """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
     `train.offload` it rests in the processor's memory, unless it `stays`, or is placed elsewhere than the policy."""
-    where, place = _model_directory(run, role, path), _role_device(run, policy, role)
-    rests = run.train.offload and not stays and place == policy.device
-    model = load(where, dtype=policy.dtype, device="cpu" if rests else place)
+    where, device = _model_directory(run, role, path), _role_device(run, policy, role)
+    offloaded = run.train.offload and not keep_resident and device == policy.device
+    model = load(where, dtype=policy.dtype, device="cpu" if offloaded else device)
     _refuse_other_tokens(run, policy, role, where, model)
     _refuse_short_context(run, policy, role, where, model)
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
-    home = policy.device if rests else None
-    return FrozenModel(model, run.train.micro_tokens, temperature=temperature, compute_device=home, mesh=mesh)
+    compute_device = policy.device if offloaded else None
+    return FrozenModel(model, run.train.micro_tokens, temperature=temperature, compute_device=compute_device, mesh=mesh)
 
 
 def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
@@ -152,12 +158,12 @@ def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, mod
 
 def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
     """Refuse a model that was made for shorter rows than the policy learns from."""
-    longest, lower = _longest_row(run, policy)
-    if model.context_length < longest:
+    row_tokens, remedy = _longest_row(run, policy)
+    if model.context_length < row_tokens:
         raise ConfigError(
             f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
-            f"{longest}: what it says of tokens beyond its context means nothing. Set {lower}, or give a `{role}.path` "
-            f"of a longer context."
+            f"{row_tokens}: what it says of tokens beyond its context means nothing. Set {remedy}, or give a "
+            f"`{role}.path` of a longer context."
         )
 
 

@@ -128,39 +128,39 @@ class Evaluator:
 
     async def _answer_tasks(self, on_answer: Callable[[], None]) -> list[EvaluatedAnswer]:
         tasks = [self._dataset.task(row, row) for row in range(self.tasks)]
-        asked = [
+        attempts = [
             asyncio.ensure_future(self._answer_once(task, n)) for task in tasks for n in range(self._config.samples)
         ]
-        for each in asked:
-            each.add_done_callback(lambda ended: None if ended.cancelled() else on_answer())
+        for attempt in attempts:
+            attempt.add_done_callback(lambda ended: None if ended.cancelled() else on_answer())
         try:
-            return list(await asyncio.gather(*asked))
+            return list(await asyncio.gather(*attempts))
         finally:
-            for each in asked:
-                each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
 
     async def _answer_once(self, task: Task, n: int) -> EvaluatedAnswer:
         def seed(turn: int) -> int:
             return derived_seed(self._seed, "evaluate", task.ordinal, n, *([turn] if turn else []))
 
-        played = await self._player.play(task, self._sampling, seed)
-        verdict, last = played.verdict, played.turns[-1].completion if played.turns else None
+        result = await self._player.play(task, self._sampling, seed)
+        verdict, last = result.verdict, result.turns[-1].completion if result.turns else None
         failed = verdict.outcome is not Outcome.SUCCEEDED
         return EvaluatedAnswer(
             task.ordinal,
             task.source,
             self._player.prompt_of(task),
             "" if last is None else last.text,
-            0.0 if failed else played.total,
+            0.0 if failed else result.total,
             verdict.parts,
-            sum(len(turn.completion.ids) for turn in played.turns),
-            played.finish or "abort",
+            sum(len(turn.completion.ids) for turn in result.turns),
+            result.finish or "abort",
             verdict.error,
             failed,
             verdict.extracted_answer,
-            self._player.decode_conversation(played.turns),
-            played.truncated,
+            self._player.decode_conversation(result.turns),
+            result.truncated,
         )
 
 
@@ -209,7 +209,7 @@ def _majority(group: Sequence[EvaluatedAnswer]) -> float:
     counts = Counter(answer.extracted for answer in group if answer.extracted is not None)
     if not counts:
         return 0.0
-    most = max(counts, key=lambda said: counts[said])
+    most = max(counts, key=lambda extracted: counts[extracted])
     same = [answer.reward for answer in group if answer.extracted == most]
     return sum(same) / len(same)
 
@@ -219,5 +219,5 @@ def write_answers(answers: Sequence[EvaluatedAnswer], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for a in answers:
-            line = {name: getattr(a, name) for name in EvaluatedAnswer.__slots__}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            record = {name: getattr(a, name) for name in EvaluatedAnswer.__slots__}
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

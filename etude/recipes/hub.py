@@ -86,8 +86,8 @@ def locate_model(path: Path, option: str, *, weights: bool = True) -> Path:
     def lacks(snapshot: Path) -> str:
         return _lacking_weights(snapshot) if weights else ""
 
-    wanted = (*DESCRIBES, WEIGHTS) if weights else DESCRIBES
-    return _snapshot(name, "model", option, wanted, lacks, ignored=OTHER_LAYOUTS) or path
+    patterns = (*DESCRIBES, WEIGHTS) if weights else DESCRIBES
+    return _snapshot(name, "model", option, patterns, lacks, ignored=OTHER_LAYOUTS) or path
 
 
 def _is_one_word(name: str) -> bool:
@@ -122,10 +122,10 @@ def _lacking_weights(snapshot: Path) -> str:
 
 def locate_data(data: DatasetLike, option: str) -> DatasetLike:
     """Data with files in place of the names of data sets on the hub; rows as they are."""
-    given = [data] if isinstance(data, str | Path) else data
-    if isinstance(given, Sequence) and all(isinstance(each, str | Path) for each in given):
-        return [file for name in given for file in data_files(str(name), option)]
-    return given
+    names = [data] if isinstance(data, str | Path) else data
+    if isinstance(names, Sequence) and all(isinstance(name, str | Path) for name in names):
+        return [file for name in names for file in data_files(str(name), option)]
+    return names
 
 
 def data_files(name: str, option: str = "") -> tuple[str, ...]:
@@ -133,32 +133,32 @@ def data_files(name: str, option: str = "") -> tuple[str, ...]:
 
     option: the option that the name was given for, if it was; `data.train` takes the split of that name.
     """
-    wanted = parse_dataset_name(name)
-    if wanted is None:
+    dataset = parse_dataset_name(name)
+    if dataset is None:
         return (name,)
-    card = _snapshot(wanted.name, "dataset", option, CARD, lambda _: "")
+    card = _snapshot(dataset.name, "dataset", option, CARD, lambda _: "")
     if card is None:
         return (name,)
-    found = _split_files(wanted, card, option)
-    return tuple(str(file) for file in found)
+    files = _split_files(dataset, card, option)
+    return tuple(str(file) for file in files)
 
 
-def _split_files(wanted: DatasetName, card: Path, option: str) -> Sequence[Path]:
+def _split_files(dataset: DatasetName, card: Path, option: str) -> Sequence[Path]:
     """The files of the split that is wanted, all of them here."""
-    patterns = patterns_of(wanted, card / "README.md", option)
+    patterns = patterns_of(dataset, card / "README.md", option)
 
     def lacks(snapshot: Path) -> str:
-        return lacking_shards(wanted, patterns, snapshot)
+        return lacking_shards(dataset, patterns, snapshot)
 
-    snapshot = _snapshot(wanted.name, "dataset", option, patterns.downloaded, lacks, ignored=patterns.ignored)
-    return patterns.files(wanted, snapshot or card, option)
+    snapshot = _snapshot(dataset.name, "dataset", option, patterns.downloaded, lacks, ignored=patterns.ignored)
+    return patterns.files(dataset, snapshot or card, option)
 
 
 def _snapshot(
     name: str,
     kind: Kind,
     option: str,
-    wanted: Sequence[str],
+    patterns: Sequence[str],
     find_missing: Callable[[Path], str],
     *,
     ignored: Sequence[str] = (),
@@ -170,10 +170,10 @@ def _snapshot(
     """
 
     def snapshot(*, here: bool) -> Path:
-        found = hf.snapshot_download(
-            name, repo_type=kind, allow_patterns=[*wanted], ignore_patterns=[*ignored], local_files_only=here
+        path = hf.snapshot_download(
+            name, repo_type=kind, allow_patterns=[*patterns], ignore_patterns=[*ignored], local_files_only=here
         )
-        return Path(found)
+        return Path(path)
 
     missing = ""
     try:
@@ -210,14 +210,14 @@ _WORD = {"model": "model", "dataset": "data set"}
 
 
 def _not_here(name: str, kind: Kind, option: str, missing: str) -> str:
-    kept = (
+    state = (
         f"is in the Hugging Face hub's cache without {missing}" if missing else "is not in the Hugging Face hub's cache"
     )
     command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
     what = "directory" if kind == "model" else "file"
     return (
         f"{_asked_as(option, name)} is no {what} (seen from {Path.cwd()}), and the {_WORD[kind]} of that name "
-        f"{kept}. Give a {what} that is there; or download it once, by `{command}`, or by this command with "
+        f"{state}. Give a {what} that is there; or download it once, by `{command}`, or by this command with "
         f"ETUDE_DOWNLOAD=1 set in the environment."
     )
 

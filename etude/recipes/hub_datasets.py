@@ -79,24 +79,24 @@ class SplitPatterns:
         """The patterns of the files that are none of the data, unless the card lists them."""
         return () if self.listed is not None else NO_DATA
 
-    def files(self, wanted: DatasetName, snapshot: Path, option: str) -> list[Path]:
+    def files(self, dataset: DatasetName, snapshot: Path, option: str) -> list[Path]:
         """The files of the split in a snapshot; refused where there are none, or they cannot be read."""
-        found = self.matching(snapshot)
+        files = self.matching(snapshot)
         if self.listed is None:
             root, splits = snapshot / self.directory, dict[str, list[Path]]()
-            for file in found:
+            for file in files:
                 path = file.relative_to(root)
-                if self.directory or wanted.config in (None, path.parts[0]):
+                if self.directory or dataset.config in (None, path.parts[0]):
                     splits.setdefault(_split_of(path), []).append(file)
-            found = splits[_chosen(wanted, sorted(splits), option)] if splits else []
-        odd = next((file for file in found if not file.name.endswith(tuple(READERS))), None)
-        if not found or odd is not None:
+            files = splits[_chosen(dataset, sorted(splits), option)] if splits else []
+        odd = next((file for file in files if not file.name.endswith(tuple(READERS))), None)
+        if not files or odd is not None:
             what = "has no data files" if odd is None else f"keeps its data in files such as {odd.name}"
             raise ConfigError(
-                f"{quote_option(option, wanted.text)} names a data set of the Hugging Face hub that {what}; what can "
+                f"{quote_option(option, dataset.text)} names a data set of the Hugging Face hub that {what}; what can "
                 f"be read are {', '.join(READERS)}. Write it as such a file with the `datasets` library, and give that."
             )
-        return found
+        return files
 
     def matching(self, snapshot: Path) -> list[Path]:
         """The files of a snapshot that match."""
@@ -118,42 +118,42 @@ def parse_dataset_name(text: str) -> DatasetName | None:
     return DatasetName(text, *named.groups())
 
 
-def patterns_of(wanted: DatasetName, card: Path, option: str) -> SplitPatterns:
+def patterns_of(dataset: DatasetName, card: Path, option: str) -> SplitPatterns:
     """The patterns of the files of the split that is wanted, as far as the card tells."""
     configs = _configs(card)
     if not configs:
         return SplitPatterns(None)
-    names = [str(each.get("config_name", "default")) for each in configs]
-    preset = [name for each, name in zip(configs, names, strict=True) if each.get("default") or name == "default"]
-    name = wanted.config or (names[0] if len(names) == 1 else preset[0] if preset else None)
+    names = [str(table.get("config_name", "default")) for table in configs]
+    preset = [name for table, name in zip(configs, names, strict=True) if table.get("default") or name == "default"]
+    name = dataset.config or (names[0] if len(names) == 1 else preset[0] if preset else None)
     if name not in names:
-        listed = ", ".join(f"`{wanted.name}/{each}`" for each in names)
-        asked = f"has no `{wanted.config}`" if wanted.config else "holds several tables"
-        raise ConfigError(f"{quote_option(option, wanted.text)}: the data set {asked}. Name one of them: {listed}.")
+        listed = ", ".join(f"`{dataset.name}/{table}`" for table in names)
+        problem = f"has no `{dataset.config}`" if dataset.config else "holds several tables"
+        raise ConfigError(f"{quote_option(option, dataset.text)}: the data set {problem}. Name one of them: {listed}.")
     config = configs[names.index(name)]
     try:
         below = _text(config.get("data_dir") or "").strip("./")
         splits = _patterns_by_split(config.get("data_files"), below)
     except _MalformedError as odd:
         raise ConfigError(
-            f"{quote_option(option, wanted.text)}: the data set's card, {card}, says where its files are in a way that "
-            f"cannot be read: {odd} stands under `{name}`. Give the files themselves, by their paths."
+            f"{quote_option(option, dataset.text)}: the data set's card, {card}, says where its files are in a way "
+            f"that cannot be read: {odd} stands under `{name}`. Give the files themselves, by their paths."
         ) from None
     if not splits:
         return SplitPatterns(None, below)
-    return SplitPatterns(splits[_chosen(wanted, list(splits), option)])
+    return SplitPatterns(splits[_chosen(dataset, list(splits), option)])
 
 
-def lacking_shards(wanted: DatasetName, patterns: SplitPatterns, snapshot: Path) -> str:
+def lacking_shards(dataset: DatasetName, patterns: SplitPatterns, snapshot: Path) -> str:
     """The first file that is known to belong to the split and is not in the snapshot; empty where none is known."""
-    there = {file.relative_to(snapshot).as_posix() for file in patterns.matching(snapshot)}
-    if not there:
-        return f"files of `{wanted.split}`" if wanted.split else "data files"
-    for path in sorted(there):
+    present = {file.relative_to(snapshot).as_posix() for file in patterns.matching(snapshot)}
+    if not present:
+        return f"files of `{dataset.split}`" if dataset.split else "data files"
+    for path in sorted(present):
         if shard := SHARD.fullmatch(path):
             stem, _, count, suffix = shard.groups()
-            every = (f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count)))
-            if missing := next((each for each in every if each not in there), None):
+            names = (f"{stem}-{number:05d}-of-{count}{suffix}" for number in range(int(count)))
+            if missing := next((shard_name for shard_name in names if shard_name not in present), None):
                 return missing
     return ""
 
@@ -165,11 +165,11 @@ def _configs(card: Path) -> list[dict[str, Any]]:
     text = card.read_text(encoding="utf-8", errors="replace")
     head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     try:
-        told = yaml.safe_load(head.group(1)) if head else None
+        header = yaml.safe_load(head.group(1)) if head else None
     except yaml.YAMLError:
         return []
-    configs = told.get("configs") if isinstance(told, dict) else None
-    return [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+    configs = header.get("configs") if isinstance(header, dict) else None
+    return [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
 
 
 def _patterns_by_split(data_files: Any, directory: str) -> dict[str, tuple[str, ...]]:
@@ -180,9 +180,9 @@ def _patterns_by_split(data_files: Any, directory: str) -> dict[str, tuple[str, 
         data_files = [{"split": split, "path": path} for split, path in data_files.items()]
     splits: dict[str, tuple[str, ...]] = {}
     for entry in data_files if isinstance(data_files, list) else [data_files]:
-        told = entry if isinstance(entry, Mapping) else {"path": entry}
-        split, path = _text(told.get("split", "train")), told.get("path")
-        joined = tuple(f"{directory}/{each}" if directory else each for each in map(_text, _several(path)))
+        item = entry if isinstance(entry, Mapping) else {"path": entry}
+        split, path = _text(item.get("split", "train")), item.get("path")
+        joined = tuple(f"{directory}/{pattern}" if directory else pattern for pattern in map(_text, _several(path)))
         splits[split] = splits.get(split, ()) + joined
     return splits
 
@@ -205,21 +205,21 @@ def _fits(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
 
 
-def _chosen(wanted: DatasetName, splits: Sequence[str], option: str) -> str:
+def _chosen(dataset: DatasetName, splits: Sequence[str], option: str) -> str:
     """The split that is wanted: the one that is named, or the only one, or `train` to train on."""
-    if wanted.split is not None:
-        if wanted.split in splits:
-            return wanted.split
-        asked = f"has no `{wanted.split}`"
+    if dataset.split is not None:
+        if dataset.split in splits:
+            return dataset.split
+        problem = f"has no `{dataset.split}`"
     elif len(splits) == 1:
         return splits[0]
     elif option != "data.val" and "train" in splits:
         return "train"
     else:
-        asked = "has several parts"
-    name = wanted.text.partition(":")[0]
+        problem = "has several parts"
+    name = dataset.text.partition(":")[0]
     raise ConfigError(
-        f"{quote_option(option, wanted.text)}: the data set {asked}. Name one: "
+        f"{quote_option(option, dataset.text)}: the data set {problem}. Name one: "
         f"{', '.join(f'`{name}:{split}`' for split in splits)}."
     )
 

@@ -30,7 +30,7 @@ from etude.recipes.collect.sampling import derived_seed
 from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks, inputs
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import build_agent_evaluator, build_episode_player, build_evaluator, load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
@@ -62,27 +62,29 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
     checks.check_agents(run)
     console = make_console(run.observe.console)
     with ExitStack() as stack:
-        step, chat, engine, longest = stack.enter_context(load_for_inference(run, best=best))
+        step, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=best))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
         runner = stack.enter_context(asyncio.Runner())
         with progress("reading the tasks", None, console):
             if run.agent.path is None:
-                evaluator = build_evaluator(run, chat, engine, judge, runner, build_episode_player(run, longest, chat))
+                evaluator = build_evaluator(
+                    run, chat, engine, judge, runner, build_episode_player(run, max_total_tokens, chat)
+                )
             else:
-                evaluator = build_agent_evaluator(run, chat, engine, judge, runner, longest, stack)
+                evaluator = build_agent_evaluator(run, chat, engine, judge, runner, max_total_tokens, stack)
         assert evaluator is not None
         with progress(f"answering {evaluator.tasks} tasks", evaluator.tasks * evaluator.samples, console) as bar:
-            found = evaluator.answer_all(bar.advance, step=step or 0)
-    written = answers or _answers_path(run, step)
-    told: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
-    told |= {} if step is None else {"step": step}
-    told |= {} if written is None else {"answers": str(written)}
-    spent = {f"eval/{name}": value for name, value in evaluator.pop_metrics().reduce().items()}
-    _show_scores(console, run, told, reduced := {**compute_scores(found).reduce(), **spent})
-    if written is not None:
-        write_answers(found, written)
-        console.print(Text(f"answers  {written}"), soft_wrap=True)
-    return told | reduced
+            results = evaluator.answer_all(bar.advance, step=step or 0)
+    path = answers or _answers_path(run, step)
+    summary: dict[str, Any] = {"tasks": evaluator.tasks, "samples": evaluator.samples}
+    summary |= {} if step is None else {"step": step}
+    summary |= {} if path is None else {"answers": str(path)}
+    judge_metrics = {f"eval/{name}": value for name, value in evaluator.pop_metrics().reduce().items()}
+    _show_scores(console, run, summary, reduced := {**compute_scores(results).reduce(), **judge_metrics})
+    if path is not None:
+        write_answers(results, path)
+        console.print(Text(f"answers  {path}"), soft_wrap=True)
+    return summary | reduced
 
 
 def _answers_path(run: Run, step: int | None) -> Path | None:
@@ -91,18 +93,18 @@ def _answers_path(run: Run, step: int | None) -> Path | None:
         return None
     name = f"eval-step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{n}" for n in count(2)))
-    places = (run.directory / "evaluations" / f"{each}.jsonl" for each in names)
-    return next(place for place in places if not place.exists())
+    files = (run.directory / "evaluations" / f"{candidate}.jsonl" for candidate in names)
+    return next(file for file in files if not file.exists())
 
 
-def _show_scores(console: Console, run: Run, summary: dict[str, Any], found: dict[str, float]) -> None:
+def _show_scores(console: Console, run: Run, summary: dict[str, Any], scores: dict[str, float]) -> None:
     """What was scored, and how well it did."""
     what = str(run.model.path) if "step" not in summary else f"step {summary['step']} of {run.directory}"
-    each = "one answer" if summary["samples"] == 1 else f"{summary['samples']} answers"
-    on = ", ".join(run.data.val)
-    console.print(Text(f"{what}, on {_count(summary['tasks'], 'task')} of {on}, {each} to each"), soft_wrap=True)
+    per_task = "one answer" if summary["samples"] == 1 else f"{summary['samples']} answers"
+    data = ", ".join(run.data.val)
+    console.print(Text(f"{what}, on {_count(summary['tasks'], 'task')} of {data}, {per_task} to each"), soft_wrap=True)
     table = Table("score", "value")
-    for name, value in found.items():
+    for name, value in scores.items():
         table.add_row(name, f"{value:.4g}")
     console.print(table)
 
@@ -118,18 +120,20 @@ def generate(run: Run, prompt: str, *, answers: int, best: bool, raw: bool) -> N
     """
     console = make_console(run.observe.console)
     with load_for_inference(run, best=best) as (_, chat, engine, _):
-        asked = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
-        asyncio.run(_answer(run, asked, engine, console, answers))
+        prompt_ids = chat.prompt_ids(prompt if raw or not chat.tokenizer.template else [Message("user", prompt)])
+        asyncio.run(_answer(run, prompt_ids, engine, console, answers))
 
 
-async def _answer(run: Run, asked: Ids, engine: TorchEngine | ServerPool, console: Console, answers: int) -> None:
+async def _answer(run: Run, prompt_ids: Ids, engine: TorchEngine | ServerPool, console: Console, answers: int) -> None:
     params = [run.sampling.params(derived_seed(run.seed, "generate", n)) for n in range(answers)]
     if answers == 1:
-        async for delta in engine.stream(asked, params[0]):
+        async for delta in engine.stream(prompt_ids, params[0]):
             console.print(Text(delta.text), end="", soft_wrap=True)
         console.print()
         return
-    for n, completion in enumerate(await asyncio.gather(*(engine.generate(asked, each) for each in params)), start=1):
+    for n, completion in enumerate(
+        await asyncio.gather(*(engine.generate(prompt_ids, parameters) for parameters in params)), start=1
+    ):
         console.print(Text.assemble((f"{n:>3}  ", "dim"), completion.text), soft_wrap=True)
 
 
@@ -138,7 +142,9 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
     or, with `adapter`, these alone, as peft loads them. fall_back: where the newest checkpoint is damaged, write the
     newest that is whole."""
     options = ["checkpoint.fall_back=true"] if fall_back else []
-    run = folder.read_recipe(folder.read_recipe_class(directory), directory, options, masked=without_secrets)
+    run = run_directory.read_recipe(
+        run_directory.read_recipe_class(directory), directory, options, masked=without_secrets
+    )
     assert run.model.path is not None
     if adapter and (not run.lora.is_enabled or run.head != "language"):
         trained = (
@@ -146,11 +152,11 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
         )
         raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
     model, chat = load_policy(run.model_copy(update={"device": "cpu"}))
-    kept, found = _checkpoint(run, best=best)
+    checkpoints, checkpoint = _checkpoint(run, best=best)
     if adapter:
-        export_adapter(read_weights(model, kept, found), adapter_config(model, run.model.path), to)
+        export_adapter(read_weights(model, checkpoints, checkpoint), adapter_config(model, run.model.path), to)
     else:
-        load_weights(model, kept, found)
+        load_weights(model, checkpoints, checkpoint)
         generation = None if model.has_score_head else model.module.generation_config
         export(
             model.merged_weights(),
@@ -160,7 +166,7 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
             generation=None if generation is None else generation.to_dict(),
         )
     what = "adapter" if adapter else "model"
-    make_console().print(Text(f"Wrote the {what} of step {found.step} to {to}."), soft_wrap=True)
+    make_console().print(Text(f"Wrote the {what} of step {checkpoint.step} to {to}."), soft_wrap=True)
 
 
 def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -209,9 +215,9 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
     device = server_device_kind(run)
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
-    seen = run.directory if config.url else None  # by servers elsewhere
-    with TemporaryDirectory(prefix="etude-", dir=seen) as made:
-        where, logs, untied = Path(made) / "model", Path(made) / "logs", config.needs_untied_head(device)
+    parent = run.directory if config.url else None  # by servers elsewhere
+    with TemporaryDirectory(prefix="etude-", dir=parent) as temporary:
+        where, logs, untied = Path(temporary) / "model", Path(temporary) / "logs", config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
         weights = model.untied_weights() if untied else model.merged_weights()
         export(weights, described, where, tokenizer=run.model.tokenizer or run.model.path)
@@ -227,18 +233,18 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
 
 def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:
     """Bring a run's checkpoint into the model; returns its step."""
-    kept, found = _checkpoint(run, best=best)
-    load_weights(model, kept, found)
-    return found.step
+    checkpoints, checkpoint = _checkpoint(run, best=best)
+    load_weights(model, checkpoints, checkpoint)
+    return checkpoint.step
 
 
 def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoint]:
     """A run's checkpoint, and those it is one of."""
     assert run.directory is not None
-    kept = CheckpointManager(run.directory / "checkpoints", run.checkpoint.keep)
-    found = kept.best() if best else kept.newest(fall_back=run.checkpoint.fall_back)
-    if found is None:
+    checkpoints = CheckpointManager(run.directory / "checkpoints", run.checkpoint.keep)
+    checkpoint = checkpoints.best() if best else checkpoints.newest(fall_back=run.checkpoint.fall_back)
+    if checkpoint is None:
         which = "best checkpoint: none was scored and saved" if best else "checkpoint yet"
         raise RunError(f"{run.directory} has no {which}. Let the run go on, or name a model directory instead.")
     inputs.check_base_model(run.directory, run)
-    return kept, found
+    return checkpoints, checkpoint

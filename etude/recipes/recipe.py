@@ -107,12 +107,12 @@ class Recipe(Config):
 
     @field_validator("recipe", mode="before")
     @classmethod
-    def _is_of_this_command(cls, given: Any) -> Any:
+    def _is_of_this_command(cls, value: Any) -> Any:
         """Options of another command are another run's."""
-        mine = cls.model_fields["recipe"].default
-        if given != mine:
-            raise ConfigError(f"These options are of `etude {given}`, and this is `etude {mine}`: give them there.")
-        return given
+        expected = cls.model_fields["recipe"].default
+        if value != expected:
+            raise ConfigError(f"These options are of `etude {value}`, and this is `etude {expected}`: give them there.")
+        return value
 
     @model_validator(mode="after")
     def _ranks_are_meshes(self) -> Self:

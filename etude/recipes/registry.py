@@ -36,16 +36,18 @@ RECIPES: dict[str, type[Recipe]] = {"train": Run, **SUPERVISED}
 def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = None, preset: Path | None = None) -> R:
     """The run that a command line asks for. A file that is another command's is told as that, and not key by key."""
     if file is not None and file.is_file():
-        mine, written = kind.model_fields["recipe"].default, _recipe_in(file)
-        if written not in (None, mine):
-            raise ConfigError(f"{file} holds options of `etude {written}`, and this is `etude {mine}`: give it there.")
+        expected, written = kind.model_fields["recipe"].default, _recipe_in(file)
+        if written not in (None, expected):
+            raise ConfigError(
+                f"{file} holds options of `etude {written}`, and this is `etude {expected}`: give it there."
+            )
     return compose(kind, overrides, file=file, preset=preset)
 
 
 def _recipe_in(file: Path) -> object:
     """What a file says of its recipe; whatever else is wrong with it is told by whoever reads it whole."""
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        options = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
-    return found.get("recipe") if isinstance(found, dict) else None
+    return options.get("recipe") if isinstance(options, dict) else None

@@ -16,7 +16,7 @@ from etude.config.secrets import MASK
 from etude.config.tree import to_tree
 from etude.errors import ConfigError, RunError
 from etude.recipes.hub import locate_model, resolve_hub_names
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run.config import Run
 
 __all__ = ["READ_OPTIONS", "parse_question", "resolve_run", "without_secrets"]
@@ -99,14 +99,16 @@ def _parse_run(
         _refuse_unread(run, words, command)
         return run.model_copy(update={"directory": None}), "model.path"
     where, options = Path(words[0]), list(words[1:])
-    if (where / folder.OPTIONS).exists():
+    if (where / run_directory.OPTIONS).exists():
         if file is not None:
             raise ConfigError(
-                f"{where} is a run, whose options lie in its own {folder.OPTIONS}: --config has no place beside it. "
-                f"Write what is to be otherwise as key=value."
+                f"{where} is a run, whose options lie in its own {run_directory.OPTIONS}: --config has no place "
+                "beside it. Write what is to be otherwise as key=value."
             )
-        shown = [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
-        run = _read_run_for_inference(where, [*options, *shown], masked)
+        console_option = (
+            [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
+        )
+        run = _read_run_for_inference(where, [*options, *console_option], masked)
         _refuse_unread(run, options, command)
         return run, words[0]
     run = compose(Run, options, file=file)
@@ -123,9 +125,9 @@ def _parse_run(
 def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
     """The run in a directory as one that asks its model. Of another recipe it has what both have; the rest is given, or
     by default."""
-    kind = folder.read_recipe_class(where)
+    kind = run_directory.read_recipe_class(where)
     if kind is Run:
-        run = folder.read_run(where, options, masked=masked)
+        run = run_directory.read_run(where, options, masked=masked)
         return run.model_copy(update={"cluster": "local"})  # whoever asks computes here
     if kind.head != "language":
         raise ConfigError(
@@ -133,8 +135,8 @@ def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callabl
             f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
             f"reward.path=my-judge`."
         )
-    held = to_tree(folder.read_recipe(kind, where, masked=masked))
-    run = compose(Run, options, base={name: held[name] for name in ALIKE})
+    options_of_run = to_tree(run_directory.read_recipe(kind, where, masked=masked))
+    run = compose(Run, options, base={name: options_of_run[name] for name in ALIKE})
     return run.model_copy(update={"directory": where})
 
 

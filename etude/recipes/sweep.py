@@ -41,8 +41,8 @@ def sweep(
     """
     with TemporaryDirectory() as scratch:
         jobs = multirun(kind, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
-    places = {job.run.directory for job in jobs}
-    if len(places) > 1:
+    directories = {job.run.directory for job in jobs}
+    if len(directories) > 1:
         raise ConfigError(
             "A sweep has one directory, with one of its own for each run below it; several were given with "
             "`directory=…`. Give one, and each run is named in it by what sets it apart."
@@ -60,9 +60,9 @@ def sweep(
             try:
                 train(job.run.model_copy(update={"directory": parent / name}), interrupt)
             except Exception as error:  # whatever ended one run is told, and is none of the others' business
-                ours = isinstance(error, EtudeError)
-                failed.append(f"{name}: {error}" if ours else f"{name}: {type(error).__name__}: {error}")
-                get_logger("recipes").error("%s", failed[-1], exc_info=not ours)
+                is_etude_error = isinstance(error, EtudeError)
+                failed.append(f"{name}: {error}" if is_etude_error else f"{name}: {type(error).__name__}: {error}")
+                get_logger("recipes").error("%s", failed[-1], exc_info=not is_etude_error)
             if interrupt.stop_requested:
                 raise KeyboardInterrupt
     if failed:

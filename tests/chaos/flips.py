@@ -33,7 +33,7 @@ from etude.data import Dataset
 from etude.errors import EtudeError
 from etude.observe import configure_logging, read_last_step
 from etude.recipes.run import checks, inputs
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import _crew, _engine_source, build_chat_renderer
 from etude.recipes.run.components import Learners, build_step_batch
 from etude.recipes.run.config import Run
@@ -76,7 +76,7 @@ def killed(place: Path, world: Path, theatre: Theatre | None = None) -> list[Pat
         "it ended before it was killed"
     )
     shutil.copytree(first, second)
-    open_store(second / folder.JOURNAL).close()
+    open_store(second / run_directory.JOURNAL).close()
     return [first, second]
 
 
@@ -115,7 +115,7 @@ class Resuming:
 
     def __init__(self, world: Path, stack: ExitStack) -> None:
         run = run_of(world / "nowhere", world, **CHANGES)
-        self._run, self._chat = folder.with_absolute_paths(run), build_chat_renderer(run)
+        self._run, self._chat = run_directory.with_absolute_paths(run), build_chat_renderer(run)
         torch.set_num_threads(1)
         self._crew, self._engine, _ = _crew(run, self._chat, world, stack)
         self._judge = stack.enter_context(Judge(run.reward, run.judging))
@@ -125,11 +125,13 @@ class Resuming:
     def weights(self, directory: Path, damage: Damage | None = None) -> str:
         """A hash of the weights in the end."""
         run = self._run.model_copy(update={"directory": directory})
-        with folder.lock_directory(directory):
-            if damage is None or damage.file == folder.OPTIONS:  # nothing else is read for that, and it takes a while
-                folder.check_same_options(directory, run)
+        with run_directory.lock_directory(directory):
+            if (
+                damage is None or damage.file == run_directory.OPTIONS
+            ):  # nothing else is read for that, and it takes a while
+                run_directory.check_same_options(directory, run)
             inputs.check_inputs(directory, run)
-            with closing(open_store(directory / folder.JOURNAL)) as store:
+            with closing(open_store(directory / run_directory.JOURNAL)) as store:
                 return self._resumed(run, directory, store)
 
     def _resumed(self, run: Run, directory: Path, store: Any) -> str:

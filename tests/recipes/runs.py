@@ -83,7 +83,7 @@ def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **c
 
 def rows_of(groups: StepGroups) -> list[Sample]:
     """The token sequences of a step, where they lie here."""
-    return [sample for rows in groups.rows for sample in rows.kept]
+    return [sample for rows in groups.rows for sample in rows.samples_ref]
 
 
 def measured(directory: Path) -> list[dict[str, Any]]:

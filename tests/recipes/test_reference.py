@@ -11,7 +11,7 @@ import torch
 
 from etude.algorithms import KLS
 from etude.models import create, load, save, tiny_config
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.train import FrozenModel
@@ -116,4 +116,4 @@ def test_no_reference_is_loaded_where_none_is_needed(world: Path, tmp_path: Path
     with build(run_of(world, directory=tmp_path / "run")) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
         assert isinstance(worker, PolicyWorker) and not worker._auxiliary.frozen
-    assert folder.OPTIONS in {path.name for path in (tmp_path / "run").iterdir()}
+    assert run_directory.OPTIONS in {path.name for path in (tmp_path / "run").iterdir()}

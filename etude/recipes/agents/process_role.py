@@ -17,13 +17,13 @@ __all__ = ["serve_if_runner"]
 
 def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:
     """Whether this process is a runner; then it has been one, and is told to stop by now."""
-    asked = read_role()
-    if asked == "store":
+    role = read_role()
+    if role == "store":
         raise ConfigError(
             "ETUDE_ROLE=store was asked of a program that trains. A store is kept by `etude store DIRECTORY`, and "
             "joined with `agent.store`."
         )
-    if asked != "runner":
+    if role != "runner":
         return False
     url, key = resolve_store(agent.title)
     run_spec(RunnerSpec(agent, url, key, "", max_concurrency, RunnerTimeouts()))

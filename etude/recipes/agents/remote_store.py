@@ -29,8 +29,7 @@ from etude.integrity import read_json, write_json
 from etude.observe import get_logger
 from etude.recipes.run.directory import STORE_RUN_FILE
 from etude.records import Turn
-from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState
-from etude.store import messages as wire
+from etude.store import Event, Journal, Phase, RolloutQueued, RolloutState, Status, TaskIssued, TaskState, messages
 from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import VALUES
 from etude.store.rollout_queue import QueueOwner, RolloutPage, RolloutQuery, RolloutRequest
@@ -80,16 +79,16 @@ def check_store_not_left(directory: Path, journal: Journal) -> None:
 
 def load_owner(directory: Path, journal: Journal) -> QueueOwner:
     """Which run this is to a store, and where it lies."""
-    place = directory / STORE_RUN_FILE
-    if not place.exists():
+    file = directory / STORE_RUN_FILE
+    if not file.exists():
         if journal.rollouts(Phase.QUEUED, Phase.RUNNING):
             raise ConfigError(
                 f"The run in {directory} kept its rollouts itself so far, and some are open: `agent.store` cannot be "
                 "set now. Leave it out, or begin a new run."
             )
-        write_json(place, {"run": secrets.token_hex(8)})
-    told = read_json(place, "It says which run this is to the store: bring it back from a copy.")
-    return QueueOwner(told["run"], str(directory.resolve()))
+        write_json(file, {"run": secrets.token_hex(8)})
+    record = read_json(file, "It says which run this is to the store: bring it back from a copy.")
+    return QueueOwner(record["run"], str(directory.resolve()))
 
 
 async def acquire_lease(queue: RemoteRolloutQueue, owner: QueueOwner) -> int:
@@ -102,12 +101,12 @@ async def acquire_lease(queue: RemoteRolloutQueue, owner: QueueOwner) -> int:
         await queue.close()
 
 
-async def release_lease(url: str, key: str, owner: QueueOwner, life: int) -> None:
+async def release_lease(url: str, key: str, owner: QueueOwner, epoch: int) -> None:
     """Tell the store that the run is not there any more."""
-    desk = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
+    client = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
     with suppress(EtudeError):  # it will find out by itself
-        await desk.acquire_lease(owner, life, 0.0)
-    await desk.close()
+        await client.acquire_lease(owner, epoch, 0.0)
+    await client.close()
 
 
 class LeaseRenewer:
@@ -116,24 +115,24 @@ class LeaseRenewer:
     Waits for the store. Ends where another life of the run has begun; the run hears of that by its next word.
     """
 
-    def __init__(self, url: str, key: str, owner: QueueOwner, life: int) -> None:
-        self._owner, self._epoch = owner, life
+    def __init__(self, url: str, key: str, owner: QueueOwner, epoch: int) -> None:
+        self._owner, self._epoch = owner, epoch
         self._queue = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
-        self._telling: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._telling = asyncio.create_task(self._renew(), name="etude-keeping")
+        self._renewal = asyncio.create_task(self._renew(), name="etude-keeping")
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._renewal is not None:
+            self._renewal.cancel()
             with suppress(asyncio.CancelledError):
-                await self._telling
+                await self._renewal
         await self._queue.close()
 
     async def _renew(self) -> None:
-        log, told = get_logger("recipes"), time.monotonic()
+        log, last_renewal = get_logger("recipes"), time.monotonic()
         while True:
             try:
                 await self._queue.acquire_lease(self._owner, self._epoch, LEASE_S)
@@ -143,7 +142,7 @@ class LeaseRenewer:
             except Exception as error:  # whatever it was, the next word may get through
                 log.debug("The store was not told that the run is there: %s", error)
             else:
-                silent, told = time.monotonic() - told, time.monotonic()
+                silent, last_renewal = time.monotonic() - last_renewal, time.monotonic()
                 if silent > LEASE_S:
                     log.warning(
                         "The store heard nothing of the run for %.0f s: it stopped what was under way after %g s, and "
@@ -159,31 +158,31 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
     A rollout that has ended is sealed there and copied whole; from then on it is read here, and nowhere else.
     """
 
-    def __init__(self, url: str, key: str, journal: Journal, life: int) -> None:
+    def __init__(self, url: str, key: str, journal: Journal, epoch: int) -> None:
         super().__init__(url, key)
-        self._journal, self._life = journal, life
+        self._journal, self._life = journal, epoch
         self._unknown: dict[int, RolloutState] = {}
         """Ended there, and not known here: the journal was brought back from an earlier time."""
 
-    async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
+    async def enqueue(self, requests: Sequence[RolloutRequest]) -> list[int]:
         """Queue rollouts, once that they are wanted is written here."""
-        ids = [one.id for one in wanted if one.id is not None]
-        assert len(ids) == len(wanted), "a run names its rollouts"
-        tasks = self._journal.load_states(TaskState, [one.task.ordinal for one in wanted])
+        ids = [request.id for request in requests if request.id is not None]
+        assert len(ids) == len(requests), "a run names its rollouts"
+        tasks = self._journal.load_states(TaskState, [request.task.ordinal for request in requests])
         known = self._journal.load_states(RolloutState, ids)
         new: dict[int, TaskIssued] = {}
         events: list[Event] = []
-        for id, one in zip(ids, wanted, strict=True):
-            task, row = one.task, one.task.fields.get("row")
+        for id, request in zip(ids, requests, strict=True):
+            task, row = request.task, request.task.fields.get("row")
             if task.ordinal not in tasks and task.ordinal not in new:
-                place = row if isinstance(row, int) else task.ordinal
-                new[task.ordinal] = TaskIssued(task.ordinal, place, task.source, task.fields)
+                row_number = row if isinstance(row, int) else task.ordinal
+                new[task.ordinal] = TaskIssued(task.ordinal, row_number, task.source, task.fields)
             if id not in known:
-                events.append(RolloutQueued(id, task.ordinal, one.sample, one.use, one.limits))
+                events.append(RolloutQueued(id, task.ordinal, request.sample, request.use, request.limits))
         if new or events:
             self._journal.append([*new.values(), *events])
-        for some in _split_requests(wanted):
-            await super().enqueue(some)
+        for batch in _split_requests(requests):
+            await super().enqueue(batch)
         await self._copy_ended([self._unknown.pop(id) for id in ids if id in self._unknown])
         return ids
 
@@ -214,29 +213,29 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         if ids:
             await super().seal(ids)
         known = self._journal.load_states(RolloutState, [state.id for state in states])
-        self._unknown |= {each.id: each for each in states if each.id not in known and each.status not in OPEN}
+        self._unknown |= {state.id: state for state in states if state.id not in known and state.status not in OPEN}
         for at in range(0, len(ids), AT_ONCE):
-            some = ids[at : at + AT_ONCE]
-            told = dict(zip(some, await asyncio.gather(*(self.history(id) for id in some)), strict=True))
-            for id in self._still_open(some):  # another may have been at it meanwhile
-                self._journal.append([event for event in told[id] if not isinstance(event, RolloutQueued)])
+            batch = ids[at : at + AT_ONCE]
+            histories = dict(zip(batch, await asyncio.gather(*(self.history(id) for id in batch)), strict=True))
+            for id in self._still_open(batch):  # another may have been at it meanwhile
+                self._journal.append([event for event in histories[id] if not isinstance(event, RolloutQueued)])
 
     def _still_open(self, ids: Sequence[int]) -> list[int]:
         here = self._journal.load_states(RolloutState, ids)
         return [id for id in ids if id in here and here[id].status in OPEN]
 
 
-def _split_requests(wanted: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
+def _split_requests(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
     """Rollouts in as many requests as they take. They are named, so that it does no harm where only some arrive."""
     portions: list[list[RolloutRequest]] = [[]]
     around = 2  # the object and the list in which they stand
     size, values = 0, around
-    for one in wanted:
-        text = wire.to_json(wire.encode_rollout_request(one))
+    for request in requests:
+        text = messages.to_json(messages.encode_rollout_request(request))
         added, more = len(text) + 1, 1 + sum(map(text.count, (b",", b"[", b"{")))
         if portions[-1] and (size + added > MOST_BYTES or values + more > VALUES):
             portions.append([])
             size, values = 0, around
-        portions[-1].append(one)
+        portions[-1].append(request)
         size, values = size + added, values + more
     return portions

@@ -88,32 +88,38 @@ def agent_services(
 ) -> Iterator[AgentServices]:
     """Everything that agents need, at work. loop: the run's own. agent: who plays, where it is not to be loaded by
     `agent.path`."""
-    asked = run.agent
-    if agent is None and asked.path is not None:
-        agent = load_agent(asked.path)
-    host, _, port = asked.listen.rpartition(":")
+    agent_config = run.agent
+    if agent is None and agent_config.path is not None:
+        agent = load_agent(agent_config.path)
+    host, _, port = agent_config.listen.rpartition(":")
     with ExitStack() as stack, freeze_gc():
-        keyring, desk, wanted, keeping = _open_queues(run, journal, directory, stack, loop)
+        keyring, queue, requested, renewers = _open_queues(run, journal, directory, stack, loop)
         val = run.evaluate.sampling.fill_from(run.sampling).params(0)
-        config, told = _endpoint_config(asked), asked.store is None
-        endpoint = build_endpoint(run, desk, keyring, chat, engine, max_total_tokens, val=val, config=config, told=told)
-        if isinstance(desk, LocalRolloutQueue):
-            desk.on_attempts_ended(endpoint.forget_attempts)
+        config, notified = _endpoint_config(agent_config), agent_config.store is None
+        endpoint = build_endpoint(
+            run, queue, keyring, chat, engine, max_total_tokens, val=val, config=config, notified=notified
+        )
+        if isinstance(queue, LocalRolloutQueue):
+            queue.on_attempts_ended(endpoint.forget_attempts)
         serving = stack.enter_context(
             serve(
-                desk,
+                queue,
                 keyring,
                 host=host,
                 port=int(port),
                 routers=[create_router(endpoint)],
-                lifespans=[endpoint, *keeping],
+                lifespans=[endpoint, *renewers],
             )
         )
-        url = asked.store or serving.url
-        here = serving.url if asked.store is None else reachable_url(serving.url, str(urlsplit(asked.store).hostname))
-        asyncio.run(_publish_endpoint(desk, {"base_url": f"{reachable_url(here)}/v1", "model": endpoint.model}))
-        check = _start_runners(run, agent, desk, keyring, url, directory, stack)
-        yield AgentServices(wanted, endpoint, url, check, partial(RemoteRolloutQueue, url, keyring.admin))
+        url = agent_config.store or serving.url
+        own_url = (
+            serving.url
+            if agent_config.store is None
+            else reachable_url(serving.url, str(urlsplit(agent_config.store).hostname))
+        )
+        asyncio.run(_publish_endpoint(queue, {"base_url": f"{reachable_url(own_url)}/v1", "model": endpoint.model}))
+        check = _start_runners(run, agent, queue, keyring, url, directory, stack)
+        yield AgentServices(requested, endpoint, url, check, partial(RemoteRolloutQueue, url, keyring.admin))
 
 
 def build_endpoint(
@@ -126,7 +132,7 @@ def build_endpoint(
     *,
     val: SamplingParams,
     config: EndpointConfig,
-    told: bool = True,
+    notified: bool = True,
 ) -> ModelEndpoint:
     """The model endpoint of a run's model. val: the parameters by which answers are drawn in validation; in training it
     is by the run's own."""
@@ -140,40 +146,40 @@ def build_endpoint(
         val=_unseeded(val),
         seeds=lambda rollout, *which: make_seed_function(run.seed)(seed_ordinal(rollout), *which),
         config=config,
-        notified=told,
+        notified=notified,
     )
 
 
 def _start_runners(
-    run: Run, agent: Agent | None, desk: RolloutQueue, keyring: Keyring, url: str, directory: Path, stack: ExitStack
+    run: Run, agent: Agent | None, queue: RolloutQueue, keyring: Keyring, url: str, directory: Path, stack: ExitStack
 ) -> Callable[[], None]:
     """Start the runners that play the agent here, or say how others may join; return the check that they are alive."""
-    asked = run.agent
-    if agent is not None and asked.runners and asked.strategy == "shm":
-        threads = ThreadRunners(desk, agent, asked.runners, max_concurrency=asked.max_concurrency, store_url=url)
+    config = run.agent
+    if agent is not None and config.runners and config.strategy == "shm":
+        threads = ThreadRunners(queue, agent, config.runners, max_concurrency=config.max_concurrency, store_url=url)
         return stack.enter_context(threads).check
-    if agent is not None and asked.runners:
+    if agent is not None and config.runners:
         logs = directory / "runners"
         processes = ProcessRunners(
-            agent, url, keyring.runner, asked.runners, logs=logs, max_concurrency=asked.max_concurrency
+            agent, url, keyring.runner, config.runners, logs=logs, max_concurrency=config.max_concurrency
         )
         return stack.enter_context(processes).check
-    key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if asked.store is None else "…"
-    who = shlex.quote(asked.path) if asked.path is not None and is_importable(asked.path) else "AGENT"
+    key = f"$(cat {shlex.quote(str(directory / RUNNER_KEY))})" if config.store is None else "…"
+    agent_name = shlex.quote(config.path) if config.path is not None and is_importable(config.path) else "AGENT"
     message = "Runners may join: ETUDE_STORE_KEY=%s %s runner %s --url %s"
-    get_logger("recipes").info(message, key, etude_command(), who, reachable_url(url))
+    get_logger("recipes").info(message, key, etude_command(), agent_name, reachable_url(url))
     return _nothing
 
 
-def _endpoint_config(asked: AgentConfig) -> EndpointConfig:
+def _endpoint_config(config: AgentConfig) -> EndpointConfig:
     """The endpoint's options, by those of the run's agents."""
     return EndpointConfig(
-        max_running=asked.max_calls,
-        max_waiting=8 * asked.max_calls,
-        timeout_s=asked.timeout,
-        parameters=asked.parameters,
-        strict=asked.strict,
-        external=external_models(asked.external),
+        max_running=config.max_calls,
+        max_waiting=8 * config.max_calls,
+        timeout_s=config.timeout,
+        parameters=config.parameters,
+        strict=config.strict,
+        external=external_models(config.external),
     )
 
 
@@ -193,24 +199,24 @@ def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, 
     if url is None:
         check_store_not_left(directory, journal)
         keyring = Keyring.load_or_create(directory)
-        desk = LocalRolloutQueue(journal, keyring)
-        stack.callback(lambda: asyncio.run(desk.close()))
-        asyncio.run(desk.acquire_lease(LOCAL_OWNER))
-        return _Queues(keyring, desk, desk)
+        queue = LocalRolloutQueue(journal, keyring)
+        stack.callback(lambda: asyncio.run(queue.close()))
+        asyncio.run(queue.acquire_lease(LOCAL_OWNER))
+        return _Queues(keyring, queue, queue)
     keyring = Keyring(admin=read_admin_key(url))
-    there, keeper = RemoteRolloutQueue(url, keyring.admin), load_owner(directory, journal)
-    life = asyncio.run(acquire_lease(there, keeper))
-    stack.callback(lambda: asyncio.run(release_lease(url, keyring.admin, keeper, life)))
-    far = MirroredRolloutQueue(url, keyring.admin, journal, life)
-    stack.callback(lambda: loop.run(far.close()))
-    return _Queues(keyring, there.with_epoch(life), far, [LeaseRenewer(url, keyring.admin, keeper, life)])
+    remote, owner = RemoteRolloutQueue(url, keyring.admin), load_owner(directory, journal)
+    epoch = asyncio.run(acquire_lease(remote, owner))
+    stack.callback(lambda: asyncio.run(release_lease(url, keyring.admin, owner, epoch)))
+    mirrored = MirroredRolloutQueue(url, keyring.admin, journal, epoch)
+    stack.callback(lambda: loop.run(mirrored.close()))
+    return _Queues(keyring, remote.with_epoch(epoch), mirrored, [LeaseRenewer(url, keyring.admin, owner, epoch)])
 
 
-async def _publish_endpoint(desk: RolloutQueue, endpoint: dict[str, str]) -> None:
+async def _publish_endpoint(queue: RolloutQueue, endpoint: dict[str, str]) -> None:
     """Tell whoever plays where the model is."""
-    await desk.put_resource("endpoint", endpoint)
-    if isinstance(desk, RemoteRolloutQueue):
-        await desk.close()  # its connections are this loop's
+    await queue.put_resource("endpoint", endpoint)
+    if isinstance(queue, RemoteRolloutQueue):
+        await queue.close()  # its connections are this loop's
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class AttemptStatistics:
 
     def metrics(self) -> Metrics:
         """The numbers."""
-        told = Metrics(
+        metrics = Metrics(
             {
                 "agents/retried": Sum.of(self.retried),
                 "agents/empty": Sum.of(self.without_turns),
@@ -146,8 +146,8 @@ class AttemptStatistics:
             }
         )
         for outcome in Outcome:
-            told.add(f"agents/{outcome.value}", Sum.of(self.ended[outcome.value]))
-        return told
+            metrics.add(f"agents/{outcome.value}", Sum.of(self.ended[outcome.value]))
+        return metrics
 
 
 class AgentRollouts:
@@ -184,32 +184,34 @@ class AgentRollouts:
 
     def pop_metrics(self) -> Metrics:
         """What became of the rollouts that ended since this was last asked."""
-        lost, self._statistics = self._statistics, AttemptStatistics()
-        lost.warn()
-        found, told = lost.metrics(), self.endpoint_metrics()
-        found.merge(told)
-        refused = told.reduce().get(CONTEXT_LENGTH_METRIC, 0.0)
-        found.add("agents/over_long", Sum.of(refused - self._refused))
+        statistics, self._statistics = self._statistics, AttemptStatistics()
+        statistics.warn()
+        metrics, endpoint_metrics = statistics.metrics(), self.endpoint_metrics()
+        metrics.merge(endpoint_metrics)
+        refused = endpoint_metrics.reduce().get(CONTEXT_LENGTH_METRIC, 0.0)
+        metrics.add("agents/over_long", Sum.of(refused - self._refused))
         self._refused = refused
-        return found
+        return metrics
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         """What was said after the first prompt, in its order."""
         return decode_conversation(self._tokenizer, turns)
 
-    async def enqueue(self, wanted: Sequence[tuple[int, Task, int]], use: Literal["train", "val"] = "train") -> None:
+    async def enqueue(self, rollouts: Sequence[tuple[int, Task, int]], use: Literal["train", "val"] = "train") -> None:
         """Have rollouts made: the id of each, its task, and which try at it is meant. Asking again does no harm."""
         loop = asyncio.get_running_loop()
-        for id, _, _ in wanted:
+        for id, _, _ in rollouts:
             self._pending.setdefault(id, loop.create_future())
-        ids = [id for id, _, _ in wanted]
+        ids = [id for id, _, _ in rollouts]
         known: dict[int, RolloutState] = {}
         for at in range(0, len(ids), PAGE):  # one that had ended before it was asked for is not told of again
             page = await self._queue.find(RolloutQuery(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
             known |= {state.id: state for state in page.rollouts}
         limits = {id: state.limits or self._limits for id, state in known.items()}  # as they were when it was asked for
-        asked = [RolloutRequest(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in wanted]
-        await self._queue.enqueue(asked)
+        requests = [
+            RolloutRequest(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in rollouts
+        ]
+        await self._queue.enqueue(requests)
         self._resolve([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
 
     async def wait_for(self, id: int, task: Task) -> AttemptResult:
@@ -259,9 +261,9 @@ class AgentRollouts:
         return _attempt_result(state, turns, verdict)
 
     async def _judge_result(self, state: RolloutState, task: Task, turns: Sequence[Turn]) -> Verdict:
-        told, last = self._known_verdict(state), state.last
-        if told is not None:
-            return told
+        known_verdict, last = self._known_verdict(state), state.last
+        if known_verdict is not None:
+            return known_verdict
         assert last is not None, "who succeeded has tried"
         if self._judge.scores_answers:
             answers = [turn.completion.text for turn in turns if turn.completion.finish_reason != "abort"]
@@ -344,16 +346,16 @@ def _attempt_result(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
     return AttemptResult(tuple(turns), verdict, truncated, end_reason(turns, truncated, None))
 
 
-def write_reward(store: Journal, id: int, played: AttemptResult) -> None:
+def write_reward(store: Journal, id: int, result: AttemptResult) -> None:
     """Write what the run makes of a rollout that its agent gave no reward."""
     with store.transaction() as writing:
         state = writing.state(RolloutState, id)
         assert state is not None, "who played has been asked for"
-        given = state.last is None or state.last.reward is not None
-        if given or state.settled is not None or played.verdict.outcome is not Outcome.SUCCEEDED:
+        has_reward = state.last is None or state.last.reward is not None
+        if has_reward or state.settled is not None or result.verdict.outcome is not Outcome.SUCCEEDED:
             return
-        told = played.verdict.reward, played.verdict.parts, played.truncated
-        writing.append([AttemptRewarded(id, len(state.attempts) - 1, *told)])
+        scored = result.verdict.reward, result.verdict.parts, result.truncated
+        writing.append([AttemptRewarded(id, len(state.attempts) - 1, *scored)])
 
 
 def effective_reward(state: RolloutState, failed: float | Literal["drop"]) -> float | None:
@@ -390,12 +392,12 @@ class AgentPlayer:
         self._agents, self._store = agents, store
         self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
         self._step = 0
-        self._asked: Counter[int] = Counter()
+        self._num_samples: Counter[int] = Counter()
 
     def start_scoring(self, step: int) -> None:
         """The attempts that follow are made to score this step."""
         self._step = step
-        self._asked.clear()
+        self._num_samples.clear()
 
     def prompt_of(self, task: Task) -> object:
         """The prompt, or whatever else the task says."""
@@ -407,16 +409,16 @@ class AgentPlayer:
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:  # noqa: ARG002
         """One attempt. How it is sampled is said at the endpoint."""
-        sample = self._asked[task.ordinal]
-        self._asked[task.ordinal] += 1
-        place = task.ordinal * MOST_SAMPLES + sample
-        ordinal = FIRST_EVALUATION_ORDINAL + (self._edition * MOST_STEPS + self._step) * MOST_TASKS + place
+        sample = self._num_samples[task.ordinal]
+        self._num_samples[task.ordinal] += 1
+        offset = task.ordinal * MOST_SAMPLES + sample
+        ordinal = FIRST_EVALUATION_ORDINAL + (self._edition * MOST_STEPS + self._step) * MOST_TASKS + offset
         named = replace(task, ordinal=ordinal)
         await self._agents.enqueue([(ordinal, named, 0)], "val")
-        played = await self._agents.wait_for(ordinal, named)
-        write_reward(self._store, ordinal, played)
+        result = await self._agents.wait_for(ordinal, named)
+        write_reward(self._store, ordinal, result)
         with self._store.transaction() as writing:
             known = writing.state(TaskState, ordinal)
             if known is not None and known.phase is Phase.OPEN:
                 writing.append([TaskDropped(ordinal, self._step, "it was asked to score the model")])
-        return played
+        return result

@@ -126,7 +126,7 @@ class Collector(ABC):
         """What is written of an attempt that ended."""
 
     @abstractmethod
-    def _recover(self, left: RolloutState) -> int | None:
+    def _recover(self, state: RolloutState) -> int | None:
         """Make ready to try a rollout again that a run left without a score; how many attempts at it have failed. None
         is not to be tried."""
 
@@ -145,8 +145,8 @@ class Collector(ABC):
             self._statistics.add_interrupted(task, map(self._store.rollout, task.rollouts))
         self._restore_tasks(self._dropped_before_stop, self._open_tasks)
         self._dropped_before_stop, self._open_tasks = [], []
-        wanted = self._config.tasks * self._rollouts_per_task
-        with self.progress(f"step {step}: answers", wanted) as bar:
+        num_answers = self._config.tasks * self._rollouts_per_task
+        with self.progress(f"step {step}: answers", num_answers) as bar:
             admit = self._runner.run(self._collect(step, bar.advance))
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
@@ -157,11 +157,12 @@ class Collector(ABC):
                 f"The last failure: {error}{between}Mend that; a run that is started again goes on from here."
             )
         self._store.append([events.RolloutsAdmitted(step, tuple(ids))])
-        scored, level, groups = [self._scored.pop(rollout) for rollout in ids], admit.zero_variance, len(admit.tasks)
+        scored = [self._scored.pop(rollout) for rollout in ids]
+        zero_variance, groups = admit.zero_variance, len(admit.tasks)
         self._warnings.warn_about_step(
-            step, self._statistics, [each.total for each in scored], zero_variance=level == groups
+            step, self._statistics, [rollout.total for rollout in scored], zero_variance=zero_variance == groups
         )
-        metrics = self._statistics.metrics(level, groups, episodic=self._episodic)
+        metrics = self._statistics.metrics(zero_variance, groups, episodic=self._episodic)
         metrics.merge(self._judge.pop_metrics())
         metrics.merge(self._metrics())
         return self._groups(scored, metrics)
@@ -185,16 +186,16 @@ class Collector(ABC):
         Later steps of the journal are replayed, scored rollouts are used, unfinished ones are issued again. A
         checkpoint that was saved during a replay has later steps before its mark.
         """
-        since, dropped = 0, []
-        for at, event in self._store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
+        admitted_at, dropped = 0, []
+        for position, event in self._store.read(kinds=(events.RolloutsAdmitted, events.TaskDropped)):
             match event:
                 case events.RolloutsAdmitted(step=trained, rollouts=rollouts) if trained > step:
                     self._admitted[trained] = rollouts
                 case events.RolloutsAdmitted(step=trained) if trained == step:
-                    since = at
+                    admitted_at = position
                 case events.TaskDropped(task=task, step=left_by) if left_by > step and task < FIRST_EVALUATION_ORDINAL:
                     dropped.append((left_by, task))
-        self._store.verify_mark(mark, since)
+        self._store.verify_mark(mark, admitted_at)
         for left_by, task in dropped:
             self._dropped.setdefault(left_by, []).append(self._store.task(task))
         if state is not None:
@@ -206,32 +207,32 @@ class Collector(ABC):
             first = issued.id + 1
         self._open_tasks = [task for task in self._store.tasks(Phase.OPEN) if task.id < FIRST_EVALUATION_ORDINAL]
         self._scheduler = self._fresh_scheduler(first)
-        scored, again = self._read_open_work()
+        scored, unfinished = self._read_open_work()
         self._dropped_before_stop = [
-            task for left_by, left in self._dropped.items() if left_by not in self._admitted for task in left
+            task for left_by, tasks in self._dropped.items() if left_by not in self._admitted for task in tasks
         ]
         # What the code failed at before it was changed does not count: the step may ask for as many tasks again.
         self._reissues = self._scheduler.resume(
-            scored, again, 0 if self._code_changed else len(self._dropped_before_stop)
+            scored, unfinished, 0 if self._code_changed else len(self._dropped_before_stop)
         )
 
     def _read_open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
         """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
         scored: dict[int, dict[int, float]] = {}
-        again: dict[tuple[int, int], int] = {}
-        for left in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
-            if left.task >= FIRST_EVALUATION_ORDINAL:
+        unfinished: dict[tuple[int, int], int] = {}
+        for state in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
+            if state.task >= FIRST_EVALUATION_ORDINAL:
                 continue
-            if left.phase is Phase.FINISHED and self._has_score(left):
-                found = self._read_scored(left)
-                scored.setdefault(left.task, {})[left.sample] = found.metric
-                if left.sample < self._config.group_size:
-                    self._scored[left.id] = found.stored(self._put_samples)
+            if state.phase is Phase.FINISHED and self._has_score(state):
+                scored_rollout = self._read_scored(state)
+                scored.setdefault(state.task, {})[state.sample] = scored_rollout.metric
+                if state.sample < self._config.group_size:
+                    self._scored[state.id] = scored_rollout.stored(self._put_samples)
                 else:
-                    self._baselines[left.task] = found.total
-            elif (failed := self._recover(left)) is not None:
-                again[left.task, left.sample] = failed
-        return scored, again
+                    self._baselines[state.task] = scored_rollout.total
+            elif (failed := self._recover(state)) is not None:
+                unfinished[state.task, state.sample] = failed
+        return scored, unfinished
 
     def _has_score(self, ended: RolloutState) -> bool:
         """Whether a rollout that ended has its score in the journal."""
@@ -285,13 +286,13 @@ class Collector(ABC):
         decisions: list[Decision] = []
         written: list[events.Event] = []
         for end in ended:
-            played, verdict = end.result, end.result.verdict
-            self._statistics.add_attempt(played)
+            result, verdict = end.result, end.result.verdict
+            self._statistics.add_attempt(result)
             if verdict.error:
                 self._statistics.add_failure(verdict.outcome, verdict.error)
             if verdict.outcome is Outcome.SUCCEEDED:
                 self._count(end)
-                metric = self._config.group_metric(end.task, verdict.parts, played.total, verdict.error)
+                metric = self._config.group_metric(end.task, verdict.parts, result.total, verdict.error)
                 follows = self._scheduler.handle(RolloutFinished(end.task, end.sample, metric))
             else:
                 follows = self._scheduler.handle(AttemptFailed(end.task, end.sample, verdict.error))
@@ -301,11 +302,11 @@ class Collector(ABC):
 
     def _count(self, end: FinishedAttempt) -> None:
         """Remember what a rollout earned: to be trained on, or to be compared with."""
-        played, id = end.result, self._id(end.task, end.sample)
+        result, id = end.result, self._id(end.task, end.sample)
         if end.sample == self._config.group_size:
-            self._baselines[end.task] = played.total
+            self._baselines[end.task] = result.total
             return
-        self._scored[id] = self._scored_rollout(played, id, end.task)
+        self._scored[id] = self._scored_rollout(result, id, end.task)
         self._unstored.append(id)
 
     def _store_rows(self) -> None:
@@ -387,11 +388,11 @@ class Collector(ABC):
             self._tasks[ordinal] = self._dataset.task(self._order.advance_to(ordinal), ordinal)
         return self._tasks[ordinal]
 
-    def _scored_rollout(self, played: AttemptResult, id: int, task: int) -> ScoredRollout:
+    def _scored_rollout(self, result: AttemptResult, id: int, task: int) -> ScoredRollout:
         """A rollout that a step may train on, by how it was played."""
-        verdict = played.verdict
-        told = verdict.reward, verdict.parts, Outcome.SUCCEEDED, played.truncated, played.role
-        return self._score_turns(played.turns, Rollout(id, task, task, *told), played.total, verdict.error)
+        verdict = result.verdict
+        scored = verdict.reward, verdict.parts, Outcome.SUCCEEDED, result.truncated, result.role
+        return self._score_turns(result.turns, Rollout(id, task, task, *scored), result.total, verdict.error)
 
     def _score_turns(self, turns: Sequence[Turn], rollout: Rollout, total: float, error: str) -> ScoredRollout:
         metric = self._config.group_metric(rollout.task, rollout.parts, total, error)
@@ -407,8 +408,8 @@ class Collector(ABC):
         """A scored rollout as the journal has it."""
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
-        told = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
-        rollout = Rollout(state.id, state.task, state.task, *told)
+        scored = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
+        rollout = Rollout(state.id, state.task, state.task, *scored)
         return self._score_turns(self._store.turns(state.id), rollout, last.total, last.error)
 
     def _replay_step(self, step: int, ids: Sequence[int]) -> StepGroups:
@@ -426,18 +427,18 @@ class Collector(ABC):
     def _groups(self, scored: Sequence[ScoredRollout], metrics: Metrics, *, replayed: bool = False) -> StepGroups:
         """The records of an admission. The order is told what its rows earned."""
         earned: dict[int, list[float]] = {}
-        rollouts = self._warnings.fill_missing_parts([each.rollout for each in scored])
-        for each in scored:
-            earned.setdefault(each.rollout.task, []).append(each.total)
+        rollouts = self._warnings.fill_missing_parts([scored_rollout.rollout for scored_rollout in scored])
+        for scored_rollout in scored:
+            earned.setdefault(scored_rollout.rollout.task, []).append(scored_rollout.total)
         if self._episodic:
-            metrics.add("turns", Mean.over(sum(each.turns for each in scored), len(scored)))
+            metrics.add("turns", Mean.over(sum(scored_rollout.turns for scored_rollout in scored), len(scored)))
         if self._greedy:
             baselines = {task: self._baselines.pop(task) for task in earned}
-            rollouts = [replace(each, greedy_reward=baselines[each.task]) for each in rollouts]
+            rollouts = [replace(rollout, greedy_reward=baselines[rollout.task]) for rollout in rollouts]
             metrics.add("greedy_reward", Mean.over(sum(baselines.values()), len(baselines)))
         for task, rewards in earned.items():
             self._order.record_rewards(row_of(self._tasks.pop(task)), rewards)
-        return StepGroups([each.rows for each in scored], rollouts, metrics, replayed)
+        return StepGroups([scored_rollout.rows for scored_rollout in scored], rollouts, metrics, replayed)
 
 
 def row_of(task: Task) -> int:

@@ -39,10 +39,10 @@ class CollectionConfig(Config):
         if not self.metric or (error and self.metric not in parts):
             return total
         if self.metric not in parts:
-            given = f"has the parts {', '.join(sorted(parts))}" if parts else "is one number, without named parts"
+            available = f"has the parts {', '.join(sorted(parts))}" if parts else "is one number, without named parts"
             raise CollectionError(
                 f"`collect.metric={self.metric}` compares groups by that part of the reward, and the reward of an "
-                f"answer to task {task} {given}. Name one of its parts, have the reward give that part, or leave "
+                f"answer to task {task} {available}. Name one of its parts, have the reward give that part, or leave "
                 f"`collect.metric` out."
             )
         return parts[self.metric]

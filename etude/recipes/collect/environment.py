@@ -50,20 +50,20 @@ class EnvConfig(Config):
         self.load_toolbox()
         if self.path is None:
             return
-        maker = self.load_factory()
-        if isinstance(maker, type):
-            lacking = [name for name in ("reset", "step") if not callable(getattr(maker, name, None))]
-            if lacking:
+        factory = self.load_factory()
+        if isinstance(factory, type):
+            missing = [name for name in ("reset", "step") if not callable(getattr(factory, name, None))]
+            if missing:
                 raise PluginError(
-                    f"The environment '{self.path}' has no {' and no '.join(f'`{name}`' for name in lacking)}. An "
+                    f"The environment '{self.path}' has no {' and no '.join(f'`{name}`' for name in missing)}. An "
                     f"environment has two methods: reset(task) and step(answer), and each returns an Observation."
                 )
         try:
-            inspect.signature(maker).bind(**self.options)
+            inspect.signature(factory).bind(**self.options)
         except TypeError as error:
             raise PluginError(
                 f"The environment '{self.path}' cannot be made with `env.options` ({_listed(self.options)}): {error}. "
-                f"It takes {inspect.signature(maker)}."
+                f"It takes {inspect.signature(factory)}."
             ) from error
         except ValueError:
             return  # it does not say what it takes
@@ -71,20 +71,20 @@ class EnvConfig(Config):
     def load_factory(self) -> Callable[..., Any]:
         """What makes an environment."""
         assert self.path is not None
-        found = load_object(self.path, "environment", "env.path=my_game.py:Game")
-        if not callable(found):
-            raise PluginError(f"The environment '{self.path}' is of type {type(found).__name__}. Name a class.")
-        return found  # type: ignore[no-any-return]
+        factory = load_object(self.path, "environment", "env.path=my_game.py:Game")
+        if not callable(factory):
+            raise PluginError(f"The environment '{self.path}' is of type {type(factory).__name__}. Name a class.")
+        return factory  # type: ignore[no-any-return]
 
     def load_toolbox(self) -> Toolbox | None:
         """The functions that the model may call."""
         if not self.tools:
             return None
-        found = [load_object(path, "tool", "env.tools=[my_tools.py:search]") for path in self.tools]
-        for path, tool in zip(self.tools, found, strict=True):
+        tools = [load_object(path, "tool", "env.tools=[my_tools.py:search]") for path in self.tools]
+        for path, tool in zip(self.tools, tools, strict=True):
             if not callable(tool):
                 raise PluginError(f"The tool '{path}' is of type {type(tool).__name__}, which cannot be called.")
-        return Toolbox(found, self.timeout)
+        return Toolbox(tools, self.timeout)
 
 
 def _listed(options: dict[str, Any]) -> str:

@@ -86,12 +86,12 @@ class EpisodePlayer:
     environment, at most `env.timeout` seconds a step.
     """
 
-    def __init__(self, config: EnvConfig, chat: ChatRenderer, longest: int) -> None:
+    def __init__(self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int) -> None:
         """longest: how many tokens a rollout may have at most, all that it is shown included."""
         self.config, self._chat = config, chat
-        self._longest = min(longest, config.max_tokens or longest)
+        self._max_total_tokens = min(max_total_tokens, config.max_tokens or max_total_tokens)
         self._tools = config.load_toolbox()
-        self._seats = asyncio.Semaphore(config.max_concurrency)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
 
     @property
     def has_environment(self) -> bool:
@@ -105,48 +105,48 @@ class EpisodePlayer:
     async def play(self, task: Task, generate: AnswerFunction) -> Episode:
         """One rollout, from its beginning to its end."""
         episode = Episode()
-        async with self._seats:
-            partner = _EnvironmentSession(self.config, self._tools, task, episode)
+        async with self._slots:
+            session = _EnvironmentSession(self.config, self._tools, task, episode)
             try:
-                await self._play_turns(partner, task, generate, episode)
+                await self._play_turns(session, task, generate, episode)
             except EpisodeEndedError as ended:
                 episode.outcome, episode.error = ended.outcome, str(ended)
             except ChatError as error:
-                told = f"What was shown on {describe_task(task)} cannot be: {error}"
-                episode.outcome, episode.error = Outcome.FAILED, told
+                message = f"What was shown on {describe_task(task)} cannot be: {error}"
+                episode.outcome, episode.error = Outcome.FAILED, message
             finally:
-                await partner.close()
+                await session.close()
         return episode
 
     async def _play_turns(
-        self, partner: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
+        self, session: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
     ) -> None:
         """Turn after turn, until it is over."""
-        first = await partner.reset()
-        shown = check_observation(first.content or task.fields["prompt"])
-        transcript, state = Transcript(self._chat, shown, first.tools), _state(first.anchor, shown)
+        first = await session.reset()
+        content = check_observation(first.content or task.fields["prompt"])
+        transcript, state = Transcript(self._chat, content, first.tools), _state(first.anchor, content)
         episode.role = first.role
         for index in range(self.config.max_turns):
             prompt = transcript.ids
-            room = self._longest - len(prompt)
+            room = self._max_total_tokens - len(prompt)
             if room < 1:
                 if index == 0:
                     raise EpisodeEndedError(
                         Outcome.FAILED,
                         f"What {describe_task(task)} begins with has {len(prompt)} tokens, and a rollout may have "
-                        f"{self._longest} in all: nothing could follow. Show less, or raise `env.max_tokens`.",
+                        f"{self._max_total_tokens} in all: nothing could follow. Show less, or raise `env.max_tokens`.",
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
             completion = await generate(prompt, index, room)
             answer = transcript.add_answer(prompt, completion)
             episode.turns.append(Turn(prompt, completion, index, anchor=state, observed=observed))
-            told = await partner.step(answer, last=index + 1 == self.config.max_turns)
-            if told.done or told.truncated:
-                episode.truncated = told.truncated or completion.finish_reason == "length"
+            observation = await session.step(answer, last=index + 1 == self.config.max_turns)
+            if observation.done or observation.truncated:
+                episode.truncated = observation.truncated or completion.finish_reason == "length"
                 return
-            transcript.add_observation(check_observation(told.content))
-            state = _state(told.anchor, check_observation(told.content))
+            transcript.add_observation(check_observation(observation.content))
+            state = _state(observation.anchor, check_observation(observation.content))
         episode.truncated = True
 
 
@@ -163,16 +163,16 @@ class _EnvironmentSession:
         if self._config.path is None:
             return Observation(tools=self._tools.schemas)
         self._env = await self._call("be made", self._config.load_factory(), **self._config.options)
-        told = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
-        if told.done or told.truncated or told.reward is not None:
+        observation = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
+        if observation.done or observation.truncated or observation.reward is not None:
             raise self._environment_error("`reset` says that it is over, or pays for an answer, before there was any")
         if self._tools is None:
-            return told
-        if told.tools:
+            return observation
+        if observation.tools:
             raise self._environment_error(
                 "it offers tools of its own beside `env.tools`. Offer all of them in one of the two places"
             )
-        return replace(told, tools=self._tools.schemas)
+        return replace(observation, tools=self._tools.schemas)
 
     async def step(self, answer: Message, *, last: bool) -> Observation:
         """What comes of an answer. last: whether no answer will follow, so that nobody would read what a tool says."""
@@ -180,20 +180,20 @@ class _EnvironmentSession:
             if last:
                 return Observation(truncated=True)
             began = time.perf_counter()
-            told = Observation(await self._tools.run_calls(answer.tool_calls, self._task))
+            observation = Observation(await self._tools.run_calls(answer.tool_calls, self._task))
             self._episode.waited += time.perf_counter() - began
         elif self._env is None:
             return Observation(done=True)
         else:
-            told = self._check_observation("step", await self._call("`step`", self._env.step, answer))
+            observation = self._check_observation("step", await self._call("`step`", self._env.step, answer))
             try:
-                self._episode.add_reward(told.reward)
+                self._episode.add_reward(observation.reward)
             except RewardError as error:
                 raise self._environment_error(f"the reward of `step` cannot be used: {error}") from error
-        self._count(told)
-        if not (told.content or told.done or told.truncated):
+        self._count(observation)
+        if not (observation.content or observation.done or observation.truncated):
             raise self._environment_error("`step` shows nothing, and does not say that it is over")
-        return told
+        return observation
 
     async def close(self) -> None:
         """Let go of the environment. One that is still in a call is closed after it, and not waited for."""
@@ -209,62 +209,62 @@ class _EnvironmentSession:
     def _close_in_thread(self, close: Callable[[], Any]) -> None:
         """Close, on the thread of a call that has ended at last, where no event loop runs."""
         try:
-            found = close()
-            if inspect.isawaitable(found):
-                asyncio.run(_awaited(found))
+            result = close()
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
         except Exception as error:
             get_logger("recipes").warning("%s", self._environment_error(f"`close` failed: {describe_exception(error)}"))
 
-    async def _call(self, what: str, function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    async def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What one of the environment's functions returns, within its time."""
         began, bound = time.perf_counter(), asyncio.timeout(self._config.timeout)
         try:
             async with bound:
                 if inspect.iscoroutinefunction(function):
-                    return await function(*given, **options)
-                found = await self._call_thread.call(function, *given, **options)
-                return await found if inspect.isawaitable(found) else found
+                    return await function(*args, **options)
+                result = await self._call_thread.call(function, *args, **options)
+                return await result if inspect.isawaitable(result) else result
         except EnvError:
             raise
         except (Exception, SystemExit) as error:
             if bound.expired():
-                where = f"The environment {self._config.path} took longer than `env.timeout` ="
-                told = f"{where} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
-                raise EpisodeEndedError(Outcome.TIMED_OUT, told) from error
+                cause = f"The environment {self._config.path} took longer than `env.timeout` ="
+                message = f"{cause} {self._config.timeout:g} seconds for {what} on {describe_task(self._task)}."
+                raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
             raise self._environment_error(f"{what} failed: {describe_exception(error)}") from error
         finally:
             self._episode.waited += time.perf_counter() - began
 
-    def _check_observation(self, method: str, told: Any) -> Observation:
-        if not isinstance(told, Observation):
+    def _check_observation(self, method: str, value: Any) -> Observation:
+        if not isinstance(value, Observation):
             raise self._environment_error(
-                f"`{method}` returned a value of type {type(told).__name__}; it returns an Observation"
+                f"`{method}` returned a value of type {type(value).__name__}; it returns an Observation"
             )
         for name, kind in (("role", int), ("anchor", str | None), ("tools", Sequence)):
-            if not isinstance(getattr(told, name), kind):
+            if not isinstance(getattr(value, name), kind):
                 raise self._environment_error(
-                    f"`{method}` gave {getattr(told, name)!r} for `{name}`, which is no such thing"
+                    f"`{method}` gave {getattr(value, name)!r} for `{name}`, which is no such thing"
                 )
-        return replace(told, content=check_observation(told.content))
+        return replace(value, content=check_observation(value.content))
 
-    def _count(self, told: Observation) -> None:
+    def _count(self, observation: Observation) -> None:
         """Count the calls whose results are shown."""
-        for each in () if isinstance(told.content, str) else told.content:
-            if isinstance(each, Message) and each.role == "tool":
+        for message in () if isinstance(observation.content, str) else observation.content:
+            if isinstance(message, Message) and message.role == "tool":
                 self._episode.calls += 1
-                self._episode.failed_calls += str(each.content).startswith(ERROR_PREFIX)
+                self._episode.failed_calls += str(message.content).startswith(ERROR_PREFIX)
 
     def _environment_error(self, what: str) -> EpisodeEndedError:
         text = f"The environment {self._config.path} failed on {describe_task(self._task)}: {what.rstrip('.')}."
         return EpisodeEndedError(Outcome.FAILED, text)
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
-def _state(name: str | None, shown: ObservationContent) -> int:
+def _state(name: str | None, content: ObservationContent) -> int:
     """A number for the state that a turn begins in: of its name, or of what is shown."""
-    text = f"named {name}" if name is not None else f"shown {observation_text(shown)}"
+    text = f"named {name}" if name is not None else f"shown {observation_text(content)}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

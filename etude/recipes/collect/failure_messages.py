@@ -23,24 +23,24 @@ def describe_failure(store: Journal, state: RolloutState) -> str:
 def last_attempt_notes(store: Journal, state: RolloutState) -> list[dict[str, Any]]:
     """The notes of a rollout's last attempt, as `RolloutQueue.notes` gives them."""
     last = len(state.attempts) - 1
-    found = (event for _, event in store.read(kinds=(NoteRecorded,), rollout=state.id))
+    notes = (event for _, event in store.read(kinds=(NoteRecorded,), rollout=state.id))
     return [
-        {"name": each.name, "data": each.data}
-        for each in found
-        if isinstance(each, NoteRecorded) and each.attempt == last
+        {"name": note.name, "data": note.data}
+        for note in notes
+        if isinstance(note, NoteRecorded) and note.attempt == last
     ]
 
 
 def endpoint_errors(notes: Iterable[Mapping[str, Any]]) -> list[str]:
     """The notes of the endpoint that may be a cause, a sentence each. Agents may have notes of the same names."""
-    told = []
+    errors = []
     for note in notes:
         data = note["data"] if isinstance(note["data"], Mapping) else {}
         match note["name"], data:
             case "refused", {"path": path, "status": status, "error": error}:
-                told.append(f"The endpoint refused a call to {path} ({status}): {error}")
+                errors.append(f"The endpoint refused a call to {path} ({status}): {error}")
             case "context_length_exceeded", {"context": context}:
-                told.append(f"The endpoint refused a prompt that was longer than the model's {context} tokens.")
+                errors.append(f"The endpoint refused a prompt that was longer than the model's {context} tokens.")
             case "upstream_failed", {"error": error}:
-                told.append(f"The engine failed on a call: {error}")
-    return told
+                errors.append(f"The engine failed on a call: {error}")
+    return errors

@@ -105,7 +105,7 @@ class EnginePlayer:
         """episodes: who plays rollouts of several turns; with nobody, an attempt is one answer."""
         self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
         self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
-        self._line = asyncio.Semaphore(max_concurrency)
+        self._slots = asyncio.Semaphore(max_concurrency)
 
     @property
     def episodic(self) -> bool:
@@ -129,11 +129,11 @@ class EnginePlayer:
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
             params = sampling.params(seeds(turn))
             try:
-                async with self._line:
+                async with self._slots:
                     return await self._engine.generate(prompt, replace(params, max_tokens=min(params.max_tokens, room)))
             except TimeoutError as error:
-                told = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
-                raise EpisodeEndedError(Outcome.TIMED_OUT, told) from error
+                message = f"No answer within `collect.timeout` = {self._timeout:g} seconds."
+                raise EpisodeEndedError(Outcome.TIMED_OUT, message) from error
 
         if self._episodes is not None:
             return await self._judge_episode(task, await self._episodes.play(task, ask), self._episodes)
@@ -154,15 +154,17 @@ class EnginePlayer:
                 verdict = replace(verdict, parts=self._reward_parts(episode.rewards, verdict))
         else:
             verdict = Verdict.failure(episode.outcome, episode.error)
-        told = {name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")}
+        episode_fields = {
+            name: getattr(episode, name) for name in ("truncated", "role", "waited", "calls", "failed_calls")
+        }
         finish = end_reason(episode.turns, episode.truncated, episodes.config.max_turns)
-        return AttemptResult(tuple(episode.turns), verdict, finish=finish, **told)
+        return AttemptResult(tuple(episode.turns), verdict, finish=finish, **episode_fields)
 
     def _reward_parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
         """All that was earned, by names: those of the environment, and those of the reward function."""
         if not self._judge.scores_answers:
             return {} if paid.keys() <= {ENVIRONMENT_PART} else dict(paid)
-        found = dict(paid) or {ENVIRONMENT_PART: 0.0}
+        parts = dict(paid) or {ENVIRONMENT_PART: 0.0}
         for name, value in (verdict.parts or {ANSWER_PART: verdict.reward}).items():
-            found[name] = found.get(name, 0.0) + value
-        return found
+            parts[name] = parts.get(name, 0.0) + value
+        return parts

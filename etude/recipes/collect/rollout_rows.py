@@ -24,7 +24,7 @@ PutSamples = Callable[[Sequence[Sample]], Any]
 class RolloutRows:
     """The sequences of one rollout."""
 
-    kept: Any
+    samples_ref: Any
     """They themselves, or what stands for them."""
     models: tuple[str, ...]
     """Of each, whose tokens it has."""
@@ -46,19 +46,21 @@ class RolloutRows:
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutRows:
         """Those that are here."""
-        acted = [np.flatnonzero(sample.action) for sample in samples]
-        first = [int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, acted, strict=True)]
+        action_positions = [np.flatnonzero(sample.action) for sample in samples]
+        first = [
+            int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, action_positions, strict=True)
+        ]
         lengths = [len(sample.ids) for sample in samples]
-        spoke = next((row for row, at in enumerate(acted) if len(at)), None)
-        answered = sum(map(len, acted))
+        first_spoken = next((row for row, at in enumerate(action_positions) if len(at)), None)
+        num_actions = sum(map(len, action_positions))
         return cls(
-            kept=samples,
+            samples_ref=samples,
             models=tuple(sample.model for sample in samples),
             has_anchor=tuple(sample.anchor is not None for sample in samples),
             tokens=sum(lengths),
-            first_action=sum(lengths) if spoke is None else sum(lengths[:spoke]) + first[spoke],
+            first_action=sum(lengths) if first_spoken is None else sum(lengths[:first_spoken]) + first[first_spoken],
             prompt_tokens=first[0] if first else 0,
-            answer_tokens=answered,
+            answer_tokens=num_actions,
             observation_tokens=sum(
                 int(sample.observation.sum()) for sample in samples if sample.observation is not None
             ),
@@ -69,12 +71,12 @@ class RolloutRows:
 
     def stored(self, put: PutSamples) -> RolloutRows:
         """The same, laid down."""
-        return replace(self, kept=put(self.kept))
+        return replace(self, samples_ref=put(self.samples_ref))
 
     def total_reward(self, reward: float) -> float:
         """All that a rollout was given which earned so much; see `collate`, where it is added up in the same way."""
-        for each in self.turn_rewards:  # `sum` makes up for what rounding loses, since Python 3.12
-            reward += each
+        for turn_reward in self.turn_rewards:  # `sum` makes up for what rounding loses, since Python 3.12
+            reward += turn_reward
         return reward
 
 

@@ -48,11 +48,11 @@ class EvaluationSampling(SamplingBase):
         return SamplingConfig(**{**dict(self), "max_tokens": self.max_tokens or training.max_tokens})
 
 
-def derived_seed(run: int, purpose: str, *place: int) -> int:
+def derived_seed(run: int, purpose: str, *position: int) -> int:
     """The seed of one request: a hash of the run's seed and of what the request is for, and of nothing else.
 
     So a request draws the same numbers whatever shares its batch, whenever it is made, and however often the run was
     killed before.
     """
-    text = ":".join(map(str, (run, purpose, *place)))
+    text = ":".join(map(str, (run, purpose, *position)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -177,13 +177,13 @@ class CollectionScheduler:
         self._issued = dropped % self.max_tasks
         for task, metrics in scored.items():
             self._groups[task] = _TaskGroup(metrics=dict(metrics))
-        again = sorted(unfinished)
-        for task, sample in again:
+        unfinished_ids = sorted(unfinished)
+        for task, sample in unfinished_ids:
             group = self._groups.setdefault(task, _TaskGroup())
             group.running.add(sample)
             group.attempts[sample] = unfinished[task, sample]
         self._next = max([self._next, *(task + 1 for task in self._groups)])
-        return [IssueRollout(task, sample) for task, sample in again]
+        return [IssueRollout(task, sample) for task, sample in unfinished_ids]
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
         """What follows from one event."""
@@ -215,10 +215,10 @@ class CollectionScheduler:
             group = self._groups[task]
             if group.running:
                 continue
-            failed = self._failure(group)
-            if failed:
+            cause = self._failure(group)
+            if cause:
                 del self._groups[task]
-                decisions.append(DropTask(task, failed))
+                decisions.append(DropTask(task, cause))
             elif self._refill and group.has_zero_variance:
                 self._zero_variance[task] = self._groups.pop(task)
         while len(self._groups) < self._tasks and self._issued < self.max_tasks:
@@ -253,7 +253,7 @@ class CollectionScheduler:
         ]
         chosen = sorted(self._groups)[: self._tasks]
         tasks = {task: self._groups[task].sampled(self._size) for task in chosen}
-        level = sum(self._groups.pop(task).has_zero_variance for task in chosen)
+        zero_variance = sum(self._groups.pop(task).has_zero_variance for task in chosen)
         self._zero_variance.clear()
         self._open, self._issued = False, 0
-        return [*dropped, AdmitStep(self._step, tasks, level)]
+        return [*dropped, AdmitStep(self._step, tasks, zero_variance)]

@@ -111,27 +111,29 @@ class EngineSource(Collector):
         return FinishedAttempt(task, sample, await self._player.play(self._task(task), sampling, seed))
 
     def _end_events(self, end: FinishedAttempt, retry: bool) -> list[events.Event]:
-        played, verdict, rollout = end.result, end.result.verdict, self._id(end.task, end.sample)
+        result, verdict, rollout = end.result, end.result.verdict, self._id(end.task, end.sample)
         attempt = len(self._attempts[rollout]) - 1
         now = time.time()
-        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn, now) for turn in played.turns]
+        written: list[events.Event] = [events.TurnRecorded(rollout, attempt, turn, now) for turn in result.turns]
         if verdict.outcome is Outcome.SUCCEEDED:
-            told = verdict.reward, verdict.parts, played.truncated, played.turn_rewards, played.role
-            written.append(events.AttemptRewarded(rollout, attempt, *told))
+            scored = verdict.reward, verdict.parts, result.truncated, result.turn_rewards, result.role
+            written.append(events.AttemptRewarded(rollout, attempt, *scored))
         else:
             self._attempts[rollout][-1] = Status(verdict.outcome.value)
         return [*written, events.AttemptEnded(rollout, attempt, verdict.outcome, verdict.error, retry, at=now)]
 
-    def _recover(self, left: RolloutState) -> int | None:
-        if left.phase is Phase.FINISHED:
+    def _recover(self, state: RolloutState) -> int | None:
+        if state.phase is Phase.FINISHED:
             return None  # it failed for good, and its task was to be dropped
-        ended = ended_attempts(left)
-        self._attempts[left.id] = [attempt.status for attempt in left.attempts]
-        if left.status is Status.RUNNING:
-            attempt = len(left.attempts) - 1
-            cut = events.AttemptEnded(left.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=time.time())
-            self._store.append([cut])
-            self._attempts[left.id][-1] = Status.INFRA_ERROR
+        ended = ended_attempts(state)
+        self._attempts[state.id] = [attempt.status for attempt in state.attempts]
+        if state.status is Status.RUNNING:
+            attempt = len(state.attempts) - 1
+            interrupted = events.AttemptEnded(
+                state.id, attempt, Outcome.INFRA_ERROR, INTERRUPTED, retry=True, at=time.time()
+            )
+            self._store.append([interrupted])
+            self._attempts[state.id][-1] = Status.INFRA_ERROR
         return 0 if self._code_changed else len(ended)
 
     def _forget(self, task: int, but: Sequence[int] = ()) -> None:
@@ -186,14 +188,14 @@ class AgentSource(Collector):
         return []
 
     async def _issue_attempts(self, issues: Sequence[IssueRollout]) -> None:
-        asked = [(self._id(each.task, each.sample), self._task(each.task), each.sample) for each in issues]
-        await self._agents.enqueue(asked)
+        rollouts = [(self._id(issue.task, issue.sample), self._task(issue.task), issue.sample) for issue in issues]
+        await self._agents.enqueue(rollouts)
 
     async def _run_attempt(self, task: int, sample: int) -> FinishedAttempt:
         id = self._id(task, sample)
-        played = await self._agents.wait_for(id, self._task(task))
-        write_reward(self._store, id, played)
-        return FinishedAttempt(task, sample, played)
+        result = await self._agents.wait_for(id, self._task(task))
+        write_reward(self._store, id, result)
+        return FinishedAttempt(task, sample, result)
 
     def _end_events(self, end: FinishedAttempt, retry: bool) -> list[events.Event]:  # noqa: ARG002
         assert not retry, "the desk tries again, not the scheduler"
@@ -204,13 +206,13 @@ class AgentSource(Collector):
         return ended.sealed and self._agents.has_score(ended)
 
     def _read_scored(self, state: RolloutState) -> ScoredRollout:
-        played = self._agents.replay(state, self._store.turns(state.id))
-        return self._scored_rollout(played, state.id, state.task)
+        result = self._agents.replay(state, self._store.turns(state.id))
+        return self._scored_rollout(result, state.id, state.task)
 
     def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
         return build_samples(turns, rollout, self._agents.tags)
 
-    def _recover(self, left: RolloutState) -> int:  # noqa: ARG002
+    def _recover(self, state: RolloutState) -> int:  # noqa: ARG002
         return 0
 
     def _metrics(self) -> Metrics:

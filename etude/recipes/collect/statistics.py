@@ -37,22 +37,22 @@ class CollectionStatistics:
     calls: int = 0
     failed_calls: int = 0
 
-    def add_attempt(self, played: AttemptResult) -> None:
+    def add_attempt(self, result: AttemptResult) -> None:
         """Count what an attempt cost, however it ended."""
         self.attempts += 1
-        if played.verdict.failed_part:
-            self.failed_parts[played.verdict.failed_part] += 1
-        self.judging_seconds += played.verdict.seconds
-        self.tokens += sum(len(turn.completion.ids) for turn in played.turns)
-        self.environment_seconds += played.waited
-        self.calls += played.calls
-        self.failed_calls += played.failed_calls
+        if result.verdict.failed_part:
+            self.failed_parts[result.verdict.failed_part] += 1
+        self.judging_seconds += result.verdict.seconds
+        self.tokens += sum(len(turn.completion.ids) for turn in result.turns)
+        self.environment_seconds += result.waited
+        self.calls += result.calls
+        self.failed_calls += result.failed_calls
 
     def add_interrupted(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
         """Count what failed of a task before the run was stopped."""
         if task.phase is Phase.DROPPED:
             self.dropped[task.cause] += 1
-        for attempt in (each for rollout in rollouts for each in ended_attempts(rollout)):
+        for attempt in (ended for rollout in rollouts for ended in ended_attempts(rollout)):
             self.attempts += 1
             if attempt.error:
                 self.add_failure(Outcome(attempt.status.value), attempt.error)
@@ -90,7 +90,7 @@ class CollectionStatistics:
 
 def ended_attempts(state: RolloutState) -> list[AttemptState]:
     """The attempts at a rollout that came to an end of their own, and were not cut off by a stop of the run."""
-    return [each for each in state.attempts if each.status not in LIVE and each.error != INTERRUPTED]
+    return [attempt for attempt in state.attempts if attempt.status not in LIVE and attempt.error != INTERRUPTED]
 
 
 class CollectionWarnings:
@@ -100,16 +100,16 @@ class CollectionWarnings:
         """one_by_one: whether answers are judged one at a time, though several might be. pays: whether there is
         anything to earn."""
         self._log = get_logger("recipes")
-        self._failures = self._spoken_of = self._zero_variance_steps = 0
-        self._hint, self._unlike, self._pays = one_by_one, False, pays
+        self._failures = self._warned_failures = self._zero_variance_steps = 0
+        self._hint_workers, self._warned_parts, self._has_reward = one_by_one, False, pays
 
     def warn_about_step(
-        self, step: int, tally: CollectionStatistics, earned: Collection[float], *, zero_variance: bool
+        self, step: int, statistics: CollectionStatistics, earned: Collection[float], *, zero_variance: bool
     ) -> None:
         """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
-        self._of_failures(step, tally)
-        self._of_judging(step, tally)
-        self._of_rewards(step, earned, level=zero_variance)
+        self._warn_failures(step, statistics)
+        self._warn_slow_judging(step, statistics)
+        self._warn_rewards(step, earned, zero_variance=zero_variance)
 
     def fill_missing_parts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts of a step, all with the same named parts: 0 stands for one that a reward did not give."""
@@ -117,53 +117,53 @@ class CollectionWarnings:
         lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(names)]
         if not lacking:
             return list(rollouts)
-        if not self._unlike:
-            self._unlike = True
+        if not self._warned_parts:
+            self._warned_parts = True
             self._log.warning(
                 "The reward gave %d of %d answers fewer named parts than others, which have %s: what is missing counts "
                 "as 0. This is said once.",
                 *(len(lacking), len(rollouts), ", ".join(names)),
             )
-        return [replace(each, parts={name: each.parts.get(name, 0.0) for name in names}) for each in rollouts]
+        return [replace(rollout, parts={name: rollout.parts.get(name, 0.0) for name in names}) for rollout in rollouts]
 
-    def _of_failures(self, step: int, tally: CollectionStatistics) -> None:
-        self._failures += tally.failed.total()
-        if not tally.failed.total() or self._failures < 2 * self._spoken_of:
+    def _warn_failures(self, step: int, statistics: CollectionStatistics) -> None:
+        self._failures += statistics.failed.total()
+        if not statistics.failed.total() or self._failures < 2 * self._warned_failures:
             return
-        self._spoken_of = self._failures
-        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in tally.failed.items())
+        self._warned_failures = self._failures
+        causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in statistics.failed.items())
         self._log.warning(
             "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and spoken "
             "of again when there are twice as many.",
-            *(step, causes, tally.error),
+            *(step, causes, statistics.error),
         )
 
-    def _of_judging(self, step: int, tally: CollectionStatistics) -> None:
-        seconds = time.perf_counter() - tally.began
-        if self._hint and tally.judging_seconds > max(seconds / 2, 2.0):
-            self._hint = False
+    def _warn_slow_judging(self, step: int, statistics: CollectionStatistics) -> None:
+        seconds = time.perf_counter() - statistics.began
+        if self._hint_workers and statistics.judging_seconds > max(seconds / 2, 2.0):
+            self._hint_workers = False
             self._log.warning(
                 "Judging took %s of the %s in which step %d was collected, one answer at a time. `judging.workers=2` "
                 "judges in two processes beside the run.",
-                *(format_seconds(tally.judging_seconds), format_seconds(seconds), step),
+                *(format_seconds(statistics.judging_seconds), format_seconds(seconds), step),
             )
 
-    def _of_rewards(self, step: int, earned: Collection[float], *, level: bool) -> None:
-        self._zero_variance_steps = self._zero_variance_steps + 1 if level else 0
+    def _warn_rewards(self, step: int, earned: Collection[float], *, zero_variance: bool) -> None:
+        self._zero_variance_steps = self._zero_variance_steps + 1 if zero_variance else 0
         low, high = min(earned), max(earned)
         with_the_first_model = step == 1
         all_earned_alike = high == low > 0
-        if self._pays and with_the_first_model and not level and not all_earned_alike:
+        if self._has_reward and with_the_first_model and not zero_variance and not all_earned_alike:
             self._warn_weak_model(step, earned)
-        if not self._pays or self._zero_variance_steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
+        if not self._has_reward or self._zero_variance_steps.bit_count() != 1:  # 1, 2, 4, 8 … steps in a row
             return
-        said = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
+        rewards_text = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
         before = "" if self._zero_variance_steps == 1 else f", as in the {self._zero_variance_steps - 1} before"
         self._log.warning(
             "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. Where "
             "that is the most there is to earn, the tasks are learned; else look at the answers with `etude answers`, "
             "at `sampling.temperature` and at the reward.",
-            *(step, said, before),
+            *(step, rewards_text, before),
         )
 
     def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:

@@ -19,17 +19,23 @@ __all__ = ["build_step_batch"]
 
 def build_step_batch(crew: Crew, rows: Sequence[RolloutRows], rollouts: Sequence[Rollout], version: int) -> Batch:
     """The batch of these rollouts, of which each has these rows; `version` is the trainer's."""
-    models = [model for each in rows for model in each.models]
-    form = BatchSchema.from_records(models, [there for each in rows for there in each.has_anchor], rollouts)
-    outline = BatchMeta.from_lengths(
-        np.array([each.tokens for each in rows], np.int64),
-        np.array([each.first_action for each in rows], np.int64),
+    models = [model for rollout_rows in rows for model in rollout_rows.models]
+    schema = BatchSchema.from_records(
+        models, [has_anchor for rollout_rows in rows for has_anchor in rollout_rows.has_anchor], rollouts
+    )
+    meta = BatchMeta.from_lengths(
+        np.array([rollout_rows.tokens for rollout_rows in rows], np.int64),
+        np.array([rollout_rows.first_action for rollout_rows in rows], np.int64),
         torch.from_numpy(np.unique([rollout.group for rollout in rollouts], return_inverse=True)[1].astype(np.int64)),
     )
-    return crew.build_batch(outline, [each.kept for each in rows], partial(_batch, form, version), rollouts)
+    return crew.build_batch(
+        meta, [rollout_rows.samples_ref for rollout_rows in rows], partial(_batch, schema, version), rollouts
+    )
 
 
-def _batch(form: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]) -> Batch:
+def _batch(
+    schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
+) -> Batch:
     """Of some of these rollouts, or of none."""
-    batch = collate([sample for each in samples for sample in each], rollouts, form)
+    batch = collate([sample for row in samples for sample in row], rollouts, schema)
     return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))

@@ -22,48 +22,48 @@ class TimeoutEngine:
     def __init__(self, engine: TokenGenerator, seconds: float) -> None:
         self._engine, self._seconds = engine, seconds
         self._waiting: set[asyncio.Timeout] = set()
-        self._stirred = 0.0  # when the engine last began or ended something, or was asked
-        self._watch: asyncio.TimerHandle | None = None  # one for all who wait
+        self._last_activity = 0.0  # when the engine last began or ended something, or was asked
+        self._timer: asyncio.TimerHandle | None = None  # one for all who wait
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         """What the engine answers. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
 
-        def begins() -> None:
-            if bound in self._waiting and not bound.expired():
-                self._leave(bound)
-                bound.reschedule(loop.time() + self._seconds)
+        def start_timeout() -> None:
+            if timeout in self._waiting and not timeout.expired():
+                self._remove(timeout)
+                timeout.reschedule(loop.time() + self._seconds)
 
-        def tell() -> None:  # on a thread of the engine's
+        def on_start() -> None:  # on a thread of the engine's
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(begins)
+                loop.call_soon_threadsafe(start_timeout)
 
-        async with asyncio.timeout(None) as bound:
-            self._waiting.add(bound)
-            self._stirred = loop.time()
-            if self._watch is None:
-                self._look()
+        async with asyncio.timeout(None) as timeout:
+            self._waiting.add(timeout)
+            self._last_activity = loop.time()
+            if self._timer is None:
+                self._check_stalled()
             try:
-                return await self._engine.generate(prompt, sampling, on_start=tell)
+                return await self._engine.generate(prompt, sampling, on_start=on_start)
             finally:
-                self._leave(bound)
+                self._remove(timeout)
 
-    def _leave(self, bound: asyncio.Timeout) -> None:
+    def _remove(self, timeout: asyncio.Timeout) -> None:
         """The engine does something: whoever waits may go on waiting."""
-        self._waiting.discard(bound)
-        self._stirred = asyncio.get_running_loop().time()
-        if not self._waiting and self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        self._waiting.discard(timeout)
+        self._last_activity = asyncio.get_running_loop().time()
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _look(self) -> None:
+    def _check_stalled(self) -> None:
         """End the wait of everybody if the engine has stopped; else look again when it may have."""
         loop = asyncio.get_running_loop()
-        due = self._stirred + 2 * self._seconds
-        if loop.time() < due:
-            self._watch = loop.call_at(due, self._look)
+        deadline = self._last_activity + 2 * self._seconds
+        if loop.time() < deadline:
+            self._timer = loop.call_at(deadline, self._check_stalled)
             return
-        self._watch = None
-        for bound in self._waiting:
-            if not bound.expired():
-                bound.reschedule(loop.time())
+        self._timer = None
+        for timeout in self._waiting:
+            if not timeout.expired():
+                timeout.reschedule(loop.time())

@@ -67,12 +67,12 @@ def build(
     place of what `agent.path` names. `tasks`: see `folder.write_tasks`.
     """
     from etude.recipes.hub import resolve_hub_names
-    from etude.recipes.run import directory as folder
+    from etude.recipes.run import directory as run_directory
 
     run = resolve_hub_names(run)
 
-    def assembled(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> RunComponents:
-        folder.write_tasks(directory, tasks or {})
+    def assemble(run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack) -> RunComponents:
+        run_directory.write_tasks(directory, tasks or {})
         return _assemble_parts(run, directory, interrupt, stack, agent)
 
     with ExitStack() as stack:
@@ -80,9 +80,16 @@ def build(
             from etude.recipes.run import checks
             from etude.recipes.run.session import run_session
 
-            kept = "; the answers drawn since are kept"
-            frame = run_session(run, assembled, interrupt, check=checks.check_run, looks=("plot", "answers"), kept=kept)
-            parts = stack.enter_context(frame)
+            interrupted_note = "; the answers drawn since are kept"
+            session = run_session(
+                run,
+                assemble,
+                interrupt,
+                check=checks.check_run,
+                inspect_commands=("plot", "answers"),
+                interrupted_note=interrupted_note,
+            )
+            parts = stack.enter_context(session)
         yield parts
 
 
@@ -92,7 +99,7 @@ def _assemble_parts(
     """The parts, each open until the stack closes; and the run written down, once all of them are there."""
     from etude.checkpoint import CheckpointManager
     from etude.recipes.run import checks, inputs
-    from etude.recipes.run import directory as folder
+    from etude.recipes.run import directory as run_directory
     from etude.recipes.run.components import Learners, PeriodicEvaluation, RunComponents
     from etude.recipes.run.placement import describe_placement
     from etude.recipes.run.save_resume import CheckpointSaver, resume_run
@@ -109,40 +116,48 @@ def _assemble_parts(
     judge = stack.enter_context(Judge(_load_reward(run), run.judging))
     crew, engine, publisher = _crew(run, chat, directory, stack)
     runner = stack.enter_context(asyncio.Runner())
-    store = stack.enter_context(closing(open_store(directory / folder.JOURNAL)))
-    longest = crew.call(PolicyWorker.max_total_tokens)
+    store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
+    max_total_tokens = crew.call(PolicyWorker.max_total_tokens)
     order = run.data.sampler.start(len(train), run.seed, train.sources)
-    common: dict[str, Any] = {"seed": run.seed, "dataset": train, "order": order, "judge": judge, "store": store}
-    common |= {"runner": runner, "keep": crew.put} | _failure_rules(run, directory)
+    source_options: dict[str, Any] = {
+        "seed": run.seed,
+        "dataset": train,
+        "order": order,
+        "judge": judge,
+        "store": store,
+    }
+    source_options |= {"runner": runner, "keep": crew.put} | _failure_rules(run, directory)
     source: AgentSource | EngineSource
     client: Callable[[], RolloutQueue] | None = None
     if agentic:
-        agents = start_agents(run, chat, engine, judge, store, directory, longest, stack, runner, agent)
-        source, client = AgentSource(run.collect, agents, **common), agents.new_client
+        agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, agent)
+        source, client = AgentSource(run.collect, agents, **source_options), agents.new_client
         evaluator = build_agent_scorer(run, agents, judge, store, runner)
     else:
-        episodes = build_episode_player(run, longest, chat)
+        episodes = build_episode_player(run, max_total_tokens, chat)
         evaluator = build_evaluator(run, chat, engine, judge, runner, episodes)
-        source = _engine_source(run, chat, engine, episodes, common)
-    kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+        source = _engine_source(run, chat, engine, episodes, source_options)
+    checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
     learners = Learners(crew, checks.model_columns(run), run.updates, run.loss.split_unit)
-    step = resume_run(run.checkpoint, kept, learners, source, run.steps)
+    step = resume_run(run.checkpoint, checkpoints, learners, source, run.steps)
     inputs.record_inputs(directory, run)
-    folder.write_options(directory, run)
-    written = read_last_step(directory)
-    log = stack.enter_context(_open_log(run, directory, written))
-    measured = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
+    run_directory.write_options(directory, run)
+    last_written_step = read_last_step(directory)
+    log = stack.enter_context(_open_log(run, directory, last_written_step))
+    evaluation_id = inputs.evaluation_id(run, run.evaluate.score_settings(run.sampling))
     source.progress = log.progress
-    scoring = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, measured, log.progress)
-    saved = (run.checkpoint, kept, learners, source, run.steps, interrupt, log, scoring.score_at)
-    saver = CheckpointSaver(*saved, evaluation_id=measured, step=step, saved_step=step)
-    log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, written)
+    evaluation = PeriodicEvaluation(evaluator, directory, run.steps, store, engine, evaluation_id, log.progress)
+    saver_args = (run.checkpoint, checkpoints, learners, source, run.steps, interrupt, log, evaluation.score_at)
+    saver = CheckpointSaver(*saver_args, evaluation_id=evaluation_id, step=step, saved_step=step)
+    log_start(run, *crew.call(PolicyWorker.parameters), f"tasks: {len(train)}", saver, last_written_step)
     _log_placement(describe_placement(run, checks.active_roles(run)), source.last_replayed_step)
     if run.train.offload:
         on_ranks = partial(crew.call, PolicyWorker.free_engine_memory)
         learners.free_engine_memory = on_ranks if publisher is None else publisher.free_engine_memory
-    beside = (chat.tokenizer.decode, client, publisher)
-    return RunComponents(directory, log, source, learners, scoring, saver, engine, store, runner, overlong, *beside)
+    extra_parts = (chat.tokenizer.decode, client, publisher)
+    return RunComponents(
+        directory, log, source, learners, evaluation, saver, engine, store, runner, overlong, *extra_parts
+    )
 
 
 def _load_reward(run: Run) -> RewardFunction:
@@ -176,12 +191,16 @@ def _log_placement(placement: Sequence[str], replays: int) -> None:
     for line in placement:
         get_logger("recipes").info("%s", line)
     if replays:
-        told = "The answers of what was collected since, up to step %d, are read back and not drawn again."
-        get_logger("recipes").info(told, replays)
+        message = "The answers of what was collected since, up to step %d, are read back and not drawn again."
+        get_logger("recipes").info(message, replays)
 
 
 def _engine_source(
-    run: Run, chat: ChatRenderer, engine: TokenGenerator, episodes: EpisodePlayer | None, common: Mapping[str, Any]
+    run: Run,
+    chat: ChatRenderer,
+    engine: TokenGenerator,
+    episodes: EpisodePlayer | None,
+    shared_options: Mapping[str, Any],
 ) -> EngineSource:
     return EngineSource(
         run.collect,
@@ -191,7 +210,7 @@ def _engine_source(
         max_concurrency=run.rollout.max_concurrency(run.ranks),
         episodes=episodes,
         greedy="greedy_reward" in run.required_columns(),
-        **common,
+        **shared_options,
     )
 
 
@@ -215,12 +234,12 @@ def start_agents(
     from etude.recipes.collect.agent_rollouts import AgentRollouts
 
     cursor = store.position if run.agent.store is None else 0
-    found = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, runner, agent))
-    agents = AgentRollouts(run.agent, run.collect.retries, found.queue, judge, chat.tokenizer, cursor)
+    services = stack.enter_context(agent_services(run, chat, engine, store, directory, max_total_tokens, runner, agent))
+    agents = AgentRollouts(run.agent, run.collect.retries, services.queue, judge, chat.tokenizer, cursor)
     agents.check_runners, agents.endpoint_metrics, agents.new_client = (
-        found.check_runners,
-        found.metrics,
-        found.new_client,
+        services.check_runners,
+        services.metrics,
+        services.new_client,
     )
     return agents
 
@@ -253,11 +272,11 @@ def build_agent_evaluator(
 ) -> Evaluator | None:
     """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
     machine. What they did is kept in no journal: a run's own is none of theirs."""
-    place = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+    directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
     store = stack.enter_context(closing(open_store()))
-    here = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
-    run = run.model_copy(update={"agent": run.agent.model_copy(update=here)})
-    agents = start_agents(run, chat, engine, judge, store, place, max_total_tokens, stack, runner, None)
+    overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
+    run = run.model_copy(update={"agent": run.agent.model_copy(update=overrides)})
+    agents = start_agents(run, chat, engine, judge, store, directory, max_total_tokens, stack, runner, None)
     return build_agent_scorer(run, agents, judge, store, runner)
 
 
@@ -266,7 +285,7 @@ def _crew(
 ) -> tuple[Crew, Engine, WeightPublisher | None]:
     """Whoever trains and samples: here, or in as many processes or Ray actors as there are to be ranks; or servers
     sample, which somebody is to bring weights to."""
-    from etude.recipes.run import directory as folder
+    from etude.recipes.run import directory as run_directory
     from etude.recipes.servers.rank_engines import RankEngines, start_ranks
     from etude.recipes.servers.server_weights import serve_run
     from etude.rollout import ServerConfig
@@ -280,11 +299,13 @@ def _crew(
         stack.callback(worker.close)
         crew, engine = stack.enter_context(closing(LocalCrew(worker))), embedded
     else:
-        several = stack.enter_context(closing(start_ranks(build_rank_worker, run, directory / folder.RANK_LOGS)))
-        crew, engine = several, RankEngines(several)
+        rank_crew = stack.enter_context(
+            closing(start_ranks(build_rank_worker, run, directory / run_directory.RANK_LOGS))
+        )
+        crew, engine = rank_crew, RankEngines(rank_crew)
     if isinstance(run.rollout, ServerConfig):
-        served, publisher = stack.enter_context(serve_run(run, run.rollout, chat.tokenizer, crew, directory))
-        return crew, served, publisher
+        server_pool, publisher = stack.enter_context(serve_run(run, run.rollout, chat.tokenizer, crew, directory))
+        return crew, server_pool, publisher
     assert engine is not None, "what is not served is sampled by the workers"
     return crew, engine, None
 
@@ -304,8 +325,8 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
     checks.check_context_length(run, model)
     if not isinstance(run.rollout, TorchEngineConfig):
         return _worker(run, model, None), None
-    sampled = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
-    engine = TorchEngine(sampled, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
+    engine_model = model if run.placement.layout == "colocated" else model.copy(device=engine_device(run))
+    engine = TorchEngine(engine_model, chat.tokenizer, run.rollout, merge=run.lora.publish == "merged")
     try:
         return _worker(run, model, engine), engine
     except BaseException:
@@ -337,12 +358,12 @@ def load_model(run: Recipe, chat: ChatRenderer, *, trained: bool) -> Model:
     from etude.train.optim import PRECISIONS
 
     assert run.model.path is not None, "a run has a model"
-    tokenizer, exact = chat.tokenizer, trained and not run.lora.is_enabled
+    tokenizer, keep_float32 = chat.tokenizer, trained and not run.lora.is_enabled
     model = load(
         run.model.path,
         dtype=PRECISIONS[run.train.precision],
         device=select_device(run),
-        keep_float32=exact,
+        keep_float32=keep_float32,
         head=run.head,
     )
     if tokenizer.vocab_size > model.vocab_size:
@@ -407,21 +428,21 @@ def build_evaluator(
 
 def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
     """The learner, and what stands beside it."""
-    from etude.recipes import auxiliary_models as models
+    from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
 
-    warmth, mesh = run.sampling.temperature, models.build_mesh(run)
+    temperature, mesh = run.sampling.temperature, auxiliary_models.build_mesh(run)
     reference, teacher = None, None
     if checks.uses_reference(run):
-        reference = models.load_reference(run, model, run.reference.path, warmth, mesh=mesh)
+        reference = auxiliary_models.load_reference(run, model, run.reference.path, temperature, mesh=mesh)
     if checks.uses_teacher(run):
-        teacher = models.load_frozen(run, model, "teacher", run.teacher.path, warmth, mesh=mesh)
-    return models.build_policy_worker(
+        teacher = auxiliary_models.load_frozen(run, model, "teacher", run.teacher.path, temperature, mesh=mesh)
+    return auxiliary_models.build_policy_worker(
         run,
         model,
         engine,
         mesh=mesh,
         reference=reference,
         teacher=teacher,
-        critic=models.load_critic(run, model) if checks.uses_critic(run) else None,
+        critic=auxiliary_models.load_critic(run, model) if checks.uses_critic(run) else None,
     )

@@ -67,7 +67,7 @@ def check_run(run: Run) -> None:
     _check_echo(run)
     _check_metric(run)
     check_algorithm(run)
-    check_placement(run, frozenset(ROLES) - active_roles(run), together="full_kl" in run.forward_outputs())
+    check_placement(run, frozenset(ROLES) - active_roles(run), whole_distributions="full_kl" in run.forward_outputs())
     for warning in _idle_options(run):
         get_logger("recipes").warning("%s", warning)
 
@@ -124,25 +124,25 @@ def threads_of(run: Recipe) -> int:
     return run.threads or max(1, torch.get_num_threads() // run.ranks)
 
 
-def check_ranks(run: Recipe, groups: int, told_by: str) -> list[str]:
+def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
     """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
     check_divided_weights(run)
     if run.ranks == 1:
-        alone = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
-        return [alone] if run.crew != CrewConfig() and run.cluster == "local" else []
-    told = _check_cores(run) if run.cluster == "local" else []
+        idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
+        return [idle_crew] if run.crew != CrewConfig() and run.cluster == "local" else []
+    warnings = _check_cores(run) if run.cluster == "local" else []
     holders = run.ranks // run.mesh.size
     if groups < holders:
-        one, there = (
+        trained_by, available = (
             ("one rank trains", f"{holders} ranks")
             if run.mesh.size == 1
             else (f"{run.mesh.size} ranks train together", f"{run.ranks}")
         )
-        told.append(
-            f"A step has {groups} groups, each of which {one} on, and there are {there}: some will be idle. Lower "
-            f"`ranks`, or raise `{told_by}`."
+        warnings.append(
+            f"A step has {groups} groups, each of which {trained_by} on, and there are {available}: some will be "
+            f"idle. Lower `ranks`, or raise `{option}`."
         )
-    return told
+    return warnings
 
 
 def check_divided_weights(run: Recipe) -> None:
@@ -229,8 +229,8 @@ def check_agents(run: Run) -> None:
         "data.overlong": (run.data.overlong, "what the model is asked is the agent's to say, and to shorten"),
     }
     for name, (value, why) in idle.items():
-        room, _, option = name.partition(".")
-        if value != type(getattr(run, room)).model_fields[option].default:
+        section, _, option = name.partition(".")
+        if value != type(getattr(run, section)).model_fields[option].default:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         raise ConfigError(
@@ -295,8 +295,8 @@ def _check_metric(run: Run) -> None:
             f"`collect.metric={name}` says what `collect.refill` compares groups by, and `collect.refill=0` replaces "
             f"none. Set `collect.refill` (10 is usual), or leave `collect.metric` out."
         )
-    alone = run.env.path is None and run.agent.path is None
-    if name and alone and isinstance(reward, CombinedReward) and name not in reward.parts:
+    without_players = run.env.path is None and run.agent.path is None
+    if name and without_players and isinstance(reward, CombinedReward) and name not in reward.parts:
         raise ConfigError(
             f"`collect.metric={name}` names no part of this reward, which has {', '.join(reward.parts)}. Name one of "
             f"them, or leave it out."
@@ -314,19 +314,19 @@ def check_context_length(run: Run, model: Model) -> None:
 
 def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
     """Refuse answers of this length, named by the option that sets it."""
-    longest = run.data.max_prompt_length + answer
-    if longest > model.context_length:
-        less = min(answer, max(1, model.context_length // 2))
+    total = run.data.max_prompt_length + answer
+    if total > model.context_length:
+        shorter = min(answer, max(1, model.context_length // 2))
         raise ConfigError(
-            f"`data.max_prompt_length` + `{name}` = {longest} tokens ({run.data.max_prompt_length} and {answer}) do "
+            f"`data.max_prompt_length` + `{name}` = {total} tokens ({run.data.max_prompt_length} and {answer}) do "
             f"not fit into this model's context of {model.context_length}. Lower them, for example "
-            f"`data.max_prompt_length={model.context_length - less} {name}={less}`."
+            f"`data.max_prompt_length={model.context_length - shorter} {name}={shorter}`."
         )
-    held = _kv_capacity(run, model)
-    if longest > held:
+    capacity = _kv_capacity(run, model)
+    if total > capacity:
         raise ConfigError(
-            f"`data.max_prompt_length` + `{name}` = {longest} tokens do not fit into the engine's memory, which holds "
-            f"{held} tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
+            f"`data.max_prompt_length` + `{name}` = {total} tokens do not fit into the engine's memory, which holds "
+            f"{capacity} tokens with `rollout.kv_gib={_kv_gib(run):g}`. Raise that, or lower one of them."
         )
 
 
@@ -397,15 +397,15 @@ def uses_critic(run: Run) -> bool:
 
 def active_roles(run: Run) -> frozenset[str]:
     """Who there is beside the policy and its engine."""
-    there = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
-    there["reward"] = bool(model_rewards(run.reward))
-    return frozenset(role for role, is_there in there.items() if is_there)
+    present = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
+    present["reward"] = bool(model_rewards(run.reward))
+    return frozenset(role for role, is_there in present.items() if is_there)
 
 
 def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
     """The rewards that a model in this process gives: this one, or parts of it."""
     if isinstance(reward, CombinedReward):
-        return [found for part in reward.parts.values() for found in model_rewards(part)]
+        return [reward_model for part in reward.parts.values() for reward_model in model_rewards(part)]
     return [reward] if isinstance(reward, RewardModelScore) else []
 
 
@@ -416,9 +416,13 @@ def model_columns(run: Run) -> frozenset[str]:
     out where μ stands in for it, and where the step's one update tells it, so that no pass is made for it alone. What
     a critic is trained on is what it said before.
     """
-    asked = run.required_columns() & MODEL_COLUMNS
-    asked |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
+    columns = run.required_columns() & MODEL_COLUMNS
+    columns |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
     if run.correction.policies == "two":
-        return asked
-    alone = run.updates * run.epochs == 1 and not asked & POLICY_COLUMNS - {"old_logp"}
-    return asked - {"old_logp"} if alone and "old_logp" not in run.columns_before_estimate() else asked | {"old_logp"}
+        return columns
+    single_update = run.updates * run.epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
+    return (
+        columns - {"old_logp"}
+        if single_update and "old_logp" not in run.columns_before_estimate()
+        else columns | {"old_logp"}
+    )

@@ -106,16 +106,16 @@ class PeriodicEvaluation:
         metrics = Metrics()
         if scored is None:
             try:
-                wanted = self.evaluator.tasks * self.evaluator.samples
-                with self.progress(f"step {step}: answers to score", wanted) as bar:
+                num_answers = self.evaluator.tasks * self.evaluator.samples
+                with self.progress(f"step {step}: answers to score", num_answers) as bar:
                     answers = self.evaluator.answer_all(bar.advance, step=step)
             except Exception as error:
                 self.failure = error
                 return Metrics()
             scored = compute_scores(answers)
-            self._keep(step, answers, scored)
-            beside = {**self.engine.stats(), **self.evaluator.pop_metrics()}
-            metrics.merge({f"eval/{name}": metric for name, metric in beside.items()})
+            self._record(step, answers, scored)
+            engine_metrics = {**self.engine.stats(), **self.evaluator.pop_metrics()}
+            metrics.merge({f"eval/{name}": metric for name, metric in engine_metrics.items()})
         metrics.merge(scored)
         self._remember(step, scored.reduce(), self.evaluator)
         return metrics
@@ -152,7 +152,7 @@ class PeriodicEvaluation:
         if step == 0:
             log.info("Before training, the score is %.4g on %d tasks.", score, evaluator.tasks)
 
-    def _keep(self, step: int, answers: list[EvaluatedAnswer], scored: Metrics) -> None:
+    def _record(self, step: int, answers: list[EvaluatedAnswer], scored: Metrics) -> None:
         write_answers(answers, self.directory / "evaluations" / f"step-{step:08d}.jsonl")
         self.store.append([events.PolicyEvaluated(step, self.evaluation_id, dict(scored.reduce()))])
 
@@ -204,8 +204,11 @@ class RunComponents:
 
     def measure(self, groups: StepGroups) -> Metrics:
         """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
-        there = [rows for rows in groups.rows if rows.models]
-        prompts, answers = [rows.prompt_tokens for rows in there], [rows.answer_tokens for rows in there]
+        rows_with_samples = [rows for rows in groups.rows if rows.models]
+        prompts, answers = (
+            [rows.prompt_tokens for rows in rows_with_samples],
+            [rows.answer_tokens for rows in rows_with_samples],
+        )
         pairs = zip(groups.rows, groups.rollouts, strict=True)
         rewards = [rows.total_reward(rollout.reward) for rows, rollout in pairs]
         metrics = Metrics(
@@ -229,10 +232,10 @@ class RunComponents:
                 "observation_length", Mean.over(sum(rows.observation_tokens for rows in groups.rows), len(rewards))
             )
         metrics.merge(groups.metrics)
-        seen = self.engine.stats()
-        drawn, busy = (seen[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
+        engine_metrics = self.engine.stats()
+        drawn, busy = (engine_metrics[f"engine/{name}"].value() or 0.0 for name in ("new_tokens", "busy_seconds"))
         metrics.add("sampled_tokens_per_second", Mean.over(drawn, busy))
-        metrics.merge(seen)
+        metrics.merge(engine_metrics)
         metrics.merge(self.learners.crew.call(PolicyWorker.utilization))
         metrics.merge(self.checkpoint.pop_metrics())
         return metrics

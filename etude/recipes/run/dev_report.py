@@ -31,22 +31,22 @@ def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> N
     learners = parts.learners
     batch = learners.crew.fetch(learners.estimate(learners.annotate(parts.collate(groups)), 1))
     advantage, rows, ends = batch.require("advantage"), batch.rollout_row_offsets.tolist(), batch.offsets.tolist()
-    for place, rollout in enumerate(groups.rollouts):
+    for position, rollout in enumerate(groups.rollouts):
         fields = parts.store.task(rollout.task).fields
-        asked = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED_FIELDS)
+        fields_text = ", ".join(f"{name}={_short(value)}" for name, value in fields.items() if name not in ADDED_FIELDS)
         console.rule(Text(f"task {rollout.task}, try {rollout.id % 2 + 1}", style="bold"))
-        console.print(Text(asked, style="dim"), soft_wrap=True)
+        console.print(Text(fields_text, style="dim"), soft_wrap=True)
         _show_turns(parts, rollout.id, console)
         _show_notes(parts, parts.store.rollout(rollout.id), console)
-        named = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
-        console.print(Text(f"reward {rollout.reward:g}{f' ({named})' if named else ''}", style="bold"))
-        first, last = rows[place], rows[place + 1]
+        parts_text = ", ".join(f"{name} {value:g}" for name, value in rollout.parts.items())
+        console.print(Text(f"reward {rollout.reward:g}{f' ({parts_text})' if parts_text else ''}", style="bold"))
+        first, last = rows[position], rows[position + 1]
         for row in range(first, last):
             learned = int(batch.action[ends[row] : ends[row + 1]].sum())
-            told = f"{ends[row + 1] - ends[row]} tokens, {learned} of them written by the model"
-            console.print(Text(f"row {row - first + 1} of {last - first}: {told}"))
-        whole = slice(ends[first], ends[last])
-        console.print(Text(_describe_update(advantage[whole][batch.action[whole]].tolist())))
+            description = f"{ends[row + 1] - ends[row]} tokens, {learned} of them written by the model"
+            console.print(Text(f"row {row - first + 1} of {last - first}: {description}"))
+        rollout_tokens = slice(ends[first], ends[last])
+        console.print(Text(_describe_update(advantage[rollout_tokens][batch.action[rollout_tokens]].tolist())))
 
 
 def show_failed(parts: RunComponents, others: Collection[int], console: Console) -> None:
@@ -65,10 +65,10 @@ def _show_turns(parts: RunComponents, rollout: int, console: Console) -> None:
     """Turn by turn what the model read that was new to it, and what it wrote."""
     earlier: list[Turn] = []
     for turn in parts.store.turns(rollout):
-        known, stand = continued_turn(turn.prompt, earlier)
-        told = f"{len(turn.prompt) - known} {'more ' if known else ''}tokens read"
-        console.print(Text(f"turn {turn.index}: {told}{stand}", style="dim"), soft_wrap=True)
-        console.print(Text(parts.decode(turn.prompt[known:]), style="cyan"), soft_wrap=True)
+        num_known, relation = continued_turn(turn.prompt, earlier)
+        read_text = f"{len(turn.prompt) - num_known} {'more ' if num_known else ''}tokens read"
+        console.print(Text(f"turn {turn.index}: {read_text}{relation}", style="dim"), soft_wrap=True)
+        console.print(Text(parts.decode(turn.prompt[num_known:]), style="cyan"), soft_wrap=True)
         console.print(Text(f"{len(turn.completion.ids)} tokens written ({turn.completion.finish_reason})", style="dim"))
         console.print(Text(turn.completion.text, style="green"), soft_wrap=True)
         earlier.append(turn)
@@ -77,12 +77,12 @@ def _show_turns(parts: RunComponents, rollout: int, console: Console) -> None:
 def continued_turn(prompt: Ids, earlier: Sequence[Turn]) -> tuple[int, str]:
     """Return how many tokens of a prompt stand in an earlier turn that it continues, and how it stands to those turns,
     where that is worth a word."""
-    wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in earlier]
-    continued = [place for place, whole in enumerate(wholes) if _begins(prompt, whole)]
+    sequences = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in earlier]
+    continued = [position for position, sequence in enumerate(sequences) if _begins(prompt, sequence)]
     if continued:
-        longest = max(continued, key=lambda place: len(wholes[place]))
-        last = longest == len(earlier) - 1
-        return len(wholes[longest]), "" if last else f", after those of turn {earlier[longest].index}"
+        best = max(continued, key=lambda position: len(sequences[position]))
+        last = best == len(earlier) - 1
+        return len(sequences[best]), "" if last else f", after those of turn {earlier[best].index}"
     rewritten = [turn for turn in earlier if len(prompt) > len(turn.prompt) and _begins(prompt, turn.prompt)]
     if rewritten:
         return 0, f", begun anew: after the prompt of turn {rewritten[-1].index} the agent rewrote its history"
@@ -126,5 +126,5 @@ def _describe_update(advantages: Sequence[float]) -> str:
 
 
 def _short(value: Any) -> str:
-    told = json.dumps(value, ensure_ascii=False, default=str)
-    return told if len(told) <= WIDE else told[:WIDE] + "…"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= WIDE else text[:WIDE] + "…"

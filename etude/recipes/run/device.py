@@ -20,20 +20,20 @@ __all__ = ["check_device", "select_device"]
 def select_device(run: Recipe) -> torch.device:
     """The device of this process, where it is one of the run's ranks or the only one. To the controller of ranks over
     Ray, which stand wherever a GPU is, one that says so may be no more than a word."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if run.device == "cpu" or (run.device == "auto" and not there):
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.device == "cpu" or (run.device == "auto" and not num_gpus):
         return torch.device("cpu")
-    if not there and run.cluster == "ray":
+    if not num_gpus and run.cluster == "ray":
         return torch.device("cuda")
-    if not there:
+    if not num_gpus:
         raise ConfigError(
             "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
             "and compute on the processor."
         )
-    if run.ranks > there and run.cluster == "local":
+    if run.ranks > num_gpus and run.cluster == "local":
         raise ConfigError(
-            f"`ranks={run.ranks}` want a GPU each, and torch sees {there}. Lower `ranks`, make more of them visible, "
-            f"or compute on the processor with `device=cpu`."
+            f"`ranks={run.ranks}` want a GPU each, and torch sees {num_gpus}. Lower `ranks`, make more of them "
+            "visible, or compute on the processor with `device=cpu`."
         )
     return torch.device("cuda", torch.cuda.current_device())
 

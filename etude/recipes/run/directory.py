@@ -103,24 +103,26 @@ def lock_directory(directory: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        nothing = {LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER, STORE_RUN_FILE}
+        disposable = {LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER, STORE_RUN_FILE}
         try:
             yield
         except (CrewError, EngineError):
-            nothing = {LOCK, TASKS_FOLDER, STORE_RUN_FILE}
+            disposable = {LOCK, TASKS_FOLDER, STORE_RUN_FILE}
             raise
         finally:
-            left = {path.name for path in directory.iterdir()}
-            if new and {name for name in left if not name.startswith(JOURNAL)} <= nothing:  # a journal without options
+            names = {path.name for path in directory.iterdir()}
+            if (
+                new and {name for name in names if not name.startswith(JOURNAL)} <= disposable
+            ):  # a journal without options
                 shutil.rmtree(directory)
 
 
 def create_directory(directory: Path) -> None:
     """Make the directory of a run, which may then be written to before the run begins; refuse one in which something
     else lies."""
-    there = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    others = sorted(name for name in there if not name.startswith((".", JOURNAL)))  # a journal without options
-    if others and not there & {OPTIONS, INPUTS, LOCK}:
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    others = sorted(name for name in names if not name.startswith((".", JOURNAL)))  # a journal without options
+    if others and not names & {OPTIONS, INPUTS, LOCK}:
         listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
         raise ConfigError(
             f"`directory={directory}` is not empty and holds no run, but {listed}: a run wants a directory of its own. "
@@ -135,7 +137,7 @@ def create_directory(directory: Path) -> None:
 
 def read_options(directory: Path) -> dict[str, Any]:
     """The options of the run that a directory holds, as plain values; refused where they are not what was written."""
-    found: dict[str, Any] = yaml.safe_load(
+    options: dict[str, Any] = yaml.safe_load(
         read_text(
             directory / OPTIONS,
             f"Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
@@ -143,7 +145,7 @@ def read_options(directory: Path) -> dict[str, Any]:
             f"`directory={directory}`: the run goes on.",
         )
     )
-    return found
+    return options
 
 
 def read_recipe_name(directory: Path) -> str:
@@ -189,17 +191,17 @@ def read_recipe(
 
     A secret was not written: what stands in its place is given by an override, or by `masked` for its path.
     """
-    found, mine = read_recipe_name(directory), kind.model_fields["recipe"].default
-    if found != mine:
+    written, expected = read_recipe_name(directory), kind.model_fields["recipe"].default
+    if written != expected:
         raise RunError(
-            f"{directory} holds a run of `etude {found}`, and this is `etude {mine}`. Name another directory; to go on "
-            f"with that run, `etude {found} --resume {directory}`."
+            f"{directory} holds a run of `etude {written}`, and this is `etude {expected}`. Name another directory; "
+            f"to go on with that run, `etude {written} --resume {directory}`."
         )
-    elsewhere = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
-    if elsewhere:
+    directory_overrides = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
+    if directory_overrides:
         raise ConfigError(
-            f"`{elsewhere[0]}` was given beside the run in {directory}, which stays where it is. Leave it out; to go "
-            f"on elsewhere, copy the directory and name the copy."
+            f"`{directory_overrides[0]}` was given beside the run in {directory}, which stays where it is. Leave it "
+            "out; to go on elsewhere, copy the directory and name the copy."
         )
     run = compose(kind, overrides, file=directory / OPTIONS, unmask=masked)
     return run.model_copy(update={"directory": _absolute(directory)})
@@ -217,15 +219,18 @@ def with_absolute_paths(run: R) -> R:
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
 
-    found: dict[str, Any] = {path: path_option(run, path) for path in ("directory", *run.path_options.values())}
-    found = {path: _absolute(there) for path, there in found.items() if there is not None}
-    found |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
+    paths: dict[str, Any] = {path: path_option(run, path) for path in ("directory", *run.path_options.values())}
+    paths = {path: _absolute(location) for path, location in paths.items() if location is not None}
+    paths |= {"data.train": data(run.data.train), "data.val": data(run.data.val)}
     if isinstance(run, Run):
-        found |= {"env.path": run.env.path and _named(run.env.path), "env.tools": tuple(map(_named, run.env.tools))}
-        found |= {"agent.path": run.agent.path and _named(run.agent.path)}
-        found |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
-        found |= {"reward": run.reward.with_absolute_paths(_absolute)}
-    for path, value in found.items():
+        paths |= {
+            "env.path": run.env.path and _with_absolute_file(run.env.path),
+            "env.tools": tuple(map(_with_absolute_file, run.env.tools)),
+        }
+        paths |= {"agent.path": run.agent.path and _with_absolute_file(run.agent.path)}
+        paths |= {"agent.external": run.agent.external and _absolute(run.agent.external)}
+        paths |= {"reward": run.reward.with_absolute_paths(_absolute)}
+    for path, value in paths.items():
         run = replace_option(run, path, value)
     return run
 
@@ -236,7 +241,7 @@ def replace_option(run: R, path: str, value: Any) -> R:
     return run.model_copy(update={name: replace_option(getattr(run, name), rest, value) if rest else value})
 
 
-def _named(path: str) -> str:
+def _with_absolute_file(path: str) -> str:
     """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
     file, _, name = path.rpartition(":")
     return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
@@ -252,10 +257,12 @@ def check_same_options(directory: Path, run: Recipe) -> None:
     not tell is taken to be what it was."""
     if not (directory / OPTIONS).exists():
         if (directory / INPUTS).exists():
-            told = "%s is missing: the options that are given now are taken to be those that the run was started with."
-            get_logger("recipes").warning(told, directory / OPTIONS)
+            message = (
+                "%s is missing: the options that are given now are taken to be those that the run was started with."
+            )
+            get_logger("recipes").warning(message, directory / OPTIONS)
         return
-    changed = differences(read_recipe(type(run), directory, masked=_flat_options(run, shown=False).get), run)
+    changed = differences(read_recipe(type(run), directory, masked=_flat_options(run, masked=False).get), run)
     if changed:
         listed = "; ".join(f"{path} was {before}, is {after}" for path, before, after in changed)
         schedules = ""
@@ -275,19 +282,19 @@ def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
     """Write the tasks of a program as files of its run, by what they are for; refused where it was started on others.
     What scores it may change."""
     for name, text in tasks.items():
-        place = directory / TASKS_FOLDER / f"{name}.jsonl"
-        held = place.read_text(encoding="utf-8") if place.exists() else None
-        if held == text:
+        file = directory / TASKS_FOLDER / f"{name}.jsonl"
+        existing = file.read_text(encoding="utf-8") if file.exists() else None
+        if existing == text:
             continue
         if name == "train" and (directory / INPUTS).exists():
             raise ConfigError(
                 f"{directory} holds a run that was started on other tasks than those that are given now. Give the "
                 "same, in the same order, or start a new run in another `directory`."
             )
-        place.parent.mkdir(exist_ok=True)
-        writing = place.with_name(f".{place.name}")
-        writing.write_text(text, encoding="utf-8")
-        writing.replace(place)
+        file.parent.mkdir(exist_ok=True)
+        temporary = file.with_name(f".{file.name}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
 
 
 def write_options(directory: Path, run: Recipe) -> None:
@@ -315,7 +322,7 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
     ]
 
 
-def _flat_options(run: Recipe, *, shown: bool = True) -> dict[str, object]:
+def _flat_options(run: Recipe, *, masked: bool = True) -> dict[str, object]:
     """Every value of a run by its dotted path; as it may be `shown`, without secrets."""
 
     def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
@@ -326,7 +333,7 @@ def _flat_options(run: Recipe, *, shown: bool = True) -> dict[str, object]:
             else:
                 yield here, value
 
-    return dict(flat(mask(to_tree(run)) if shown else to_tree(run), ""))
+    return dict(flat(mask(to_tree(run)) if masked else to_tree(run), ""))
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -351,8 +358,8 @@ def check_model(path: Path, name: str = "model.path") -> None:
             f"{read_recipe_name(path)} --resume {path}`."
         )
     if not (path / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        contents = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"`{name}={path}` is no model's directory: it has no config.json. It holds {found}. Give one that "
+            f"`{name}={path}` is no model's directory: it has no config.json. It holds {contents}. Give one that "
             f"holds a model's config.json, weights and tokenizer."
         )

@@ -28,13 +28,13 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
     if not _has_running_loop():
         return work()
     outcome: Future[T] = Future()
-    begun, pressed = threading.Event(), threading.Event()
+    started, interrupted = threading.Event(), threading.Event()
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            begun.set()  # from here on an interrupt of this thread becomes the outcome
-            if pressed.is_set():
+            started.set()  # from here on an interrupt of this thread becomes the outcome
+            if interrupted.is_set():
                 raise KeyboardInterrupt
             outcome.set_result(context.run(work))
         except BaseException as error:  # whatever it is, it is raised where the work was asked for
@@ -42,12 +42,12 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="etude", daemon=True)
 
-    def caught(*_: object) -> None:
-        pressed.set()
-        if begun.is_set():
+    def on_signal(*_: object) -> None:
+        interrupted.set()
+        if started.is_set():
             _forward_interrupt(thread)
 
-    with _redirect_signals(caught):
+    with _redirect_signals(on_signal):
         thread.start()
         thread.join()
     if not outcome.done():  # a last interrupt came while the outcome was written down
@@ -66,13 +66,13 @@ def _redirect_signals(handler: Callable[..., None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, kept in before.items():
-            signal.signal(number, kept)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _forward_interrupt(thread: threading.Thread) -> None:
-    listens = interrupt_of(thread)
-    if listens is not None and listens.defer_to_step_end():
+    interrupt = interrupt_of(thread)
+    if interrupt is not None and interrupt.defer_to_step_end():
         return
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt))
 

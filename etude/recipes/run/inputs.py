@@ -44,22 +44,22 @@ REMEDY = (
 
 def record_inputs(directory: Path, run: Recipe) -> None:
     """Write down what a run is started on, once."""
-    kept = directory / INPUTS
-    if not kept.exists():
-        write_json(kept, dict(sorted(_hash_inputs(run).items())))
+    record = directory / INPUTS
+    if not record.exists():
+        write_json(record, dict(sorted(_hash_inputs(run).items())))
 
 
 def check_inputs(directory: Path, run: Recipe) -> None:
     """Refuse to go on with a run whose files are others now than when it was started, and name them."""
-    kept = directory / INPUTS
-    if not kept.exists():
+    record = directory / INPUTS
+    if not record.exists():
         return
     for name in code_changed(directory, run):
-        told = "The file of the %s changed since the run was started. What was collected stays as it is."
-        get_logger("recipes").info(told, name)
-    before, found = read_json(kept, REMEDY), _hash_inputs(run)
-    names = (before.keys() | found.keys()) - set(CODE)
-    changed = sorted(name for name in names if before.get(name) != found.get(name))
+        message = "The file of the %s changed since the run was started. What was collected stays as it is."
+        get_logger("recipes").info(message, name)
+    before, current = read_json(record, REMEDY), _hash_inputs(run)
+    names = (before.keys() | current.keys()) - set(CODE)
+    changed = sorted(name for name in names if before.get(name) != current.get(name))
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise RunError(
@@ -71,23 +71,23 @@ def check_inputs(directory: Path, run: Recipe) -> None:
 
 def code_changed(directory: Path, run: Recipe) -> list[str]:
     """The parts of a run's own code, as in `CODE`, that are not what they were when the run was started."""
-    kept = directory / INPUTS
-    if not kept.exists():
+    record = directory / INPUTS
+    if not record.exists():
         return []
-    before, found = read_json(kept, REMEDY), _hash_code(run)
-    return [name for name in CODE if before.get(name) != found.get(name)]
+    before, current = read_json(record, REMEDY), _hash_code(run)
+    return [name for name in CODE if before.get(name) != current.get(name)]
 
 
 def check_base_model(directory: Path, run: Recipe) -> None:
     """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
-    kept = directory / INPUTS
-    if not (run.lora.is_enabled or run.model.freeze) or not kept.exists():
+    record = directory / INPUTS
+    if not (run.lora.is_enabled or run.model.freeze) or not record.exists():
         return
-    before = read_json(kept, REMEDY)
+    before = read_json(record, REMEDY)
     parts = ("model/", "adapter/")
-    now = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
-    changed = sorted(name for name, path in now.items() if before.get(name) != _hash_file(path))
-    changed += sorted(name for name in before if name.startswith(parts) and name not in now)
+    files = {name: path for name, path in _files(run) if name.startswith(parts) and isinstance(path, Path)}
+    changed = sorted(name for name, path in files.items() if before.get(name) != _hash_file(path))
+    changed += sorted(name for name in before if name.startswith(parts) and name not in files)
     if changed:
         raise RunError(
             f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
@@ -96,24 +96,24 @@ def check_base_model(directory: Path, run: Recipe) -> None:
         )
 
 
-def evaluation_id(run: Recipe, asked: Mapping[str, Any]) -> str:
+def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:
     """What a run's scores on `data.val` are measured with, in a word: scores with another do not compare.
 
     asked: what besides the files decides a score.
     """
-    files = [each for name in run.data.val for each in _of_data("data.val", name)]
+    files = [file for name in run.data.val for file in _of_data("data.val", name)]
     prints = [[name, _hash_file(path, whole=True) if isinstance(path, Path) else path] for name, path in files]
-    told = {"tasks": prints, **asked}
-    return f"val-{hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()}"
+    measured_with = {"tasks": prints, **settings}
+    return f"val-{hashlib.blake2b(json.dumps(measured_with, sort_keys=True).encode(), digest_size=8).hexdigest()}"
 
 
 def path_option(run: Recipe, path: str) -> Path | None:
     """Where the files lie that an option of a run names, by the option's dotted path."""
-    found: Any = run
+    value: Any = run
     for name in path.split("."):
-        found = getattr(found, name)
-    assert found is None or isinstance(found, Path), f"`{path}` names no place"
-    return found
+        value = getattr(value, name)
+    assert value is None or isinstance(value, Path), f"`{path}` names no place"
+    return value
 
 
 def is_module(name: str) -> bool:
@@ -134,12 +134,12 @@ def _hash_code(run: Recipe) -> dict[str, str]:
         return {}
     prints = {}
     named = ((run.env.path or "",), run.env.tools, (run.agent.path or "",))
-    lying = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
-    told = {run.agent.external} if run.agent.external else set()
-    for name, files in zip(CODE, (run.reward.files(), *lying, told), strict=True):
-        there = sorted(file for file in files if file.is_file())
-        if there:
-            prints[name] = "; ".join(_hash_file(file) for file in there)
+    source_files = ({Path(path.rpartition(":")[0]) for path in paths} for paths in named)
+    external_files = {run.agent.external} if run.agent.external else set()
+    for name, files in zip(CODE, (run.reward.files(), *source_files, external_files), strict=True):
+        existing = sorted(file for file in files if file.is_file())
+        if existing:
+            prints[name] = "; ".join(_hash_file(file) for file in existing)
     return prints
 
 
@@ -147,9 +147,9 @@ def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
     """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
     makes, its name."""
     for role, path in run.path_options.items():
-        place = path_option(run, path)
-        if place is not None:
-            yield from _within(role, place)
+        location = path_option(run, path)
+        if location is not None:
+            yield from _within(role, location)
     for number, name in enumerate(run.data.train):
         yield from _of_data(f"data.train[{number}]", name)
 

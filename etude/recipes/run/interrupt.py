@@ -13,7 +13,7 @@ from typing import Any, Self
 __all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_elsewhere: dict[int, Interrupt] = {}
+_thread_interrupts: dict[int, Interrupt] = {}
 """Listeners of threads to which Python delivers no signals, by the thread."""
 
 
@@ -24,21 +24,21 @@ class Interrupt:
     waits for it.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._before: dict[signal.Signals, Any] = {}
-        self._quiet = ExitStack()
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._warning_filters = ExitStack()
         self.stop_requested = False
         self.may_finish_step = True
         """Whether there may be a step to finish; else there is nothing to wait for."""
 
-    def _caught(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         if not self.defer_to_step_end():
             if not self.stop_requested:
-                self._tell("Stopping: no step has begun yet.")
+                self._warn("Stopping: no step has begun yet.")
             self.stop_requested = True
             # The coroutines that this cuts short are never awaited, and nobody need hear of that.
-            self._quiet.enter_context(warnings.catch_warnings())
+            self._warning_filters.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
 
@@ -47,27 +47,27 @@ class Interrupt:
         if self.stop_requested or not self.may_finish_step:
             return False
         self.stop_requested = True
-        self._tell("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
+        self._warn("Stopping after this step, which is saved. Press Ctrl-C once more to stop at once.")
         return True
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._caught) for number in SIGNALS}
+            self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         else:
-            _elsewhere[threading.get_ident()] = self
+            _thread_interrupts[threading.get_ident()] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
-        if _elsewhere.get(threading.get_ident()) is self:
-            del _elsewhere[threading.get_ident()]
-        self._quiet.close()
+        self._previous_handlers = {}
+        if _thread_interrupts.get(threading.get_ident()) is self:
+            del _thread_interrupts[threading.get_ident()]
+        self._warning_filters.close()
 
 
 def interrupt_of(thread: threading.Thread) -> Interrupt | None:
     """The listener for Ctrl-C in a thread that is not the main one."""
-    return _elsewhere.get(thread.ident or 0)
+    return _thread_interrupts.get(thread.ident or 0)

@@ -35,7 +35,7 @@ __all__ = [
     "role_device",
 ]
 
-PLACE = r"^(policy|engine|cpu|cuda:\d+)$"
+DEVICE_PATTERN = r"^(policy|engine|cpu|cuda:\d+)$"
 """With whom, or where."""
 ROLES = {"reference": "the reference", "teacher": "the teacher", "critic": "the critic", "reward": "the reward model"}
 """Who can be placed, and what they are called."""
@@ -47,10 +47,12 @@ class PlacementConfig(Config):
     layout: Literal["colocated", "split"] = Field(
         "colocated", description="whether the engine shares the policy's device and weights, or has its own"
     )
-    reference: str = Field("policy", pattern=PLACE, description="where the reference is: policy, engine, cpu, cuda:K")
-    teacher: str = Field("policy", pattern=PLACE, description="where the teacher is")
-    critic: str = Field("policy", pattern=PLACE, description="where the critic is, and learns")
-    reward: str = Field("policy", pattern=PLACE, description="where the reward model of `reward=model` is")
+    reference: str = Field(
+        "policy", pattern=DEVICE_PATTERN, description="where the reference is: policy, engine, cpu, cuda:K"
+    )
+    teacher: str = Field("policy", pattern=DEVICE_PATTERN, description="where the teacher is")
+    critic: str = Field("policy", pattern=DEVICE_PATTERN, description="where the critic is, and learns")
+    reward: str = Field("policy", pattern=DEVICE_PATTERN, description="where the reward model of `reward=model` is")
 
 
 def engine_device(run: Run) -> torch.device:
@@ -70,8 +72,10 @@ def role_device(placement: PlacementConfig, role: str, *, policy: torch.device, 
 def gpus_of(run: Run) -> int:
     """How many GPUs a run wants that computes on such."""
     named = [getattr(run.placement, role) for role in ROLES]
-    furthest = max((int(place.partition(":")[2]) + 1 for place in named if place.startswith("cuda:")), default=0)
-    return max(run.ranks * (2 if run.placement.layout == "split" else 1), furthest)
+    num_named = max(
+        (int(location.partition(":")[2]) + 1 for location in named if location.startswith("cuda:")), default=0
+    )
+    return max(run.ranks * (2 if run.placement.layout == "split" else 1), num_named)
 
 
 def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> tuple[int, ...]:
@@ -83,19 +87,19 @@ def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> t
     return tuple(range(first, first + config.replicas * config.tensor_parallel // config.nodes))
 
 
-def check_placement(run: Run, idle: frozenset[str], *, together: bool) -> None:
+def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool) -> None:
     """Refuse a layout that this machine has no room for, and one that means nothing. idle: the roles that this run has
     nobody in. together: the reference is asked in the midst of each update of the policy."""
     placement, device = run.placement, select_device(run)
-    for role, who in ROLES.items():
-        place = getattr(placement, role)
-        if place != "policy" and role in idle:
-            raise ConfigError(f"`placement.{role}={place}` places {who}, and this run has none. Leave it out.")
-        if place.startswith("cuda:") and device.type == "cpu":
+    for role, title in ROLES.items():
+        location = getattr(placement, role)
+        if location != "policy" and role in idle:
+            raise ConfigError(f"`placement.{role}={location}` places {title}, and this run has none. Leave it out.")
+        if location.startswith("cuda:") and device.type == "cpu":
             raise ConfigError(
-                f"`placement.{role}={place}` is a GPU, and this run computes on the processor. Leave it out."
+                f"`placement.{role}={location}` is a GPU, and this run computes on the processor. Leave it out."
             )
-    if together and placement.reference != "policy":
+    if whole_distributions and placement.reference != "policy":
         raise ConfigError(
             f"`placement.reference={placement.reference}`: this KL compares whole distributions in the midst of each "
             f"update, for which the reference has to be where the policy is. Leave it out, or choose `kl=reverse`."
@@ -111,8 +115,8 @@ def check_placement(run: Run, idle: frozenset[str], *, together: bool) -> None:
             raise ConfigError(
                 "`rollout.devices` names GPUs for servers, and this run computes on the processor. Leave it out."
             )
-    asked_here = "reward" not in idle and placement.reward != "cpu"
-    if asked_here and device.type == "cuda" and not torch.cuda.is_available():
+    reward_on_device = "reward" not in idle and placement.reward != "cpu"
+    if reward_on_device and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "The reward model would compute on a GPU, as the ranks do. It is asked in the controller's process, and on "
             "that machine there is none: set `placement.reward=cpu`."
@@ -123,7 +127,7 @@ def check_placement(run: Run, idle: frozenset[str], *, together: bool) -> None:
             "has its own. Leave one of them out."
         )
     if device.type == "cuda" and run.cluster == "ray":
-        _refuse_beyond_one(placement)
+        _refuse_other_gpus(placement)
         if isinstance(run.rollout, ServerConfig) and not (run.rollout.url or run.rollout.devices):
             raise ConfigError(
                 "Over Ray nobody here knows which GPUs the ranks have: name those for the servers of this machine with "
@@ -132,7 +136,7 @@ def check_placement(run: Run, idle: frozenset[str], *, together: bool) -> None:
     elif device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
         if isinstance(run.rollout, ServerConfig):
-            _refuse_carrier(run, run.rollout)
+            _refuse_weight_transport(run, run.rollout)
 
 
 def check_placement_with_servers(placement: PlacementConfig) -> None:
@@ -142,37 +146,41 @@ def check_placement_with_servers(placement: PlacementConfig) -> None:
             "`placement.layout=split` gives the embedded engine a GPU of its own, and here servers sample, which have "
             "theirs: `rollout.devices` names them. Leave it out."
         )
-    for role, who in ROLES.items():
+    for role, title in ROLES.items():
         if getattr(placement, role) == "engine":
             raise ConfigError(
-                f"`placement.{role}=engine` puts {who} beside the embedded engine, and here servers sample. Name a "
+                f"`placement.{role}=engine` puts {title} beside the embedded engine, and here servers sample. Name a "
                 f"device, such as cpu or cuda:1."
             )
 
 
-def _refuse_carrier(run: Run, config: ServerConfig) -> None:
+def _refuse_weight_transport(run: Run, config: ServerConfig) -> None:
     """Refuse a carrier that wants a server on its rank's GPU where it is on another, or on another where it is there.
     Servers are dealt among the ranks in turn."""
-    serve, width = gpus_of_servers(run, config), config.tensor_parallel // config.nodes
-    for place in range(len(serve) // width):
-        rank, gpus = place % run.ranks, serve[place * width : (place + 1) * width]
-        told = f"server {place} is on {' and '.join(map(str, gpus))} and is brought weights by the rank on {rank}"
+    server_gpus, width = gpus_of_servers(run, config), config.tensor_parallel // config.nodes
+    for server in range(len(server_gpus) // width):
+        rank, gpus = server % run.ranks, server_gpus[server * width : (server + 1) * width]
+        description = (
+            f"server {server} is on {' and '.join(map(str, gpus))} and is brought weights by the rank on {rank}"
+        )
         if config.weight_transport == "ipc" and set(gpus) != {rank}:
             raise ConfigError(
-                "`rollout.weight_transport=ipc` shares memory of the GPU that a rank and its servers are on; of GPUs, "
-                f"{told}. Have them take turns with `train.offload`, name the ranks' with `rollout.devices`, or choose "
-                f"`rollout.weight_transport=shm` or `nccl`."
+                "`rollout.weight_transport=ipc` shares memory of the GPU that a rank and its servers are on; of "
+                f"GPUs, {description}. Have them take turns with `train.offload`, name the ranks' with "
+                "`rollout.devices`, or choose `rollout.weight_transport=shm` or `nccl`."
             )
         if config.weight_transport == "nccl" and rank in gpus:
             raise ConfigError(
-                f"`rollout.weight_transport=nccl` goes from one GPU to another, and of GPUs, {told}. Choose "
+                f"`rollout.weight_transport=nccl` goes from one GPU to another, and of GPUs, {description}. Choose "
                 f"`rollout.weight_transport=ipc`, or name others with `rollout.devices`."
             )
 
 
-def _refuse_beyond_one(placement: PlacementConfig) -> None:
+def _refuse_other_gpus(placement: PlacementConfig) -> None:
     """Refuse what names other GPUs than a rank's own: over Ray it sees no other."""
-    named = [f"placement.{role}={place}" for role in ROLES if (place := getattr(placement, role)).startswith("cuda:")]
+    named = [
+        f"placement.{role}={location}" for role in ROLES if (location := getattr(placement, role)).startswith("cuda:")
+    ]
     for option in [*["placement.layout=split"] * (placement.layout == "split"), *named]:
         raise ConfigError(
             f"`{option}` wants a second GPU, and over Ray each rank has one and sees no other. Leave it out, or have "
@@ -180,37 +188,42 @@ def _refuse_beyond_one(placement: PlacementConfig) -> None:
         )
 
 
-def _refuse_too_many(run: Run, there: int) -> None:
+def _refuse_too_many(run: Run, num_gpus: int) -> None:
     """Refuse what wants more GPUs than there are, with the sum."""
-    serve = gpus_of_servers(run, run.rollout) if isinstance(run.rollout, ServerConfig) else ()
-    wanted = max(gpus_of(run), max(serve, default=-1) + 1)
-    if wanted <= there:
+    server_gpus = gpus_of_servers(run, run.rollout) if isinstance(run.rollout, ServerConfig) else ()
+    required = max(gpus_of(run), max(server_gpus, default=-1) + 1)
+    if required <= num_gpus:
         return
     parts = [f"`ranks={run.ranks}` that train on one each"]
     parts += [f"{run.ranks} more for their engines (`placement.layout=split`)"] * (run.placement.layout == "split")
-    named = [f"`placement.{role}={place}`" for role in ROLES if (place := getattr(run.placement, role))[:4] == "cuda"]
+    named = [
+        f"`placement.{role}={location}`" for role in ROLES if (location := getattr(run.placement, role))[:4] == "cuda"
+    ]
     parts += [f"GPU numbers from 0 up to that of {' and '.join(named)}"] if named else []
     remedy = "choose `placement.layout=colocated`, place models elsewhere"
-    if serve:
+    if server_gpus:
         assert isinstance(run.rollout, ServerConfig)
-        parts.append(_servers(run.rollout, serve))
+        parts.append(_describe_server_gpus(run.rollout, server_gpus))
         remedy = (
             "or `rollout.replicas`; have servers share GPUs with the ranks, by `rollout.devices` and `rollout.memory` "
             "or in turns by `train.offload`"
         )
     raise ConfigError(
-        f"This layout wants {wanted} GPUs, and torch sees {there}: {', '.join(parts)}. Lower `ranks`, {remedy}, or "
-        f"make more GPUs visible."
+        f"This layout wants {required} GPUs, and torch sees {num_gpus}: {', '.join(parts)}. Lower `ranks`, {remedy}, "
+        "or make more GPUs visible."
     )
 
 
-def _servers(config: ServerConfig, serve: tuple[int, ...]) -> str:
+def _describe_server_gpus(config: ServerConfig, server_gpus: tuple[int, ...]) -> str:
     """What servers want, with the sum."""
-    which = f"GPU numbers up to {max(serve)} for servers"
+    gpu_range = f"GPU numbers up to {max(server_gpus)} for servers"
     if config.devices:
-        return f"{which} (`rollout.devices`)"
+        return f"{gpu_range} (`rollout.devices`)"
     width = config.tensor_parallel // config.nodes
-    return f"{which}, {len(serve)} from number {serve[0]} on (`rollout.replicas={config.replicas}`, {width} each)"
+    return (
+        f"{gpu_range}, {len(server_gpus)} from number {server_gpus[0]} on (`rollout.replicas={config.replicas}`, "
+        f"{width} each)"
+    )
 
 
 def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
@@ -218,20 +231,22 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
     policy, engine = select_device(run), engine_device(run)
     split = run.placement.layout == "split"
     served = isinstance(run.rollout, ServerConfig)
-    said = {str(policy): ["the policy" if split or served else "the policy and its engine, with the same weights"]}
+    models_by_device = {
+        str(policy): ["the policy" if split or served else "the policy and its engine, with the same weights"]
+    }
     if split:
-        said.setdefault(str(engine), []).append("the engine, with weights of its own")
+        models_by_device.setdefault(str(engine), []).append("the engine, with weights of its own")
     for role in (role for role in ROLES if role in roles):
         where = role_device(run.placement, role, policy=policy, engine=engine)
-        said.setdefault(str(where), []).append(ROLES[role])
+        models_by_device.setdefault(str(where), []).append(ROLES[role])
     ranks = f" On each of {run.ranks} ranks, by the names of the first." if run.ranks > 1 else ""
     turns = " Engine and optimizer take turns." if run.train.offload else ""
-    told = [f"On {device}: {', '.join(who)}.{turns}{ranks}" for device, who in said.items()]
-    return [*told, _describe_sampling(run, policy)] if served else told
+    lines = [f"On {device}: {', '.join(models)}.{turns}{ranks}" for device, models in models_by_device.items()]
+    return [*lines, _describe_sampling(run, policy)] if served else lines
 
 
 def _describe_sampling(run: Run, policy: torch.device) -> str:
     assert isinstance(run.rollout, ServerConfig)
-    serve = gpus_of_servers(run, run.rollout) if policy.type == "cuda" else ()
-    where = f" on {', '.join(f'cuda:{gpu}' for gpu in serve)}" if serve else ""
-    return f"Servers sample{where}, in processes of their own."
+    server_gpus = gpus_of_servers(run, run.rollout) if policy.type == "cuda" else ()
+    gpu_names = f" on {', '.join(f'cuda:{gpu}' for gpu in server_gpus)}" if server_gpus else ""
+    return f"Servers sample{gpu_names}, in processes of their own."

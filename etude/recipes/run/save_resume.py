@@ -57,20 +57,24 @@ def resume_run(
     A kill between a save and its mark as the best is made good.
     """
     checkpoints.best_score()  # what cannot be read of it is refused now, not after the step that is to be saved
-    found = checkpoints.newest(fall_back=config.fall_back)
-    if found is None:
+    checkpoint = checkpoints.newest(fall_back=config.fall_back)
+    if checkpoint is None:
         data.resume_from(0, None, JournalMark(0, 0))
         return 0
-    if steps is not None and found.step > steps:
+    if steps is not None and checkpoint.step > steps:
         raise ConfigError(
-            f"The run in {checkpoints.directory.parent} has done {found.step} steps, and `steps={steps}` asks for "
+            f"The run in {checkpoints.directory.parent} has done {checkpoint.step} steps, and `steps={steps}` asks for "
             f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
-    trained.resume(checkpoints, found)
-    data.resume_from(found.step, found.facts["source"], JournalMark(found.facts["position"], found.facts["chain"]))
-    if found.facts["score"] is not None:
-        checkpoints.mark_best(found.step, found.facts["score"], found.facts["measured"])
-    return found.step
+    trained.resume(checkpoints, checkpoint)
+    data.resume_from(
+        checkpoint.step,
+        checkpoint.facts["source"],
+        JournalMark(checkpoint.facts["position"], checkpoint.facts["chain"]),
+    )
+    if checkpoint.facts["score"] is not None:
+        checkpoints.mark_best(checkpoint.step, checkpoint.facts["score"], checkpoint.facts["measured"])
+    return checkpoint.step
 
 
 @dataclass
@@ -111,9 +115,9 @@ class CheckpointSaver:
     def maybe_save(self, step: int) -> None:
         """Save where it is due: every so often, after the last step, when the run is to stop, and for a new best."""
         score = self.score_at(step)
-        kept = self.checkpoints.best_score(self.evaluation_id)
-        better = score is not None and step > 0 and (kept is None or score > kept)
-        if step % self.config.every == 0 or step == self.steps or self.interrupt.stop_requested or better:
+        best = self.checkpoints.best_score(self.evaluation_id)
+        is_better = score is not None and step > 0 and (best is None or score > best)
+        if step % self.config.every == 0 or step == self.steps or self.interrupt.stop_requested or is_better:
             self.save(step)
             self.mark_best(step)
 
@@ -135,10 +139,10 @@ class CheckpointSaver:
             "learner": self.trained.facts(),
             "source": state,
         }
-        made = self.trained.save(self.checkpoints, step, facts)
+        checkpoint = self.trained.save(self.checkpoints, step, facts)
         self.saved_step = step
         self.seconds += time.perf_counter() - began
-        get_logger("recipes").debug("Saved step %d in %s.", step, made.path)
+        get_logger("recipes").debug("Saved step %d in %s.", step, checkpoint.path)
 
     def pop_metrics(self) -> Metrics:
         """`save_seconds`: what saving took since this was last asked, where anything was saved."""

@@ -20,7 +20,7 @@ from etude.config.env import etude_command
 from etude.config.secrets import mask_text
 from etude.observe import configure_logging, format_seconds, get_logger
 from etude.recipes.recipe import Recipe
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run import inputs
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import check_device
@@ -49,8 +49,8 @@ def run_session(
     interrupt: Interrupt | None = None,
     *,
     check: Callable[[R], None],
-    looks: Sequence[str],
-    kept: str = "",
+    inspect_commands: Sequence[str],
+    interrupted_note: str = "",
 ) -> Iterator[P]:
     """The parts of a run, open, in its directory; and closed again in the end. One that somebody asked to stop ends in
     a `KeyboardInterrupt`.
@@ -59,24 +59,24 @@ def run_session(
     before anything is made. looks: the commands that look at what came of it. kept: what a step leaves that is cut off.
     """
     configure_logging(run.observe.level, mask=mask_text)
-    with ExitStack() as last, ExitStack() as stack:
-        asked = interrupt or stack.enter_context(Interrupt(get_logger("recipes").warning))
-        asked.may_finish_step = False
+    with ExitStack() as final_stack, ExitStack() as stack:
+        listener = interrupt or stack.enter_context(Interrupt(get_logger("recipes").warning))
+        listener.may_finish_step = False
         check_device(run)
         check(run)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if run.threads is not None:
             torch.set_num_threads(run.threads)
-        directory = run.directory or folder.new_directory(Path("runs"), run.recipe)
-        run = folder.with_absolute_paths(run.model_copy(update={"directory": directory}))
+        directory = run.directory or run_directory.new_directory(Path("runs"), run.recipe)
+        run = run_directory.with_absolute_paths(run.model_copy(update={"directory": directory}))
         assert run.directory is not None
-        stack.enter_context(folder.lock_directory(run.directory))
+        stack.enter_context(run_directory.lock_directory(run.directory))
         began = time.perf_counter()
-        folder.check_same_options(run.directory, run)
+        run_directory.check_same_options(run.directory, run)
         inputs.check_inputs(run.directory, run)
-        parts = assemble(run, run.directory, asked, stack)
+        parts = assemble(run, run.directory, listener, stack)
         saver, first = parts.checkpoint, parts.checkpoint.step
-        asked.may_finish_step = True
+        listener.may_finish_step = True
         try:
             yield parts
         except KeyboardInterrupt:
@@ -86,45 +86,52 @@ def run_session(
                     if saver.saved_step
                     else "No step was saved yet"
                 )
-                told = f"Stopped at once, in step %d. {saved}{kept}."
-                _log_how_to_resume(last, run, told, saver.step + 1)
+                message = f"Stopped at once, in step %d. {saved}{interrupted_note}."
+                _log_how_to_resume(final_stack, run, message, saver.step + 1)
             raise
-        if asked.stop_requested and saver.step < saver.steps:
-            _log_how_to_resume(last, run, "Stopped after step %d of %d.", saver.step, saver.steps)
+        if listener.stop_requested and saver.step < saver.steps:
+            _log_how_to_resume(final_stack, run, "Stopped after step %d of %d.", saver.step, saver.steps)
             raise KeyboardInterrupt
         if first < saver.step == saver.steps:
-            _conclude(run, saver.steps, time.perf_counter() - began, looks)
+            _conclude(run, saver.steps, time.perf_counter() - began, inspect_commands)
 
 
-def log_start(run: Recipe, size: int, trained: int, what: str, saver: CheckpointSaver, written: int) -> None:
+def log_start(
+    run: Recipe, size: int, trained: int, data_summary: str, saver: CheckpointSaver, last_written_step: int
+) -> None:
     """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
     up to `written` its steps were measured."""
     log, step = get_logger("recipes"), saver.step
-    told = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
-    log.info("A model of %s; %s.", told, what)
+    size_text = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
+    log.info("A model of %s; %s.", size_text, data_summary)
     if step >= saver.steps:
-        more = f"To go on, ask for more of them: `{run.double_length_option(step)}`."
+        longer_remedy = f"To go on, ask for more of them: `{run.double_length_option(step)}`."
         ended = "So is the schedule of its learning rate: to go on, begin a new run with its model."
-        log.info("All %d steps are done. %s", step, more if folder.can_change_length(run) else ended)
+        log.info("All %d steps are done. %s", step, longer_remedy if run_directory.can_change_length(run) else ended)
     elif step:
         log.info("Going on after step %d.", step)
-    if step < written:
-        log.info("What follows up to step %d was measured before; it is done again, and not written again.", written)
+    if step < last_written_step:
+        log.info(
+            "What follows up to step %d was measured before; it is done again, and not written again.",
+            last_written_step,
+        )
 
 
-def _log_how_to_resume(last: ExitStack, run: Recipe, told: str, *numbers: int) -> None:
+def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbers: int) -> None:
     """Say so when all else is over, where it is read. last: is left last."""
 
-    def tell(told: str, *numbers: object) -> None:
-        last.callback(get_logger("recipes").warning, told, *numbers)
+    def log_at_exit(message: str, *numbers: object) -> None:
+        final_stack.callback(get_logger("recipes").warning, message, *numbers)
 
     agent = run.agent.path if isinstance(run, Run) else None
     if agent is not None and not is_importable(agent):
-        tell(f"{told} Go on by running the program again: `fit` with the directory %s.", *numbers, run.directory)
+        log_at_exit(
+            f"{message} Go on by running the program again: `fit` with the directory %s.", *numbers, run.directory
+        )
         return
     key = "ETUDE_STORE_KEY=… " if isinstance(run, Run) and run.agent.store else ""
-    again = f"{key}{etude_command()} {run.recipe} --resume {_from_here(run)}"
-    tell(f"{told} Go on with: %s", *numbers, again)
+    command = f"{key}{etude_command()} {run.recipe} --resume {_from_here(run)}"
+    log_at_exit(f"{message} Go on with: %s", *numbers, command)
 
 
 def _from_here(run: Recipe) -> str:
@@ -135,11 +142,11 @@ def _from_here(run: Recipe) -> str:
     return shlex.quote(str(run.directory.relative_to(here) if inside else run.directory))
 
 
-def _conclude(run: Recipe, steps: int, seconds: float, looks: Sequence[str]) -> None:
+def _conclude(run: Recipe, steps: int, seconds: float, inspect_commands: Sequence[str]) -> None:
     """The last word of a run that is done."""
     command, where = etude_command(), _from_here(run)
-    look = ", ".join(f"`{command} {each} {where}`" for each in looks)
+    inspect_list = ", ".join(f"`{command} {name} {where}`" for name in inspect_commands)
     get_logger("recipes").info(
         "Done after step %d, in %s. Look: %s; write the model: `%s export %s my-model`.",
-        *(steps, format_seconds(seconds), look, command, where),
+        *(steps, format_seconds(seconds), inspect_list, command, where),
     )

@@ -25,20 +25,20 @@ __all__ = ["build_prompt_encoder", "load_agent_tasks", "load_tasks"]
 
 def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
     """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
-    whole = _judged(run, Dataset.load(files, run.data.columns), name)
+    dataset = _judged(run, Dataset.load(files, run.data.columns), name)
     toolbox = run.env.load_toolbox()
-    if toolbox is not None and run.env.path is None and isinstance(whole.task(0, 0).fields["prompt"], str):
+    if toolbox is not None and run.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
         raise ConfigError(
-            f"`env.tools` offers functions by the chat template, and {whole.location(0)} has text for a prompt, which "
-            f"is continued without one. Give prompts as messages."
+            f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has text for a prompt, "
+            "which is continued without one. Give prompts as messages."
         )
-    asked = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
-    fitting, counts = whole.filter_overlong(asked, run.data.max_prompt_length, run.data.overlong)
+    encode_prompt = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
+    fitting, counts = dataset.filter_overlong(encode_prompt, run.data.max_prompt_length, run.data.overlong)
     over = int(counts.reduce()["overlong_prompts"])
     if over:
         done = "left out" if run.data.overlong == "filter" else "cut at the beginning"
         get_logger("recipes").warning(
-            f"{over} of {len(whole)} prompts in {name} are longer than "
+            f"{over} of {len(dataset)} prompts in {name} are longer than "
             f"`data.max_prompt_length={run.data.max_prompt_length}`: {done}."
         )
     return fitting, over
@@ -48,22 +48,22 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
     """The tasks that the reward can judge an answer to; refuses files that have none."""
     if type(run.reward).check is RewardFunction.check:
         return dataset
-    wanted, why = np.ones(len(dataset), dtype=bool), ""
+    judgeable, why = np.ones(len(dataset), dtype=bool), ""
     for row in range(len(dataset)):
         task = dataset.task(row, row)
         try:
             run.reward.check(task)
         except DataError as error:
-            wanted[row], why = False, why or f"{dataset.location(row)}: {error}"
-    if wanted.all():
+            judgeable[row], why = False, why or f"{dataset.location(row)}: {error}"
+    if judgeable.all():
         return dataset
-    if not wanted.any():
+    if not judgeable.any():
         remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
         none = f"None of the {len(dataset)} tasks in {name} can be judged."
         raise DataError(f"{none} {why}{remedy if run.env.path else ''}")
-    left = int((~wanted).sum())
-    get_logger("recipes").warning(f"{left} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
-    return dataset.select(wanted)
+    num_skipped = int((~judgeable).sum())
+    get_logger("recipes").warning(f"{num_skipped} of {len(dataset)} tasks in {name} cannot be judged: left out. {why}")
+    return dataset.select(judgeable)
 
 
 def load_agent_tasks(run: Run, files: Sequence[str]) -> Dataset:
@@ -75,7 +75,7 @@ def build_prompt_encoder(run: Run, chat: ChatRenderer) -> PromptIds:
     """How a task's prompt becomes ids."""
 
     def ids(task: Task) -> Ids:
-        asked: Any = task.fields["prompt"]
-        return run.data.truncate(chat.prompt_ids(asked))
+        prompt: Any = task.fields["prompt"]
+        return run.data.truncate(chat.prompt_ids(prompt))
 
     return ids

@@ -66,6 +66,6 @@ class _Replica:
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation there. Cancelling the wait aborts the request."""
-        asked = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, on_start=on_start)
-        answer: Completion = await asyncio.wrap_future(asked)
+        future = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, on_start=on_start)
+        answer: Completion = await asyncio.wrap_future(future)
         return answer

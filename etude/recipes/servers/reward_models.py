@@ -35,16 +35,16 @@ def load_reward_models(reward: RewardFunction, device: torch.device) -> RewardFu
 def encode_prompt_and_answer(chat: ChatRenderer, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> Ids:
     """A prompt with its answer as a reward model was shown such: by its own template, with the end of it."""
     if isinstance(prompt, str):
-        asked = chat.tokenizer.encode(prompt, add_special_tokens=True)
-        said = chat.tokenizer.encode_after_text(prompt, answer, add_special_tokens=True, before_ids=asked)
-        ends = chat.tokenizer.eos_ids
-        if not len(said) or int(said[-1]) not in ends:
-            said = np.append(said, np.int32(ends[0]))
-        return np.concatenate([asked, said]).astype(np.int32)
+        prompt_ids = chat.tokenizer.encode(prompt, add_special_tokens=True)
+        answer_ids = chat.tokenizer.encode_after_text(prompt, answer, add_special_tokens=True, before_ids=prompt_ids)
+        eos_ids = chat.tokenizer.eos_ids
+        if not len(answer_ids) or int(answer_ids[-1]) not in eos_ids:
+            answer_ids = np.append(answer_ids, np.int32(eos_ids[0]))
+        return np.concatenate([prompt_ids, answer_ids]).astype(np.int32)
     messages = [message_from_dict(form) for form in prompt]
-    asked = chat.render(messages)
-    said = chat.encode_answer(messages, Message("assistant", answer), prompt_ids=asked)
-    return np.concatenate([asked, said]).astype(np.int32)
+    prompt_ids = chat.render(messages)
+    answer_ids = chat.encode_answer(messages, Message("assistant", answer), prompt_ids=prompt_ids)
+    return np.concatenate([prompt_ids, answer_ids]).astype(np.int32)
 
 
 def _load_reward_model(reward: RewardModelScore, device: torch.device) -> RewardModelScore:
@@ -52,7 +52,7 @@ def _load_reward_model(reward: RewardModelScore, device: torch.device) -> Reward
     model = load(reward.path, dtype=PRECISIONS[reward.precision], device=device, head="score")
     chat, scorer = ChatRenderer(Tokenizer.load(reward.path)), ModelScorer(model, reward.micro_tokens)
 
-    async def asked(task: Task, answer: str) -> float:
+    async def score_answer(task: Task, answer: str) -> float:
         prompt: Any = task.fields["prompt"]
         ids = encode_prompt_and_answer(chat, prompt, answer)
         if len(ids) > model.context_length:
@@ -62,4 +62,4 @@ def _load_reward_model(reward: RewardModelScore, device: torch.device) -> Reward
             )
         return float((await scorer.score([ids]))[0])
 
-    return reward.with_scorer(asked)
+    return reward.with_scorer(score_answer)

@@ -60,20 +60,20 @@ class ServedModel:
         name `resources`. use: by which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
         """
         dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
-        named = [(next(self._ids), row) for row in range(len(dataset))]
+        rollouts = [(next(self._ids), row) for row in range(len(dataset))]
         return self.loop.run(
-            self._wait_for_all([(id, dataset.task(row, id)) for id, row in named], resources or {}, use)
+            self._wait_for_all([(id, dataset.task(row, id)) for id, row in rollouts], resources or {}, use)
         )
 
     async def _wait_for_all(
         self, tasks: Sequence[tuple[int, Task]], resources: Mapping[str, Any], use: Literal["train", "val"]
     ) -> list[AttemptResult]:
-        desk = self.new_client()
+        queue = self.new_client()
         try:
             for name, value in resources.items():
-                await desk.put_resource(name, value)
+                await queue.put_resource(name, value)
         finally:
-            await desk.close()
+            await queue.close()
         await self.agents.enqueue([(id, task, 0) for id, task in tasks], use)
         return list(await asyncio.gather(*(self.agents.wait_for(id, task) for id, task in tasks)))
 
@@ -90,11 +90,11 @@ def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Ite
     checks.check_agents(run)
     run = resolve_hub_names(run)
     with ExitStack() as stack:
-        place = directory or Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
-        place.mkdir(parents=True, exist_ok=True)
-        _, chat, engine, longest = stack.enter_context(load_for_inference(run, best=False))
+        directory_used = directory or Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
+        directory_used.mkdir(parents=True, exist_ok=True)
+        _, chat, engine, max_total_tokens = stack.enter_context(load_for_inference(run, best=False))
         judge = stack.enter_context(Judge(load_reward_models(run.reward, select_device(run)), run.judging))
         loop = stack.enter_context(asyncio.Runner())
-        store = stack.enter_context(closing(open_store(place / "journal.sqlite")))
-        agents = start_agents(run, chat, engine, judge, store, place, longest, stack, loop, agent)
+        store = stack.enter_context(closing(open_store(directory_used / "journal.sqlite")))
+        agents = start_agents(run, chat, engine, judge, store, directory_used, max_total_tokens, stack, loop, agent)
         yield ServedModel(run, store, agents, loop)

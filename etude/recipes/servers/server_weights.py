@@ -109,19 +109,20 @@ class WeightPublisher:
         """By a carrier. Those that took the weights are asked again; if none did, that is an error."""
         with self._one:
             drained = self._plan.sync.timeout if self._plan.sync.running == "finish" else None
-            told, figures = self._send(self._served.withdraw_servers(drain_timeout=drained), version)
-        failed = [each for each in told if not each.updated]
-        if failed and len(failed) == len(told):
+            updates, metrics = self._send(self._served.withdraw_servers(drain_timeout=drained), version)
+        failed = [update for update in updates if not update.updated]
+        if failed and len(failed) == len(updates):
             raise EngineError(
-                "No engine was brought to the new weights. " + " ".join(f"{each.url}: {each.error}" for each in failed)
+                "No engine was brought to the new weights. "
+                + " ".join(f"{update.url}: {update.error}" for update in failed)
             )
-        out = [each for each in self._served.servers if each.withdrawn or each.version != version]
-        hold = max((each["publish_pause_ms"] for each in figures), default=0.0)
+        not_updated = [update for update in self._served.servers if update.withdrawn or update.version != version]
+        pause = max((update["publish_pause_ms"] for update in metrics), default=0.0)
         return Metrics(
             {
-                "publish_bytes": Sum.of(sum(each["publish_bytes"] for each in figures)),
-                "publish_pause_ms": Sum.of(hold),
-                "publish_failed_replicas": Sum.of(len(out)),
+                "publish_bytes": Sum.of(sum(update["publish_bytes"] for update in metrics)),
+                "publish_pause_ms": Sum.of(pause),
+                "publish_failed_replicas": Sum.of(len(not_updated)),
             }
         )
 
@@ -130,9 +131,9 @@ class WeightPublisher:
             version = self._served.version
             if server.version == version:
                 return
-            told, _ = self._send(self._served.withdraw_servers(server), version, restarted=True)
-        failed = [each.error for each in told if each.started and not each.updated]
-        if failed or not told:
+            updates, _ = self._send(self._served.withdraw_servers(server), version, restarted=True)
+        failed = [update.error for update in updates if update.started and not update.updated]
+        if failed or not updates:
             why = failed[0] if failed else "It is not there any more."
             raise EngineError(f"{server.url} was not brought to the newest weights: {why}")
 
@@ -143,18 +144,18 @@ class WeightPublisher:
         rank measured that went to any."""
         try:
             everyone = enumerate(self._served.servers)
-            addresses = {place: server.address for place, server in everyone if server in servers}
+            addresses = {number: server.address for number, server in everyone if server in servers}
             shares = self._crew.call(PolicyWorker.send_weights, addresses, version, self._plan, restarted=restarted)
         except BaseException:
             self._served.abort_servers(servers)
             raise
-        told = {each.url: each for share in shares for each in share.servers}
-        holds: dict[ServerEngine, int | None] = {}
+        updates = {update.url: update for share in shares for update in share.servers}
+        versions: dict[ServerEngine, int | None] = {}
         for server, address in zip(servers, addresses.values(), strict=True):  # which may have moved meanwhile
-            came = told[address.url]
-            holds[server] = version if came.updated else server.version if not came.started else None
-        self._served.readmit_servers(holds, version)
-        return list(told.values()), [share.metrics for share in shares if share.metrics]
+            outcome = updates[address.url]
+            versions[server] = version if outcome.updated else server.version if not outcome.started else None
+        self._served.readmit_servers(versions, version)
+        return list(updates.values()), [share.metrics for share in shares if share.metrics]
 
 
 @contextmanager
@@ -164,20 +165,20 @@ def serve_run(
     """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
     device, sleeps = server_device_kind(run), run.train.offload
     weights = directory / WEIGHTS
-    carriage = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
-    plugged = install_plugin(cache_directory() / "plugins") if carriage.ranks else None
-    place = run.model.tokenizer or run.model.path
-    assert place is not None, "a run has a model"
+    plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
+    plugin_directory = install_plugin(cache_directory() / "plugins") if plan.ranks else None
+    tokenizer_path = run.model.tokenizer or run.model.path
+    assert tokenizer_path is not None, "a run has a model"
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(run, config)})
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:
         first = weights / "0"  # before all others in their order
-        alone = config.adapters == "only"
-        crew.call(PolicyWorker.write_model, first, place, carriage.untied, bare=alone)
+        adapters_only = config.adapters == "only"
+        crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
         dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVER_LOGS
-        shown = make_console(run.observe.console)
+        console = make_console(run.observe.console)
         with start_servers(
             config,
             first,
@@ -187,13 +188,13 @@ def serve_run(
             logs=logs,
             threads=threads,
             sleeps=sleeps,
-            plugged=plugged,
-            adapter_rank=crew.call(PolicyWorker.adapter_rank) if alone else 0,
-            console=shown,
+            plugged=plugin_directory,
+            adapter_rank=crew.call(PolicyWorker.adapter_rank) if adapters_only else 0,
+            console=console,
         ) as served:
-            base = first if alone else None
-            publisher = WeightPublisher(crew, served, weights, place, sleeps=sleeps, plan=carriage, base=base)
-            if carriage.ranks:
+            base = first if adapters_only else None
+            publisher = WeightPublisher(crew, served, weights, tokenizer_path, sleeps=sleeps, plan=plan, base=base)
+            if plan.ranks:
                 served.set_weight_reloader(publisher.update_server)
             yield served, publisher
     finally:

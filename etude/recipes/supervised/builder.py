@@ -16,11 +16,11 @@ from etude.errors import ConfigError
 from etude.models import Model, read_context_length
 from etude.observe import RunInfo, get_logger, make_console, open_run_log, progress, read_last_step
 from etude.protocols import Crew
-from etude.recipes import auxiliary_models as models
+from etude.recipes import auxiliary_models
 from etude.recipes.hub import resolve_hub_names
 from etude.recipes.recipe import ReferenceConfig
 from etude.recipes.run import checks, inputs
-from etude.recipes.run import directory as folder
+from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import build_chat_renderer, load_model
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.interrupt import Interrupt
@@ -72,7 +72,9 @@ def train_supervised(run: SupervisedRun, interrupt: Interrupt | None = None) -> 
 @contextmanager
 def build(run: SupervisedRun, interrupt: Interrupt | None = None) -> Iterator[SupervisedComponents]:
     """Every part of the run, checked against each other, open; and closed again in the end."""
-    with run_session(resolve_hub_names(run), _assemble_parts, interrupt, check=_check_run, looks=("plot",)) as parts:
+    with run_session(
+        resolve_hub_names(run), _assemble_parts, interrupt, check=_check_run, inspect_commands=("plot",)
+    ) as parts:
         yield parts
 
 
@@ -97,7 +99,7 @@ def _check_run(run: SupervisedRun) -> None:
 
 def check_loss(run: SupervisedRun) -> None:
     """Refuse a loss that cannot be computed in such a run, and models that it would not read."""
-    for name in sorted(run.loss.required_columns() - run.told - COMMON):
+    for name in sorted(run.loss.required_columns() - run.provided_columns - COMMON):
         raise ConfigError(
             f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'somebody to compute it')}. "
             f"Choose another loss."
@@ -114,7 +116,7 @@ def _refuse_idle_models(run: SupervisedRun) -> None:
             "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
             "`loss=dpo`."
         )
-    if isinstance(run, DistillRun) and not run.loss.required_columns() & run.told:
+    if isinstance(run, DistillRun) and not run.loss.required_columns() & run.provided_columns:
         raise ConfigError(
             "This loss reads nothing of what a teacher tells: `etude sft` learns from the same texts without one. "
             "Start that, or choose `loss=distill_topk`."
@@ -133,27 +135,27 @@ def _assemble_parts(
     examples = _read(run, "data.train", run.data.train, chat, context)
     held_out = _read(run, "data.val", run.data.val, chat, context) if run.data.val else None
     order = run.data.sampler.start(len(examples), run.seed, examples.sources)
-    lessons = ExampleStream(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
-    pupil = SupervisedLearner(stack.enter_context(closing(_crew(run, chat, lessons.total_steps, directory))))
-    kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
-    step = resume_run(run.checkpoint, kept, pupil, lessons, run.steps)
-    steps = step + lessons.remaining_steps(step)
+    stream = ExampleStream(examples, order, run.batch_size, steps=run.steps, epochs=run.epochs or 1.0)
+    learner = SupervisedLearner(stack.enter_context(closing(_crew(run, chat, stream.total_steps, directory))))
+    checkpoints = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
+    step = resume_run(run.checkpoint, checkpoints, learner, stream, run.steps)
+    steps = step + stream.remaining_steps(step)
     inputs.record_inputs(directory, run)
-    folder.write_options(directory, run)
+    run_directory.write_options(directory, run)
     written = read_last_step(directory)
     info = RunInfo(directory.name, directory, steps, mask(to_tree(run)))
     log = stack.enter_context(open_run_log(run.observe, info, _headline(run), last_written_step=written))
-    measured = inputs.evaluation_id(run, {"limit": run.evaluate.limit})
-    shown = None if held_out is None else batch_of(held_out.take(run.evaluate.limit))
-    measuring = PeriodicValidation(run.evaluate, pupil, shown, steps)
+    evaluation_id = inputs.evaluation_id(run, {"limit": run.evaluate.limit})
+    validation_batch = None if held_out is None else batch_of(held_out.take(run.evaluate.limit))
+    validation = PeriodicValidation(run.evaluate, learner, validation_batch, steps)
     saver = CheckpointSaver(
-        *(run.checkpoint, kept, pupil, lessons, steps, interrupt, log, measuring.score_at),
-        evaluation_id=measured,
+        *(run.checkpoint, checkpoints, learner, stream, steps, interrupt, log, validation.score_at),
+        evaluation_id=evaluation_id,
         step=step,
         saved_step=step,
     )
-    log_start(run, *pupil.parameters(), f"examples: {len(examples)}", saver, written)
-    return SupervisedComponents(directory, log, lessons, pupil, measuring, saver, examples.skip_metrics())
+    log_start(run, *learner.parameters(), f"examples: {len(examples)}", saver, written)
+    return SupervisedComponents(directory, log, stream, learner, validation, saver, examples.skip_metrics())
 
 
 def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRenderer, context: int) -> Examples:
@@ -166,7 +168,11 @@ def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -
     """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
     run = run.model_copy(update={"steps": steps, "epochs": None})
     here = run.ranks == 1 and run.cluster == "local"
-    return LocalCrew(_worker(run, chat)) if here else start_ranks(build_rank_worker, run, directory / folder.RANK_LOGS)
+    return (
+        LocalCrew(_worker(run, chat))
+        if here
+        else start_ranks(build_rank_worker, run, directory / run_directory.RANK_LOGS)
+    )
 
 
 def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
@@ -176,7 +182,7 @@ def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
 
 def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
     model = load_model(run, chat, trained=True)
-    mesh = models.build_mesh(run)
+    mesh = auxiliary_models.build_mesh(run)
     return build_supervised_worker(run, model, _load_other_model(run, model, mesh), mesh)
 
 
@@ -193,9 +199,9 @@ def build_supervised_worker(
 def _load_other_model(run: SupervisedRun, model: Model, mesh: Mesh) -> FrozenModel | None:
     """Who tells what the loss reads and the model itself does not tell."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
-        return models.load_reference(run, model, run.reference.path, mesh=mesh)
+        return auxiliary_models.load_reference(run, model, run.reference.path, mesh=mesh)
     if isinstance(run, DistillRun):
-        return models.load_frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
+        return auxiliary_models.load_frozen(run, model, "teacher", run.teacher.path, run.temperature, mesh=mesh)
     return None
 
 
@@ -203,12 +209,13 @@ def _build_annotate(run: SupervisedRun, model: Model, other: FrozenModel | None)
     """How it is asked for that."""
     if other is None or not isinstance(run, DistillRun):
         return None if other is None else annotate_with_reference(other)
-    among = min(model.vocab_size, other.model.vocab_size)
-    if run.teacher.top > among and run.teacher.top != DistillTeacherConfig.model_fields["top"].default:
+    num_tokens = min(model.vocab_size, other.model.vocab_size)
+    if run.teacher.top > num_tokens and run.teacher.top != DistillTeacherConfig.model_fields["top"].default:
         raise ConfigError(
-            f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {among}. Lower it."
+            f"`teacher.top={run.teacher.top}` asks for more tokens than both models know, which is {num_tokens}. "
+            "Lower it."
         )
-    return annotate_with_teacher(other, min(run.teacher.top, among), among)
+    return annotate_with_teacher(other, min(run.teacher.top, num_tokens), num_tokens)
 
 
 def _temperature(run: SupervisedRun) -> float:
@@ -217,6 +224,6 @@ def _temperature(run: SupervisedRun) -> float:
 
 def _headline(run: SupervisedRun) -> list[str]:
     """What the line of a step shows; all the rest is in metrics.jsonl."""
-    telling = ["accuracy", "margin"] if "reward" in run.loss.required_columns() else []
-    seen = [name for each in ("loss", *telling) for name in (each, f"eval/{each}")]
-    return [*seen, "grad_norm", "trained_tokens_per_second"]
+    preference_metrics = ["accuracy", "margin"] if "reward" in run.loss.required_columns() else []
+    metrics = [name for metric in ("loss", *preference_metrics) for name in (metric, f"eval/{metric}")]
+    return [*metrics, "grad_norm", "trained_tokens_per_second"]

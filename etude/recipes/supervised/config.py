@@ -49,7 +49,7 @@ class SupervisedRun(Recipe):
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES
     changeable: ClassVar[tuple[str, ...]] = CHANGEABLE_OPTIONS
     length_options: ClassVar[tuple[str, ...]] = ("steps", "epochs")
-    told: ClassVar[frozenset[str]] = frozenset()
+    provided_columns: ClassVar[frozenset[str]] = frozenset()
     """The columns that somebody beside the model tells, and that examples bring."""
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy"})
     """What the forward pass of its model can compute for a loss."""

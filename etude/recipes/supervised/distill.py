@@ -29,7 +29,7 @@ class DistillRun(SupervisedRun):
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DISTILLATION_ALIASES
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"teacher": "teacher.path"}
-    told: ClassVar[frozenset[str]] = frozenset({"teacher_topk_ids", "teacher_topk_logp"})
+    provided_columns: ClassVar[frozenset[str]] = frozenset({"teacher_topk_ids", "teacher_topk_logp"})
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "topk_logp"})
 
     recipe: Literal["distill"] = Field("distill", description="the command that these options are for")

@@ -24,7 +24,7 @@ class DPORun(SupervisedRun):
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DPO_ALIASES
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"reference": "reference.path"}
-    told: ClassVar[frozenset[str]] = frozenset({"reward", "ref_logp"})
+    provided_columns: ClassVar[frozenset[str]] = frozenset({"reward", "ref_logp"})
 
     recipe: Literal["dpo"] = Field("dpo", description="the command that these options are for")
     data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="what was preferred to what")

@@ -42,13 +42,13 @@ class PeriodicValidation:
         if math.isfinite(loss):
             self.scores[step] = -loss
         else:
-            told = (
+            message = (
                 "The loss on `data.val` is %g after step %d: it is no number to compare, and marks no best checkpoint."
             )
-            get_logger("recipes").warning(f"{told} Lower `train.learning_rate` if it goes on.", loss, step)
+            get_logger("recipes").warning(f"{message} Lower `train.learning_rate` if it goes on.", loss, step)
         if step == 0:
-            told = "Before training, the loss on `data.val` is %.4g (%d examples)."
-            get_logger("recipes").info(told, loss, self.batch.num_groups)
+            message = "Before training, the loss on `data.val` is %.4g (%d examples)."
+            get_logger("recipes").info(message, loss, self.batch.num_groups)
         return metrics.with_prefix("eval/")
 
     def score_at(self, step: int) -> float | None:

@@ -19,7 +19,7 @@ __all__ = ["RewardModelRun"]
 class RewardModelRun(SupervisedRun):
     """Everything `etude reward-model` needs to know."""
 
-    told: ClassVar[frozenset[str]] = frozenset({"reward"})
+    provided_columns: ClassVar[frozenset[str]] = frozenset({"reward"})
     outputs: ClassVar[frozenset[str]] = frozenset({"score"})
     head: ClassVar[Head] = "value"  # one number, which begins at 0 unless the model's files have it
 

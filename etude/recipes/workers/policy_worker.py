@@ -132,7 +132,7 @@ class PolicyWorker:
         epochs: int,
         auxiliary: AuxiliaryModels | None = None,
         engine: TorchEngine | None = None,
-        longest: int = 0,
+        max_total_tokens: int = 0,
     ) -> None:
         """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
         answers together."""
@@ -143,7 +143,7 @@ class PolicyWorker:
             engine,
         )
         self._seed, self._epochs, self._ranks = seed, epochs, learner.ranks
-        self._longest = longest
+        self._max_total_tokens = max_total_tokens
         self._meter = UtilizationMeter(learner.model.device)
         self._objective = PolicyObjective(algorithm)
         self._next_state = AlgorithmState()
@@ -164,20 +164,20 @@ class PolicyWorker:
         for name in sorted(columns & self._auxiliary.frozen.keys()):
             batch = batch.replace(**{name: self._auxiliary.frozen[name].logp(batch)})
         critic = self._auxiliary.critic
-        foreseen = columns & critic.columns if critic is not None else frozenset()
-        if critic is not None and foreseen:
-            batch = critic.annotate(batch, foreseen)
-        own = columns - foreseen - self._auxiliary.frozen.keys()
+        critic_columns = columns & critic.columns if critic is not None else frozenset()
+        if critic is not None and critic_columns:
+            batch = critic.annotate(batch, critic_columns)
+        own = columns - critic_columns - self._auxiliary.frozen.keys()
         return self._learner.annotate(batch, own) if own else batch
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch, step: int) -> Batch:
         """The batch with advantages, weights and masks."""
         self._step = step
-        found = self._algorithm.estimate(batch, self._next_state, seed=self._seed, step=step, ranks=self._ranks)
-        self._objective.state, self._next_state = found.state, found.next_state
-        self._estimated = found.metrics
-        return found.batch
+        estimated = self._algorithm.estimate(batch, self._next_state, seed=self._seed, step=step, ranks=self._ranks)
+        self._objective.state, self._next_state = estimated.state, estimated.next_state
+        self._estimated = estimated.metrics
+        return estimated.batch
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:
@@ -185,13 +185,13 @@ class PolicyWorker:
         metrics, self._estimated = self._estimated, Metrics()
         before = self._learner.version
         critic = self._auxiliary.critic
-        resting = nullcontext() if critic is None else critic.working()
-        with self._pause_engine(), self._learner.working(), resting:
+        critic_work = nullcontext() if critic is None else critic.working()
+        with self._pause_engine(), self._learner.working(), critic_work:
             for _ in range(self._epochs):
                 for part in parts:
                     if critic is not None:
-                        told = critic.update(part, self._auxiliary.critic_objective)
-                        metrics.merge({f"critic/{name}": metric for name, metric in told.items()})
+                        critic_metrics = critic.update(part, self._auxiliary.critic_objective)
+                        metrics.merge({f"critic/{name}": metric for name, metric in critic_metrics.items()})
                     if self._step > self._auxiliary.warmup:
                         metrics.merge(self._update_policy(part, alone=self._epochs * len(parts) == 1))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
@@ -219,8 +219,8 @@ class PolicyWorker:
             return self._learner.update(part, self._objective)
         self._objective.start_single_update(part)
         metrics = self._learner.update(part, self._objective)
-        known = View(part.replace(old_logp=self._objective.take_old_logp()), ranks=self._ranks)
-        metrics.merge(self._algorithm.correction.measure(known))
+        annotated = View(part.replace(old_logp=self._objective.take_old_logp()), ranks=self._ranks)
+        metrics.merge(self._algorithm.correction.measure(annotated))
         return metrics
 
     @dispatch_mode()
@@ -231,7 +231,7 @@ class PolicyWorker:
     @dispatch_mode()
     def max_total_tokens(self) -> int:
         """How many tokens a rollout may have."""
-        return self._longest
+        return self._max_total_tokens
 
     @dispatch_mode()
     def weights(self) -> Iterable[tuple[str, Tensor]]:
@@ -287,17 +287,17 @@ class PolicyWorker:
         restarted: these were started again, and the version is the one that was carried last. Where the weights have
         moved on since, they are left as they are: the next publish brings them.
         """
-        mine = plan.share(servers, rank_of(current_ranks()))
+        servers_of_rank = plan.share(servers, rank_of(current_ranks()))
         if restarted and self._sent_version != self._learner.version:
-            left = [
-                ServerUpdate(each.url, updated=False, started=False, error="The weights have moved on.")
-                for each in mine
+            results = [
+                ServerUpdate(server.url, updated=False, started=False, error="The weights have moved on.")
+                for server in servers_of_rank
             ]
-            return SendResult(left)  # type: ignore[return-value]
+            return SendResult(results)  # type: ignore[return-value]
         self._sent_version = self._learner.version
         self._sender = self._sender or WeightSender(plan.sync, self._learner.model.device)
         with self._server_weights(plan.untied) as weights:
-            return self._sender.send(mine, weights, version)  # type: ignore[return-value]
+            return self._sender.send(servers_of_rank, weights, version)  # type: ignore[return-value]
 
     @dispatch_mode()
     def write_model(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
@@ -306,10 +306,10 @@ class PolicyWorker:
         untied: with a head of its own, where that is the embedding. bare: without its adapters.
         """
         model = self._learner.model
-        told = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
+        config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
         with nullcontext(model.base_weights()) if bare else self._server_weights(untied) as weights:
             if is_first_rank(current_ranks()):
-                export(weights, told, directory, tokenizer=tokenizer)
+                export(weights, config, directory, tokenizer=tokenizer)
         return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     @dispatch_mode()
@@ -355,14 +355,16 @@ class PolicyWorker:
         if self._sampling_engine.model is model:
             self.assemble()
         try:
-            told = asyncio.run(LocalWeightSync(self._sampling_engine).publish(weights, version, model.named_weights()))
+            metrics = asyncio.run(
+                LocalWeightSync(self._sampling_engine).publish(weights, version, model.named_weights())
+            )
         finally:
             if self._learner.divided:
                 weights.drain()
         asyncio.run(self._sampling_engine.wake())  # where it slept, to make room
         asyncio.run(self._sampling_engine.resume())  # it has paused since the update
         release_omp_workers()
-        return told
+        return metrics
 
     def assemble(self) -> None:
         """Have the weights be whole in the model, where they are divided, until the next update."""
@@ -378,11 +380,11 @@ class PolicyWorker:
     @dispatch_mode(gather=Gather.METRICS)
     def engine_stats(self) -> Metrics:
         """What the engine did since this was last asked. It is busy beside those of the other ranks."""
-        seen = dict(self._sampling_engine.stats())
-        seen["engine/busy_seconds"] = Sum.of(
-            (seen["engine/busy_seconds"].value() or 0.0) / count_ranks(current_ranks())
+        stats = dict(self._sampling_engine.stats())
+        stats["engine/busy_seconds"] = Sum.of(
+            (stats["engine/busy_seconds"].value() or 0.0) / count_ranks(current_ranks())
         )
-        return Metrics(seen)
+        return Metrics(stats)
 
     @dispatch_mode(gather=Gather.METRICS)
     def utilization(self) -> Metrics:

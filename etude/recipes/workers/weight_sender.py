@@ -44,8 +44,8 @@ class SendPlan:
         """The servers that are this rank's, by their places among all that the run has."""
         if rank not in self.ranks or not servers:
             return []
-        mine = assign_replicas(1 + max(servers), len(self.ranks), self.ranks.index(rank))
-        return [address for place, address in servers.items() if place in mine]
+        numbers = assign_replicas(1 + max(servers), len(self.ranks), self.ranks.index(rank))
+        return [address for number, address in servers.items() if number in numbers]
 
 
 @dataclass(frozen=True)
@@ -108,28 +108,31 @@ class WeightSender:
 
     def send(self, servers: Sequence[ServerAddress], weights: Iterable[tuple[str, Tensor]], version: int) -> SendResult:
         """Bring these to the weights."""
-        return asyncio.run(self._send([ServerClient.from_address(each) for each in servers], weights, version))
+        return asyncio.run(self._send([ServerClient.from_address(server) for server in servers], weights, version))
 
     async def _send(
         self, servers: Sequence[ServerClient], weights: Iterable[tuple[str, Tensor]], version: int
     ) -> SendResult:
         if not servers:
             return SendResult()
-        figures: Mapping[str, float] = {}
+        metrics: Mapping[str, float] = {}
         failed: Mapping[str, str] = {}
-        why = ""
+        failure = ""
         try:
             if self._weight_sync is None:
                 self._weight_sync = build_weight_sync(servers, self._sync, Path(), self._gpu)
-            anew = [server for server in servers if self._epochs.get(server.url) != server.incarnation]
+            restarted = [server for server in servers if self._epochs.get(server.url) != server.incarnation]
             self._epochs |= {server.url: server.incarnation for server in servers}
-            figures = (await self._weight_sync.publish(weights, version, servers, restarted=anew)).reduce()
+            metrics = (await self._weight_sync.publish(weights, version, servers, restarted=restarted)).reduce()
         except (EtudeError, OSError, RuntimeError) as error:
-            why = str(error) or type(error).__name__
+            failure = str(error) or type(error).__name__
         finally:
             failed = {} if self._weight_sync is None else self._weight_sync.failed
             for server in servers:
                 await server.close()
-        fared = [failed.get(server.url, why) for server in servers]
-        told = [ServerUpdate(at.url, not said, at.withdrawn, said) for at, said in zip(servers, fared, strict=True)]
-        return SendResult(told, figures)
+        errors = [failed.get(server.url, failure) for server in servers]
+        updates = [
+            ServerUpdate(address.url, not problem, address.withdrawn, problem)
+            for address, problem in zip(servers, errors, strict=True)
+        ]
+        return SendResult(updates, metrics)

@@ -147,7 +147,7 @@ def test_a_rollout_is_written_down_before_its_tokens_are_laid(tmp_path: Path) ->
             return Laid(rows)
 
         with sourced(Scripted(), store, keep=keep) as source:
-            assert {type(rows.kept) for rows in source.next(1).rows} == {Laid}
+            assert {type(rows.samples_ref) for rows in source.next(1).rows} == {Laid}
         assert len(found) == 6 and {state.status for state in found} == {Status.SUCCEEDED}
 
 
@@ -164,7 +164,7 @@ def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:
         with sourced(engine, store, keep=Laid) as source:
             groups = source.next(1)
     assert 3 in written and len(engine.asked) == 6 - len(written) and len(groups.rollouts) == 6
-    assert {type(rows.kept) for rows in groups.rows} == {Laid}
+    assert {type(rows.samples_ref) for rows in groups.rows} == {Laid}
 
 
 def test_a_step_is_let_go_of_before_the_next_is_collected(world: Path, tmp_path: Path) -> None:

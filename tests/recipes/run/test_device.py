@@ -61,10 +61,12 @@ def test_ranks_over_ray_have_gpus_that_their_controller_has_not(
     assert select_device(run) == torch.device("cuda")
     check_device(run)
     assert "Computing on GPUs of Ray's nodes" in caplog.text
-    check_placement(run, frozenset(ROLES), together=False)
+    check_placement(run, frozenset(ROLES), whole_distributions=False)
     with pytest.raises(ConfigError, match=r"The reward model would compute on a GPU.*`placement\.reward=cpu`"):
-        check_placement(run, frozenset(ROLES) - {"reward"}, together=False)
-    check_placement(run_of(world, device="cuda", cluster="ray", placement__reward="cpu"), frozenset(), together=False)
+        check_placement(run, frozenset(ROLES) - {"reward"}, whole_distributions=False)
+    check_placement(
+        run_of(world, device="cuda", cluster="ray", placement__reward="cpu"), frozenset(), whole_distributions=False
+    )
 
 
 @NO_GPU

@@ -120,13 +120,13 @@ def test_impossible_layouts_are_refused_with_the_sum(
 ) -> None:
     run = run_of(world, **options)
     with pytest.raises(ConfigError, match=told):
-        check_placement(run, frozenset(), together=False)
+        check_placement(run, frozenset(), whole_distributions=False)
 
 
 def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) -> None:
     def placed_on(**options: Any) -> tuple[int, ...]:
         run = run_of(world, rollout="vllm", **options)
-        check_placement(run, frozenset(), together=False)
+        check_placement(run, frozenset(), whole_distributions=False)
         assert isinstance(run.rollout, ServerConfig)
         return gpus_of_servers(run, run.rollout)
 
@@ -145,7 +145,7 @@ def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) ->
 
 
 def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:
-    check_placement(run_of(world, ranks=16, cluster="ray"), frozenset(), together=False)
+    check_placement(run_of(world, ranks=16, cluster="ray"), frozenset(), whole_distributions=False)
 
 
 @pytest.mark.parametrize(
