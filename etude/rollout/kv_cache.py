@@ -11,9 +11,9 @@ product, each of which is reduced on its own, and padding to the longest of a gr
 behind the others. In float32 the kernels keep no such promise by themselves. On most processors a product of fewer
 than 4 rows takes another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4,
 and a sum over more than 192 keys is cut into parts whose size depends on their number; on others more is so. A pass
-therefore computes in a `Form`, found by a trial, which says how many rows, queries and keys a product has (see
-`steady`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a prompt, or
-again after its request was preempted. In bfloat16 the kernels keep the promise at any size.
+therefore computes in `ProductShapes`, found by a trial, which say how many rows, queries and keys a product has (see
+`batch_invariance`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a
+prompt, or again after its request was preempted. In bfloat16 the kernels keep the promise at any size.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor
 from etude.errors import ConfigError
 from etude.models import Model
 from etude.rollout.attention_groups import AttentionGroup, group_chunks, split_into_chunks
+from etude.rollout.batch_invariance import ProductShapes
 from etude.rollout.scheduler import ScheduledWork
-from etude.rollout.steady import Form
 
 if TYPE_CHECKING:
     from etude.rollout.config import TorchEngineConfig
@@ -96,8 +96,10 @@ class _AttentionBatch:
 class ForwardBatch:
     """One forward pass over the works of a step: its flat tokens, and how they attend."""
 
-    def __init__(self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], form: Form) -> None:
-        self.cache, self.form = cache, form
+    def __init__(
+        self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
+    ) -> None:
+        self.cache, self.shapes = cache, shapes
         computed = [work for work in works if work.stop > work.start]
         start = np.array([work.start for work in computed])
         stop = np.array([work.stop for work in computed])
@@ -105,7 +107,7 @@ class ForwardBatch:
         first = np.cumsum(stop - start) - (stop - start)
         self.tokens = int((stop - start).sum())
         """How many rows are real; the others make up a number of rows that is safe."""
-        padding = np.zeros(-self.tokens % form.rows.multiple, dtype=np.int64)
+        padding = np.zeros(-self.tokens % shapes.rows.multiple, dtype=np.int64)
         positions = np.arange(self.tokens) - np.repeat(first - start, stop - start)
         ids = np.concatenate([work.request.tokens[work.start : work.stop] for work in computed])
         self.ids = self._to(np.concatenate([ids, padding]))
@@ -117,12 +119,12 @@ class ForwardBatch:
             row_of[id(w.duplicate_of or w)] + (w.duplicate_of or w).stop - (w.duplicate_of or w).start - 1
             for w in self.sampled
         ]
-        self.last_rows = self._to(np.array(last + [0] * (-len(last) % form.rows.multiple), dtype=np.int64))
+        self.last_rows = self._to(np.array(last + [0] * (-len(last) % shapes.rows.multiple), dtype=np.int64))
         self._source: Tensor | None = None
         self._write = self._write_slots(np.repeat(slot, stop - start), positions, row_of, table)
-        pieces = split_into_chunks(first, start, stop, slot, form.keys.piece(cache.queries_per_kv_head))
+        pieces = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
         sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
-        groups = group_chunks(pieces, table, shares=form.keys.shares, **sizes)
+        groups = group_chunks(pieces, table, shares=shapes.attention.allows_prefix_groups, **sizes)
         self._batches = [self._batch(group, table) for group in groups]
 
     def _write_slots(
@@ -149,8 +151,8 @@ class ForwardBatch:
     def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> _AttentionBatch:
         cache, pieces = self.cache, group.chunks
         families, size, shared = group.prefix_groups, cache.size, group.prefix_length
-        count = self.form.keys.tokens(int(pieces.count.max()), cache.queries_per_kv_head)
-        first, blocks = shared // size, self.form.keys.blocks(int(pieces.end.max()) - shared, size)
+        count = self.shapes.attention.pad_tokens(int(pieces.count.max()), cache.queries_per_kv_head)
+        first, blocks = shared // size, self.shapes.attention.padded_blocks(int(pieces.end.max()) - shared, size)
         counts = pieces.count[:, None]
         inside = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
         rows = (pieces.row[:, None] + inside).reshape(-1)
@@ -200,10 +202,10 @@ class ForwardBatch:
         keys, values = fetched[common:].view(2, pieces * heads, own, cache.width)
         asked = q[batch.rows].view(pieces, count, heads, cache.queries_per_kv_head, cache.width).transpose(1, 2)
         asked = asked.reshape(pieces * heads, rows, cache.width)
-        scores = self.form.keys.scores(asked, keys)
+        scores = self.shapes.attention.scores(asked, keys)
         if shared:
             common_keys, common_values = fetched[:common].view(2, families * heads, shared, cache.width)
-            together = self.form.keys.scores(_group_by_prefix(asked, families, heads), common_keys)
+            together = self.shapes.attention.scores(_group_by_prefix(asked, families, heads), common_keys)
             scores = torch.cat([_split_by_chunk(together, families, each), scores], -1)
         scores = scores.view(pieces, heads, count, cache.queries_per_kv_head, shared + own)
         if softcap is None:
@@ -213,9 +215,11 @@ class ForwardBatch:
         weights = torch.softmax(weights, -1).to(cache.dtype).view(pieces * heads, rows, shared + own)
         found = None
         if shared:
-            together = self.form.keys.sums(_group_by_prefix(weights[:, :, :shared], families, heads), common_values)
+            together = self.shapes.attention.weighted_sums(
+                _group_by_prefix(weights[:, :, :shared], families, heads), common_values
+            )
             found = _split_by_chunk(together, families, each)
-        found = self.form.keys.sums(weights[:, :, shared:], values, found)
+        found = self.shapes.attention.weighted_sums(weights[:, :, shared:], values, found)
         found = found.view(pieces, heads, count, cache.queries_per_kv_head, cache.width).transpose(1, 2)
         return found.reshape(pieces * count, heads * cache.queries_per_kv_head, cache.width)
 

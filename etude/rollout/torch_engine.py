@@ -10,8 +10,8 @@ two tokens and waits for a future. So no state is shared, and `pause`, `swap` an
     unblocked by   whatever is posted; `close` ends the loop after the step under way
 
 With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
-often it was preempted: bit for bit with float32 weights (see `kv`), where this processor has a form of the products
-that makes it so, which is tried before the first step (see `steady`, for the number of threads too).
+often it was preempted: bit for bit with float32 weights (see `kv`), where this processor has shapes of the products
+that make it so, which is tried before the first step (see `batch_invariance`, for the number of threads too).
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ from etude.errors import ConfigError, DataError, EngineError
 from etude.models import EngineModel, Model
 from etude.observe import Last, Mean, Metrics, Min, Sum, get_logger
 from etude.records import Completion, SamplingParams
+from etude.rollout.batch_invariance import (
+    UNPADDED_SHAPES,
+    ProductShapes,
+    find_batch_invariant_shapes,
+    max_context_padding,
+)
 from etude.rollout.block_pool import BlockPool
 from etude.rollout.command_queue import CommandQueue
 from etude.rollout.config import TorchEngineConfig
@@ -42,7 +48,6 @@ from etude.rollout.omp_workers import release_omp_workers
 from etude.rollout.request import Delta, Request, check_request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import Scheduler, SchedulerStats
-from etude.rollout.steady import LOOSE, Form, slack, steady_form
 
 if TYPE_CHECKING:
     from etude.chat import Tokenizer
@@ -76,7 +81,7 @@ class TorchEngine:
         self._commands = CommandQueue()
         self._paused = False
         self._broken: EngineError | None = None
-        self._form: Form | None = None
+        self._shapes: ProductShapes | None = None
         self._busy = self._used = 0.0
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
         self._thread.start()
@@ -91,7 +96,7 @@ class TorchEngine:
     @property
     def exact(self) -> bool:
         """True if a request gets the same bits in every batch; known after the first step."""
-        return self._form is not None and self._form.exact
+        return self._shapes is not None and self._shapes.batch_invariant
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
@@ -262,22 +267,22 @@ class TorchEngine:
         """One token for everybody who is at the end of their context; a piece of prompt for the others."""
         scheduler, cache = self._scheduler, self._cache
         assert cache is not None, "an engine that sleeps has nothing under way"
-        form = self._form = self._form or self._formed()
-        works = scheduler.schedule(form.rows.most)
-        run = ForwardBatch(cache, works, scheduler.table, form)
+        shapes = self._shapes = self._shapes or self._find_shapes()
+        works = scheduler.schedule(shapes.rows.max_tokens)
+        run = ForwardBatch(cache, works, scheduler.table, shapes)
         hidden = self._resident.model.hidden(run.ids, run.positions, run)
         scheduler.advance(works)
         requests = [work.request for work in run.sampled]
-        rows = form.rows.logits(self.model.vocab_size)
+        rows = shapes.rows.logit_rows(self.model.vocab_size)
         for start in range(0, len(requests), rows):
             some = requests[start : start + rows]
             self._finish(some, self.model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)])
         self._used = max(self._used, scheduler.blocks.in_use / scheduler.blocks.count)
 
-    def _formed(self) -> Form:
-        """Return the form of this engine. Called before the first step, as divided weights may be absent earlier."""
-        steady = self.config.deterministic and self.model.dtype == torch.float32
-        return steady_form(self._resident.model) if steady else LOOSE
+    def _find_shapes(self) -> ProductShapes:
+        """Return the shapes of the products. Called before the first step, as divided weights may be absent earlier."""
+        needed = self.config.deterministic and self.model.dtype == torch.float32
+        return find_batch_invariant_shapes(self._resident.model) if needed else UNPADDED_SHAPES
 
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
         """Draw each request's next token, and hand over those that are through."""
@@ -372,8 +377,8 @@ class TorchEngine:
             raise
         if not missing:
             self._broken = None
-        if self._form is not None and not self._form.tried:
-            self._form = None
+        if self._shapes is not None and not self._shapes.tested:
+            self._shapes = None
         self._scheduler.set_version(version)
         if self._cache is not None:
             self._resident.refresh(frozen=not missing)
@@ -395,7 +400,7 @@ class TorchEngine:
                 "engine/busy_seconds": Sum.of(self._busy),
             }
         )
-        if self._form is not None:
+        if self._shapes is not None:
             metrics.add("engine/exact", Min.of(int(self.exact)))
         metrics.merge(self._resident.pop_merge_metrics())
         scheduler.stats = SchedulerStats()
@@ -414,7 +419,7 @@ class TorchEngine:
             max_running=self.config.max_running,
             prefill_tokens=self.config.prefill_tokens,
             max_total_tokens=min(self.model.context_length, self._blocks * self.config.block_size)
-            + slack(self.config.block_size),
+            + max_context_padding(self.config.block_size),
         )
         scheduler.version = version
         scheduler.stats = counts or scheduler.stats

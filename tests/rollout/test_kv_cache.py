@@ -1,4 +1,4 @@
-"""The kernels on which the cache relies: in the right form they compute a row alike in every batch."""
+"""The kernels on which the cache relies: in the right shapes they compute a row alike in every batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import linear
 
 from etude.rollout.attention_groups import KEYS
+from etude.rollout.batch_invariance import MIN_KEYS, USUAL_SHAPES, ProductShapes, find_shapes_of_layers
 from etude.rollout.kv_cache import KVCache, block_bytes
-from etude.rollout.steady import MIN_KEYS, STEADY, Form, plain_forms
 from tests.rollout.engines import model_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -18,43 +18,49 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def form_of(dtype: torch.dtype, shape: tuple[int, int], width: int) -> Form:
-    """The form of an engine. In bfloat16 every size is right, and these are some."""
-    return plain_forms([shape], [width]) if dtype == torch.float32 else STEADY
+def shapes_of(dtype: torch.dtype, shape: tuple[int, int], width: int) -> ProductShapes:
+    """The shapes of an engine. In bfloat16 every size is right, and these are some."""
+    return find_shapes_of_layers([shape], [width]) if dtype == torch.float32 else USUAL_SHAPES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (300, 192), (512, 1536), (128, 4864), (9, 64), (64, 3)])
 def test_a_linear_layer_gives_each_row_its_own(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    form = form_of(dtype, (outputs, inputs), 16)
-    size = form.rows.multiple
+    shapes = shapes_of(dtype, (outputs, inputs), 16)
+    size = shapes.rows.multiple
     weight, rows = random(outputs, inputs, dtype=dtype), random(40 * size, inputs, dtype=dtype, seed=1)
     alone = linear(rows[:size], weight)
-    for count in (1,) if form.rows.fixed else (1, 2, 3, 5, 8, 40):
-        assert torch.equal(linear(rows[: count * size], weight)[:size], alone) or not form.exact
-        assert torch.equal(linear(rows[: count * size].flip(0), weight).flip(0)[:size], alone) or not form.exact
+    for count in (1,) if shapes.rows.fixed else (1, 2, 3, 5, 8, 40):
+        assert torch.equal(linear(rows[: count * size], weight)[:size], alone) or not shapes.batch_invariant
+        assert (
+            torch.equal(linear(rows[: count * size].flip(0), weight).flip(0)[:size], alone)
+            or not shapes.batch_invariant
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
-def test_products_over_keys_do_not_depend_on_padding_or_company(dtype: torch.dtype, width: int) -> None:
-    form = form_of(dtype, (16, 16), width)
-    meet, least = form.keys, form.keys.tokens(1, 1)
+def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype, width: int) -> None:
+    shapes = shapes_of(dtype, (16, 16), width)
+    padding, fewest = shapes.attention, shapes.attention.pad_tokens(1, 1)
     keys, values = (random(24, 640, width, dtype=dtype, seed=seed) for seed in (1, 2))
     queries = random(24, 128, width, dtype=dtype, seed=3)
     for seen in (MIN_KEYS, 100, KEYS + 1, 300):
         weights = torch.zeros(24, 128, 640, dtype=dtype)
         weights[:, :, :seen] = torch.rand(24, 128, seen, generator=torch.Generator().manual_seed(4)).to(dtype)
         found = []
-        for company, tokens, longer in ((2, 1, 0), (24, 8, 40), (3, 128, 340)):
-            rows, length = meet.tokens(min(tokens, meet.piece(1)), 1), meet.blocks(min(seen + longer, 640), 1)
-            scores = meet.scores(queries[:company, :rows], keys[:company, :length])
-            total = torch.zeros(company, rows, width, dtype=dtype)
-            total = meet.sums(weights[:company, :rows, :length], values[:company, :length], total)
-            found.append((scores[:2, :least, :seen], total[:2, :least]))
+        for entries, tokens, longer in ((2, 1, 0), (24, 8, 40), (3, 128, 340)):
+            rows, length = (
+                padding.pad_tokens(min(tokens, padding.chunk_tokens(1)), 1),
+                padding.padded_blocks(min(seen + longer, 640), 1),
+            )
+            scores = padding.scores(queries[:entries, :rows], keys[:entries, :length])
+            total = torch.zeros(entries, rows, width, dtype=dtype)
+            total = padding.weighted_sums(weights[:entries, :rows, :length], values[:entries, :length], total)
+            found.append((scores[:2, :fewest, :seen], total[:2, :fewest]))
         for scores, total in found[1:]:
             same = torch.equal(scores, found[0][0]) and torch.equal(total, found[0][1])
-            assert same or not form.exact
+            assert same or not shapes.batch_invariant
 
 
 def test_the_memory_is_what_it_says() -> None:

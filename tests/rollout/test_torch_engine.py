@@ -17,7 +17,7 @@ import torch
 
 from etude.errors import ConfigError, DataError, EngineError
 from etude.records import Completion, SamplingParams
-from etude.rollout import steady, torch_engine
+from etude.rollout import batch_invariance, torch_engine
 from etude.rollout.request import Delta
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.rollout.engines import V, engine_of, model_of, prompt_of, said_of, same, words
@@ -61,7 +61,7 @@ def test_a_large_vocabulary_is_drawn_from_a_few_rows_at_a_time(monkeypatch: pyte
         at_once = engine.generate_all(*asked)
         seen, logits = [], engine.model.logits
         monkeypatch.setattr(engine.model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
-        monkeypatch.setattr(steady, "MAX_LOGITS", 16 * V)
+        monkeypatch.setattr(batch_invariance, "MAX_LOGITS", 16 * V)
         in_pieces = engine.generate_all(*asked)
     assert len(seen) > 3 and max(seen) <= 16
     assert all(same(one, other) for one, other in zip(at_once, in_pieces, strict=True))

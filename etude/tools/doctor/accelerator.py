@@ -127,7 +127,7 @@ def _precision(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _company(found: str) -> Finding:
-    """Report if an answer in float32 is independent of its batch on this processor; see `steady`."""
+    """Report if an answer in float32 is independent of its batch on this processor; see `batch_invariance`."""
     if found == "matters":
         what = "In fp32 the last bits of an answer depend on what shares its batch, so that no run goes on bit for bit."
         remedy = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from etude.models.prepack import multiplies_bf16
-from etude.rollout.steady import STEADY, plain_forms
+from etude.rollout.batch_invariance import USUAL_SHAPES, find_shapes_of_layers
 
 __all__ = ["probe_torch"]
 
@@ -31,7 +31,7 @@ def probe_torch() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         reaches = torch.cuda.is_available()
-    form = plain_forms(LAYERS, WIDTHS)
+    shapes = find_shapes_of_layers(LAYERS, WIDTHS)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -42,7 +42,11 @@ def probe_torch() -> dict[str, Any]:
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
         "multiplies_bf16": multiplies_bf16(),
-        "company": "matters" if not form.exact else "usual form" if form == STEADY else "other form",
+        "company": "matters"
+        if not shapes.batch_invariant
+        else "usual form"
+        if shapes == USUAL_SHAPES
+        else "other form",
         "rates": {str(dtype).removeprefix("torch."): _rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
     }
 

@@ -40,12 +40,12 @@ from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.workers.policy_worker import LossObjective, PolicyWorker
 from etude.records import Rollout, Sample
 from etude.rollout import TorchEngineConfig
+from etude.rollout.batch_invariance import UNPADDED_SHAPES, USUAL_SHAPES, ProductShapes, max_context_padding
 from etude.rollout.block_pool import BlockPool
 from etude.rollout.kv_cache import ForwardBatch, KVCache, count_blocks
 from etude.rollout.request import Request
 from etude.rollout.sampling import sample_tokens
 from etude.rollout.scheduler import ScheduledWork, Scheduler
-from etude.rollout.steady import LOOSE, STEADY, Form, slack
 from etude.tools.plan.dry_run_common import (
     MICRO_BATCHES,
     DryRunResult,
@@ -198,10 +198,10 @@ class _DryRun:
         with self.fake_device, torch.no_grad(), engine.activate():
             with ledger.labeled_as("kv"):
                 cache = KVCache(model, blocks=blocks, size=how.block_size)
-            form = STEADY if how.deterministic and model.dtype == torch.float32 else LOOSE
+            shapes = USUAL_SHAPES if how.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
             with ledger.phase("sampling"), ledger.labeled_as("activations", logits_labeler(engine.model)):
                 for works, table in _steps(run, how, model, blocks, max_concurrency, sum(self.row)):
-                    _step(engine.model, cache, works, table, form)
+                    _step(engine.model, cache, works, table, shapes)
                     cache.fetched = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
             self.kept_alive = cache, engine, laid, self.engine_model
@@ -327,7 +327,7 @@ def _steps(
             BlockPool(blocks, engine.block_size),
             max_running=engine.max_running,
             prefill_tokens=prefill,
-            max_total_tokens=longest + slack(engine.block_size),
+            max_total_tokens=longest + max_context_padding(engine.block_size),
         )
         chance = np.random.default_rng(0)
         for _ in range(max_concurrency):
@@ -341,12 +341,12 @@ def _steps(
         yield works, scheduler.table
 
 
-def _step(model: Model, cache: KVCache, works: list[ScheduledWork], table: Any, form: Form) -> None:
+def _step(model: Model, cache: KVCache, works: list[ScheduledWork], table: Any, shapes: ProductShapes) -> None:
     """As the engine does one."""
-    run = ForwardBatch(cache, works, table, form)
+    run = ForwardBatch(cache, works, table, shapes)
     hidden = model.hidden(run.ids, run.positions, run)
     requests = [work.request for work in run.sampled]
-    rows = form.rows.logits(model.vocab_size)
+    rows = shapes.rows.logit_rows(model.vocab_size)
     for start in range(0, len(requests), rows):
         some = requests[start : start + rows]
         logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)]

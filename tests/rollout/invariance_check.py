@@ -1,6 +1,6 @@
-"""Say whether the engine claims, and gives, the same bits to a request alone and in company, by several kernels.
+"""Report if the engine claims, and gives, the same bits to a request alone and in a batch, with several kernels.
 
-    python -m tests.rollout.company AVX2 COMPATIBLE
+    python -m tests.rollout.invariance_check AVX2 COMPATIBLE
 
 A process of its own: MKL reads `MKL_CBWR` at its first product, so each value has a fork of a process that has made
 none. It prints a line of JSON for each.
@@ -20,14 +20,14 @@ import torch
 
 from etude.models import LoraAdapterConfig, Model, adapt
 from etude.records import SamplingParams
-from etude.rollout.steady import STEADY, plain_forms
+from etude.rollout.batch_invariance import USUAL_SHAPES, find_shapes_of_layers
 from etude.rollout.torch_engine import TorchEngine
 from tests.rollout.engines import engine_of, model_of, prompt_of, same
 
 LENGTHS = (3, 17, 39, 150, 150, 9)
 
 
-def models() -> list[Model]:
+def models_to_check() -> list[Model]:
     """Ours, one that runs transformers' own code, and one with adapters of an odd rank, as a run starts with them."""
     made = [model_of("qwen3"), model_of("gpt2")]
     if find_spec("peft"):
@@ -35,33 +35,33 @@ def models() -> list[Model]:
     return made
 
 
-def alike(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool:
+def batches_match(engine: TorchEngine, lengths: Sequence[int] = LENGTHS) -> bool:
     """Return True if each request gets the answer that it gets alone. Two of them share a long prefix."""
     prompts = [prompt_of(length) if length == 150 else prompt_of(length, seed=length) for length in lengths]
     prompts[4] = np.concatenate([prompts[4], prompts[0]])
-    asked = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
-    together = engine.generate_all(prompts, asked)
-    for prompt, how, one in zip(prompts, asked, together, strict=True):
+    samplings = [SamplingParams(max_tokens=6, seed=row) for row in range(len(prompts))]
+    together = engine.generate_all(prompts, samplings)
+    for prompt, sampling, one in zip(prompts, samplings, together, strict=True):
         asyncio.run(engine.update_weights((), 0))  # nothing is known of its beginning
-        if not same(one, engine.generate_all([prompt], [how])[0]):
+        if not same(one, engine.generate_all([prompt], [sampling])[0]):
             return False
     return True
 
 
 def main(kernels: str) -> None:
-    told: list[dict[str, bool]] = []
-    for model in models():
+    reports: list[dict[str, bool]] = []
+    for model in models_to_check():
         with engine_of(model) as engine:
-            told.append({"same": alike(engine), "exact": engine.exact})
+            reports.append({"same": batches_match(engine), "exact": engine.exact})
             if model.has_adapters:
                 with torch.no_grad():
                     for _, weight in model.trained_weights():
                         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.05)
                 asyncio.run(engine.update_weights((), 1))
-                told.append({"same": alike(engine), "exact": engine.exact})
-    plain = plain_forms([(512, 256), (9, 64)], [16, 128])
-    found = {"kernels": kernels, "engines": told, "plain": plain.exact, "usual": plain == STEADY}
-    print(json.dumps(found), flush=True)
+                reports.append({"same": batches_match(engine), "exact": engine.exact})
+    plain = find_shapes_of_layers([(512, 256), (9, 64)], [16, 128])
+    summary = {"kernels": kernels, "engines": reports, "plain": plain.batch_invariant, "usual": plain == USUAL_SHAPES}
+    print(json.dumps(summary), flush=True)
 
 
 if __name__ == "__main__":
