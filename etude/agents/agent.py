@@ -54,9 +54,9 @@ __all__ = [
 
 AGENT_PARAMETERS = ("task", "llm", "rollout", "resources")
 """What an agent may ask for, by the names of its parameters."""
-UNIMPORTABLE = "given by a program:"
+UNIMPORTABLE_PREFIX = "given by a program:"
 """How the agent of a run is called that no other process finds."""
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class RolloutInfo(NamedTuple):
@@ -109,10 +109,10 @@ def _async_client(base_url: str) -> AsyncOpenAI:
             "`llm.async_client` was asked for where no event loop runs; a function that is no coroutine has "
             "`llm.client`."
         ) from None
-    held = _async_clients.setdefault(loop, {})
-    if base_url not in held:
-        held[base_url] = load_openai_clients()[1](base_url=base_url, api_key="none")
-    return held[base_url]
+    clients = _async_clients.setdefault(loop, {})
+    if base_url not in clients:
+        clients[base_url] = load_openai_clients()[1](base_url=base_url, api_key="none")
+    return clients[base_url]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,10 @@ class FunctionAgent(Agent):
         return self
 
     def __reduce__(self) -> tuple[Callable[[str], Agent], tuple[str]]:
-        return load_agent, (_spec_of(self),)
+        return load_agent, (_function_agent_spec(self),)
 
-    def run(self, **given: Any) -> Any:
-        return self._function(**given)
+    def run(self, **arguments: Any) -> Any:
+        return self._function(**arguments)
 
     @property
     def title(self) -> str:
@@ -216,10 +216,10 @@ def agent(
     where its rollout does not allow less.
     """
 
-    def made(function: Callable[..., Any]) -> FunctionAgent:
+    def decorate(function: Callable[..., Any]) -> FunctionAgent:
         return FunctionAgent(function, max_concurrency=max_concurrency, timeout_s=timeout_s)
 
-    return made if function is None else made(function)
+    return decorate if function is None else decorate(function)
 
 
 def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
@@ -234,18 +234,22 @@ def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
     except (TypeError, ValueError) as error:
         raise AgentError(f"The agent {title} does not say what its parameters are: {error}.") from error
     names = []
-    for each in parameters:
-        if each.kind in _VARIABLE or (each.name not in AGENT_PARAMETERS and each.default is not each.empty):
+    for parameter in parameters:
+        if parameter.kind in _VARIADIC or (
+            parameter.name not in AGENT_PARAMETERS and parameter.default is not parameter.empty
+        ):
             continue
-        if each.name not in AGENT_PARAMETERS:
+        if parameter.name not in AGENT_PARAMETERS:
             raise AgentError(
-                f"The agent {title} takes `{each.name}`, which nobody gives: an agent is given "
+                f"The agent {title} takes `{parameter.name}`, which nobody gives: an agent is given "
                 f"{', '.join(AGENT_PARAMETERS[:-1])} and {AGENT_PARAMETERS[-1]}, whichever it names. Rename it, or "
                 "give it a default."
             )
-        if each.kind is each.POSITIONAL_ONLY:
-            raise AgentError(f"The agent {title} takes `{each.name}` by position alone; leave out the `/` behind it.")
-        names.append(each.name)
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise AgentError(
+                f"The agent {title} takes `{parameter.name}` by position alone; leave out the `/` behind it."
+            )
+        names.append(parameter.name)
     return CallSignature(tuple(names), inspect.iscoroutinefunction(function))
 
 
@@ -266,10 +270,10 @@ def as_agent(source: Any, title: str) -> Agent:
         if not issubclass(source, Agent):
             raise AgentError(f"{title} is a class, and none that is derived from etude.Agent. Derive it from that.")
         try:
-            made: Agent = source()
+            instance: Agent = source()
         except TypeError as error:
             raise AgentError(f"{title} cannot be made without arguments ({error}). Name one that is made.") from error
-        return made
+        return instance
     if callable(source):
         return FunctionAgent(source)
     raise AgentError(f"{title} is of type {type(source).__name__}; an agent is a function, or an etude.Agent.")
@@ -279,44 +283,46 @@ def load_agent(spec: str) -> Agent:
     """The agent that `module:name` or `path/to/file.py:name` names."""
     if not is_importable(spec):
         raise AgentError(
-            f"The agent{spec.removeprefix(UNIMPORTABLE)} was given to `etude.Trainer` by a program, and no other "
-            "process finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent at "
-            "the top level of a file is found by its name."
+            f"The agent{spec.removeprefix(UNIMPORTABLE_PREFIX)} was given to `etude.Trainer` by a program, and no "
+            "other process finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent "
+            "at the top level of a file is found by its name."
         )
     return as_agent(load_object(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
 
 
-def _spec_of(made: FunctionAgent) -> str:
+def _function_agent_spec(wrapped: FunctionAgent) -> str:
     """The name by which another process finds the agent of a function: `load_agent` takes it."""
-    module, name = made.__module__, made.__qualname__  # type: ignore[attr-defined]
-    place = locate_module(module) if module in sys.modules else module
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if place is None or found not in (made, made._function):
-        why = "it was written at a prompt" if place is None else f"{module} has no such agent under the name {name}"
-        raise AgentError(
-            f"The agent {made.title} cannot be sent to another process, because {why}. Define it by `@etude.agent` at "
-            "the top level of a file."
+    module, name = wrapped.__module__, wrapped.__qualname__  # type: ignore[attr-defined]
+    location = locate_module(module) if module in sys.modules else module
+    target: Any = sys.modules.get(module)
+    for attribute in name.split("."):
+        target = getattr(target, attribute, None)
+    if location is None or target not in (wrapped, wrapped._function):
+        reason = (
+            "it was written at a prompt" if location is None else f"{module} has no such agent under the name {name}"
         )
-    return f"{place}:{name}"
+        raise AgentError(
+            f"The agent {wrapped.title} cannot be sent to another process, because {reason}. Define it by "
+            "`@etude.agent` at the top level of a file."
+        )
+    return f"{location}:{name}"
 
 
 def get_agent_spec(source: Any) -> str:
     """The name by which a command finds what a program has for an agent: its file where that can be, so that it is
     found from anywhere. What stands at no top level is told of, and not found: see `named`."""
-    kind = source if hasattr(source, "__qualname__") else type(source)
-    for module in dict.fromkeys((kind.__module__, "__main__")):
-        held = vars(sys.modules[module]) if module in sys.modules else {}
-        name = next((name for name, value in held.items() if value is source), None)
-        if name is not None and (place := locate_module(module)) is not None:
-            return f"{place}:{name}"
-    return f"{UNIMPORTABLE} {as_agent(source, 'The agent').title}"
+    definition = source if hasattr(source, "__qualname__") else type(source)
+    for module in dict.fromkeys((definition.__module__, "__main__")):
+        namespace = vars(sys.modules[module]) if module in sys.modules else {}
+        name = next((name for name, value in namespace.items() if value is source), None)
+        if name is not None and (location := locate_module(module)) is not None:
+            return f"{location}:{name}"
+    return f"{UNIMPORTABLE_PREFIX} {as_agent(source, 'The agent').title}"
 
 
 def is_importable(spec: str) -> bool:
     """Whether other processes find an agent that is called so."""
-    return not spec.startswith(UNIMPORTABLE)
+    return not spec.startswith(UNIMPORTABLE_PREFIX)
 
 
 def locate_module(module: str) -> Path | str | None:

@@ -41,9 +41,9 @@ _lock = threading.Lock()
 
 def current_attempt() -> AttemptContext | None:
     """The attempt that the caller is a part of; None where no attempt is under way in this process."""
-    scope = _CURRENT.get()
-    if scope is not None:
-        return scope
+    context = _CURRENT.get()
+    if context is not None:
+        return context
     with _lock:
         if len(_open) > 1:
             raise AgentError(
@@ -71,9 +71,9 @@ class AttemptContext:
         self.older_threads: WeakSet[threading.Thread] = WeakSet()
         """The threads that there were when it began."""
         self._queue, self._loop = queue, asyncio.get_running_loop()
-        self._waiting: deque[Emission] = deque()
+        self._pending: deque[Emission] = deque()
         self._is_closed = False
-        self._pump: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
         self._lock = threading.Lock()
 
     @contextmanager
@@ -91,53 +91,53 @@ class AttemptContext:
             with _lock:
                 _open.discard(self)
 
-    def emit(self, what: Emission, final: bool = False) -> None:
+    def emit(self, emission: Emission, final: bool = False) -> None:
         """Have the desk told something, soon. Any thread may call it. `final` is the attempt's whole reward."""
         with self._lock:
-            told = f"Attempt {self.attempt_id.attempt} at rollout {self.attempt_id.rollout}"
+            title = f"Attempt {self.attempt_id.attempt} at rollout {self.attempt_id.rollout}"
             if self._is_closed:
-                raise AgentError(f"{told} is over: nothing is added to it any more.")
+                raise AgentError(f"{title} is over: nothing is added to it any more.")
             if final and self.has_final_reward:
                 raise AgentError(
-                    f"{told} was given its final reward already. Give it once; what single turns earned goes with "
+                    f"{title} was given its final reward already. Give it once; what single turns earned goes with "
                     "`turn=`, any number of times."
                 )
-            if len(self._waiting) >= MAX_PENDING:
+            if len(self._pending) >= MAX_PENDING:
                 raise AgentError(
-                    f"{told} has said {MAX_PENDING} things that the desk has not been told yet. Say less, or more "
+                    f"{title} has said {MAX_PENDING} things that the desk has not been told yet. Say less, or more "
                     "slowly."
                 )
             self.has_final_reward |= final
-            first = not self._waiting
-            self._waiting.append(what)
-        if first:
-            self._loop.call_soon_threadsafe(self._start)
+            was_idle = not self._pending
+            self._pending.append(emission)
+        if was_idle:
+            self._loop.call_soon_threadsafe(self._start_sender)
 
-    async def close(self, within: float) -> Exception | None:
+    async def close(self, timeout_s: float) -> Exception | None:
         """Take nothing more, and have told the desk all of it; the error, where it would not hear it in time."""
         with self._lock:
             self._is_closed = True
         with _lock:  # though a thread that was left still goes on in it
             _open.discard(self)
-        if self._waiting:
-            self._start()
-        if self._pump is None:
+        if self._pending:
+            self._start_sender()
+        if self._sender is None:
             return None
         try:
-            async with asyncio.timeout(within):
-                await self._pump
+            async with asyncio.timeout(timeout_s):
+                await self._sender
         except Exception as error:
             return error
         return None
 
-    def _start(self) -> None:
-        if self._waiting and (self._pump is None or (self._pump.done() and self._pump.exception() is None)):
-            self._pump = self._loop.create_task(self._send_pending())
+    def _start_sender(self) -> None:
+        if self._pending and (self._sender is None or (self._sender.done() and self._sender.exception() is None)):
+            self._sender = self._loop.create_task(self._send_pending())
 
     async def _send_pending(self) -> None:
         """What waits, in the order it was said; after an error the rest is kept from the desk, so that none of it is
         told out of order."""
-        while self._waiting:
-            await self._waiting[0](self._queue, self.attempt_id)
+        while self._pending:
+            await self._pending[0](self._queue, self.attempt_id)
             with self._lock:
-                self._waiting.popleft()
+                self._pending.popleft()

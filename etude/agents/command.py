@@ -43,16 +43,16 @@ __all__ = ["Command", "command", "reaper"]
 
 TaskInput = Literal["stdin", "file", "env"]
 
-CLOSING = 2.0
+PIPE_CLOSE_TIMEOUT = 2.0
 """Seconds that pipes may stay open once all that the program started is killed."""
-LONGEST_VARIABLE = 100_000
+MAX_VARIABLE_BYTES = 100_000
 """Bytes of a task that an environment variable holds; Linux allows 128 KiB."""
-MOST_OUTPUT = 1024
+MAX_OUTPUT_KB = 1024
 """Kilobytes of each kind of output that may be kept of a run: they go into the journal."""
-TAIL = 2000
+TAIL_CHARACTERS = 2000
 """Characters of the end of each output that an error holds."""
 # The program begins when its group is known to the guard, or never: it first reads a line that only then is written.
-_BEGIN = 'read -r go || exit 125; {limits}exec "$@"'
+_LAUNCH = 'read -r go || exit 125; {limits}exec "$@"'
 reaper = ProcessReaper()
 """Of this process: it ends commands, and whoever else is told to it, when this process has ended."""
 
@@ -94,8 +94,8 @@ class Command(Agent):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise AgentError(f"A command's {name} must be above 0; {value!r} was given.")
-        if self.output_kb > MOST_OUTPUT:
-            raise AgentError(f"A command's output_kb is at most {MOST_OUTPUT}; {self.output_kb} was given.")
+        if self.output_kb > MAX_OUTPUT_KB:
+            raise AgentError(f"A command's output_kb is at most {MAX_OUTPUT_KB}; {self.output_kb} was given.")
         owned = [name for name in self.environment if name.startswith("ETUDE_")]
         if owned:
             raise AgentError(f"A command's environment holds {', '.join(owned)}; names with ETUDE_ are Etude's to set.")
@@ -111,11 +111,11 @@ class Command(Agent):
         """Refuse what cannot be run, before anything is claimed for it."""
         if self.directory is not None and not self.directory.is_dir():
             raise AgentError(f"there is no directory {self.directory}")
-        path = build_program_env(self.environment).get("PATH")
-        where = self.directory or Path.cwd()
-        name = self.argv[0]
-        if shutil.which(str(where / name) if os.sep in name else name, path=path) is None:
-            raise AgentError(f"there is no program {name} to be found, or it may not be run")
+        search_path = build_program_env(self.environment).get("PATH")
+        directory = self.directory or Path.cwd()
+        program = self.argv[0]
+        if shutil.which(str(directory / program) if os.sep in program else program, path=search_path) is None:
+            raise AgentError(f"there is no program {program} to be found, or it may not be run")
 
     async def run(self, claim: Claim, store_url: str) -> AttemptReport:
         """Run the program once."""
@@ -126,36 +126,36 @@ class Command(Agent):
                 "there to write them to. Serve it, or have the program print its reward in its last line.",
             )
         text = json.dumps(dict(claim.task.fields), ensure_ascii=False)
-        if self.task == "env" and len(text.encode()) > LONGEST_VARIABLE:
+        if self.task == "env" and len(text.encode()) > MAX_VARIABLE_BYTES:
             return AttemptReport(
                 Outcome.FAILED,
-                f"Task {claim.task.ordinal} has more than {LONGEST_VARIABLE} bytes, which no environment variable "
+                f"Task {claim.task.ordinal} has more than {MAX_VARIABLE_BYTES} bytes, which no environment variable "
                 "holds. Give the command its tasks by `stdin` or in a `file`.",
             )
-        with tempfile.TemporaryDirectory(prefix="etude-task-", ignore_cleanup_errors=True) as place:
-            added = self._variables(claim, store_url)
+        with tempfile.TemporaryDirectory(prefix="etude-task-", ignore_cleanup_errors=True) as directory:
+            variables = self._variables(claim, store_url)
             if self.task == "env":
-                added["ETUDE_TASK"] = text
+                variables["ETUDE_TASK"] = text
             elif self.task == "file":
-                added["ETUDE_TASK_FILE"] = str(Path(place) / "task.json")
-                (Path(place) / "task.json").write_text(text, encoding="utf-8")
+                variables["ETUDE_TASK_FILE"] = str(Path(directory) / "task.json")
+                (Path(directory) / "task.json").write_text(text, encoding="utf-8")
             run = _CommandRun(
-                self, build_program_env({**self.environment, **added}), text if self.task == "stdin" else ""
+                self, build_program_env({**self.environment, **variables}), text if self.task == "stdin" else ""
             )
             try:
-                code = await run.run()
+                exit_code = await run.run()
             except asyncio.CancelledError as error:
                 error.add_note(run.tails())
                 raise
             finally:
                 run.record_output()
-        return await excuse_if_unreachable(self._make_report(code, run), claim.resources)
+        return await excuse_if_unreachable(self._make_report(exit_code, run), claim.resources)
 
     def _variables(self, claim: Claim, store_url: str) -> dict[str, str]:
-        added = {"ETUDE_ROLLOUT": str(claim.attempt_id.rollout), "ETUDE_ATTEMPT": str(claim.attempt_id.attempt)}
+        variables = {"ETUDE_ROLLOUT": str(claim.attempt_id.rollout), "ETUDE_ATTEMPT": str(claim.attempt_id.attempt)}
         llm = get_llm(claim)
         if llm is not None:
-            added |= {
+            variables |= {
                 "OPENAI_BASE_URL": llm.base_url,
                 "OPENAI_API_KEY": llm.api_key,
                 "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/").removesuffix("/v1"),
@@ -163,22 +163,24 @@ class Command(Agent):
                 "ETUDE_MODEL": llm.model,
             }
         if self.reward_key:
-            added |= {"ETUDE_STORE_URL": store_url, "ETUDE_REWARD_KEY": claim.reward_key}
-        return added
+            variables |= {"ETUDE_STORE_URL": store_url, "ETUDE_REWARD_KEY": claim.reward_key}
+        return variables
 
-    def _make_report(self, code: int, run: _CommandRun) -> AttemptReport:
+    def _make_report(self, exit_code: int, run: _CommandRun) -> AttemptReport:
         """What its exit code and its last line say."""
-        if code != 0:
+        if exit_code != 0:
             return AttemptReport(
-                Outcome.FAILED, f"The command {self.title} ended with {self._describe_exit(code)}. {run.tails()}"
+                Outcome.FAILED, f"The command {self.title} ended with {self._describe_exit(exit_code)}. {run.tails()}"
             )
         return AttemptReport(Outcome.SUCCEEDED, reward=_reward_in_last_line(run.output.text()))
 
-    def _describe_exit(self, code: int) -> str:
-        number = -code if code < 0 else code - 128  # a shell tells a child's signal by 128 and its number
+    def _describe_exit(self, exit_code: int) -> str:
+        number = (
+            -exit_code if exit_code < 0 else exit_code - 128
+        )  # a shell tells a child's signal by 128 and its number
         if number == signal.SIGXCPU:
             return f"all of its cpu_s={self.cpu_s} seconds of a processor used up"
-        return f"exit code {code}" if code >= 0 else f"the signal {signal.Signals(number).name}"
+        return f"exit code {exit_code}" if exit_code >= 0 else f"the signal {signal.Signals(number).name}"
 
 
 _SHELL = ("/bin/sh", "-c")
@@ -218,23 +220,23 @@ def command(
 class _Tail:
     """The end of what a program writes, of any length."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept = bytearray()
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
         self.dropped = 0
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         """Until nothing more comes."""
         while data := await stream.read(1 << 16):
-            self._kept += data
-            over = len(self._kept) - self._most
-            if over > 0:
-                del self._kept[:over]
-                self.dropped += over
+            self._buffer += data
+            excess = len(self._buffer) - self._max_bytes
+            if excess > 0:
+                del self._buffer[:excess]
+                self.dropped += excess
 
     def text(self) -> str:
         """What is kept of it."""
-        return self._kept.decode(errors="replace")
+        return self._buffer.decode(errors="replace")
 
 
 class _CommandRun:
@@ -249,28 +251,28 @@ class _CommandRun:
         process, loop = self._start(), asyncio.get_running_loop()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
-            feed, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-            feed.write(f"go\n{self._text}".encode())
-            feed.close()  # once all is written; the program need not read it
-            outputs = [await _reader(process.stdout), await _reader(process.stderr)]
-            kept = (self.output, self.errors)
-            readers = [asyncio.create_task(tail.read(reader)) for tail, (reader, _) in zip(kept, outputs, strict=True)]
-            ended = _exit_future(process, loop)
+            program_input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+            program_input.write(f"go\n{self._text}".encode())
+            program_input.close()  # once all is written; the program need not read it
+            outputs = [await _stream_reader(process.stdout), await _stream_reader(process.stderr)]
+            tails = (self.output, self.errors)
+            readers = [asyncio.create_task(tail.read(reader)) for tail, (reader, _) in zip(tails, outputs, strict=True)]
+            exited = _exit_future(process, loop)
             try:
-                await asyncio.shield(ended)
+                await asyncio.shield(exited)
             except asyncio.CancelledError:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGTERM)
-                await asyncio.wait({ended}, timeout=self._command.grace_s)
+                await asyncio.wait({exited}, timeout=self._command.grace_s)
                 raise
             finally:
                 _kill(process)
-                await asyncio.wait(readers, timeout=CLOSING)
+                await asyncio.wait(readers, timeout=PIPE_CLOSE_TIMEOUT)
                 for reader, (_, transport) in zip(readers, outputs, strict=True):
                     reader.cancel()
                     transport.close()
-                if feed.get_write_buffer_size():
-                    feed.abort()
+                if program_input.get_write_buffer_size():
+                    program_input.abort()
         finally:
             _kill(process)
             reaper.remove(process.pid)
@@ -279,15 +281,17 @@ class _CommandRun:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """The program, which waits for its first line, in a group that the guard knows."""
-        asked = self._command
-        limits = "".join(f"ulimit {each} || exit 125; " for each in _limits(asked.cpu_s, asked.memory_mb))
+        command = self._command
+        limits = "".join(
+            f"ulimit {limit} || exit 125; " for limit in _ulimit_arguments(command.cpu_s, command.memory_mb)
+        )
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _BEGIN.format(limits=limits), "etude", *asked.argv],
+            ["/bin/sh", "-c", _LAUNCH.format(limits=limits), "etude", *command.argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(self._environment),
-            cwd=asked.directory,
+            cwd=command.directory,
             start_new_session=True,
         )
         reaper.add(process.pid)
@@ -295,25 +299,25 @@ class _CommandRun:
 
     def tails(self) -> str:
         """The ends of both outputs, in sentences: a cause may stand in either."""
-        written = {"standard output": self.output.text(), "standard error": self.errors.text()}
-        ends = {name: text.strip()[-TAIL:] for name, text in written.items()}
-        told = [f"Its {name} ended with:\n{text}" for name, text in ends.items() if text]
-        return "\n".join(told) or "It wrote nothing to standard output or standard error."
+        outputs = {"standard output": self.output.text(), "standard error": self.errors.text()}
+        tails = {name: text.strip()[-TAIL_CHARACTERS:] for name, text in outputs.items()}
+        sentences = [f"Its {name} ended with:\n{text}" for name, text in tails.items() if text]
+        return "\n".join(sentences) or "It wrote nothing to standard output or standard error."
 
     def record_output(self) -> None:
         """Keep what it wrote."""
-        told: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         for name, tail in (("stdout", self.output), ("stderr", self.errors)):
             if text := tail.text():
-                told[name] = text
+                data[name] = text
                 if tail.dropped:
-                    told[f"{name}_dropped_bytes"] = tail.dropped
-        scope = current_attempt()
-        if told and scope is not None:
-            scope.emit(lambda desk, key: desk.record_note(key, "output", told))
+                    data[f"{name}_dropped_bytes"] = tail.dropped
+        context = current_attempt()
+        if data and context is not None:
+            context.emit(lambda queue, attempt_id: queue.record_note(attempt_id, "output", data))
 
 
-async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+async def _stream_reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -324,23 +328,23 @@ async def _reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio.ReadTr
 def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
     """Done when the program has ended, whoever still holds its pipes. Where the system can, its number stays taken, so
     that no other group is killed in its place."""
-    ended: asyncio.Future[None] = loop.create_future()
+    exited: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    def set_exited() -> None:
+        if not exited.done():
+            exited.set_result(None)
 
-    def watch() -> None:
+    def wait_for_exit() -> None:
         if hasattr(os, "waitid"):
             with suppress(ChildProcessError):  # it was waited for after all, and is gone
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         else:
             process.wait()
         with suppress(RuntimeError):  # a loop that is closed has nobody who waits
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(set_exited)
 
-    threading.Thread(target=watch, name="etude-command", daemon=True).start()
-    return ended
+    threading.Thread(target=wait_for_exit, name="etude-command", daemon=True).start()
+    return exited
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -348,10 +352,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _limits(cpu_s: int | None, memory_mb: int | None) -> list[str]:
+def _ulimit_arguments(cpu_s: int | None, memory_mb: int | None) -> list[str]:
     """What the shell's `ulimit` is given. The soft limit on seconds is below the hard one, so that it is told apart."""
-    limits = [] if cpu_s is None else [f"-S -t {cpu_s}", f"-H -t {cpu_s + 2}"]
-    return limits if memory_mb is None else [*limits, f"-v {memory_mb << 10}"]
+    arguments = [] if cpu_s is None else [f"-S -t {cpu_s}", f"-H -t {cpu_s + 2}"]
+    return arguments if memory_mb is None else [*arguments, f"-v {memory_mb << 10}"]
 
 
 def _reward_in_last_line(text: str) -> Any:
@@ -360,7 +364,7 @@ def _reward_in_last_line(text: str) -> Any:
     if not line.startswith("{"):
         return None
     with suppress(ValueError):
-        told = json.loads(line)
-        if isinstance(told, dict):
-            return told.get("reward")
+        parsed = json.loads(line)
+        if isinstance(parsed, dict):
+            return parsed.get("reward")
     return None

@@ -36,15 +36,15 @@ ANSWER_TIMEOUT = 100.0
 def reward(value: float | Mapping[str, float], turn: int | None = None) -> None:
     """Say what the attempt earned in all, once; or with `turn` what one of its calls to the model earned, by its place
     from 0, any number of times: that adds up."""
-    given = parse_reward(value, "`etude.emit.reward` was given")
-    if turn is not None and not _counts(turn):
+    parsed = parse_reward(value, "`etude.emit.reward` was given")
+    if turn is not None and not _is_turn_index(turn):
         raise AgentError(f"`etude.emit.reward` was given turn={turn!r}; turns are counted from 0.")
-    _emit(lambda desk, key: desk.record_reward(key, given, turn), final=turn is None)
+    _emit(lambda queue, attempt_id: queue.record_reward(attempt_id, parsed, turn), final=turn is None)
 
 
 def event(name: str, data: Any = None) -> None:
     """Note something that happened: a name, and any JSON. Training does not depend on it."""
-    if not _is_text(name):
+    if not _is_event_name(name):
         raise AgentError(f"`etude.emit.event` was given the name {name!r}; a name is text.")
     try:
         text = json.dumps(data, allow_nan=False)
@@ -52,64 +52,64 @@ def event(name: str, data: Any = None) -> None:
         raise AgentError(f"The event `{name}` cannot be written as JSON: {error}.") from error
     if len(text) > NOTE_BYTES:
         raise AgentError(f"The event `{name}` has {len(text)} bytes as JSON; {NOTE_BYTES} are kept. Say less.")
-    kept = json.loads(text)  # as it is now, whatever becomes of the objects it was made of
+    payload = json.loads(text)  # as it is now, whatever becomes of the objects it was made of
     try:
-        check_size(kept, f"The event `{name}`")
+        check_size(payload, f"The event `{name}`")
     except DataError as error:
         raise AgentError(str(error)) from error
-    _emit(lambda desk, key: desk.record_note(key, name, kept))
+    _emit(lambda queue, attempt_id: queue.record_note(attempt_id, name, payload))
 
 
-def _counts(turn: Any) -> bool:
+def _is_turn_index(turn: Any) -> bool:
     return isinstance(turn, int) and turn >= 0
 
 
-def _is_text(name: Any) -> bool:
+def _is_event_name(name: Any) -> bool:
     return isinstance(name, str) and name != ""
 
 
-def _emit(what: Emission, final: bool = False) -> None:
-    scope = current_attempt()
-    if scope is not None:
-        scope.emit(what, final)
+def _emit(emission: Emission, final: bool = False) -> None:
+    context = current_attempt()
+    if context is not None:
+        context.emit(emission, final)
         return
-    place = read_assigned_attempt()
-    if place is None:
+    assigned = read_assigned_attempt()
+    if assigned is None:
         raise AgentError(
             "This code is no part of an attempt: no runner in this process plays one, and the environment does not "
             "name one (`ETUDE_STORE_URL` and `ETUDE_REWARD_KEY`). Call it from within an agent; a command has the key "
             "with `etude.command(…, reward_key=True)`."
         )
-    _remote_emitter(place).emit(what)
+    _remote_emitter(assigned).emit(emission)
 
 
 class _RemoteEmitter:
     """A loop of its own beside the program, on which the desk's server is spoken to."""
 
-    def __init__(self, place: AssignedAttempt) -> None:
-        self._attempt, self._key = place, AttemptId(place.rollout, place.attempt)
+    def __init__(self, assigned: AssignedAttempt) -> None:
+        self._assigned, self._attempt_id = assigned, AttemptId(assigned.rollout, assigned.attempt)
         self._queue: RolloutQueue | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="etude-emit", daemon=True).start()
 
-    def emit(self, what: Emission) -> None:
+    def emit(self, emission: Emission) -> None:
         """Tell the desk, and wait until it has heard."""
-        asked = asyncio.run_coroutine_threadsafe(self._send(what), self._loop)
+        sending = asyncio.run_coroutine_threadsafe(self._send(emission), self._loop)
         try:
-            asked.result(ANSWER_TIMEOUT)
+            sending.result(ANSWER_TIMEOUT)
         except TimeoutError:
-            asked.cancel()
+            sending.cancel()
             raise StoreError(
-                f"The store at {self._attempt.url} did not answer within {ANSWER_TIMEOUT:g} s; what was said may not "
+                f"The store at {self._assigned.url} did not answer within {ANSWER_TIMEOUT:g} s; what was said may not "
                 "be kept."
             ) from None
 
-    async def _send(self, what: Emission) -> None:
+    async def _send(self, emission: Emission) -> None:
         if self._queue is None:
-            self._queue = connect_queue(self._attempt.url, self._attempt.reward_key)
-        await what(self._queue, self._key)
+            self._queue = connect_queue(self._assigned.url, self._assigned.reward_key)
+        await emission(self._queue, self._attempt_id)
 
 
 @cache
-def _remote_emitter(place: AssignedAttempt) -> _RemoteEmitter:
-    return _RemoteEmitter(place)
+def _remote_emitter(assigned: AssignedAttempt) -> _RemoteEmitter:
+    return _RemoteEmitter(assigned)

@@ -31,15 +31,15 @@ def classify_error(error: BaseException, resources: Mapping[str, Any]) -> Outcom
     """What an attempt came to that raised this. resources: what it was given, the endpoint among it."""
     endpoint = resources.get("endpoint")
     root = str(endpoint.get("base_url", "")).removesuffix("/v1") if isinstance(endpoint, Mapping) else ""
-    ours = any(_is_infrastructure_error(each, root) for each in _chain(error))
-    return Outcome.INFRA_ERROR if ours else Outcome.FAILED
+    is_infrastructure = any(_is_infrastructure_error(cause, root) for cause in _chain(error))
+    return Outcome.INFRA_ERROR if is_infrastructure else Outcome.FAILED
 
 
 async def excuse_if_unreachable(report: AttemptReport, resources: Mapping[str, Any]) -> AttemptReport:
     """How an attempt ended that was given the model: nobody's failure, and no success, where that is gone."""
     endpoint = resources.get("endpoint")
-    judged = report.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)
-    if not judged or endpoint is None or await _is_reachable(endpoint["base_url"]):
+    has_result = report.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)
+    if not has_result or endpoint is None or await _is_reachable(endpoint["base_url"]):
         return report
     return AttemptReport(
         Outcome.INFRA_ERROR, f"The model's endpoint could not be reached. {report.error or ''}".rstrip()
@@ -69,10 +69,10 @@ def _is_infrastructure_error(error: BaseException, root: str) -> bool:
     return status is None or status == BUSY or status >= DEFECT
 
 
-def _read_attribute(thing: object, name: str) -> Any:
+def _read_attribute(value: object, name: str) -> Any:
     """What it says of this, if anything: some raise where they have nothing to say."""
     with suppress(Exception):
-        return getattr(thing, name, None)
+        return getattr(value, name, None)
     return None
 
 

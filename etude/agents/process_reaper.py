@@ -35,13 +35,13 @@ class ProcessReaper:
         """Have a process group ended when this process ends."""
         with self._lock:
             self._groups.add(group)
-            self._tell(f"+ {group}\n")
+            self._send(f"+ {group}\n")
 
     def remove(self, group: int) -> None:
         """The group is over."""
         with self._lock:
             self._groups.discard(group)
-            self._tell(f"- {group}\n")
+            self._send(f"- {group}\n")
 
     def _in_child(self) -> None:
         """A process that was forked from this one has a guard of its own, and holds no end of this one's pipe: while
@@ -52,11 +52,11 @@ class ProcessReaper:
             os.close(nothing)
         self._process, self._groups, self._lock = None, set(), threading.Lock()
 
-    def _tell(self, what: str) -> None:
+    def _send(self, message: str) -> None:
         """Tell the guard; where there is none, or none any more, start one and tell it of every group there is."""
         if self._process is not None and self._process.poll() is None:
             with suppress(BrokenPipeError):
-                self._write(what)
+                self._write(message)
                 return
         if self._process is not None and self._process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -82,13 +82,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
-    with open(0, "rb", closefd=False) as told:
-        for line in told:
+    with open(0, "rb", closefd=False) as lines:
+        for line in lines:
             sign, _, group = line.decode().strip().partition(" ")
             (groups.add if sign == "+" else groups.discard)(int(group))
-    for each in groups:
+    for process_group in groups:
         with suppress(OSError):
-            os.killpg(each, signal.SIGKILL)
+            os.killpg(process_group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

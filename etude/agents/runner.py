@@ -42,10 +42,10 @@ MAX_ABANDONED = 32
 """Attempts that were left to themselves and still go on, at which a runner gives up: each holds what it holds."""
 HEARTBEATS_PER_TIMEOUT = 4
 """Signs of life within the silence that makes an attempt unresponsive."""
-BLOCKED_LOOP = 1.0
+MAX_LOOP_DELAY = 1.0
 """Seconds by which the loop may be late before it is told."""
 STOPPED = "Its runner was stopped."
-_numbers = itertools.count(1)
+_runner_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Runner:
         """
         if max_concurrency < 1:
             raise AgentError(f"A runner was asked to play {max_concurrency} attempts at once; ask for 1 or more.")
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_runner_numbers)}"
         self.outcomes: Counter[Outcome] = Counter()
         """How many attempts it handed in, by how they ended."""
         self._queue, self._agent, self._timeouts, self._store_url = (
@@ -108,8 +108,8 @@ class Runner:
         self._stop_requests = 0
         self._interval = self._timeouts.heartbeat_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._claiming: asyncio.Task[None] | None = None
-        self._changed, self._beat_soon, self._cancel_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._claim_task: asyncio.Task[None] | None = None
+        self._changed, self._heartbeat_now, self._cancel_now = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def abandoned(self) -> int:
@@ -126,8 +126,8 @@ class Runner:
 
     def _stop(self) -> None:
         self._stop_requests += 1
-        if self._claiming is not None:
-            self._claiming.cancel()  # the desk takes back what it was about to give
+        if self._claim_task is not None:
+            self._claim_task.cancel()  # the desk takes back what it was about to give
         if self._stop_requests > 1:
             self._cancel_now.set()
 
@@ -137,20 +137,20 @@ class Runner:
         self._threads, self._loop = WorkerThreads(f"etude-{self.name}"), asyncio.get_running_loop()
         try:
             await self._call_hook("set up", self._agent.setup)
-            beating = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")
-            self._claiming = asyncio.create_task(self._claim(), name=f"{self.name} claims")
+            heartbeats = asyncio.create_task(self._send_heartbeats(), name=f"{self.name} beats")
+            self._claim_task = asyncio.create_task(self._claim(), name=f"{self.name} claims")
             try:
-                await asyncio.wait({self._claiming})
+                await asyncio.wait({self._claim_task})
                 await self._drain()
             finally:
-                self._claiming.cancel()
+                self._claim_task.cancel()
                 await self._cancel_all()
-                beating.cancel()
+                heartbeats.cancel()
                 await self._call_hook("torn down", self._agent.teardown)
         finally:
             self._threads.close()
-        if not self._claiming.cancelled():
-            self._claiming.result()  # where it ended by an error, that is what this ends by
+        if not self._claim_task.cancelled():
+            self._claim_task.result()  # where it ended by an error, that is what this ends by
         if self.abandoned >= MAX_ABANDONED:
             raise AgentError(
                 f"The runner {self.name} gives up: {self.abandoned} attempts of the agent {self._agent.title} did not "
@@ -169,31 +169,31 @@ class Runner:
                 self._changed.clear()
                 continue
             for claim in await self._retry(partial(self._queue.claim, self.name, free, self._timeouts.poll_s), "claim"):
-                self._begin(claim)
+                self._start_attempt(claim)
 
-    def _begin(self, claim: Claim) -> None:
-        playing = RunningAttempt(
+    def _start_attempt(self, claim: Claim) -> None:
+        attempt = RunningAttempt(
             self._agent, claim, self._queue, self._threads, cancel_s=self._cancel_s, store_url=self._store_url
         )
-        self._running[claim.attempt_id] = playing
+        self._running[claim.attempt_id] = attempt
         if claim.limits.unresponsive_s / HEARTBEATS_PER_TIMEOUT < self._interval:
-            self._beat_soon.set()
-        task = asyncio.create_task(self._run_attempt(playing))
+            self._heartbeat_now.set()
+        task = asyncio.create_task(self._run_attempt(attempt))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run_attempt(self, playing: RunningAttempt) -> None:
+    async def _run_attempt(self, attempt: RunningAttempt) -> None:
         """Play one attempt and hand it in; its place is free when the desk has acknowledged that."""
-        key = playing.claim.attempt_id
+        attempt_id = attempt.claim.attempt_id
         try:
-            ended = await playing.run()
-            if playing.is_abandoned:
-                self._abandoned.add(playing)
-                playing.on_late_end(lambda: self._abandoned.discard(playing))
-            if await self._finish_attempt(key, ended):
-                self.outcomes[ended.outcome] += 1
+            report = await attempt.run()
+            if attempt.is_abandoned:
+                self._abandoned.add(attempt)
+                attempt.on_late_end(lambda: self._abandoned.discard(attempt))
+            if await self._finish_attempt(attempt_id, report):
+                self.outcomes[report.outcome] += 1
         finally:
-            del self._running[key]
+            del self._running[attempt_id]
             self._changed.set()
 
     async def _finish_attempt(self, attempt_id: AttemptId, report: AttemptReport) -> bool:
@@ -206,24 +206,24 @@ class Runner:
             )
         return False
 
-    async def _retry(self, ask: Callable[[], Awaitable[R]], what: str) -> R:
+    async def _retry(self, call: Callable[[], Awaitable[R]], action: str) -> R:
         """Ask the desk until it answers; its refusals are answers."""
-        since: float | None = None
-        wait = 0.1
+        failing_since: float | None = None
+        delay = 0.1
         while True:
             try:
-                return await ask()
+                return await call()
             except (IllegalTransitionError, NotFoundError):
                 raise
             except StoreError as error:
                 now = asyncio.get_running_loop().time()
-                since = now if since is None else since
-                if now - since + wait > self._timeouts.patience_s or self._cancel_now.is_set():
-                    told = f"The runner {self.name} could not {what} for {now - since:.0f} s: {error}"
-                    raise StoreError(told) from error
-                log.log(logging.WARNING if wait == 0.1 else logging.DEBUG, "%s: %s Asking again.", self.name, error)
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, 5.0)
+                failing_since = now if failing_since is None else failing_since
+                if now - failing_since + delay > self._timeouts.patience_s or self._cancel_now.is_set():
+                    message = f"The runner {self.name} could not {action} for {now - failing_since:.0f} s: {error}"
+                    raise StoreError(message) from error
+                log.log(logging.WARNING if delay == 0.1 else logging.DEBUG, "%s: %s Asking again.", self.name, error)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 5.0)
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 
@@ -231,34 +231,34 @@ class Runner:
         """Tell the desk what is under way, and stop what it wants stopped."""
         loop = asyncio.get_running_loop()
         while True:
-            self._beat_soon.clear()
-            silences = [playing.claim.limits.unresponsive_s for playing in self._running.values()]
+            self._heartbeat_now.clear()
+            timeouts = [attempt.claim.limits.unresponsive_s for attempt in self._running.values()]
             self._interval = min(
-                [self._timeouts.heartbeat_s, *(silence / HEARTBEATS_PER_TIMEOUT for silence in silences)]
+                [self._timeouts.heartbeat_s, *(timeout_s / HEARTBEATS_PER_TIMEOUT for timeout_s in timeouts)]
             )
             try:
                 async with asyncio.timeout(max(self._interval, 10.0)):
-                    unwanted = await self._queue.heartbeat(self.name, tuple(self._running), self._status())
+                    to_stop = await self._queue.heartbeat(self.name, tuple(self._running), self._status())
             except (EtudeError, TimeoutError) as error:
                 log.debug("%s: its heartbeat was not heard: %s", self.name, error)
-                unwanted = {}
-            for key, why in unwanted.items():
-                if key in self._running:
-                    self._running[key].stop(AttemptReport(Outcome.CANCELLED, why))
-            due = loop.time() + self._interval
+                to_stop = {}
+            for attempt_id, reason in to_stop.items():
+                if attempt_id in self._running:
+                    self._running[attempt_id].stop(AttemptReport(Outcome.CANCELLED, reason))
+            deadline = loop.time() + self._interval
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_soon.wait(), self._interval)
-            if loop.time() - due > BLOCKED_LOOP:
-                self._tell_blocked(loop.time() - due)
+                await asyncio.wait_for(self._heartbeat_now.wait(), self._interval)
+            if loop.time() - deadline > MAX_LOOP_DELAY:
+                self._warn_blocked(loop.time() - deadline)
 
-    def _tell_blocked(self, seconds: float) -> None:
+    def _warn_blocked(self, seconds: float) -> None:
         """Say that nothing was heard or said here for so long, and what it may have come of."""
         if self._agent.call_signature().is_async:
-            told = (
+            message = (
                 "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
                 "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
             )
-            log.warning(told, self.name, seconds, self._agent.title)
+            log.warning(message, self.name, seconds, self._agent.title)
         else:
             log.warning(
                 "%s: its loop was blocked for %.1f s: this machine has more to do than it can.", self.name, seconds
@@ -276,31 +276,31 @@ class Runner:
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
-    async def _call_hook(self, what: str, call: Callable[[], Any]) -> None:
+    async def _call_hook(self, action: str, hook: Callable[[], Any]) -> None:
         """Call a part of the agent that is called once."""
         try:
             async with asyncio.timeout(self._timeouts.setup_s):
-                if inspect.iscoroutinefunction(call):
-                    await call()
-                elif inspect.isawaitable(made := await self._threads.call(call)):
-                    await made
+                if inspect.iscoroutinefunction(hook):
+                    await hook()
+                elif inspect.isawaitable(result := await self._threads.call(hook)):
+                    await result
         except TimeoutError as error:
-            told = f"not within {self._timeouts.setup_s:g} s"
-            raise AgentError(f"The agent {self._agent.title} could not be {what}: {told}.") from error
+            reason = f"not within {self._timeouts.setup_s:g} s"
+            raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}.") from error
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise AgentError(f"The agent {self._agent.title} could not be {what}: {told}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}") from error
 
     async def _drain(self) -> None:
         """Let what is under way end, as long as there is time and nobody asks again."""
-        hurried = asyncio.create_task(self._cancel_now.wait())
-        until = asyncio.get_running_loop().time() + self._timeouts.drain_s
-        while self._tasks and not hurried.done():
-            rest = until - asyncio.get_running_loop().time()
-            if rest <= 0:
+        cancel_requested = asyncio.create_task(self._cancel_now.wait())
+        deadline = asyncio.get_running_loop().time() + self._timeouts.drain_s
+        while self._tasks and not cancel_requested.done():
+            remaining = deadline - asyncio.get_running_loop().time()
+            if remaining <= 0:
                 break
-            await asyncio.wait({hurried, *self._tasks}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+            await asyncio.wait({cancel_requested, *self._tasks}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+        cancel_requested.cancel()
 
     async def _cancel_all(self) -> None:
         """End what is still under way; attempts that cannot be handed in are for the desk to miss."""
@@ -308,9 +308,9 @@ class Runner:
             return
         self._stop_requests = max(self._stop_requests, 2)
         self._cancel_now.set()
-        for playing in list(self._running.values()):
-            playing.stop(AttemptReport(Outcome.INFRA_ERROR, STOPPED))
+        for attempt in list(self._running.values()):
+            attempt.stop(AttemptReport(Outcome.INFRA_ERROR, STOPPED))
         with suppress(asyncio.CancelledError):
-            _, late = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._timeouts.cancel_s)
-            for task in late:
+            _, unfinished = await asyncio.wait(self._tasks, timeout=self._cancel_s + self._timeouts.cancel_s)
+            for task in unfinished:
                 task.cancel()

@@ -32,9 +32,9 @@ FLUSH_TIMEOUT = 30.0
 """Seconds that the desk may take, in the end, to hear what was said on the way."""
 READY_AFTER = 0.2
 """Seconds after which an attempt says that it runs; one that is over sooner need not."""
-LONGEST = 8000
+MAX_ERROR_CHARACTERS = 8000
 """Characters of an error that are kept: its end, where the cause stands, and a part of its beginning."""
-_OURS = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent)
 
 
 class RunningAttempt:
@@ -65,24 +65,24 @@ class RunningAttempt:
         """Have the agent play it, to whatever end."""
         if self._stop_report is not None:
             return self._stop_report
-        limits = [each for each in (self.claim.limits.timeout_s, self._agent.timeout_s) if each is not None]
+        limits = [seconds for seconds in (self.claim.limits.timeout_s, self._agent.timeout_s) if seconds is not None]
         limit = min(limits) if limits else None
         if limit is None or limit > READY_AFTER:
-            self._after(READY_AFTER, self._report_running, limit)
+            self._call_later(READY_AFTER, self._report_running, limit)
         else:
-            self._after(limit, self._time_out, limit)
+            self._call_later(limit, self._time_out, limit)
         self._work = self._loop.create_task(self._call_agent())
         self._work.add_done_callback(self._on_done)
         try:
-            ended = await self._report
+            report = await self._report
         except asyncio.CancelledError:
             self._work.cancel()
             raise
         finally:
             for timer in self._timers:
                 timer.cancel()
-        heard = self._check_emitted(ended, await self._context.close(FLUSH_TIMEOUT))
-        return replace(heard, error=self._without_keys(heard.error))
+        checked = self._check_emitted(report, await self._context.close(FLUSH_TIMEOUT))
+        return replace(checked, error=self._without_keys(checked.error))
 
     def stop(self, report: AttemptReport) -> None:
         """Have it end so, unless it has ended by itself."""
@@ -90,30 +90,32 @@ class RunningAttempt:
             self._stop_report = report
             if self._work is not None:  # else it was claimed, and has not begun
                 self._work.cancel()
-                self._after(self._cancel_s, self._abandon)
+                self._call_later(self._cancel_s, self._abandon)
 
-    def on_late_end(self, ended: Callable[[], None]) -> None:
+    def on_late_end(self, callback: Callable[[], None]) -> None:
         """Have it told when a coroutine that was left to itself has ended after all."""
         if self._work is not None:
-            self._work.add_done_callback(lambda _: ended())
+            self._work.add_done_callback(lambda _: callback())
 
     # -- the agent's call ----------------------------------------------------------------------------------------------
 
     async def _call_agent(self) -> AttemptReport:
         """Call the agent. Whatever it does, this ends with a word on it: nothing else may reach the loop."""
-        wants = self._agent.call_signature()
+        signature = self._agent.call_signature()
         try:
-            given = {name: self._argument(name) for name in wants.parameters}
-            if wants.is_async:
+            arguments = {name: self._argument(name) for name in signature.parameters}
+            if signature.is_async:
                 with self._context.activate():
-                    result = await self._agent.run(**given)
+                    result = await self._agent.run(**arguments)
             else:
-                result = await self._threads.call(lambda: self._call_in_context(given))
+                result = await self._threads.call(lambda: self._call_in_context(arguments))
                 if inspect.isawaitable(result):
                     with self._context.activate():
                         result = await result
-            ended = self._stop_report or self._make_report(result)
-            return await excuse_if_unreachable(ended, self.claim.resources) if "llm" in wants.parameters else ended
+            report = self._stop_report or self._make_report(result)
+            return (
+                await excuse_if_unreachable(report, self.claim.resources) if "llm" in signature.parameters else report
+            )
         except _NoEndpointError as error:
             return AttemptReport(Outcome.INFRA_ERROR, str(error))
         except BaseException as error:
@@ -170,26 +172,26 @@ class RunningAttempt:
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
-    def _after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+    def _call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self._timers.append(self._loop.call_later(seconds, call, *args))
 
     def _report_running(self, limit: float | None) -> None:
         """Say that it runs. Most attempts of a quick agent are over by now, and need no second timer either."""
         if not self._report.done():
-            self._context.emit(lambda desk, key: desk.mark_ready(key))
+            self._context.emit(lambda queue, attempt_id: queue.mark_ready(attempt_id))
             if limit is not None:
-                self._after(limit - READY_AFTER, self._time_out, limit)
+                self._call_later(limit - READY_AFTER, self._time_out, limit)
 
     def _time_out(self, limit: float) -> None:
         self.stop(AttemptReport(Outcome.TIMED_OUT, f"It was not over after {limit:g} s."))
 
     def _on_done(self, work: asyncio.Task[AttemptReport]) -> None:
         if work.cancelled():
-            ended = self._stop_report or AttemptReport(Outcome.INFRA_ERROR, "It was cancelled before it began.")
+            report = self._stop_report or AttemptReport(Outcome.INFRA_ERROR, "It was cancelled before it began.")
         else:
-            ended = work.result()
+            report = work.result()
         if not self._report.done():
-            self._report.set_result(ended)
+            self._report.set_result(report)
 
     def _abandon(self) -> None:
         """Wait no longer for a coroutine that was cancelled and goes on."""
@@ -205,17 +207,17 @@ class RunningAttempt:
         outcome = Outcome.FAILED if isinstance(error, IllegalTransitionError) else Outcome.INFRA_ERROR
         return AttemptReport(outcome, f"What it emitted was not written down: {type(error).__name__}: {error}")
 
-    def _describe_stop(self, ending: AttemptReport, error: BaseException) -> AttemptReport:
+    def _describe_stop(self, report: AttemptReport, error: BaseException) -> AttemptReport:
         """How an attempt ended that was stopped, and how far it had come: what the error's notes say, such as a
         command's last lines, or its line in the agent."""
         notes = getattr(error, "__notes__", ())
         if isinstance(error, asyncio.CancelledError) and notes:
-            return replace(ending, error=" ".join([ending.error, *notes]))
-        frames = traceback.extract_tb(_of_the_agent(error.__traceback__))
+            return replace(report, error=" ".join([report.error, *notes]))
+        frames = traceback.extract_tb(_strip_own_frames(error.__traceback__))
         if not frames:  # it had not begun, or is a function on a thread, which nothing interrupts
-            return ending
+            return report
         last = next(frame for frame in reversed(frames) if frame.filename == frames[0].filename)
-        return replace(ending, error=f"{ending.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
+        return replace(report, error=f"{report.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
 
     def _without_keys(self, text: str) -> str:
         """A text without the keys that the agent was given."""
@@ -227,15 +229,15 @@ class RunningAttempt:
         """The traceback of what the agent raised."""
         if isinstance(error, asyncio.CancelledError):
             return f"The agent {self._agent.title} was cancelled, and by nobody here: it cancelled itself."
-        text = "".join(traceback.format_exception(type(error), error, _of_the_agent(error.__traceback__))).strip()
-        if len(text) > LONGEST:
-            text = f"{text[: LONGEST // 4]}\n…\n{text[-LONGEST * 3 // 4 :]}"
+        text = "".join(traceback.format_exception(type(error), error, _strip_own_frames(error.__traceback__))).strip()
+        if len(text) > MAX_ERROR_CHARACTERS:
+            text = f"{text[: MAX_ERROR_CHARACTERS // 4]}\n…\n{text[-MAX_ERROR_CHARACTERS * 3 // 4 :]}"
         return text
 
 
-def _of_the_agent(trace: TracebackType | None) -> TracebackType | None:
+def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     """A traceback from the agent's own call on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         trace = trace.tb_next
     return trace
 

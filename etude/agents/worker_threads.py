@@ -38,9 +38,9 @@ class WorkerThreads:
 
     async def call(self, function: Callable[[], R]) -> R:
         """Call a function on a thread, in a copy of this context. Cancelled, the thread is left."""
-        calls = self._idle.pop() if self._idle else self._new()
+        queue = self._idle.pop() if self._idle else self._start_thread()
         future: asyncio.Future[R] = self._loop.create_future()
-        calls.put(_ThreadWork(copy_context(), function, future))
+        queue.put(_ThreadWork(copy_context(), function, future))
         try:
             return await future
         except asyncio.CancelledError:
@@ -54,45 +54,45 @@ class WorkerThreads:
         while self._idle:
             self._idle.pop().put(None)
 
-    def _new(self) -> SimpleQueue[_ThreadWork | None]:
-        calls: SimpleQueue[_ThreadWork | None] = SimpleQueue()
-        threading.Thread(target=self._serve, args=(calls,), name=self._name, daemon=True).start()
-        return calls
+    def _start_thread(self) -> SimpleQueue[_ThreadWork | None]:
+        queue: SimpleQueue[_ThreadWork | None] = SimpleQueue()
+        threading.Thread(target=self._serve, args=(queue,), name=self._name, daemon=True).start()
+        return queue
 
-    def _serve(self, calls: SimpleQueue[_ThreadWork | None]) -> None:
-        while (call := calls.get()) is not None:
+    def _serve(self, queue: SimpleQueue[_ThreadWork | None]) -> None:
+        while (work := queue.get()) is not None:
             result: Any = None
             error: BaseException | None = None
             try:
-                result = call.context.run(call.function)
+                result = work.context.run(work.function)
             except BaseException as raised:  # whatever an agent raises is its caller's to tell
                 error = raised
             with suppress(RuntimeError):  # a loop that is closed has nobody who waits
-                self._loop.call_soon_threadsafe(self._finish, calls, call.future, result, error)
+                self._loop.call_soon_threadsafe(self._finish, queue, work.future, result, error)
 
     def _finish(
         self,
-        calls: SimpleQueue[_ThreadWork | None],
+        queue: SimpleQueue[_ThreadWork | None],
         future: asyncio.Future[Any],
         result: Any,
         error: BaseException | None,
     ) -> None:
         """A thread is free again."""
         if self._closed:
-            calls.put(None)
+            queue.put(None)
         else:
-            self._idle.append(calls)
+            self._idle.append(queue)
         if future.cancelled():
             self.abandoned -= 1
         elif error is None:
             future.set_result(result)
         elif isinstance(error, StopIteration):
-            future.set_exception(_wrapped(error))  # a future does not take it
+            future.set_exception(_wrap_stop_iteration(error))  # a future does not take it
         else:
             future.set_exception(error)
 
 
-def _wrapped(error: StopIteration) -> RuntimeError:
-    told = RuntimeError("the function raised StopIteration")
-    told.__cause__ = error
-    return told
+def _wrap_stop_iteration(error: StopIteration) -> RuntimeError:
+    wrapper = RuntimeError("the function raised StopIteration")
+    wrapper.__cause__ = error
+    return wrapper

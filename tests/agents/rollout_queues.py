@@ -38,18 +38,18 @@ ENDPOINT = {"base_url": _listened_to(), "model": "policy"}
 
 def wanted(count: int, limits: RolloutLimits = ONCE, fields: Mapping[str, Any] | None = None) -> list[RolloutRequest]:
     """So many rollouts, each of a task of its own."""
-    return [RolloutRequest(Task(each, {"n": each, **(fields or {})}), limits=limits) for each in range(count)]
+    return [RolloutRequest(Task(ordinal, {"n": ordinal, **(fields or {})}), limits=limits) for ordinal in range(count)]
 
 
-async def ends(desk: LocalRolloutQueue, count: int, within: float = 20.0) -> list[RolloutState]:
+async def ends(queue: LocalRolloutQueue, count: int, timeout_s: float = 20.0) -> list[RolloutState]:
     """The first so many rollouts that came to their end, by id."""
-    found: list[RolloutState] = []
+    states: list[RolloutState] = []
     cursor = 0
-    async with asyncio.timeout(within):
-        while len(found) < count:
-            cursor, more = await desk.wait(cursor, 1.0)
-            found += more
-    return sorted(found, key=lambda state: state.id)
+    async with asyncio.timeout(timeout_s):
+        while len(states) < count:
+            cursor, more = await queue.wait(cursor, 1.0)
+            states += more
+    return sorted(states, key=lambda state: state.id)
 
 
 class Played:
@@ -86,25 +86,25 @@ async def play(
 ) -> Played:
     """Have a runner play these over a journal in memory, to the end of all of them."""
     played = Played()
-    desk = LocalRolloutQueue(open_store())
-    await desk.put_resource("endpoint", endpoint)
-    ids = await desk.enqueue(rollouts)
-    runner = Runner(desk, agent, timeouts=pace, **options)
+    queue = LocalRolloutQueue(open_store())
+    await queue.put_resource("endpoint", endpoint)
+    ids = await queue.enqueue(rollouts)
+    runner = Runner(queue, agent, timeouts=pace, **options)
     running = asyncio.create_task(runner.run())
     try:
         if meanwhile is not None:
-            await meanwhile(desk, runner)
-        waiting = asyncio.create_task(ends(desk, len(ids)))
+            await meanwhile(queue, runner)
+        waiting = asyncio.create_task(ends(queue, len(ids)))
         await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             waiting.cancel()
             await running
         played.states = await waiting
-        played.events = [await desk.notes(state.id) if state.attempts else [] for state in played.states]
+        played.events = [await queue.notes(state.id) if state.attempts else [] for state in played.states]
     finally:
         runner.stop()
         await running
-        await desk.close()
+        await queue.close()
     return played
 
 

@@ -85,10 +85,10 @@ def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> 
         return waits(task)  # a coroutine that nobody awaited
 
     for agent in (waits, threaded, lends):
-        found = played(agent, wanted(1))
-        assert found.only.status is Status.SUCCEEDED and found.rewards == [reward]
+        result = played(agent, wanted(1))
+        assert result.only.status is Status.SUCCEEDED and result.rewards == [reward]
         if isinstance(returned, dict):
-            assert found.only.last is not None and found.only.last.parts == {"right": 1.0, "short": 0.25}
+            assert result.only.last is not None and result.only.last.parts == {"right": 1.0, "short": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_what_is_no_reward_fails_the_attempt_with_a_sentence(returned: Any, told
     async def agent(task: Task) -> Any:
         return returned
 
-    found = played(agent, wanted(1))
-    assert found.only.status is Status.FAILED and told in found.error, found.error
+    result = played(agent, wanted(1))
+    assert result.only.status is Status.FAILED and told in result.error, result.error
 
 
 def test_a_class_is_set_up_once_and_torn_down() -> None:
@@ -192,16 +192,16 @@ def test_agents_of_a_file_go_to_other_processes_by_that_file(tmp_path: Path) -> 
         "class Kind(etude.Agent):\n    def run(self, task):\n        return 1.0\n"
         "made = Kind()\n"
     )
-    found = [load_agent(f"{tmp_path}/mine.py:{name}") for name in ("plain", "decorated", "made", "Kind")]
+    result = [load_agent(f"{tmp_path}/mine.py:{name}") for name in ("plain", "decorated", "made", "Kind")]
     packed = b"".join(
-        _pickle_spec(RunnerSpec(agent, "http://127.0.0.1:1", "key", "runner", 1, RunnerTimeouts())) for agent in found
+        _pickle_spec(RunnerSpec(agent, "http://127.0.0.1:1", "key", "runner", 1, RunnerTimeouts())) for agent in result
     )
     code = "import pickle, sys\nfor _ in range(4): print(pickle.load(sys.stdin.buffer).agent.title)"
     done = subprocess.run(
         [sys.executable, "-c", code], input=packed, capture_output=True, cwd=tmp_path.parent, timeout=60
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().split("\n")[:-1] == [agent.title for agent in found]
+    assert done.stdout.decode().split("\n")[:-1] == [agent.title for agent in result]
 
 
 def test_no_client_is_loaded_before_it_is_asked_for() -> None:
@@ -249,6 +249,6 @@ def test_what_came_of_it_while_the_model_was_away_is_not_believed() -> None:
         return 0.0
 
     assert played(handles, wanted(1)).only.status is Status.SUCCEEDED
-    found = played(handles, wanted(1), endpoint=AWAY)
-    assert found.only.status is Status.INFRA_ERROR and "could not be reached" in found.error
+    result = played(handles, wanted(1), endpoint=AWAY)
+    assert result.only.status is Status.INFRA_ERROR and "could not be reached" in result.error
     assert played(needs_none, wanted(1), endpoint=AWAY).only.status is Status.SUCCEEDED

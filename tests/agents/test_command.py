@@ -44,11 +44,11 @@ def python(code: str) -> list[str]:
 
 
 def test_a_line_of_shell_is_an_agent() -> None:
-    found = ran("""read -r task; echo "saw $task"; echo '{"reward": {"a": 0.5, "b": 0.25}}'""", count=3)
-    assert [state.status for state in found.states] == [Status.SUCCEEDED] * 3
-    assert found.rewards == [0.75] * 3
-    assert found.events[2][0]["name"] == "output"
-    assert found.events[2][0]["data"]["stdout"].startswith('saw {"n": 2}\n')
+    result = ran("""read -r task; echo "saw $task"; echo '{"reward": {"a": 0.5, "b": 0.25}}'""", count=3)
+    assert [state.status for state in result.states] == [Status.SUCCEEDED] * 3
+    assert result.rewards == [0.75] * 3
+    assert result.events[2][0]["name"] == "output"
+    assert result.events[2][0]["data"]["stdout"].startswith('saw {"n": 2}\n')
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ told = {{name: value for name, value in os.environ.items() if name.startswith(na
 print(json.dumps(told))
 print(json.dumps({{"reward": len(task["question"])}}))
 """
-    found = ran(python(code), task=task, fields={"question": "wörtlich\n"}, environment={"MINE": "1"})
-    assert found.only.status is Status.SUCCEEDED, found.error
-    assert found.rewards == [9.0]
-    told = json.loads(found.events[0][0]["data"]["stdout"].splitlines()[0])
+    result = ran(python(code), task=task, fields={"question": "wörtlich\n"}, environment={"MINE": "1"})
+    assert result.only.status is Status.SUCCEEDED, result.error
+    assert result.rewards == [9.0]
+    told = json.loads(result.events[0][0]["data"]["stdout"].splitlines()[0])
     expected = {"ETUDE_ROLLOUT", "ETUDE_ATTEMPT", "ETUDE_MODEL", "MINE"}
     expected |= {f"{maker}_{what}" for maker in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")}
     assert set(told) - {"ETUDE_TASK", "ETUDE_TASK_FILE"} == expected
@@ -91,8 +91,8 @@ def there() -> Iterator[Mapping[str, str]]:
 
 
 def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Mapping[str, str]) -> None:
-    found = ran("exit 1", endpoint=AWAY)
-    assert found.only.status is Status.INFRA_ERROR and "could not be reached. The command" in found.error
+    result = ran("exit 1", endpoint=AWAY)
+    assert result.only.status is Status.INFRA_ERROR and "could not be reached. The command" in result.error
     assert ran("exit 0", endpoint=AWAY).only.status is Status.INFRA_ERROR, "it may handle all errors"
     assert ran("exit 1", endpoint=there).only.status is Status.FAILED
 
@@ -113,50 +113,50 @@ def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Map
     ],
 )
 def test_a_program_that_fails_says_how(line: str, told: str, there: Mapping[str, str]) -> None:
-    found = ran(line, endpoint=there)
-    assert found.only.status is Status.FAILED and told in found.error, found.error
+    result = ran(line, endpoint=there)
+    assert result.only.status is Status.FAILED and told in result.error, result.error
 
 
 @pytest.mark.parametrize("line", ["true", "echo 0.5", "echo '{\"score\": 1}'", "echo '{\"reward\": 1'", "echo '[1]'"])
 def test_a_last_line_that_speaks_of_no_reward_gives_none(line: str) -> None:
-    found = ran(line)
-    assert found.only.status is Status.SUCCEEDED and found.rewards == [None]
+    result = ran(line)
+    assert result.only.status is Status.SUCCEEDED and result.rewards == [None]
 
 
 def test_output_is_kept_within_bounds_and_its_end_is_read() -> None:
     code = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n{\"reward\": 1}\\n'); sys.stderr.write('e' * 300_000)"
-    found = ran(python(code), output_kb=8)
-    assert found.rewards == [1.0], found.error
-    kept = found.events[0][0]["data"]
-    assert len(kept["stdout"]) == len(kept["stderr"]) == 8 << 10
-    assert kept["stdout_dropped_bytes"] == 3_000_000 + 1 + 13 + 1 - (8 << 10)
+    result = ran(python(code), output_kb=8)
+    assert result.rewards == [1.0], result.error
+    output = result.events[0][0]["data"]
+    assert len(output["stdout"]) == len(output["stderr"]) == 8 << 10
+    assert output["stdout_dropped_bytes"] == 3_000_000 + 1 + 13 + 1 - (8 << 10)
 
 
 def test_a_program_that_reads_nothing_of_a_long_task_succeeds() -> None:
-    found = ran("true", fields={"text": "x" * 500_000})
-    assert found.only.status is Status.SUCCEEDED
-    found = ran("true", task="env", fields={"text": "x" * 500_000})
-    assert found.only.status is Status.FAILED and "no environment variable holds" in found.error
+    result = ran("true", fields={"text": "x" * 500_000})
+    assert result.only.status is Status.SUCCEEDED
+    result = ran("true", task="env", fields={"text": "x" * 500_000})
+    assert result.only.status is Status.FAILED and "no environment variable holds" in result.error
 
 
 def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     line = f"""trap '' TERM; sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; echo said; wait; wait"""
     began = time.monotonic()
-    found = ran(line, timeout_s=0.5, grace_s=0.2)
-    assert found.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
-    assert found.events[0][0]["data"]["stdout"] == "said\n"
-    assert found.error == "It was not over after 0.5 s. Its standard output ended with:\nsaid"
+    result = ran(line, timeout_s=0.5, grace_s=0.2)
+    assert result.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
+    assert result.events[0][0]["data"]["stdout"] == "said\n"
+    assert result.error == "It was not over after 0.5 s. Its standard output ended with:\nsaid"
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
 def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came() -> None:
     """Its runner stops it, and the desk waits for what the runner has to tell."""
     limits = RolloutLimits(timeout_s=0.5, max_attempts=1)
-    found = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
-    assert found.only.status is Status.TIMED_OUT
+    result = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
+    assert result.only.status is Status.TIMED_OUT
     ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
-    assert found.error == f"It was not over after 0.5 s. {ends}"
+    assert result.error == f"It was not over after 0.5 s. {ends}"
 
 
 def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
@@ -174,46 +174,46 @@ def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
             return float("Its standard output ended with:\nasking" in error.__cause__.__notes__)
         return 0.0
 
-    found = played(bounded, wanted(1))
-    assert found.only.status is Status.SUCCEEDED and found.rewards == [1.0], found.error
+    result = played(bounded, wanted(1))
+    assert result.only.status is Status.SUCCEEDED and result.rewards == [1.0], result.error
 
 
 def test_a_program_that_is_asked_to_end_may_tidy_up(tmp_path: Path) -> None:
-    found = ran(f"trap 'echo tidied > {tmp_path}/told; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
-    assert found.only.status is Status.TIMED_OUT and (tmp_path / "told").read_text() == "tidied\n"
+    result = ran(f"trap 'echo tidied > {tmp_path}/told; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
+    assert result.only.status is Status.TIMED_OUT and (tmp_path / "told").read_text() == "tidied\n"
 
 
 def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    found = ran(f"sleep 60 & echo $! > {tmp_path}/pid")
-    assert found.only.status is Status.SUCCEEDED
+    result = ran(f"sleep 60 & echo $! > {tmp_path}/pid")
+    assert result.only.status is Status.SUCCEEDED
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_memory_and_processor_are_bounded(there: Mapping[str, str]) -> None:
-    found = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
-    assert found.only.status is Status.FAILED and "MemoryError" in found.error
-    found = ran(python("while True: pass"), endpoint=there, cpu_s=1)
-    assert found.only.status is Status.FAILED and "all of its cpu_s=1 seconds" in found.error, found.error
+    result = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
+    assert result.only.status is Status.FAILED and "MemoryError" in result.error
+    result = ran(python("while True: pass"), endpoint=there, cpu_s=1)
+    assert result.only.status is Status.FAILED and "all of its cpu_s=1 seconds" in result.error, result.error
     assert ran(python("x = bytearray(1 << 26)"), memory_mb=300, cpu_s=5).only.status is Status.SUCCEEDED
 
 
 def test_a_cancelled_rollout_ends_its_program(tmp_path: Path) -> None:
     place = tmp_path / "pid"
 
-    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
         while not (place.exists() and place.read_text().strip()):
             await asyncio.sleep(0.02)
-        await desk.cancel([0], "no more")
+        await queue.cancel([0], "no more")
 
     agent = etude.command(f"echo $$ > {place}; sleep 60")
-    found = played(agent, wanted(1), meanwhile=meanwhile)
-    assert found.only.status is Status.CANCELLED and gone(int(place.read_text()))
+    result = played(agent, wanted(1), meanwhile=meanwhile)
+    assert result.only.status is Status.CANCELLED and gone(int(place.read_text()))
 
 
 def test_many_run_at_once() -> None:
     began = time.monotonic()
-    found = played(etude.command("sleep 0.5"), wanted(12), max_concurrency=12)
-    assert {state.status for state in found.states} == {Status.SUCCEEDED} and time.monotonic() - began < 4
+    result = played(etude.command("sleep 0.5"), wanted(12), max_concurrency=12)
+    assert {state.status for state in result.states} == {Status.SUCCEEDED} and time.monotonic() - began < 4
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
     limits = RolloutLimits(timeout_s=20)
-    found = played(etude.command("true", reward_key=True), wanted(1, limits))
-    assert found.only.status is Status.INFRA_ERROR and "no server of the store" in found.error
+    result = played(etude.command("true", reward_key=True), wanted(1, limits))
+    assert result.only.status is Status.INFRA_ERROR and "no server of the store" in result.error
 
 
 def test_where_it_runs_is_chosen(tmp_path: Path) -> None:

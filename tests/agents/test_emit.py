@@ -37,8 +37,8 @@ def test_a_reward_is_said_by_a_function_or_a_coroutine() -> None:
         await asyncio.to_thread(etude.emit.event, "looked", {"at": [1, 2]})
 
     assert played(threaded, wanted(2)).rewards == [1.5, 1.5]
-    found = played(waits, wanted(1))
-    assert found.rewards == [1.5] and found.events[0][0]["data"] == {"at": [1, 2]}
+    result = played(waits, wanted(1))
+    assert result.rewards == [1.5] and result.events[0][0]["data"] == {"at": [1, 2]}
 
 
 def test_what_turns_earned_adds_up() -> None:
@@ -53,15 +53,15 @@ def test_what_turns_earned_adds_up() -> None:
             etude.emit.reward(value, turn=0)
         return 1.0
 
-    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
         while not key:
             await asyncio.sleep(0.01)
-        await desk.record_turn(key[0], Turn([1], Completion([2], [0.0], [0], "stop"), 0))
+        await queue.record_turn(key[0], Turn([1], Completion([2], [0.0], [0], "stop"), 0))
         recorded.set()
 
-    found = played(agent, wanted(1), meanwhile=meanwhile)
-    assert found.only.status is Status.SUCCEEDED, found.error
-    assert found.rewards == [1.75] and found.only.last is not None and found.only.last.paid == 0.75
+    result = played(agent, wanted(1), meanwhile=meanwhile)
+    assert result.only.status is Status.SUCCEEDED, result.error
+    assert result.rewards == [1.75] and result.only.last is not None and result.only.last.paid == 0.75
 
 
 def test_many_attempts_at_once_keep_their_own() -> None:
@@ -72,9 +72,9 @@ def test_many_attempts_at_once_keep_their_own() -> None:
             pool.submit(context.run, etude.emit.event, "n", task["n"]).result()
         etude.emit.reward(task["n"])
 
-    found = played(agent, wanted(30), max_concurrency=10)
-    assert found.rewards == [float(n) for n in range(30)]
-    assert [[each["data"] for each in events] for events in found.events] == [[n] for n in range(30)]
+    result = played(agent, wanted(30), max_concurrency=10)
+    assert result.rewards == [float(n) for n in range(30)]
+    assert [[each["data"] for each in events] for events in result.events] == [[n] for n in range(30)]
 
 
 def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_say_to_which() -> None:
@@ -98,8 +98,8 @@ def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_
             together.wait(10)
 
     assert played(agent, wanted(1)).rewards == [0.0] and not errors
-    found = played(agent, wanted(3), max_concurrency=3)
-    assert found.rewards[1:] == [None, None]
+    result = played(agent, wanted(3), max_concurrency=3)
+    assert result.rewards[1:] == [None, None]
     assert "attempts are under way" in errors[-1] and "copy_context" in errors[-1]
 
 
@@ -145,12 +145,12 @@ def test_a_final_reward_is_said_once() -> None:
         return 1.0
 
     assert "was given its final reward already" in played(twice, wanted(1)).error
-    found = played(both, wanted(1))
-    assert found.only.status is Status.FAILED and "gave its final reward twice" in found.error
+    result = played(both, wanted(1))
+    assert result.only.status is Status.FAILED and "gave its final reward twice" in result.error
 
 
 @pytest.mark.parametrize(
-    ("say", "told"),
+    ("say", "message"),
     [
         (lambda: etude.emit.reward(float("nan")), "was given nan; a reward is finite"),
         (lambda: etude.emit.reward(1.0, turn=-1), "turns are counted from 0"),
@@ -160,13 +160,13 @@ def test_a_final_reward_is_said_once() -> None:
         (lambda: etude.emit.event("", 1), "a name is text"),
     ],
 )
-def test_what_cannot_be_said_is_refused_where_it_is_said(say: Any, told: str) -> None:
+def test_what_cannot_be_said_is_refused_where_it_is_said(say: Any, message: str) -> None:
     @etude.agent
     async def agent(task: Task) -> None:
         say()
 
-    found = played(agent, wanted(1))
-    assert found.only.status is Status.FAILED and told in found.error
+    result = played(agent, wanted(1))
+    assert result.only.status is Status.FAILED and message in result.error
 
 
 def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
@@ -174,8 +174,8 @@ def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
     async def agent(task: Task) -> None:
         etude.emit.reward(1.0, turn=7)
 
-    found = played(agent, wanted(1))
-    assert found.only.status is Status.FAILED and "was not written down" in found.error, found.error
+    result = played(agent, wanted(1))
+    assert result.only.status is Status.FAILED and "was not written down" in result.error, result.error
 
 
 def test_outside_of_any_attempt_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_outside_of_any_attempt_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_attempt_that_is_over_takes_no_more() -> None:
-    told: list[str] = []
+    errors: list[str] = []
 
     @etude.agent(timeout_s=0.1)
     def agent(task: Task) -> None:
@@ -196,11 +196,11 @@ def test_an_attempt_that_is_over_takes_no_more() -> None:
         try:
             etude.emit.reward(1.0)
         except AgentError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
-    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
-        while not told:
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
+        while not errors:
             await asyncio.sleep(0.02)
 
-    found = played(agent, wanted(1), meanwhile=meanwhile)
-    assert found.only.status is Status.TIMED_OUT and "is over" in told[0]
+    result = played(agent, wanted(1), meanwhile=meanwhile)
+    assert result.only.status is Status.TIMED_OUT and "is over" in errors[0]

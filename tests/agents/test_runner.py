@@ -32,10 +32,10 @@ def test_a_crash_is_a_traceback_of_the_agents_own_frames() -> None:
     def agent(task: Task, llm: LLM) -> None:
         raise ValueError(f"no luck with {llm.api_key}")
 
-    found = played(agent, wanted(1))
-    assert found.only.status is Status.FAILED
-    assert "ValueError: no luck with …" in found.error and "test_runner.py" in found.error
-    assert "playing.py" not in found.error and "hands.py" not in found.error
+    result = played(agent, wanted(1))
+    assert result.only.status is Status.FAILED
+    assert "ValueError: no luck with …" in result.error and "test_runner.py" in result.error
+    assert "playing.py" not in result.error and "hands.py" not in result.error
 
 
 @pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
@@ -49,8 +49,8 @@ def test_nothing_that_an_agent_raises_reaches_the_runner(how: BaseException) -> 
         raise how
 
     for agent in (threaded, waits):
-        found = played(agent, wanted(2))
-        assert [state.status for state in found.states] == [Status.FAILED] * 2
+        result = played(agent, wanted(2))
+        assert [state.status for state in result.states] == [Status.FAILED] * 2
 
 
 def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
@@ -66,9 +66,9 @@ def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
                 raise RuntimeError("my own words") from error
         return 1.0
 
-    found = played(agent, wanted(1))
-    assert found.only.status is Status.SUCCEEDED and len(tries) == 2
-    assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+    result = played(agent, wanted(1))
+    assert result.only.status is Status.SUCCEEDED and len(tries) == 2
+    assert [attempt.status for attempt in result.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -86,9 +86,9 @@ def test_a_model_that_cannot_be_reached_is_not_the_agents_failure(waits: bool) -
             client = llm.async_client.with_options(max_retries=0)
             await client.chat.completions.create(**asked)  # type: ignore[call-overload]
 
-    found = played(asks if waits else calls, wanted(1))
-    assert [attempt.status for attempt in found.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
-    assert "APIConnectionError" in found.only.attempts[0].error
+    result = played(asks if waits else calls, wanted(1))
+    assert [attempt.status for attempt in result.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
+    assert "APIConnectionError" in result.only.attempts[0].error
 
 
 def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -> None:
@@ -96,14 +96,14 @@ def test_an_agent_that_wants_a_model_waits_for_an_endpoint_and_does_not_fail() -
     async def agent(llm: LLM) -> None: ...
 
     async def scene() -> RolloutState:
-        desk = LocalRolloutQueue(open_store())
-        await desk.enqueue(wanted(1))
-        runner = Runner(desk, agent, timeouts=QUICK)
+        queue = LocalRolloutQueue(open_store())
+        await queue.enqueue(wanted(1))
+        runner = Runner(queue, agent, timeouts=QUICK)
         running = asyncio.create_task(runner.run())
-        (state,) = await ends(desk, 1)
+        (state,) = await ends(queue, 1)
         runner.stop()
         await running
-        await desk.close()
+        await queue.close()
         return state
 
     state = asyncio.run(scene())
@@ -124,10 +124,10 @@ def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
         if task["n"] == 0:
             await asyncio.sleep(20)
 
-    found = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
+    result = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
     release.set()
-    assert [state.status for state in found.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
-    told = last_error(found.states[0])
+    assert [state.status for state in result.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
+    told = last_error(result.states[0])
     assert "0.6 s" in told
     assert threaded or (f"It was at {__file__}:" in told and told.endswith(", in sleeps."))
 
@@ -144,16 +144,16 @@ def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:
             except asyncio.CancelledError:
                 continue
 
-    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
-        await ends(desk, 1)
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
+        await ends(queue, 1)
         await asyncio.sleep(0.1)
         left.append(runner.abandoned)
         release.set()
         await asyncio.sleep(0.2)
         left.append(runner.abandoned)
 
-    found = played(stubborn, wanted(1), pace=replace(QUICK, cancel_s=0.1), meanwhile=meanwhile)
-    assert found.only.status is Status.TIMED_OUT and left == [1, 0]
+    result = played(stubborn, wanted(1), pace=replace(QUICK, cancel_s=0.1), meanwhile=meanwhile)
+    assert result.only.status is Status.TIMED_OUT and left == [1, 0]
 
 
 def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +165,13 @@ def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.Monke
         release.wait(20)
 
     async def scene() -> None:
-        desk = LocalRolloutQueue(open_store())
-        await desk.enqueue(wanted(4))
+        queue = LocalRolloutQueue(open_store())
+        await queue.enqueue(wanted(4))
         try:
             async with asyncio.timeout(10):
-                await Runner(desk, hangs, timeouts=QUICK, max_concurrency=2).run()
+                await Runner(queue, hangs, timeouts=QUICK, max_concurrency=2).run()
         finally:
-            await desk.close()
+            await queue.close()
 
     with pytest.raises(AgentError, match=r"2 attempts of the agent hangs did not end"):
         asyncio.run(scene())
@@ -189,16 +189,16 @@ def test_a_cancelled_rollout_stops_its_agent() -> None:
         finally:
             seen.append("cancelled")
 
-    async def meanwhile(desk: LocalRolloutQueue, runner: Runner) -> None:
+    async def meanwhile(queue: LocalRolloutQueue, runner: Runner) -> None:
         while not seen:
             await asyncio.sleep(0.02)
-        (runs,) = (await desk.runners())[0].running
-        await desk.cancel([runs.rollout], "nobody wants it")
+        (runs,) = (await queue.runners())[0].running
+        await queue.cancel([runs.rollout], "nobody wants it")
         while len(seen) < 2:
             await asyncio.sleep(0.02)
 
-    found = played(sleeps, wanted(1), meanwhile=meanwhile)
-    assert found.only.status is Status.CANCELLED and found.only.why == "nobody wants it"
+    result = played(sleeps, wanted(1), meanwhile=meanwhile)
+    assert result.only.status is Status.CANCELLED and result.only.why == "nobody wants it"
 
 
 def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -214,18 +214,18 @@ def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pyt
     limits = RolloutLimits(timeout_s=20, unresponsive_s=0.5, max_attempts=2)
 
     async def scene() -> list[RolloutState]:
-        desk = LocalRolloutQueue(open_store())
-        await desk.enqueue(wanted(1, limits))
-        runners = [Runner(desk, blocks, timeouts=QUICK, max_concurrency=1) for _ in range(2)]
+        queue = LocalRolloutQueue(open_store())
+        await queue.enqueue(wanted(1, limits))
+        runners = [Runner(queue, blocks, timeouts=QUICK, max_concurrency=1) for _ in range(2)]
         threads = [threading.Thread(target=lambda runner=runner: asyncio.run(runner.run())) for runner in runners]
         for thread in threads:
             thread.start()
-        found = await ends(desk, 1)
+        result = await ends(queue, 1)
         for runner in runners:
             runner.stop()
         await asyncio.to_thread(lambda: [thread.join() for thread in threads])
-        await desk.close()
-        return found
+        await queue.close()
+        return result
 
     (state,) = asyncio.run(scene())
     assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
@@ -243,9 +243,9 @@ def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_
         return 1.0
 
     async def scene() -> tuple[RolloutState, float]:
-        desk = LocalRolloutQueue(open_store())
-        (id,) = await desk.enqueue(wanted(1))
-        runner = Runner(desk, takes, timeouts=QUICK)
+        queue = LocalRolloutQueue(open_store())
+        (id,) = await queue.enqueue(wanted(1))
+        runner = Runner(queue, takes, timeouts=QUICK)
         running = asyncio.create_task(runner.run())
         await asyncio.to_thread(began.wait, 10)
         since = time.monotonic()
@@ -253,8 +253,8 @@ def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_
             runner.stop()
         await running
         took = time.monotonic() - since
-        state = desk.journal.rollout(id)
-        await desk.close()
+        state = queue.journal.rollout(id)
+        await queue.close()
         return state, took
 
     state, _ = asyncio.run(scene())
@@ -294,11 +294,11 @@ def test_a_set_up_that_fails_or_hangs_is_told() -> None:
             await asyncio.sleep(20)
 
     async def scene(agent: etude.Agent) -> None:
-        desk = LocalRolloutQueue(open_store())
+        queue = LocalRolloutQueue(open_store())
         try:
-            await Runner(desk, agent, timeouts=replace(QUICK, setup_s=0.1)).run()
+            await Runner(queue, agent, timeouts=replace(QUICK, setup_s=0.1)).run()
         finally:
-            await desk.close()
+            await queue.close()
 
     with pytest.raises(AgentError, match="The agent Fails could not be set up: OSError: no index"):
         asyncio.run(scene(Fails()))
@@ -315,19 +315,19 @@ def test_runners_share_the_work() -> None:
         time.sleep(0.01)
 
     async def scene() -> None:
-        desk = LocalRolloutQueue(open_store())
-        await desk.enqueue(wanted(40))
-        runners = [Runner(desk, agent, f"r{number}", timeouts=QUICK, max_concurrency=1) for number in range(3)]
+        queue = LocalRolloutQueue(open_store())
+        await queue.enqueue(wanted(40))
+        runners = [Runner(queue, agent, f"r{number}", timeouts=QUICK, max_concurrency=1) for number in range(3)]
         running = [asyncio.create_task(runner.run()) for runner in runners]
-        found = await ends(desk, 40)
-        assert {state.status for state in found} == {Status.SUCCEEDED}
-        assert sorted(each.name for each in await desk.runners()) == ["r0", "r1", "r2"]
+        result = await ends(queue, 40)
+        assert {state.status for state in result} == {Status.SUCCEEDED}
+        assert sorted(each.name for each in await queue.runners()) == ["r0", "r1", "r2"]
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)
         assert sum(sum(runner.outcomes.values()) for runner in runners) == 40
         assert min(sum(runner.outcomes.values()) for runner in runners) >= 5
-        await desk.close()
+        await queue.close()
 
     asyncio.run(scene())
     assert who == {"etude-r0", "etude-r1", "etude-r2"}
@@ -347,5 +347,5 @@ def test_many_attempts_of_one_task_are_tried_again_as_its_limits_say() -> None:
         assert rollout.attempt > 0, "not at first"
         return 1.0
 
-    found = asyncio.run(play(agent, wanted(1, replace(ONCE, max_attempts=2))))
-    assert found.only.status is Status.SUCCEEDED and tries == [0, 1]
+    result = asyncio.run(play(agent, wanted(1, replace(ONCE, max_attempts=2))))
+    assert result.only.status is Status.SUCCEEDED and tries == [0, 1]

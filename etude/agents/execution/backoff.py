@@ -16,19 +16,19 @@ class RestartBackoff:
     """One thing that is begun again, within bounds."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
-        self._since = 0.0
+        self._restarts = 0
+        self._started_at = 0.0
 
     def started(self, now: float) -> None:
         """It was begun."""
-        self._since = now
+        self._started_at = now
 
     def next_delay(self, now: float) -> float | None:
         """It ended, and should not have: seconds until it is begun again; None where it is given up."""
-        if now - self._since >= HEALTHY_AFTER:
-            self._in_a_row = 0
-        self._in_a_row += 1
-        if self._in_a_row > MAX_RESTARTS:
+        if now - self._started_at >= HEALTHY_AFTER:
+            self._restarts = 0
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
             return None
-        wait: float = min(FIRST_DELAY * 2.0 ** (self._in_a_row - 1), MAX_DELAY)
-        return wait
+        delay: float = min(FIRST_DELAY * 2.0 ** (self._restarts - 1), MAX_DELAY)
+        return delay

@@ -46,11 +46,11 @@ __all__ = ["ProcessRunners"]
 
 log = get_logger("agents")
 
-TICK = 0.1
+POLL_INTERVAL = 0.1
 """Seconds between two looks at the processes."""
 MARGIN = 2.0
 """Seconds that a process may take beyond what its pace allows, and to end once it is terminated."""
-_LINES, _WIDTH = 5, 300
+_TAIL_LINES, _MAX_LINE = 5, 300
 # First of all, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
 _BOOT = (
     "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
@@ -78,10 +78,10 @@ class ProcessRunners:
         if runners < 1:
             raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
         self._timeouts, self._grace_s = timeouts or RunnerTimeouts(), agent.grace_s
-        asked = RunnerSpec(agent, url, key, "", max_concurrency, self._timeouts)
+        spec = RunnerSpec(agent, url, key, "", max_concurrency, self._timeouts)
         host = f"{os.uname().nodename}-{os.getpid()}"
-        self._members = [
-            _RunnerProcess(f"runner-{number}", logs, _pickle_spec(replace(asked, name=f"{host}-{number}")))
+        self._runners = [
+            _RunnerProcess(f"runner-{number}", logs, _pickle_spec(replace(spec, name=f"{host}-{number}")))
             for number in range(runners)
         ]
         self._stopping, self._immediate = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ class ProcessRunners:
     @property
     def pids(self) -> list[int]:
         """The processes that there are now."""
-        return [member.process.pid for member in self._members if member.process is not None]
+        return [runner.process.pid for runner in self._runners if runner.process is not None]
 
     def start(self) -> None:
         """Begin."""
@@ -105,9 +105,9 @@ class ProcessRunners:
 
     def check(self) -> None:
         """Raise what ended the last process, if none is left."""
-        lost = [member.failure for member in self._members if member.failure]
-        if len(lost) == len(self._members):
-            raise AgentError(lost[-1])
+        failures = [runner.failure for runner in self._runners if runner.failure]
+        if len(failures) == len(self._runners):
+            raise AgentError(failures[-1])
 
     def stop(self, immediate: bool = False) -> None:
         """Have every process end. Hurried, or interrupted by Ctrl-C, it does not wait for what is under way."""
@@ -128,36 +128,36 @@ class ProcessRunners:
     def _supervise(self) -> None:
         """Start the processes, begin again what ends, until it is to stop; then go down the ladder."""
         try:
-            while not self._stopping.wait(TICK):
-                for member in self._members:
-                    member.ensure_running(time.monotonic())
+            while not self._stopping.wait(POLL_INTERVAL):
+                for runner in self._runners:
+                    runner.ensure_running(time.monotonic())
             self._shut_down()
         except Exception:
             log.exception("The runners' processes could not be looked after, and are ended.")
         finally:
-            for member in self._members:
-                member.kill()
+            for runner in self._runners:
+                runner.kill()
 
     def _shut_down(self) -> None:
         """Each step gives those that are left its time. All are asked at once."""
-        pace = self._timeouts
+        timeouts = self._timeouts
         steps: list[tuple[Callable[[_RunnerProcess], None], float]] = [
-            (_RunnerProcess.ask_to_stop, pace.drain_s + MARGIN),
-            (_RunnerProcess.ask_to_stop, 4 * pace.cancel_s + self._grace_s + MARGIN),
+            (_RunnerProcess.ask_to_stop, timeouts.drain_s + MARGIN),
+            (_RunnerProcess.ask_to_stop, 4 * timeouts.cancel_s + self._grace_s + MARGIN),
             (_RunnerProcess.terminate, MARGIN),
         ]
         for number, (step, seconds) in enumerate(steps):
-            for member in self._members:
-                step(member)
-            until = time.monotonic() + seconds
-            while any(member.is_running for member in self._members):
-                if time.monotonic() > until or (number == 0 and self._immediate.is_set()):
+            for runner in self._runners:
+                step(runner)
+            deadline = time.monotonic() + seconds
+            while any(runner.is_running for runner in self._runners):
+                if time.monotonic() > deadline or (number == 0 and self._immediate.is_set()):
                     break
-                time.sleep(TICK / 4)
+                time.sleep(POLL_INTERVAL / 4)
             else:
                 return
-        late = [member.name for member in self._members if member.is_running]
-        log.warning("%s did not end when terminated, and is killed.", ", ".join(late))
+        unfinished = [runner.name for runner in self._runners if runner.is_running]
+        log.warning("%s did not end when terminated, and is killed.", ", ".join(unfinished))
 
 
 class _RunnerProcess:
@@ -168,9 +168,9 @@ class _RunnerProcess:
         self.process: Popen[bytes] | None = None
         self.failure = ""
         """Why there is none, and will be none."""
-        self._body, self._backoff, self._due = body, RestartBackoff(), 0.0
-        self._first = True
-        self._from = 0  # where its log begins, behind those of the processes before it
+        self._body, self._backoff, self._restart_at = body, RestartBackoff(), 0.0
+        self._never_started = True
+        self._log_start = 0  # where its log begins, behind those of the processes before it
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +180,7 @@ class _RunnerProcess:
         """Start it where there is none and there should be."""
         if self.process is not None and self.process.poll() is not None:
             self._handle_exit(now)
-        if self.process is None and not self.failure and now >= self._due:
+        if self.process is None and not self.failure and now >= self._restart_at:
             self._start(now)
 
     def ask_to_stop(self) -> None:
@@ -207,7 +207,7 @@ class _RunnerProcess:
         self._backoff.started(now)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
-            self._from = file.tell()
+            self._log_start = file.tell()
             # In a session of its own: Ctrl-C is this process's to answer, and killing it ends what it started.
             self.process = Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
@@ -220,52 +220,52 @@ class _RunnerProcess:
             )
         self._send(len(self._body).to_bytes(8, "big") + self._body)
 
-    def _send(self, what: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):  # it has ended, which is noticed elsewhere
-                self.process.stdin.write(what)
+                self.process.stdin.write(data)
 
     def _handle_exit(self, now: float) -> None:
         """It should not have: tell it, and begin again in a while, or give it up."""
         assert self.process is not None
         code = self.process.returncode
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        told = f"The process of {self.name} ({self.process.pid}) ended ({how}). {self._log_tail()}"
+        exit_status = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        message = f"The process of {self.name} ({self.process.pid}) ended ({exit_status}). {self._log_tail()}"
         self.kill()
         # One whose agent was understood before may meet a file that is being written, or a hub that is away.
-        unfit = code == EXIT_CANNOT_LOAD and self._first
-        self._first = False
-        wait = None if unfit else self._backoff.next_delay(now)
-        if wait is None:
-            self.failure = told if unfit else f"{told} It ended again and again, and is given up."
+        cannot_load = code == EXIT_CANNOT_LOAD and self._never_started
+        self._never_started = False
+        delay = None if cannot_load else self._backoff.next_delay(now)
+        if delay is None:
+            self.failure = message if cannot_load else f"{message} It ended again and again, and is given up."
             log.error("%s", self.failure)
         else:
-            self._due = now + wait
-            log.warning("%s Another begins in %.1f s.", told, wait)
+            self._restart_at = now + delay
+            log.warning("%s Another begins in %.1f s.", message, delay)
 
     def _log_tail(self) -> str:
         try:
             with self.log.open("rb") as file:
-                file.seek(max(self._from, self.log.stat().st_size - 2 * _LINES * _WIDTH))
+                file.seek(max(self._log_start, self.log.stat().st_size - 2 * _TAIL_LINES * _MAX_LINE))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
-        told = [line.strip()[:_WIDTH] for line in lines if line.strip()][-_LINES:]
-        return f"Its last lines, in {self.log}: " + " | ".join(told) if told else f"It wrote nothing to {self.log}."
+        tail = [line.strip()[:_MAX_LINE] for line in lines if line.strip()][-_TAIL_LINES:]
+        return f"Its last lines, in {self.log}: " + " | ".join(tail) if tail else f"It wrote nothing to {self.log}."
 
 
 class _AgentPickler(pickle.Pickler):
     """Takes what was defined in the file that this process was started with, or in one that was named by its path,
     along by that file's name: another process has another `__main__`, and no module of the other kind."""
 
-    def reducer_override(self, found: Any) -> Any:
-        if not isinstance(found, type | FunctionType):
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, type | FunctionType):
             return NotImplemented
-        if found.__module__ == "__main__" or is_file_module(found.__module__):
-            file = locate_module(found.__module__)
+        if obj.__module__ == "__main__" or is_file_module(obj.__module__):
+            file = locate_module(obj.__module__)
             if file is None:
-                raise AgentError(f"{found.__qualname__} was written at a prompt. Define the agent in a file.")
-            return load_object, (f"{file}:{found.__qualname__}", "part of an agent", "my_agent.py:agent")
+                raise AgentError(f"{obj.__qualname__} was written at a prompt. Define the agent in a file.")
+            return load_object, (f"{file}:{obj.__qualname__}", "part of an agent", "my_agent.py:agent")
         return NotImplemented
 
 

@@ -73,9 +73,9 @@ def join_store(
 
 def resolve_store(agent: str, url: str = "", key: str = "") -> tuple[str, str]:
     """Where the store is whose rollouts are to be played, and the key to it; by default as the environment says."""
-    there, theirs = store_address()
-    url, key = url or there, key or theirs
-    missing = [name for name, told in (("ETUDE_STORE_URL", url), ("ETUDE_STORE_KEY", key)) if not told]
+    default_url, default_key = store_address()
+    url, key = url or default_url, key or default_key
+    missing = [name for name, value in (("ETUDE_STORE_URL", url), ("ETUDE_STORE_KEY", key)) if not value]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
@@ -85,39 +85,41 @@ def resolve_store(agent: str, url: str = "", key: str = "") -> tuple[str, str]:
     return url, key
 
 
-def run_spec(spec: RunnerSpec, orders: BinaryIO | None = None) -> None:
+def run_spec(spec: RunnerSpec, control: BinaryIO | None = None) -> None:
     """Play rollouts on this thread, the main one of its process, until it is told to stop."""
     with bounded_exit(spec.timeouts.cancel_s, REFUSED):
-        run_bounded(_run(spec, orders), spec.timeouts.cancel_s)
+        run_bounded(_run(spec, control), spec.timeouts.cancel_s)
 
 
-async def _run(asked: RunnerSpec, orders: BinaryIO | None) -> None:
-    desk = connect_queue(asked.url, asked.key)
+async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
+    queue = connect_queue(spec.url, spec.key)
     try:
         runner = Runner(
-            desk,
-            asked.agent,
-            asked.name or None,
-            max_concurrency=asked.max_concurrency,
-            timeouts=asked.timeouts,
-            store_url=asked.url,
+            queue,
+            spec.agent,
+            spec.name or None,
+            max_concurrency=spec.max_concurrency,
+            timeouts=spec.timeouts,
+            store_url=spec.url,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, runner.stop)
-        if orders is not None:
-            threading.Thread(target=_receive_orders, args=(orders, runner), name="etude-orders", daemon=True).start()
+        if control is not None:
+            threading.Thread(
+                target=_receive_control_messages, args=(control, runner), name="etude-orders", daemon=True
+            ).start()
         log.info(
             "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets what is under way end.",
-            *(asked.agent.title, asked.url, asked.max_concurrency),
+            *(spec.agent.title, spec.url, spec.max_concurrency),
         )
         await runner.run()
-        told = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(runner.outcomes.items())) or "none"
-        log.info("Stopped. Attempts played: %s.", told)
+        counts = ", ".join(f"{count} {outcome.value}" for outcome, count in sorted(runner.outcomes.items())) or "none"
+        log.info("Stopped. Attempts played: %s.", counts)
     finally:
         with suppress(TimeoutError):
-            async with asyncio.timeout(asked.timeouts.cancel_s):
-                await desk.close()
+            async with asyncio.timeout(spec.timeouts.cancel_s):
+                await queue.close()
 
 
 def main() -> None:
@@ -125,12 +127,12 @@ def main() -> None:
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s runner[{os.getpid()}] %(levelname)-5s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    control = os.fdopen(os.dup(0), "rb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what an agent reads is not what this process is told
     reaper.add(os.getpgrp())
     try:
-        asked = _load_spec(_read(orders, int.from_bytes(_read(orders, 8), "big")))
-        run_spec(asked, orders)
+        spec = _load_spec(_read(control, int.from_bytes(_read(control, 8), "big")))
+        run_spec(spec, control)
     except EtudeError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
@@ -141,27 +143,27 @@ def main() -> None:
 def _load_spec(body: bytes) -> RunnerSpec:
     """What is asked; where it cannot be understood, as another try would not either, this process ends."""
     try:
-        asked: RunnerSpec = pickle.loads(body)
+        spec: RunnerSpec = pickle.loads(body)
     except Exception as error:  # an agent's file may raise anything while it is run
         log.error("%s", error if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
         sys.exit(EXIT_CANNOT_LOAD)
-    return asked
+    return spec
 
 
-def _read(orders: BinaryIO, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        more = orders.read(length - len(found))
-        if not more:
+def _read(control: BinaryIO, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        chunk = control.read(length - len(data))
+        if not chunk:
             _kill_process_group()
-        found += more
-    return found
+        data += chunk
+    return data
 
 
-def _receive_orders(orders: BinaryIO, runner: Runner) -> None:
+def _receive_control_messages(control: BinaryIO, runner: Runner) -> None:
     """Take orders while there is somebody to give them."""
-    while order := orders.readline():
-        if order == STOP:
+    while message := control.readline():
+        if message == STOP:
             runner.stop()
     _kill_process_group()
 

@@ -25,22 +25,22 @@ Ts = TypeVarTuple("Ts")
 log = get_logger("agents")
 
 
-def run_bounded(work: Coroutine[Any, Any, T], within_s: float) -> T:
+def run_bounded(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """What comes of some work on a loop of its own. `asyncio.run` waits in the end for every task, and so for ever for
     one that goes on although it was cancelled; here that is waited for so many seconds, and left."""
     loop = _ThreadedLoop()
     loop.set_exception_handler(_handle_loop_exception)
     try:
-        return loop.run_until_complete(work)
+        return loop.run_until_complete(coroutine)
     finally:
         try:
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
             if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=within_s))
+                loop.run_until_complete(asyncio.wait(tasks, timeout=timeout_s))
             with suppress(TimeoutError):
-                loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), within_s))
+                loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), timeout_s))
         finally:
             loop.close()
 
@@ -71,7 +71,7 @@ def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 
 @contextmanager
-def bounded_exit(within_s: float, code: int) -> Iterator[None]:
+def bounded_exit(timeout_s: float, code: int) -> Iterator[None]:
     """What is done within is the last that its process does: threads that were begun there, and that Python would wait
     for, have so many seconds left. Where they need more, the process ends all the same: with this code, if by an
     error."""
@@ -80,11 +80,11 @@ def bounded_exit(within_s: float, code: int) -> Iterator[None]:
         yield
     finally:
         error = sys.exc_info()[1]
-        until = time.monotonic() + within_s
-        begun = [each for each in threading.enumerate() if not each.daemon and each not in before]
-        for thread in begun:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in begun):
+        deadline = time.monotonic() + timeout_s
+        new_threads = [thread for thread in threading.enumerate() if not thread.daemon and thread not in before]
+        for thread in new_threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in new_threads):
             if error is not None:
                 log.error("%s", error)
             log.warning("Threads that an agent began do not end, and end with this process.")

@@ -66,10 +66,12 @@ class ThreadRunners:
 
     def start(self) -> None:
         """Begin."""
-        for seat in self._threads:
-            seat.runner = self._make()
-            seat.thread = threading.Thread(target=self._run_with_restarts, args=(seat,), name=seat.name, daemon=True)
-            seat.thread.start()
+        for runner_thread in self._threads:
+            runner_thread.runner = self._make_runner()
+            runner_thread.thread = threading.Thread(
+                target=self._run_with_restarts, args=(runner_thread,), name=runner_thread.name, daemon=True
+            )
+            runner_thread.thread.start()
 
     def check(self) -> None:
         """Raise what ended the last runner, if none is left."""
@@ -79,23 +81,29 @@ class ThreadRunners:
     def stop(self, immediate: bool = False) -> None:
         """Have every runner end: what is under way may, unless it is hurried; then it is cancelled, then it is left."""
         self._stopping.set()
-        pace = self._timeouts
+        timeouts = self._timeouts
         try:
             self._stop_all()
-            self._join(0.0 if immediate else pace.drain_s + MARGIN)
+            self._join(0.0 if immediate else timeouts.drain_s + MARGIN)
         finally:  # also where a second Ctrl-C interrupts the wait
             self._stop_all()
-            self._join(4 * pace.cancel_s + self._agent.grace_s + MARGIN)
-            late = [seat.name for seat in self._threads if seat.thread is not None and seat.thread.is_alive()]
-            if late:
-                log.warning("%s did not stop, and ends with the process.", ", ".join(late))
+            self._join(4 * timeouts.cancel_s + self._agent.grace_s + MARGIN)
+            unfinished = [
+                runner_thread.name
+                for runner_thread in self._threads
+                if runner_thread.thread is not None and runner_thread.thread.is_alive()
+            ]
+            if unfinished:
+                log.warning("%s did not stop, and ends with the process.", ", ".join(unfinished))
 
     @property
     def abandoned(self) -> int:
         """Attempts that were left to themselves and still go on."""
-        return sum(seat.runner.abandoned for seat in self._threads if seat.runner is not None)
+        return sum(
+            runner_thread.runner.abandoned for runner_thread in self._threads if runner_thread.runner is not None
+        )
 
-    def _make(self) -> Runner:
+    def _make_runner(self) -> Runner:
         return Runner(
             self._queue,
             copy.copy(self._agent),
@@ -105,39 +113,39 @@ class ThreadRunners:
         )
 
     def _stop_all(self) -> None:
-        for seat in self._threads:
-            if seat.runner is not None:
-                seat.runner.stop()
+        for runner_thread in self._threads:
+            if runner_thread.runner is not None:
+                runner_thread.runner.stop()
 
-    def _join(self, within: float) -> None:
-        until = time.monotonic() + within
-        for seat in self._threads:
-            if seat.thread is not None:
-                seat.thread.join(max(0.0, until - time.monotonic()))
+    def _join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for runner_thread in self._threads:
+            if runner_thread.thread is not None:
+                runner_thread.thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run_with_restarts(self, seat: _RunnerThread) -> None:
+    def _run_with_restarts(self, runner_thread: _RunnerThread) -> None:
         """Run a runner, and another where it ends by an error, within bounds."""
         while True:
-            assert seat.runner is not None
-            seat.backoff.started(time.monotonic())
+            assert runner_thread.runner is not None
+            runner_thread.backoff.started(time.monotonic())
             try:
-                run_bounded(seat.runner.run(), self._timeouts.cancel_s)
+                run_bounded(runner_thread.runner.run(), self._timeouts.cancel_s)
                 return
             except Exception as error:  # the one place where it is told
-                wait = seat.backoff.next_delay(time.monotonic())
+                delay = runner_thread.backoff.next_delay(time.monotonic())
                 if self._stopping.is_set():
-                    log.warning("%s ended by an error: %s", seat.name, error)
+                    log.warning("%s ended by an error: %s", runner_thread.name, error)
                     return
-                if wait is None:
-                    log.error("%s is given up, as it ended again and again: %s", seat.name, error)
+                if delay is None:
+                    log.error("%s is given up, as it ended again and again: %s", runner_thread.name, error)
                     self._errors.append(_typed_error(error))
                     return
-                log.warning("%s ended, and begins again in %.1f s: %s", seat.name, wait, error)
-            if self._stopping.wait(wait):
+                log.warning("%s ended, and begins again in %.1f s: %s", runner_thread.name, delay, error)
+            if self._stopping.wait(delay):
                 return
-            seat.runner = self._make()
+            runner_thread.runner = self._make_runner()
             if self._stopping.is_set():
-                seat.runner.stop()
+                runner_thread.runner.stop()
 
 
 class _RunnerThread:

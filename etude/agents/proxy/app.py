@@ -49,7 +49,7 @@ ROUTES: dict[str, APIDialect] = {
     "/v1/responses": ResponsesDialect(),
     "/v1/messages": AnthropicDialect(),
 }
-COUNTING = AnthropicDialect(counting=True)
+TOKEN_COUNTING = AnthropicDialect(counting=True)
 MISTAKEN_PATHS = (
     "/v1/{rest:no_store}",
     *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
@@ -57,9 +57,9 @@ MISTAKEN_PATHS = (
 )
 """Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-KINDS: dict[int, ErrorKind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
+ERROR_KINDS: dict[int, ErrorKind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
 """Of what the gate refuses, by its status; anything else is invalid."""
-UNREAD_S = 60.0
+WRITE_TIMEOUT_S = 60.0
 """Seconds for which a client may read nothing of a stream."""
 
 
@@ -84,10 +84,10 @@ def create_app(endpoint: ModelEndpoint) -> FastAPI:
         async with endpoint:
             yield
 
-    made = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
-    made.include_router(create_router(endpoint))
-    made.add_middleware(RequestMiddleware, life=secrets.token_hex(8), whose=endpoint.keyring.read_headers)
-    return made
+    app = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
+    app.include_router(create_router(endpoint))
+    app.add_middleware(RequestMiddleware, life=secrets.token_hex(8), whose=endpoint.keyring.read_headers)
+    return app
 
 
 def create_router(endpoint: ModelEndpoint) -> APIRouter:
@@ -101,56 +101,66 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a request to /v1/messages would show the model."""
-        key = None
+        attempt_id = None
         try:
-            key = _authorize(endpoint, request)
-            body, size = await _body(endpoint, key, request)
+            attempt_id = _authorize(endpoint, request)
+            body, size = await _read_body(endpoint, attempt_id, request)
             return _json(
-                {"input_tokens": await endpoint.count_tokens(_background_thread(request), COUNTING, key, body, size)}
+                {
+                    "input_tokens": await endpoint.count_tokens(
+                        _background_thread(request), TOKEN_COUNTING, attempt_id, body, size
+                    )
+                }
             )
         except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
             refusal = error if isinstance(error, APIError) else _internal_error(error)
-            await endpoint.record_refusal(key, request.url.path, refusal)
-            return _error_response(COUNTING, refusal)
+            await endpoint.record_refusal(attempt_id, request.url.path, refusal)
+            return _error_response(TOKEN_COUNTING, refusal)
 
     async def models(request: Request) -> Response:
         """The models there are."""
-        dialect: APIDialect = COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
+        dialect: APIDialect = (
+            TOKEN_COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
+        )
         try:
             _authorize(endpoint, request)
-            wanted = request.path_params.get("model")
-            if wanted is not None and wanted not in endpoint.models:
-                raise unknown_model_error(wanted, endpoint.models)
+            requested = request.path_params.get("model")
+            if requested is not None and requested not in endpoint.models:
+                raise unknown_model_error(requested, endpoint.models)
         except APIError as refusal:
             return _error_response(dialect, refusal)
-        if wanted is not None:
-            return _json(_model(wanted))
-        found = [_model(name) for name in endpoint.models]
-        ends = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
-        return _json({"object": "list", "data": found, "has_more": False, **ends})
+        if requested is not None:
+            return _json(_model(requested))
+        listed = [_model(name) for name in endpoint.models]
+        first_and_last = {"first_id": endpoint.models[0], "last_id": endpoint.models[-1]}
+        return _json({"object": "list", "data": listed, "has_more": False, **first_and_last})
 
     routes.add_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     routes.add_route("/v1/models", models, methods=["GET"])
     routes.add_route("/v1/models/{model}", models, methods=["GET"], name="model")
-    known = {each.path: sorted((each.methods or set()) - {"HEAD"}) for each in routes.routes if isinstance(each, Route)}
+    methods_by_path = {
+        route.path: sorted((route.methods or set()) - {"HEAD"}) for route in routes.routes if isinstance(route, Route)
+    }
     for path in MISTAKEN_PATHS:
-        routes.add_route(path, _unknown(known), methods=METHODS, name="unknown", include_in_schema=False)
+        routes.add_route(
+            path, _unknown_route(methods_by_path), methods=METHODS, name="unknown", include_in_schema=False
+        )
     return routes
 
 
-def _unknown(known: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitable[Response]]:
+def _unknown_route(methods_by_path: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitable[Response]]:
     async def unknown(request: Request) -> Response:
         """Name the routes that there are, in the words of the dialect that a request seems to speak."""
         path = request.url.path
-        claude = "anthropic-version" in request.headers or "/messages" in path
-        there = ", ".join(f"{' '.join(methods)} {path}" for path, methods in known.items())
-        why = f"There is no {request.method} {path[:200]} at this endpoint. There are: {there}."
-        refusal = APIError(why, "not_found", status=405 if path in known else None)
-        response = _error_response(COUNTING if claude else ROUTES["/v1/chat/completions"], refusal)
-        if path in known:
-            response.headers["allow"] = ", ".join(known[path])
+        is_anthropic = "anthropic-version" in request.headers or "/messages" in path
+        routes = ", ".join(f"{' '.join(methods)} {path}" for path, methods in methods_by_path.items())
+        message = f"There is no {request.method} {path[:200]} at this endpoint. There are: {routes}."
+        refusal = APIError(message, "not_found", status=405 if path in methods_by_path else None)
+        response = _error_response(TOKEN_COUNTING if is_anthropic else ROUTES["/v1/chat/completions"], refusal)
+        if path in methods_by_path:
+            response.headers["allow"] = ", ".join(methods_by_path[path])
         return response
 
     return unknown
@@ -160,30 +170,34 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
     async def answer(request: Request) -> Response:
         """Answer one call, and record it."""
         began = time.perf_counter()
-        key = None
+        attempt_id = None
         try:
-            key = _authorize(endpoint, request)
-            body, size = await _body(endpoint, key, request)
-            tags = [tag for each in request.headers.get("x-etude-tags", "").split(",") if (tag := each.strip())]
+            attempt_id = _authorize(endpoint, request)
+            body, size = await _read_body(endpoint, attempt_id, request)
+            tags = [tag for part in request.headers.get("x-etude-tags", "").split(",") if (tag := part.strip())]
             if path in PASSTHROUGH_PATHS:
-                foreign = await endpoint.prepare_external_call(path.removeprefix("/v1"), key, body, tags, began)
-                if foreign is not None:
-                    return await _pass_through(endpoint, dialect, foreign, request)
+                external_call = await endpoint.prepare_external_call(
+                    path.removeprefix("/v1"), attempt_id, body, tags, began
+                )
+                if external_call is not None:
+                    return await _pass_through(endpoint, dialect, external_call, request)
             state = request.headers.get("x-etude-state", "")
             call = await endpoint.prepare_call(
-                _background_thread(request), dialect, key, body, tags, began, state, size
+                _background_thread(request), dialect, attempt_id, body, tags, began, state, size
             )
             if call.request.stream:
-                failed = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
-                refused = partial(endpoint.record_refusal, key, path)
-                return _EventStreamResponse(dialect, partial(endpoint.stream, call), failed, refused, _headers(call))
-            told = await _cancel_on_disconnect(request.receive, endpoint.answer(call))
-            return _json(told, headers=_headers(call))
+                format_failure = dialect.writer(call.reply_header(endpoint.chat.tokenizer)).fail
+                on_refusal = partial(endpoint.record_refusal, attempt_id, path)
+                return _EventStreamResponse(
+                    dialect, partial(endpoint.stream, call), format_failure, on_refusal, _headers(call)
+                )
+            answer_body = await _cancel_on_disconnect(request.receive, endpoint.answer(call))
+            return _json(answer_body, headers=_headers(call))
         except ClientDisconnectedError:
             return Response(status_code=499)
         except Exception as error:
             refusal = error if isinstance(error, APIError) else _internal_error(error)
-            await endpoint.record_refusal(key, path, refusal)
+            await endpoint.record_refusal(attempt_id, path, refusal)
             return _error_response(dialect, refusal)
 
     return answer
@@ -192,9 +206,9 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
 async def _pass_through(endpoint: ModelEndpoint, dialect: APIDialect, call: ExternalCall, request: Request) -> Response:
     """What another's model answers."""
     if call.body.get("stream") is True:
-        refused = partial(endpoint.record_refusal, call.session.attempt_id, f"/v1{call.path}")
+        on_refusal = partial(endpoint.record_refusal, call.session.attempt_id, f"/v1{call.path}")
         work = partial(endpoint.passthrough.stream, call)
-        return _EventStreamResponse(dialect, work, lambda refusal: sse_event(error_body(refusal)), refused, {})
+        return _EventStreamResponse(dialect, work, lambda refusal: sse_event(error_body(refusal)), on_refusal, {})
     data = await _cancel_on_disconnect(request.receive, endpoint.passthrough.answer(call))
     return Response(data, media_type="application/json")
 
@@ -208,38 +222,38 @@ class _EventStreamResponse(Response):
         self,
         dialect: APIDialect,
         work: _Work,
-        failed: Callable[[APIError], bytes],
-        refused: Callable[[APIError], Awaitable[None]],
+        format_failure: Callable[[APIError], bytes],
+        on_refusal: Callable[[APIError], Awaitable[None]],
         headers: dict[str, str],
     ) -> None:
         """work: writes the events. failed: what is written where it cannot go on. refused: is told of a call that got
         no answer."""
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._dialect, self._work, self._failed, self._refused = dialect, work, failed, refused
+        self._dialect, self._work, self._format_failure, self._on_refusal = dialect, work, format_failure, on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        one = asyncio.Lock()
-        started = unread = False
-        raw = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        write_lock = asyncio.Lock()
+        started = client_stalled = False
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
         async def start() -> None:
             nonlocal started
             started = True
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-        async def given(data: bytes, more: bool = True) -> bool:
+        async def send_chunk(data: bytes, more: bool = True) -> bool:
             try:
-                async with asyncio.timeout(UNREAD_S):
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await send({"type": "http.response.body", "body": data, "more_body": more})
             except TimeoutError:
                 return False
             return True
 
         async def write(data: bytes) -> None:
-            nonlocal unread
-            async with one:
-                if unread or not await given(data):
-                    unread = True
+            nonlocal client_stalled
+            async with write_lock:
+                if client_stalled or not await send_chunk(data):
+                    client_stalled = True
                     raise asyncio.CancelledError  # as where the client has gone
 
         try:
@@ -247,34 +261,34 @@ class _EventStreamResponse(Response):
         except ClientDisconnectedError:
             return
         except Exception as error:
-            if unread:
+            if client_stalled:
                 return
             refusal = error if isinstance(error, APIError) else _internal_error(error)
             if not started:
-                await self._refused(refusal)
+                await self._on_refusal(refusal)
                 await _error_response(self._dialect, refusal)(scope, receive, send)
                 return
-            if not await given(self._failed(refusal)):
+            if not await send_chunk(self._format_failure(refusal)):
                 return
-        await given(b"", more=False)
+        await send_chunk(b"", more=False)
 
 
 async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What comes of some work, which is cancelled when the client goes. `ClientDisconnectedError` if it has."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
-    gone.add_done_callback(lambda _: task.cancel())
-    asking = asyncio.current_task()
-    assert asking is not None, "calls are answered on an event loop"
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+    disconnected.add_done_callback(lambda _: task.cancel())
+    caller = asyncio.current_task()
+    assert caller is not None, "calls are answered on an event loop"
     try:
         return await task
     except asyncio.CancelledError:
-        if asking.cancelling():
+        if caller.cancelling():
             raise
-        if gone.done():
+        if disconnected.done():
             raise ClientDisconnectedError from None
         raise APIError("The attempt that asked has ended.", "forbidden", code="attempt_over") from None
     finally:
-        gone.cancel()
+        disconnected.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -286,31 +300,31 @@ def _authorize(endpoint: ModelEndpoint, request: Request) -> AttemptId:
     return endpoint.authorize(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
 
-async def _body(endpoint: ModelEndpoint, key: AttemptId, request: Request) -> tuple[JSONObject, int]:
+async def _read_body(endpoint: ModelEndpoint, attempt_id: AttemptId, request: Request) -> tuple[JSONObject, int]:
     """The JSON object that came, and how many bytes it was."""
     try:
         data = await request.body()
-    except RequestRefusedError as refused:
-        kind = KINDS.get(refused.status, "invalid")
-        raise APIError(str(refused), kind, status=refused.status, retry_after=int(kind == "busy")) from refused
+    except RequestRefusedError as error:
+        kind = ERROR_KINDS.get(error.status, "invalid")
+        raise APIError(str(error), kind, status=error.status, retry_after=int(kind == "busy")) from error
     if len(data) > endpoint.config.max_body_mib * 2**20:
-        told = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
-        raise APIError(told, "too_large")
-    aside = _background_thread(request)
-    async with aside.slot(key, len(data)):
-        return await aside.run(len(data), _parse_json, data), len(data)
+        message = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
+        raise APIError(message, "too_large")
+    background = _background_thread(request)
+    async with background.slot(attempt_id, len(data)):
+        return await background.run(len(data), _parse_json, data), len(data)
 
 
 def _background_thread(request: Request) -> BackgroundThread:
     """Where what is long is read: the gate's, which is shared with the store where both are served."""
-    found: BackgroundThread = request.scope["state"]["aside"]
-    return found
+    background: BackgroundThread = request.scope["state"]["aside"]
+    return background
 
 
 def _parse_json(data: bytes) -> JSONObject:
     try:
         text = data.decode()
-        body = json.loads(text, parse_constant=_no_number)
+        body = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -326,8 +340,8 @@ def _parse_json(data: bytes) -> JSONObject:
     return body
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _json(body: JSONObject, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -348,9 +362,9 @@ def _internal_error(error: Exception) -> APIError:
 
 def _headers(call: ModelCall) -> dict[str, str]:
     """What an agent may like to know: its attempt, and which of its parameters were not followed."""
-    key = call.session.attempt_id
-    told = {"x-etude-rollout": str(key.rollout), "x-etude-attempt": str(key.attempt)}
-    return told | ({"x-etude-ignored": ", ".join(call.ignored)} if call.ignored else {})
+    attempt_id = call.session.attempt_id
+    headers = {"x-etude-rollout": str(attempt_id.rollout), "x-etude-attempt": str(attempt_id.attempt)}
+    return headers | ({"x-etude-ignored": ", ".join(call.ignored)} if call.ignored else {})
 
 
 def _model(name: str) -> dict[str, Any]:

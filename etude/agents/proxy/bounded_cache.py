@@ -16,7 +16,7 @@ class BoundedCache(Generic[K, V]):
 
     def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
         """most: the number of entries. heaviest: the weight of all of them."""
-        self._most, self._heaviest = max_entries, max_weight
+        self._max_entries, self._max_weight = max_entries, max_weight
         self._entries: dict[K, tuple[V, int]] = {}  # the oldest first
         self._weight = 0
 
@@ -39,8 +39,8 @@ class BoundedCache(Generic[K, V]):
         """Make this the newest entry. The oldest are dropped where there are too many."""
         self._weight += weight - self._entries.pop(key, (value, 0))[1]
         self._entries[key] = value, weight
-        while len(self._entries) > self._most or self._too_heavy():
+        while len(self._entries) > self._max_entries or self._too_heavy():
             self._weight -= self._entries.pop(next(iter(self._entries)))[1]
 
     def _too_heavy(self) -> bool:
-        return self._heaviest is not None and self._weight > self._heaviest and len(self._entries) > 1
+        return self._max_weight is not None and self._weight > self._max_weight and len(self._entries) > 1

@@ -60,56 +60,56 @@ class ChatCompletionsDialect:
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = IgnoredFields(CHAT_COMPLETIONS, strict=context.strict)
-        fields = RequestFields(body, notes=notes)
+        ignored_fields = IgnoredFields(CHAT_COMPLETIONS, strict=context.strict)
+        fields = RequestFields(body, ignored_fields=ignored_fields)
         model = fields.string("model")
-        forms = fields.array("messages", required=True)
-        if not forms:
+        message_data = fields.array("messages", required=True)
+        if not message_data:
             raise fields.error("messages", "is empty; give at least one.")
-        messages = tuple(openai.parse_message(form, f"messages[{n}]") for n, form in enumerate(forms))
-        begun = None
+        messages = tuple(openai.parse_message(data, f"messages[{n}]") for n, data in enumerate(message_data))
+        prefill = None
         if fields.boolean("continue_final_message"):
-            *lead, begun = messages
+            *lead, prefill = messages
             messages = tuple(lead)
-            if begun.role != "assistant" or begun.tool_calls or not lead:
-                why = "takes a last message that is the beginning of the assistant's answer, after others."
-                raise fields.error("continue_final_message", why)
-        tools = openai.tools_of(fields.array("tools"), notes)
-        choice, named = openai.parse_tool_choice(fields, tools, notes)
+            if prefill.role != "assistant" or prefill.tool_calls or not lead:
+                reason = "takes a last message that is the beginning of the assistant's answer, after others."
+                raise fields.error("continue_final_message", reason)
+        tools = openai.parse_tools(fields.array("tools"), ignored_fields)
+        choice, tool_name = openai.parse_tool_choice(fields, tools, ignored_fields)
         sampling = parse_sampling(fields)
         limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
-        longest = next((limit for limit in limits if limit is not None), None)
-        if longest is not None:
-            sampling["max_tokens"] = longest
+        max_tokens = next((limit for limit in limits if limit is not None), None)
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
         if stop := fields.strings("stop", 16):
             sampling["stop"] = stop
-        wanted = fields.boolean("logprobs")
-        top = fields.integer("top_logprobs", 0, 20)
-        if top and not wanted:
+        wants_logprobs = fields.boolean("logprobs")
+        num_top_logprobs = fields.integer("top_logprobs", 0, 20)
+        if num_top_logprobs and not wants_logprobs:
             raise fields.error("top_logprobs", "takes 'logprobs': true.")
-        if top:
-            sampling["top_logprobs"] = top
-        asked = ModelRequest(
+        if num_top_logprobs:
+            sampling["top_logprobs"] = num_top_logprobs
+        request = ModelRequest(
             model=model,
             messages=messages,
-            prefill=begun,
+            prefill=prefill,
             tools=tools,
             tool_choice=choice,
-            tool_name=named,
+            tool_name=tool_name,
             sampling=sampling,
             penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
             n=fields.integer("n", 1, MAX_CHOICES) or 1,
             stream=fields.boolean("stream"),
-            logprobs=wanted,
+            logprobs=wants_logprobs,
             include_usage=wants_stream_usage(fields),
         )
         fields.apply_rules()
-        return replace(asked, ignored=notes.names)
+        return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answers in one piece."""
-        choices = [_choice(index, each, reply) for index, each in enumerate(answers)]
-        return {**_frame(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
+        choices = [_choice(index, answer, reply) for index, answer in enumerate(answers)]
+        return {**_reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
 
     def writer(self, reply: ReplyHeader) -> ChunkWriter:
         """The answers piece by piece."""
@@ -124,30 +124,30 @@ class ChunkWriter:
     """Writes `chat.completion.chunk` events. Log-probs come with the end of each answer."""
 
     def __init__(self, reply: ReplyHeader) -> None:
-        self._asked, self._tokenizer = reply.request, reply.tokenizer
-        self._frame = _frame(reply, "chat.completion.chunk")
-        self._more: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
+        self._request, self._tokenizer = reply.request, reply.tokenizer
+        self._reply_fields = _reply_fields(reply, "chat.completion.chunk")
+        self._extra_fields: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
 
     def begin(self) -> bytes:
         """Who speaks."""
-        return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._asked.n))
+        return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n))
 
-    def delta(self, index: int, piece: MessageDelta) -> bytes:
+    def delta(self, index: int, delta: MessageDelta) -> bytes:
         """New text, or a call."""
-        if isinstance(piece, ToolCallDelta):
-            return self._chunk(index, {"tool_calls": [{"index": piece.index, **_call(piece.call)}]})
-        return self._chunk(index, {"reasoning_content" if isinstance(piece, ReasoningDelta) else "content": piece.text})
+        if isinstance(delta, ToolCallDelta):
+            return self._chunk(index, {"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
+        return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
         """How it ended."""
-        scores = {"content": openai.format_logprobs(answer.completion, self._tokenizer), "refusal": None}
-        return self._chunk(index, {}, answer.finish_reason, scores if self._asked.logprobs else None)
+        logprobs = {"content": openai.format_logprobs(answer.completion, self._tokenizer), "refusal": None}
+        return self._chunk(index, {}, answer.finish_reason, logprobs if self._request.logprobs else None)
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """What it cost, if that was asked."""
         last = (
-            openai.sse_event({**self._frame, "choices": [], "usage": format_usage(answers)})
-            if self._asked.include_usage
+            openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
+            if self._request.include_usage
             else b""
         )
         return last + b"data: [DONE]\n\n"
@@ -157,10 +157,10 @@ class ChunkWriter:
         return openai.sse_event(openai.error_body(refusal))
 
     def _chunk(
-        self, index: int, delta: JSONObject, finish: str | None = None, scores: JSONObject | None = None
+        self, index: int, delta: JSONObject, finish: str | None = None, logprobs: JSONObject | None = None
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-        return openai.sse_event({**self._frame, "choices": [choice], **self._more})
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return openai.sse_event({**self._reply_fields, "choices": [choice], **self._extra_fields})
 
 
 def wants_stream_usage(fields: RequestFields) -> bool:
@@ -173,26 +173,32 @@ def wants_stream_usage(fields: RequestFields) -> bool:
 
 def format_usage(answers: Sequence[ModelAnswer]) -> JSONObject:
     """How many tokens were read and written."""
-    prompt, written = answers[0].prompt_tokens, sum(len(each.completion.ids) for each in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    prompt_tokens, completion_tokens = answers[0].prompt_tokens, sum(len(answer.completion.ids) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
-def _frame(reply: ReplyHeader, kind: str) -> JSONObject:
+def _reply_fields(reply: ReplyHeader, kind: str) -> JSONObject:
     return {"id": reply.id, "object": kind, "created": int(time.time()), "model": reply.request.model}
 
 
 def _choice(index: int, answer: ModelAnswer, reply: ReplyHeader) -> JSONObject:
-    told: dict[str, Any] = {"role": "assistant", "content": answer.message.content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.message.content, "refusal": None}
     if answer.message.reasoning:
-        told["reasoning_content"] = answer.message.reasoning
+        message["reasoning_content"] = answer.message.reasoning
     if answer.message.tool_calls:
-        told["tool_calls"] = [_call(call) for call in answer.message.tool_calls]
-        told["content"] = answer.message.content or None
-    wanted = reply.request.logprobs
-    scores = (
-        {"content": openai.format_logprobs(answer.completion, reply.tokenizer), "refusal": None} if wanted else None
+        message["tool_calls"] = [_call(call) for call in answer.message.tool_calls]
+        message["content"] = answer.message.content or None
+    wants_logprobs = reply.request.logprobs
+    logprobs = (
+        {"content": openai.format_logprobs(answer.completion, reply.tokenizer), "refusal": None}
+        if wants_logprobs
+        else None
     )
-    return {"index": index, "message": told, "logprobs": scores, "finish_reason": answer.finish_reason}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

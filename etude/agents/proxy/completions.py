@@ -52,38 +52,38 @@ class CompletionsDialect:
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = IgnoredFields(COMPLETIONS, strict=context.strict)
-        fields = RequestFields(body, notes=notes)
+        ignored_fields = IgnoredFields(COMPLETIONS, strict=context.strict)
+        fields = RequestFields(body, ignored_fields=ignored_fields)
         model, prompt = fields.string("model"), _prompt(fields)
         sampling = parse_sampling(fields)
         sampling["max_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1) or 16
         if stop := fields.strings("stop", 16):
             sampling["stop"] = stop
-        top = fields.integer("logprobs", 0, 20)
-        if top:
-            sampling["top_logprobs"] = top
+        num_top_logprobs = fields.integer("logprobs", 0, 20)
+        if num_top_logprobs:
+            sampling["top_logprobs"] = num_top_logprobs
         n = fields.integer("n", 1, MAX_CHOICES) or 1
-        fields.require("best_of", n, why="can be no other number than 'n': every answer is given.")
-        asked = ModelRequest(
+        fields.require("best_of", n, reason="can be no other number than 'n': every answer is given.")
+        request = ModelRequest(
             model=model,
             prompt=prompt,
             sampling=sampling,
             penalties=nonzero_penalties(fields, "frequency_penalty", "presence_penalty"),
             n=n,
             stream=fields.boolean("stream"),
-            logprobs=top is not None,
+            logprobs=num_top_logprobs is not None,
             include_usage=wants_stream_usage(fields),
         )
         fields.apply_rules()
-        return replace(asked, ignored=notes.names)
+        return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answers in one piece."""
         choices = [
-            _choice(n, str(each.message.content), each.finish_reason, _scores(each, reply))
-            for n, each in enumerate(answers)
+            _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
+            for n, answer in enumerate(answers)
         ]
-        return {**_frame(reply), "choices": choices, "usage": format_usage(answers)}
+        return {**_reply_fields(reply), "choices": choices, "usage": format_usage(answers)}
 
     def writer(self, reply: ReplyHeader) -> TextWriter:
         """The answers piece by piece."""
@@ -98,26 +98,26 @@ class TextWriter:
     """Writes `text_completion` events. Log-probs come with the end of each answer."""
 
     def __init__(self, reply: ReplyHeader) -> None:
-        self._reply, self._frame = reply, _frame(reply)
+        self._reply, self._reply_fields = reply, _reply_fields(reply)
 
     def begin(self) -> bytes:
         """Nothing comes before the text."""
         return b""
 
-    def delta(self, index: int, piece: MessageDelta) -> bytes:
+    def delta(self, index: int, delta: MessageDelta) -> bytes:
         """New text."""
-        assert isinstance(piece, ContentDelta), "a text that goes on is nothing else"
-        return openai.sse_event({**self._frame, "choices": [_choice(index, piece.text, None, None)]})
+        assert isinstance(delta, ContentDelta), "a text that goes on is nothing else"
+        return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
         """How it ended."""
-        last = _choice(index, "", answer.finish_reason, _scores(answer, self._reply))
-        return openai.sse_event({**self._frame, "choices": [last]})
+        last = _choice(index, "", answer.finish_reason, _format_logprobs(answer, self._reply))
+        return openai.sse_event({**self._reply_fields, "choices": [last]})
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """What it cost, if that was asked."""
         last = (
-            openai.sse_event({**self._frame, "choices": [], "usage": format_usage(answers)})
+            openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
             if self._reply.request.include_usage
             else b""
         )
@@ -141,25 +141,25 @@ def _prompt(fields: RequestFields) -> str | Ids:
     return prompt
 
 
-def _frame(reply: ReplyHeader) -> JSONObject:
+def _reply_fields(reply: ReplyHeader) -> JSONObject:
     return {"id": reply.id, "object": "text_completion", "created": int(time.time()), "model": reply.request.model}
 
 
-def _choice(index: int, text: str, finish: str | None, scores: JSONObject | None) -> JSONObject:
-    return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish}
+def _choice(index: int, text: str, finish: str | None, logprobs: JSONObject | None) -> JSONObject:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _scores(answer: ModelAnswer, reply: ReplyHeader) -> JSONObject | None:
+def _format_logprobs(answer: ModelAnswer, reply: ReplyHeader) -> JSONObject | None:
     """Log-probs as this dialect has them, if they were asked for: columns, and where in the text each token begins."""
     if not reply.request.logprobs:
         return None
-    scored = openai.format_logprobs(answer.completion, reply.tokenizer)
-    tokens = [each["token"] for each in scored]
+    logprobs = openai.format_logprobs(answer.completion, reply.tokenizer)
+    tokens = [entry["token"] for entry in logprobs]
     starts = list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else []
-    tops = [{each["token"]: each["logprob"] for each in one["top_logprobs"]} for one in scored]
+    tops = [{entry["token"]: entry["logprob"] for entry in token["top_logprobs"]} for token in logprobs]
     return {
         "tokens": tokens,
-        "token_logprobs": [each["logprob"] for each in scored],
+        "token_logprobs": [entry["logprob"] for entry in logprobs],
         "top_logprobs": tops if any(tops) else None,
         "text_offset": starts,
     }

@@ -40,7 +40,7 @@ from etude.store.states import LIVE, Status
 
 __all__ = ["EndpointConfig", "ModelEndpoint", "unknown_model_error"]
 
-SWEEP, FAR_SWEEP = 15.0, 2.0
+SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
 """Seconds between two looks for attempts that have ended; and where nobody tells of them."""
 IDLE_S = 30.0
 """Seconds without a call, after which it is asked whether an attempt has ended."""
@@ -51,16 +51,16 @@ MIN_TOKENS_PER_MESSAGE = 4
 RENDER_THREADS = 2
 """Threads on which long conversations are rendered: few, because the event loop waits for the interpreter like each of
 them, and more than one, so that no attempt waits for another's longest."""
-AT_ONCE = 100
+SWEEP_BATCH = 100
 """Of how many attempts that is asked at a time."""
-NOTED_KINDS: tuple[ErrorKind, ...] = ("invalid", "not_found", "too_large", "forbidden")
+RECORDED_KINDS: tuple[ErrorKind, ...] = ("invalid", "not_found", "too_large", "forbidden")
 """Refusals that the call itself causes, which are noted on its attempt. The others are in the journal by other notes or
 turns, or pass."""
-MOST_REFUSALS = 16
+MAX_REFUSALS = 16
 """Different refusals that are noted of an attempt; all are counted."""
-LONGEST = 2000
+MAX_REFUSAL_CHARACTERS = 2000
 """Characters of a refusal that are noted."""
-MOST_LOGGED = 200
+MAX_LOGGED_NAMES = 200
 """The most names of ignored fields that are logged: agents make them up."""
 
 
@@ -112,7 +112,7 @@ class ModelEndpoint:
         self.queue, self.keyring, self.chat, self.upstream, self.model = queue, keyring, chat, upstream, model
         training = train or SamplingParams()
         self._sampling_rules = SamplingRules(training, val or training, self.config.parameters)
-        self._context, self._told = context, notified
+        self._context, self._notified = context, notified
         self._slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self._metrics = EndpointMetrics()
         self._recorder = TurnRecorder(queue, model, self._metrics, self.forget)
@@ -127,9 +127,9 @@ class ModelEndpoint:
         )
         if model in self.config.external:
             raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
-        places = SlotQueue(self.config.max_running, self.config.max_waiting)
+        external_slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self.passthrough = Passthrough(
-            self.config.external, places, self._metrics, self._recorder, self.config.timeout_s
+            self.config.external, external_slots, self._metrics, self._recorder, self.config.timeout_s
         )
         self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="etude-rendering")
         self._sessions: dict[AttemptId, AttemptSession] = {}
@@ -171,14 +171,14 @@ class ModelEndpoint:
             with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
                 self._loop.call_soon_threadsafe(self._forget_all, tuple(attempt_ids))
 
-    def _forget_all(self, keys: Sequence[AttemptId]) -> None:
-        for key in keys:
-            self.forget(key)
+    def _forget_all(self, attempt_ids: Sequence[AttemptId]) -> None:
+        for attempt_id in attempt_ids:
+            self.forget(attempt_id)
 
     def forget(self, attempt_id: AttemptId) -> None:
         """An attempt has ended: its calls are ended, and what it said is let go of."""
-        found = self._sessions.pop(attempt_id, None)
-        for task in found.under_way if found is not None else ():
+        session = self._sessions.pop(attempt_id, None)
+        for task in session.under_way if session is not None else ():
             task.cancel()
 
     # -- before sampling ----------------------------------------------------------------------------------------------
@@ -216,13 +216,13 @@ class ModelEndpoint:
         name for the state that the agent is in; without one it is all that the model is shown. size: how many bytes the
         body was."""
         began = time.perf_counter() if began is None else began
-        asked, sitting = await self._parse_request(background, dialect, attempt_id, body, size)
-        sampling, ignored = self._sampling_rules.resolve(asked, sitting.use)
-        prompt = await self._prompt(sitting, asked)
+        request, session = await self._parse_request(background, dialect, attempt_id, body, size)
+        sampling, ignored = self._sampling_rules.resolve(request, session.use)
+        prompt = await self._prompt(session, request)
         self._log_ignored(ignored)
         id = f"{dialect.prefix}{attempt_id.rollout}-{attempt_id.attempt}-{self._process}-{next(self._calls)}"
         anchor = state_id(state) if state else prompt.hash
-        call = ModelCall(id, dialect, asked, sitting, prompt, sampling, ignored, tuple(tags), began, anchor)
+        call = ModelCall(id, dialect, request, session, prompt, sampling, ignored, tuple(tags), began, anchor)
         if self._context is not None and len(call.input_ids) >= self._context:
             raise await self._too_long(call, self._context)
         return call
@@ -231,18 +231,18 @@ class ModelEndpoint:
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int = 0
     ) -> int:
         """How many tokens a call would show the model."""
-        asked, sitting = await self._parse_request(background, dialect, attempt_id, body, size)
-        return len((await self._prompt(sitting, asked)).input_ids)
+        request, session = await self._parse_request(background, dialect, attempt_id, body, size)
+        return len((await self._prompt(session, request)).input_ids)
 
     async def _parse_request(
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
     ) -> tuple[ModelRequest, AttemptSession]:
         """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
-        sitting = await self._session(attempt_id)
+        session = await self._session(attempt_id)
         async with background.slot(attempt_id, size):
-            asked = _with_history(await background.run(size, self._parse_body, dialect, body, sitting), sitting)
-            await self._check_length(attempt_id, asked, await background.run(size, _count_characters, asked))
-        return asked, sitting
+            request = _with_history(await background.run(size, self._parse_body, dialect, body, session), session)
+            await self._check_length(attempt_id, request, await background.run(size, _count_characters, request))
+        return request, session
 
     async def prepare_external_call(
         self, path: str, attempt_id: AttemptId, body: JSONObject, tags: Sequence[str], began: float
@@ -256,7 +256,7 @@ class ModelEndpoint:
     def _log_ignored(self, names: Sequence[str]) -> None:
         """Log each name once."""
         new = [name for name in dict.fromkeys(names) if name not in self._ignored]
-        if new and len(self._ignored) < MOST_LOGGED:
+        if new and len(self._ignored) < MAX_LOGGED_NAMES:
             self._ignored |= set(new)
             get_logger("agents").info(
                 "Agents send %s, which answers do not follow: the run decides, or it cannot be served here. Each "
@@ -265,16 +265,16 @@ class ModelEndpoint:
             )
 
     def _parse_body(self, dialect: APIDialect, body: JSONObject, session: AttemptSession) -> ModelRequest:
-        asked = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
-        if asked.model in self.passthrough.models:
+        request = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
+        if request.model in self.passthrough.models:
             raise APIError(
-                f"The model '{asked.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
+                f"The model '{request.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
                 "/v1/chat/completions, /v1/completions or /v1/responses.",
                 param="model",
             )
-        if asked.model != self.model:
-            raise unknown_model_error(asked.model, self.models)
-        return asked
+        if request.model != self.model:
+            raise unknown_model_error(request.model, self.models)
+        return request
 
     async def _check_length(self, attempt_id: AttemptId, request: ModelRequest, size: int) -> None:
         """Refuse a prompt that is too long for any context, before it is tokenised. size: its characters."""
@@ -307,14 +307,14 @@ class ModelEndpoint:
 
     async def _session(self, attempt_id: AttemptId) -> AttemptSession:
         """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
-        found = self._sessions.get(attempt_id)
-        if found is None:
+        session = self._sessions.get(attempt_id)
+        if session is None:
             use, draw = await self._use(attempt_id)
-            found = self._sessions.setdefault(
+            session = self._sessions.setdefault(
                 attempt_id, AttemptSession(attempt_id, use, self.chat, draw, self._threads)
             )
-        found.last_call_at = time.monotonic()
-        return found
+        session.last_call_at = time.monotonic()
+        return session
 
     async def _use(self, attempt_id: AttemptId) -> tuple[RolloutPurpose, int]:
         """What the attempt is for, and which draw it is: one that infrastructure broke is made again as it was."""
@@ -357,16 +357,18 @@ class ModelEndpoint:
         """Count a call that got no answer, and note on its attempt why: agents often keep that to themselves, and fail.
         key: whose call it was, where that is known."""
         self._metrics.counts["refused"] += 1
-        if attempt_id is None or refusal.kind not in NOTED_KINDS:
+        if attempt_id is None or refusal.kind not in RECORDED_KINDS:
             return
         try:
-            sitting = await self._session(attempt_id)
-            if len(sitting.refused) >= MOST_REFUSALS or refusal.message in sitting.refused:
+            session = await self._session(attempt_id)
+            if len(session.refused) >= MAX_REFUSALS or refusal.message in session.refused:
                 return
-            sitting.refused.add(refusal.message)
-            told = {"path": path, "status": refusal.status, "param": refusal.param, "code": refusal.code}
-            told = {name: value for name, value in told.items() if value is not None}
-            await self.queue.record_note(attempt_id, "refused", {**told, "error": refusal.message[:LONGEST]})
+            session.refused.add(refusal.message)
+            data = {"path": path, "status": refusal.status, "param": refusal.param, "code": refusal.code}
+            data = {name: value for name, value in data.items() if value is not None}
+            await self.queue.record_note(
+                attempt_id, "refused", {**data, "error": refusal.message[:MAX_REFUSAL_CHARACTERS]}
+            )
         except (APIError, EtudeError) as error:  # the attempt is over, or the store is away: the answer goes out anyway
             get_logger("agents").debug(f"A refused call of {attempt_id} could not be noted: {error}")
 
@@ -375,31 +377,33 @@ class ModelEndpoint:
     async def _sweep_loop(self) -> None:
         """From time to time, let go of attempts that have ended."""
         while True:
-            await asyncio.sleep(SWEEP if self._told else FAR_SWEEP)
+            await asyncio.sleep(SWEEP_S if self._notified else UNNOTIFIED_SWEEP_S)
             try:
-                await self.sweep(IDLE_S if self._told else 0.0)
+                await self.sweep(IDLE_S if self._notified else 0.0)
             except Exception as error:  # a store that is away for a while
                 get_logger("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
 
     async def sweep(self, silent: float = 0.0) -> None:
         """Ask the desk about the attempts that have not called for so many seconds, and forget those that ended."""
         now = time.monotonic()
-        quiet = iter([key for key, each in self._sessions.items() if now - each.last_call_at >= silent])
-        while keys := list(islice(quiet, AT_ONCE)):
-            ids = tuple({key.rollout for key in keys})
+        idle = iter(
+            [attempt_id for attempt_id, session in self._sessions.items() if now - session.last_call_at >= silent]
+        )
+        while attempt_ids := list(islice(idle, SWEEP_BATCH)):
+            ids = tuple({attempt_id.rollout for attempt_id in attempt_ids})
             page = await self.queue.find(RolloutQuery(ids=ids, limit=len(ids)))
-            attempts = {each.id: each.attempts for each in page.rollouts}
-            for key in keys:
-                known = attempts.get(key.rollout, ())
-                if key.attempt >= len(known) or known[key.attempt].status not in LIVE:
-                    self.forget(key)
+            attempts = {rollout.id: rollout.attempts for rollout in page.rollouts}
+            for attempt_id in attempt_ids:
+                known = attempts.get(attempt_id.rollout, ())
+                if attempt_id.attempt >= len(known) or known[attempt_id.attempt].status not in LIVE:
+                    self.forget(attempt_id)
 
 
 def unknown_model_error(name: str, models: Sequence[str]) -> APIError:
     """The refusal of a model that nobody knows."""
     known = "', '".join(models)
-    told = f"There is no model '{name}' here; there is '{known}'."
-    return APIError(told, "not_found", param="model", code="model_not_found")
+    message = f"There is no model '{name}' here; there is '{known}'."
+    return APIError(message, "not_found", param="model", code="model_not_found")
 
 
 def _count_characters(request: ModelRequest) -> int:

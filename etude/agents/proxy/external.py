@@ -35,15 +35,15 @@ from etude.errors import ConfigError
 
 __all__ = ["ExternalCall", "ExternalModel", "Passthrough", "external_models"]
 
-CONNECT = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds to reach a provider."""
 MAX_LOGGED_CHARACTERS = 200_000
 """Characters of what was asked that are kept."""
-SHOWN = 500
+MAX_ERROR_CHARACTERS = 500
 """Characters of what a provider says that an error repeats."""
-MOST_MIB = 64
+MAX_ANSWER_MIB = 64
 """MiB of an answer at most."""
-REFUSED: dict[int, ErrorKind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
+CLIENT_ERRORS: dict[int, ErrorKind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
 """What the agent asked for and cannot have, by what a provider answers."""
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -63,16 +63,16 @@ def external_models(path: Path | None) -> dict[str, ExternalModel]:
     if path is None:
         return {}
     try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"The models of `agent.external` cannot be read from {path}: {error}") from error
-    if not isinstance(told, Mapping) or not all(
-        isinstance(name, str) and isinstance(told[name], Mapping) for name in told
+    if not isinstance(sections, Mapping) or not all(
+        isinstance(name, str) and isinstance(sections[name], Mapping) for name in sections
     ):
         raise ConfigError(
             f"{path} must hold a section for each model: its name, and under it `url`, `model`, `key_from`."
         )
-    return {name: ExternalModel.model_validate(dict(told[name])) for name in told}
+    return {name: ExternalModel.model_validate(dict(sections[name])) for name in sections}
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Passthrough:
         timeout_s: float,
     ) -> None:
         self.models = dict(models)
-        self._keys = {name: key_from(each.key_from, f"the model '{name}'") for name, each in models.items()}
+        self._keys = {name: key_from(model.key_from, f"the model '{name}'") for name, model in models.items()}
         self._slots, self._metrics, self._recorder, self._timeout = slots, metrics, recorder, timeout_s
         self._client: httpx2.AsyncClient | None = None
 
@@ -126,15 +126,15 @@ class Passthrough:
     async def stream(self, call: ExternalCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
         """Write the answer's events as they come, after `start`: what goes wrong before it is raised. The event that
         ends the answer is written once the call is recorded."""
-        last: list[bytes] = []
+        final_events: list[bytes] = []
         async with self._under_way(call), self._request(call) as response:
             await start()
             async for event in iter_events(_bounded(response, call.name)):
-                if call.answer.read_event(event_data(event)) or last:
-                    last.append(event)
+                if call.answer.read_event(event_data(event)) or final_events:
+                    final_events.append(event)
                 else:
                     await write(event + b"\n\n")
-        for event in last:
+        for event in final_events:
             await write(event + b"\n\n")
 
     @asynccontextmanager
@@ -169,7 +169,7 @@ class Passthrough:
     async def _request(self, call: ExternalCall) -> AsyncIterator[httpx2.Response]:
         if self._client is None:
             limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-            timeout = httpx2.Timeout(self._timeout, connect=min(CONNECT, self._timeout))
+            timeout = httpx2.Timeout(self._timeout, connect=min(CONNECT_TIMEOUT, self._timeout))
             self._client = httpx2.AsyncClient(limits=limits, timeout=timeout)
         model, key = self.models[call.name], self._keys[call.name]
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -188,42 +188,44 @@ class Passthrough:
 
     def _provider_error(self, call: ExternalCall, response: httpx2.Response, data: bytes) -> APIError:
         """What a provider answers that does not answer. Its key is in none of it."""
-        status, where = response.status_code, self.models[call.name]
+        status, model = response.status_code, self.models[call.name]
         if status in (401, 403):
-            held = (
-                f"the key in {where.key_from}" if where.key_from else "a call without a key, as `key_from` is not set"
+            credential = (
+                f"the key in {model.key_from}" if model.key_from else "a call without a key, as `key_from` is not set"
             )
-            return APIError(f"The provider of '{call.name}' refused {held} ({status}).", "failed", status=502)
-        told = f"The provider of '{call.name}' answered {status}: {self._error_text(call, data)}"
+            return APIError(f"The provider of '{call.name}' refused {credential} ({status}).", "failed", status=502)
+        message = f"The provider of '{call.name}' answered {status}: {self._error_text(call, data)}"
         if status == httpx2.codes.TOO_MANY_REQUESTS:
-            return APIError(told, "busy", retry_after=_seconds(response.headers.get("retry-after", "")))
-        if status in REFUSED:
-            return APIError(told, REFUSED[status])
-        return APIError(told, "failed", status=status if status >= 500 else 502)
+            return APIError(message, "busy", retry_after=_retry_after_seconds(response.headers.get("retry-after", "")))
+        if status in CLIENT_ERRORS:
+            return APIError(message, CLIENT_ERRORS[status])
+        return APIError(message, "failed", status=status if status >= 500 else 502)
 
     def _error_text(self, call: ExternalCall, data: bytes) -> str:
         text = data[:MAX_LOGGED_CHARACTERS].decode(errors="replace")
         try:
-            told = json.loads(text)
-            text = str(told["error"]["message"])
+            body = json.loads(text)
+            text = str(body["error"]["message"])
         except (ValueError, KeyError, TypeError):
             pass
         key = self._keys[call.name]
-        return (text.replace(key, "***") if key else text)[:SHOWN]
+        return (text.replace(key, "***") if key else text)[:MAX_ERROR_CHARACTERS]
 
     def _to_api_error(self, call: ExternalCall, error: Exception) -> APIError:
         if isinstance(error, APIError):
             return error
         if isinstance(error, TimeoutError | httpx2.TimeoutException):
-            told = f"The provider of '{call.name}' did not answer within {self._timeout:g} seconds."
-            return APIError(told, "timeout")
-        why = str(error) or type(error).__name__
-        return APIError(f"The provider of '{call.name}' could not be asked: {why}", "failed", status=502)
+            message = f"The provider of '{call.name}' did not answer within {self._timeout:g} seconds."
+            return APIError(message, "timeout")
+        reason = str(error) or type(error).__name__
+        return APIError(f"The provider of '{call.name}' could not be asked: {reason}", "failed", status=502)
 
     def _describe(self, call: ExternalCall, outcome: str) -> dict[str, Any]:
         """What is recorded of a call."""
-        asked = {name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body}
-        text = json.dumps(asked, ensure_ascii=False)
+        conversation = {
+            name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body
+        }
+        text = json.dumps(conversation, ensure_ascii=False)
         return {
             "model": call.name,
             "served_as": self.models[call.name].model or call.name,
@@ -250,12 +252,12 @@ async def _bounded(response: httpx2.Response, name: str) -> AsyncIterator[bytes]
     read = 0
     async for chunk in response.aiter_bytes():
         read += len(chunk)
-        if read > MOST_MIB * 2**20:
-            raise APIError(f"The provider of '{name}' answered more than {MOST_MIB} MiB.", "failed", status=502)
+        if read > MAX_ANSWER_MIB * 2**20:
+            raise APIError(f"The provider of '{name}' answered more than {MAX_ANSWER_MIB} MiB.", "failed", status=502)
         yield chunk
 
 
-def _seconds(text: str) -> int:
+def _retry_after_seconds(text: str) -> int:
     """How long a provider wants to be left alone; a date, or nothing, is a second."""
     try:
         return min(max(1, math.ceil(float(text))), 3600)

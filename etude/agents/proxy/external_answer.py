@@ -8,9 +8,9 @@ from typing import Any
 
 __all__ = ["ExternalAnswer"]
 
-MOST = 200_000
+MAX_CHARACTERS = 200_000
 """Characters that are kept."""
-ENDS = ("response.completed", "response.incomplete", "response.failed")
+END_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
 class ExternalAnswer:
@@ -44,7 +44,7 @@ class ExternalAnswer:
         body = _json(data)
         self._usage(body)
         self._response(body)
-        for choice in _many(body, "choices"):
+        for choice in _objects(body, "choices"):
             self._choice(choice, "message")
 
     def read_event(self, data: str) -> bool:
@@ -53,23 +53,23 @@ class ExternalAnswer:
             return True
         body = _json(data)
         self._usage(body)
-        for choice in _many(body, "choices"):
+        for choice in _objects(body, "choices"):
             self._choice(choice, "delta")
         kind = body.get("type")
         if kind == "response.output_text.delta":
             self._add(body.get("delta"))
-        if kind not in ENDS:
+        if kind not in END_EVENTS:
             return False
         response = _object(body, "response")
         self._usage(response)
-        calls = {"output": [each for each in _many(response, "output") if each.get("type") == "function_call"]}
+        calls = {"output": [item for item in _objects(response, "output") if item.get("type") == "function_call"]}
         self._response({**response, **calls})
         return True
 
     def _choice(self, choice: Mapping[str, Any], part: str) -> None:
         message = _object(choice, part)
         self._add(message.get("content", choice.get("text")))
-        for call in _many(message, "tool_calls"):
+        for call in _objects(message, "tool_calls"):
             self._call(_object(call, "function"))
         if choice.get("finish_reason"):
             self.finish_reason = str(choice["finish_reason"])
@@ -89,20 +89,20 @@ class ExternalAnswer:
             self._calling = False
 
     def _response(self, body: Mapping[str, Any]) -> None:
-        for item in _many(body, "output"):
+        for item in _objects(body, "output"):
             if item.get("type") == "function_call":
                 self._call(item)
                 self._close()
-            for each in _many(item, "content"):
-                self._add(each.get("text"))
+            for part in _objects(item, "content"):
+                self._add(part.get("text"))
         self.finish_reason = str(body.get("status") or self.finish_reason)
 
     def _usage(self, body: Mapping[str, Any]) -> None:
         self.usage = {name: value for name, value in _object(body, "usage").items() if type(value) is int} or self.usage
 
     def _add(self, text: Any) -> None:
-        if isinstance(text, str) and self._length < MOST:
-            self._texts.append(text[: MOST - self._length])
+        if isinstance(text, str) and self._length < MAX_CHARACTERS:
+            self._texts.append(text[: MAX_CHARACTERS - self._length])
             self._length += len(text)
 
     def _number(self, *names: str) -> int:
@@ -122,6 +122,6 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _many(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+def _objects(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     value = body.get(name)
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -53,11 +53,13 @@ class ModelCallRunner:
         """The answers to a call in one piece."""
         async with self._under_way(call):
             began = time.perf_counter()
-            async with self._slots.acquire(call.request.n) as places:
-                said = await _gather_limited([self._answer_one(call, params) for params in self._params(call)], places)
-            sampled = max(each.sampled for each in said) - began
-        self._finished(call, said)
-        body = call.dialect.format_response(call.reply_header(self._chat.tokenizer), said)
+            async with self._slots.acquire(call.request.n) as slots:
+                answers = await _gather_limited(
+                    [self._answer_one(call, params) for params in self._params(call)], slots
+                )
+            sampled = max(answer.sampled for answer in answers) - began
+        self._on_answered(call, answers)
+        body = call.dialect.format_response(call.reply_header(self._chat.tokenizer), answers)
         self._metrics.record_call(time.perf_counter() - call.began, sampled)
         return body
 
@@ -68,16 +70,18 @@ class ModelCallRunner:
         started = False
         try:
             async with self._under_way(call):
-                async with self._slots.acquire(call.request.n) as places:
+                async with self._slots.acquire(call.request.n) as slots:
                     await start()
                     started = True
                     await write(writer.begin())
                     params = self._params(call)
-                    works = [self._stream_one(call, writer, n, each, write) for n, each in enumerate(params)]
-                    said = await _gather_limited(works, places)
-                self._finished(call, said)
+                    coroutines = [
+                        self._stream_one(call, writer, n, sampling, write) for n, sampling in enumerate(params)
+                    ]
+                    answers = await _gather_limited(coroutines, slots)
+                self._on_answered(call, answers)
                 self._metrics.record_call(time.perf_counter() - call.began)
-                await write(writer.close(said))
+                await write(writer.close(answers))
         except APIError as refusal:
             if not started:
                 raise
@@ -95,28 +99,28 @@ class ModelCallRunner:
                 yield
         except TimeoutError as error:
             self._metrics.counts["timed_out"] += 1
-            told = f"The call took longer than {self._timeout:g} seconds, waiting for its turn included."
-            raise APIError(told, "timeout") from error
+            message = f"The call took longer than {self._timeout:g} seconds, waiting for its turn included."
+            raise APIError(message, "timeout") from error
         finally:
             call.session.under_way.discard(task)
 
     def _params(self, call: ModelCall) -> list[SamplingParams]:
         """The parameters of each answer. Where the agent's seed holds, its further answers count on from it."""
-        sitting, prompt, own = call.session, call.prompt, call.sampling.seed
-        if own is not None:
-            seeds = [(own + n) % 2**63 for n in range(call.request.n)]
+        session, prompt, seed = call.session, call.prompt, call.sampling.seed
+        if seed is not None:
+            seeds = [(seed + n) % 2**63 for n in range(call.request.n)]
         else:
-            asked = range(call.request.n)
-            of = sitting.attempt_id.rollout, sitting.draw, prompt.hash
-            seeds = [self._seeds(*of, sitting.count_occurrence(prompt)) for _ in asked]
+            choices = range(call.request.n)
+            identity = session.attempt_id.rollout, session.draw, prompt.hash
+            seeds = [self._seeds(*identity, session.count_occurrence(prompt)) for _ in choices]
         return [replace(call.sampling, seed=seed) for seed in seeds]
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
         """One answer, recorded as soon as it is whole, whatever becomes of the call's others."""
         completion = await self._generate(call, params)
         sampled = time.perf_counter()
-        said = await self._record(call, completion, self._reader(call)[0].parse_all(completion.ids))
-        return replace(said, sampled=sampled)
+        answer = await self._record(call, completion, self._start_parser(call)[0].parse_all(completion.ids))
+        return replace(answer, sampled=sampled)
 
     async def _generate(self, call: ModelCall, params: SamplingParams) -> Completion:
         try:
@@ -131,69 +135,73 @@ class ModelCallRunner:
         self, call: ModelCall, writer: AnswerWriter, index: int, params: SamplingParams, write: Write
     ) -> ModelAnswer:
         """One answer, written as it comes up to its end, then recorded, then ended."""
-        (reader, told), rest_of = self._reader(call), _PrefillStripper(self._parse_prefill(call))
-        rest_of.strip_deltas(told)
-        gained: list[CompletionChunk] = []
+        (parser, first_deltas), stripper = self._start_parser(call), _PrefillStripper(self._parse_prefill(call))
+        stripper.strip_deltas(first_deltas)
+        chunks: list[CompletionChunk] = []
         completion = None
         try:
             async with aclosing(self._upstream.stream(call.input_ids, params)) as stream:
-                async for each in stream:
-                    gained.append(each)
-                    completion = each.completion
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    completion = chunk.completion
                     if completion is None:
-                        await _write_deltas(write, writer, index, rest_of.strip_deltas(reader.push(each.ids)))
+                        await _write_deltas(write, writer, index, stripper.strip_deltas(parser.push(chunk.ids)))
         except Exception as error:
-            self._recorder.record_aborted(call, gained, self._chat)
+            self._recorder.record_aborted(call, chunks, self._chat)
             raise await self._to_api_error(call, error) from error
         except BaseException:  # the client has gone, or time is up
-            self._recorder.record_aborted(call, gained, self._chat)
+            self._recorder.record_aborted(call, chunks, self._chat)
             raise
         assert completion is not None, "a stream ends with the whole"
-        rest = [*reader.push(gained[-1].ids), *reader.finish()]
-        said = await self._record(call, completion, reader.message)
-        await _write_deltas(write, writer, index, rest_of.strip_deltas(rest))
-        await write(writer.end(index, said))
-        return said
+        last_deltas = [*parser.push(chunks[-1].ids), *parser.finish()]
+        answer = await self._record(call, completion, parser.message)
+        await _write_deltas(write, writer, index, stripper.strip_deltas(last_deltas))
+        await write(writer.end(index, answer))
+        return answer
 
-    def _reader(self, call: ModelCall) -> tuple[TokenStreamParser, list[MessageDelta]]:
+    def _start_parser(self, call: ModelCall) -> tuple[TokenStreamParser, list[MessageDelta]]:
         """Tells what the model says, and has told how that begins."""
         if call.request.prompt is not None:
             special = self._chat.tokenizer.special_ids
             return TokenStreamParser(
                 TextStreamParser(None), self._chat.tokenizer, lambda id: id not in special, call.sampling
             ), []
-        reader = self._chat.stream_parser(
+        parser = self._chat.stream_parser(
             call.prompt.ids, call.request.tools, call.sampling, parse_calls=call.allows_tools
         )
-        return reader, reader.push_prefix(call.prompt.prefill_ids)
+        return parser, parser.push_prefix(call.prompt.prefill_ids)
 
     def _parse_prefill(self, call: ModelCall) -> Message:
         """The beginning of the answer that the agent gave, as it is read."""
         if call.request.prefill is None:
             return Message("assistant", "")
-        reader, _ = self._reader(call)
-        reader.finish()
-        return reader.message
+        parser, _ = self._start_parser(call)
+        parser.finish()
+        return parser.message
 
     async def _record(self, call: ModelCall, completion: Completion, message: Message) -> ModelAnswer:
         """Write the turn of an answer down. An answer is given only once that is acknowledged."""
         turn = await self._recorder.record_turn(call, completion)
         if completion.finish_reason == "abort":
             raise APIError("The engine gave this answer up. Try again.", "failed")
-        stop = self._stop(completion, call.sampling)
+        stop = self._find_stop_string(completion, call.sampling)
         await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
         return ModelAnswer(
             _PrefillStripper(self._parse_prefill(call)).strip(message), completion, len(call.input_ids), stop, turn
         )
 
-    def _stop(self, completion: Completion, sampling: SamplingParams) -> str | None:
+    def _find_stop_string(self, completion: Completion, sampling: SamplingParams) -> str | None:
         """The stop string that an answer ended with: the first of those that end within its last token."""
         if not sampling.stop or completion.finish_reason != "stop":
             return None
         decode = self._chat.tokenizer.decode
         text, before = decode(completion.ids), len(decode(completion.ids[:-1]).rstrip("\ufffd"))
-        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        return min(found)[1] if found else None
+        matches = [
+            (position, stop)
+            for stop in sampling.stop
+            if (position := text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        return min(matches)[1] if matches else None
 
     async def _to_api_error(self, call: ModelCall, error: Exception) -> APIError:
         """What the upstream says, as a refusal."""
@@ -204,11 +212,11 @@ class ModelCallRunner:
         self._metrics.counts["upstream_failed"] += 1
         if not isinstance(error, EngineError):
             get_logger("agents").error(f"Sampling failed: {error!r}")
-        told = str(error) or repr(error)
-        await self._recorder.note(call, "upstream_failed", {"error": told})
-        return APIError(f"The model cannot answer now: {told}", "failed")
+        message = str(error) or repr(error)
+        await self._recorder.note(call, "upstream_failed", {"error": message})
+        return APIError(f"The model cannot answer now: {message}", "failed")
 
-    def _finished(self, call: ModelCall, answers: Sequence[ModelAnswer]) -> None:
+    def _on_answered(self, call: ModelCall, answers: Sequence[ModelAnswer]) -> None:
         if call.request.store:
             call.session.store_conversation(
                 call.id, (*call.request.messages[call.request.instruction_count :], answers[0].message)
@@ -219,8 +227,8 @@ class ModelCallRunner:
 class _PrefillStripper:
     """The part of an answer that is new to an agent that gave its beginning."""
 
-    def __init__(self, begun: Message) -> None:
-        known = {ContentDelta: str(begun.content), ReasoningDelta: begun.reasoning}
+    def __init__(self, prefill: Message) -> None:
+        known = {ContentDelta: str(prefill.content), ReasoningDelta: prefill.reasoning}
         self._known = {kind: text.rstrip("\ufffd") for kind, text in known.items()}  # it may end within a character
 
     def strip(self, message: Message) -> Message:
@@ -228,38 +236,42 @@ class _PrefillStripper:
         content = str(message.content).removeprefix(self._known[ContentDelta])
         return replace(message, content=content, reasoning=message.reasoning.removeprefix(self._known[ReasoningDelta]))
 
-    def strip_deltas(self, pieces: Sequence[MessageDelta]) -> list[MessageDelta]:
+    def strip_deltas(self, deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
         """The rest of an answer that comes piece by piece."""
-        return [new for piece in pieces if isinstance(new := self._strip_delta(piece), ToolCallDelta) or new.text]
+        return [
+            stripped
+            for delta in deltas
+            if isinstance(stripped := self._strip_delta(delta), ToolCallDelta) or stripped.text
+        ]
 
-    def _strip_delta(self, piece: MessageDelta) -> MessageDelta:
-        if isinstance(piece, ToolCallDelta):
-            return piece
-        known = self._known[type(piece)]
-        self._known[type(piece)] = known[len(piece.text) :] if known.startswith(piece.text) else ""
-        return replace(piece, text="" if known.startswith(piece.text) else piece.text.removeprefix(known))
+    def _strip_delta(self, delta: MessageDelta) -> MessageDelta:
+        if isinstance(delta, ToolCallDelta):
+            return delta
+        known = self._known[type(delta)]
+        self._known[type(delta)] = known[len(delta.text) :] if known.startswith(delta.text) else ""
+        return replace(delta, text="" if known.startswith(delta.text) else delta.text.removeprefix(known))
 
 
-async def _write_deltas(write: Write, writer: AnswerWriter, index: int, pieces: Sequence[MessageDelta]) -> None:
-    if pieces:
-        await write(b"".join(writer.delta(index, piece) for piece in pieces))
+async def _write_deltas(write: Write, writer: AnswerWriter, index: int, deltas: Sequence[MessageDelta]) -> None:
+    if deltas:
+        await write(b"".join(writer.delta(index, delta) for delta in deltas))
 
 
-async def _gather_limited(works: Sequence[Coroutine[Any, Any, T]], places: int) -> list[T]:
+async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]], limit: int) -> list[T]:
     """What some coroutines return, of which so many are under way at once. Where one fails, the others are cancelled,
     and have ended."""
-    if len(works) == 1:
-        return [await works[0]]
-    room = asyncio.Semaphore(places)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    semaphore = asyncio.Semaphore(limit)
 
-    async def placed(work: Coroutine[Any, Any, T]) -> T:
+    async def run_limited(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
-            async with room:
-                return await work
+            async with semaphore:
+                return await coroutine
         finally:
-            work.close()  # one that never had its turn
+            coroutine.close()  # one that never had its turn
 
-    tasks = [asyncio.ensure_future(placed(work)) for work in works]
+    tasks = [asyncio.ensure_future(run_limited(coroutine)) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

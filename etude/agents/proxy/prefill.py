@@ -18,7 +18,7 @@ from etude.records import Message
 
 __all__ = ["NO_IDS", "build_prefill"]
 
-BEGINNINGS = {
+CALL_AFFIXES = {
     "hermes": ('<tool_call>\n{"name": "', ', "arguments": '),
     "qwen_xml": ("<tool_call>\n<function=", ">\n"),
     "llama3": ('{"name": "', ', "parameters": '),
@@ -34,19 +34,19 @@ def build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids
     make, or none. Thinking that the prompt has opened is closed before; none is written where it has not."""
     if request.prefill is not None:
         if request.tool_choice == "required":
-            why = "An answer that has begun cannot be made to call a tool: 'tool_choice' can be 'auto' or 'none'."
-            raise APIError(why, param="tool_choice")
+            message = "An answer that has begun cannot be made to call a tool: 'tool_choice' can be 'auto' or 'none'."
+            raise APIError(message, param="tool_choice")
         return chat.tokenizer.encode_after_ids(prompt, _prefill_text(chat, prompt, request.prefill))
     if request.tool_choice != "required":
         return NO_IDS
-    known = BEGINNINGS.get(chat.tool_format or "")
-    if known is None:
+    affixes = CALL_AFFIXES.get(chat.tool_format or "")
+    if affixes is None:
         raise APIError(
             "This model's form of tool calls is not one that it can be made to begin with: 'tool_choice' can be 'auto' "
             "or 'none'.",
             param="tool_choice",
         )
-    before, after = known
+    before, after = affixes
     name = (
         json.dumps(request.tool_name)[1:-1] + ('"' if before.endswith('"') else "") + after if request.tool_name else ""
     )
@@ -56,8 +56,8 @@ def build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids
 
 def _prefill_text(chat: ChatRenderer, prompt: Ids, prefill: Message) -> str:
     """The text of an answer that has begun, its thinking included. Without content it is still thinking."""
-    content, opened = content_text(prefill.content) or "", chat.opens_reasoning(prompt)
+    content, opens_reasoning = content_text(prefill.content) or "", chat.opens_reasoning(prompt)
     if not prefill.reasoning:
-        return f"\n{THINK_CLOSE}\n\n{content}" if opened and content else content
-    thought = ("\n" if opened else f"{THINK_OPEN}\n") + prefill.reasoning
-    return f"{thought}\n{THINK_CLOSE}\n\n{content}" if content else thought
+        return f"\n{THINK_CLOSE}\n\n{content}" if opens_reasoning and content else content
+    reasoning = ("\n" if opens_reasoning else f"{THINK_OPEN}\n") + prefill.reasoning
+    return f"{reasoning}\n{THINK_CLOSE}\n\n{content}" if content else reasoning

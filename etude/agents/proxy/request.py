@@ -119,14 +119,16 @@ class ModelRequest:
     def characters(self) -> int:
         """How many the model is to be shown, about; of ids, how many those are."""
         messages = (*self.messages, self.prefill) if self.prefill is not None else self.messages
-        described = sum(MESSAGE_OVERHEAD + len(json.dumps(tool)) for tool in self.tools)
-        return count_characters(messages) + described + len(self.prompt if self.prompt is not None else "")
+        tool_characters = sum(MESSAGE_OVERHEAD + len(json.dumps(tool)) for tool in self.tools)
+        return count_characters(messages) + tool_characters + len(self.prompt if self.prompt is not None else "")
 
 
 def count_characters(messages: Sequence[Message]) -> int:
     """How many characters messages weigh: those of all that they say, and some for each message and each call."""
-    said = sum(MESSAGE_OVERHEAD + len(each.content) + len(each.reasoning) for each in messages)
-    return said + sum(MESSAGE_OVERHEAD + len(call.arguments) for each in messages for call in each.tool_calls)
+    text_characters = sum(MESSAGE_OVERHEAD + len(message.content) + len(message.reasoning) for message in messages)
+    return text_characters + sum(
+        MESSAGE_OVERHEAD + len(call.arguments) for message in messages for call in message.tool_calls
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +171,7 @@ class AnswerWriter(Protocol):
         """Before all else."""
         ...
 
-    def delta(self, index: int, piece: MessageDelta, /) -> bytes:
+    def delta(self, index: int, delta: MessageDelta, /) -> bytes:
         """New text of one of the answers, or a call that it makes."""
         ...
 

@@ -32,9 +32,9 @@ Treatment: TypeAlias = Literal["obeyed", "sampling", "accepted", "ignored", "ref
 """obeyed: the answer follows it. sampling: the run's own value holds, unless the endpoint's `parameters` are `default`.
 accepted: no answer depends on it. ignored: the answer does not follow it; a strict endpoint refuses it. refused: the
 conversation would lose its meaning without it."""
-SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """The names that a header can show."""
-MOST_NAMES = 32
+MAX_NAMES = 32
 """The most names of one request that are noted."""
 
 
@@ -43,7 +43,7 @@ class FieldRule:
     """The treatment of one field."""
 
     treatment: Treatment
-    why: str = ""
+    reason: str = ""
     """The end of the sentence that refuses it, after the field's name."""
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing."""
@@ -60,14 +60,14 @@ def field_rules(*, obeyed: str, sampling: str, accepted: str, others: FieldRules
     return {name: rule for names, rule in lists for name in names.split()} | dict(others)
 
 
-def ignored(why: str, *neutral: Any) -> FieldRule:
+def ignored(reason: str, *neutral: Any) -> FieldRule:
     """A field that answers do not follow."""
-    return FieldRule("ignored", why, neutral)
+    return FieldRule("ignored", reason, neutral)
 
 
-def refused(why: str, *neutral: Any) -> FieldRule:
+def refused(reason: str, *neutral: Any) -> FieldRule:
     """A field without which the conversation would lose its meaning."""
-    return FieldRule("refused", why, neutral)
+    return FieldRule("refused", reason, neutral)
 
 
 class IgnoredFields:
@@ -85,8 +85,8 @@ class IgnoredFields:
 
     def add(self, name: str) -> None:
         """Name a field or a part."""
-        if len(self._names) < MOST_NAMES:
-            self._names[name if SHOWN.fullmatch(name) else "another"] = None
+        if len(self._names) < MAX_NAMES:
+            self._names[name if HEADER_NAME.fullmatch(name) else "another"] = None
 
     def drop(self, name: str, refusal: APIError) -> None:
         """Name a part that is left out. A strict endpoint refuses the request instead."""
@@ -98,19 +98,19 @@ class IgnoredFields:
 class RequestFields:
     """The fields of a request, taken one by one; the rules are for the rest. A null is as good as nothing."""
 
-    def __init__(self, body: Any, where: str = "", notes: IgnoredFields | None = None) -> None:
+    def __init__(self, body: Any, where: str = "", ignored_fields: IgnoredFields | None = None) -> None:
         if not isinstance(body, Mapping):
             raise APIError(f"{where or 'The body'} must be a JSON object; it is a {_kind(body)}.", param=where or None)
         self._body = {name: value for name, value in body.items() if value is not None}
         self._where = f"{where}." if where else ""
-        self._notes = notes or IgnoredFields()
+        self._ignored = ignored_fields or IgnoredFields()
 
     def __contains__(self, name: str) -> bool:
         return name in self._body
 
-    def error(self, name: str, why: str, code: str | None = None) -> APIError:
+    def error(self, name: str, reason: str, code: str | None = None) -> APIError:
         """The refusal that names this field."""
-        return APIError(f"'{self._where}{name}' {why}", param=f"{self._where}{name}", code=code)
+        return APIError(f"'{self._where}{name}' {reason}", param=f"{self._where}{name}", code=code)
 
     def value(self, name: str) -> Any:
         """Its value, whatever it is; None if it is not there."""
@@ -148,44 +148,46 @@ class RequestFields:
             raise self.error(name, f"must be a number from {low:g} to {high:g}; it is {_brief(value)}.")
         return float(value)
 
-    def strings(self, name: str, most: int) -> tuple[str, ...]:
+    def strings(self, name: str, max_items: int) -> tuple[str, ...]:
         """One text or a list of them."""
         value = self.value(name)
-        found = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(found, list) or len(found) > most or not all(isinstance(each, str) for each in found):
-            raise self.error(name, f"must be a text or a list of at most {most} texts; it is {_brief(value)}.")
-        return tuple(each for each in found if each)
+        items = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(items, list) or len(items) > max_items or not all(isinstance(item, str) for item in items):
+            raise self.error(name, f"must be a text or a list of at most {max_items} texts; it is {_brief(value)}.")
+        return tuple(item for item in items if item)
 
     def section(self, name: str) -> Self:
         """The fields of an object in a field; of an empty one where it is not there."""
-        return type(self)(self.value(name) or {}, f"{self._where}{name}", self._notes)
+        return type(self)(self.value(name) or {}, f"{self._where}{name}", self._ignored)
 
-    def require(self, name: str, *values: Any, why: str) -> None:
+    def require(self, name: str, *values: Any, reason: str) -> None:
         """Take a field that may have these values alone."""
         value = self.value(name)
         if value is not None and value not in values:
-            raise self.error(name, why)
+            raise self.error(name, reason)
 
     def apply_rules(self) -> None:
         """Apply the rules to the fields that are left."""
         for name, value in self._body.items():
             path = f"{self._where}{name}"
-            rule = self._notes.table.get(path, UNKNOWN) if "." not in name else UNKNOWN  # the table's dots are objects
+            rule = (
+                self._ignored.table.get(path, UNKNOWN) if "." not in name else UNKNOWN
+            )  # the table's dots are objects
             assert rule.treatment not in ("obeyed", "sampling"), f"the dialect does not read {path}"
             if value in rule.neutral:
                 continue
-            if rule.treatment == "refused" or (rule.treatment == "ignored" and self._notes.strict):
-                raise self.error(name, rule.why, "unsupported_parameter")
-            self._notes.add(path)
+            if rule.treatment == "refused" or (rule.treatment == "ignored" and self._ignored.strict):
+                raise self.error(name, rule.reason, "unsupported_parameter")
+            self._ignored.add(path)
 
-    def _typed(self, name: str, kind: type, word: str, default: Any) -> Any:
+    def _typed(self, name: str, kind: type, description: str, default: Any) -> Any:
         value = self.value(name)
         if value is None:
             if default is None:
                 raise self.error(name, "is missing.", "missing_required_parameter")
             return default
         if not isinstance(value, kind):
-            raise self.error(name, f"must be {word}; it is {_brief(value)}.")
+            raise self.error(name, f"must be {description}; it is {_brief(value)}.")
         return value
 
 
@@ -204,21 +206,21 @@ def parse_sampling(fields: RequestFields) -> dict[str, Any]:
         "min_tokens": lambda name: fields.integer(name, 0, 2**31 - 1),
         "seed": lambda name: fields.integer(name, -(2**63), 2**63 - 1),
     }
-    found = {name: value for name, take in numbers.items() if (value := take(name)) is not None}
+    parameters = {name: value for name, read in numbers.items() if (value := read(name)) is not None}
     top_k = fields.integer("top_k", -1, 2**31 - 1)
     if top_k is not None:
-        found["top_k"] = max(top_k, 0)
+        parameters["top_k"] = max(top_k, 0)
     stop_ids = fields.array("stop_token_ids")
     if any(isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < 2**31 for id in stop_ids):
         raise fields.error("stop_token_ids", "must be a list of token ids.")
     bias = _bias(fields)
-    return found | ({"stop_ids": tuple(stop_ids)} if stop_ids else {}) | ({"logit_bias": bias} if bias else {})
+    return parameters | ({"stop_ids": tuple(stop_ids)} if stop_ids else {}) | ({"logit_bias": bias} if bias else {})
 
 
 def _bias(fields: RequestFields) -> dict[int, float]:
-    given = fields.value("logit_bias") or {}
+    biases = fields.value("logit_bias") or {}
     try:
-        bias = {int(id): float(amount) for id, amount in given.items()}
+        bias = {int(id): float(amount) for id, amount in biases.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         bias = {-1: 0.0}
     if not all(0 <= id < 2**31 and math.isfinite(amount) for id, amount in bias.items()):

@@ -17,7 +17,7 @@ from etude.records import Message
 
 __all__ = ["CALL_MARK", "DROPPED", "ID_PREFIXES", "parse_items"]
 
-RESPONSE = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
+RESPONSE_ID = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
 """The answer's name, in the id of each of its items."""
 ID_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
 """The beginning of an item's id, by its type."""
@@ -27,59 +27,61 @@ DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_
 """Records of tools that a provider ran: the model's next message says what came of them."""
 
 
-def parse_items(given: Any, notes: IgnoredFields, context: ParseContext) -> list[Message]:
+def parse_items(items: Any, ignored_fields: IgnoredFields, context: ParseContext) -> list[Message]:
     """The messages that these items are."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    if not isinstance(given, list):
+    if isinstance(items, str):
+        return [Message("user", items)]
+    if not isinstance(items, list):
         raise APIError("'input' must be a text or a list of items.", param="input")
-    found: list[Message] = []
+    messages: list[Message] = []
     answer: dict[str, Any] | None = None
-    for n, form in enumerate(given):
+    for n, data in enumerate(items):
         where = f"input[{n}]"
-        named = _resolve_reference(form, where, context)
-        form = named or form
-        fields = RequestFields(form, where)
+        referenced = _resolve_reference(data, where, context)
+        data = referenced or data
+        fields = RequestFields(data, where)
         kind = fields.string("type", "message")
         if kind in DROPPED:
-            notes.drop(f"input.{kind}", _no_item(fields, kind))
+            ignored_fields.drop(f"input.{kind}", _unsupported_item_error(fields, kind))
             continue
         role = fields.string("role", "") if kind == "message" else ""
         if kind in ("reasoning", "function_call") or role == "assistant":
-            of = RESPONSE.search(fields.string("id", ""))
-            name = of[0] if of else ""
-            if answer is not None and (answer["of"] != name if name else _starts_another(kind, answer)):
-                found += _finish_answer(answer)
+            match = RESPONSE_ID.search(fields.string("id", ""))
+            answer_id = match[0] if match else ""
+            if answer is not None and (
+                answer["answer_id"] != answer_id if answer_id else _starts_another(kind, answer)
+            ):
+                messages += _finish_answer(answer)
                 answer = None
             answer = answer or {
                 "role": "assistant",
                 "content": "",
                 "reasoning": "",
                 "tool_calls": [],
-                "of": name,
-                "spoken": False,
+                "answer_id": answer_id,
+                "has_output": False,
             }
-            _add_item(answer, kind, fields, where, whole=named is not None)
+            _add_item(answer, kind, fields, where, is_complete=referenced is not None)
             continue
         if answer is not None:
-            found += _finish_answer(answer)
+            messages += _finish_answer(answer)
             answer = None
-        found.append(_other(kind, role, form, fields, where))
-    return [*found, *_finish_answer(answer)] if answer is not None else found
+        messages.append(_parse_other_item(kind, role, data, fields, where))
+    return [*messages, *_finish_answer(answer)] if answer is not None else messages
 
 
 def _finish_answer(answer: dict[str, Any]) -> list[Message]:
     """The message of an answer; none where it is thinking alone of which nothing can be read."""
-    return [message_from_dict(answer)] if answer["spoken"] or answer["reasoning"] else []
+    return [message_from_dict(answer)] if answer["has_output"] or answer["reasoning"] else []
 
 
-def _resolve_reference(form: Any, where: str, context: ParseContext) -> dict[str, Any] | None:
+def _resolve_reference(data: Any, where: str, context: ParseContext) -> dict[str, Any] | None:
     """The item that a reference names; None where the form is no reference."""
-    if not isinstance(form, dict) or form.get("type") != "item_reference":
+    if not isinstance(data, dict) or data.get("type") != "item_reference":
         return None
-    id = RequestFields(form, where).string("id")
-    of = RESPONSE.search(id)
-    answer = context.find_answer(of[0]) if of else None
+    id = RequestFields(data, where).string("id")
+    match = RESPONSE_ID.search(id)
+    answer = context.find_answer(match[0]) if match else None
     item = _item(answer, id) if answer is not None else None
     if item is None:
         raise APIError(
@@ -99,10 +101,10 @@ def _item(answer: Message, id: str) -> dict[str, Any] | None:
         return {"type": "message", "role": "assistant", "content": answer.content}
     if id.startswith(ID_PREFIXES["reasoning"]):
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": answer.reasoning}]}
-    _, mark, place = id.rpartition(CALL_MARK)
-    if not mark or not place.isdecimal() or int(place[:9]) >= len(answer.tool_calls):
+    _, mark, position = id.rpartition(CALL_MARK)
+    if not mark or not position.isdecimal() or int(position[:9]) >= len(answer.tool_calls):
         return None
-    call = answer.tool_calls[int(place[:9])]
+    call = answer.tool_calls[int(position[:9])]
     return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
@@ -114,9 +116,9 @@ def _starts_another(kind: str, answer: JSONObject) -> bool:
     return kind == "message" and bool(answer["content"] or answer["tool_calls"])
 
 
-def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: str, *, whole: bool) -> None:
+def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: str, *, is_complete: bool) -> None:
     """Add an item to what the model said. whole: its text is all that the answer has of this kind."""
-    answer["spoken"] |= kind != "reasoning"
+    answer["has_output"] |= kind != "reasoning"
     if kind == "function_call":
         function = {"name": fields.string("name"), "arguments": fields.string("arguments", "{}")}
         answer["tool_calls"].append({"id": fields.string("call_id"), "function": function})
@@ -127,20 +129,20 @@ def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: s
     else:
         text = openai.parse_text(fields.value("content"), f"{where}.content")
     key = "reasoning" if kind == "reasoning" else "content"
-    answer[key] = text if whole else answer[key] + text
+    answer[key] = text if is_complete else answer[key] + text
 
 
-def _other(kind: str, role: str, form: Any, fields: RequestFields, where: str) -> Message:
+def _parse_other_item(kind: str, role: str, data: Any, fields: RequestFields, where: str) -> Message:
     """The messages of others."""
     if kind == "function_call_output":
         text = openai.parse_text(fields.value("output"), f"{where}.output")
         return Message("tool", text, tool_call_id=fields.string("call_id"))
     if kind != "message":
-        raise _no_item(fields, kind)
-    return openai.parse_message({**form, "role": role}, where)
+        raise _unsupported_item_error(fields, kind)
+    return openai.parse_message({**data, "role": role}, where)
 
 
-def _no_item(fields: RequestFields, kind: str) -> APIError:
+def _unsupported_item_error(fields: RequestFields, kind: str) -> APIError:
     return fields.error(
         "type",
         f"is '{kind}'; an item is a message, reasoning, a function_call or a function_call_output.",

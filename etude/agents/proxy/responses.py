@@ -24,7 +24,7 @@ RESPONSES: FieldRules = field_rules(
     accepted=f"{openai.ACCEPTED} reasoning.summary reasoning.generate_summary stream_options",
     others=openai.COMMON
     | {
-        "reasoning.effort": ignored(openai.THINKS),
+        "reasoning.effort": ignored(openai.NO_REASONING_CONTROL),
         "text.verbosity": openai.COMMON["verbosity"],
         "text.format": ignored(openai.NO_FORMAT, {"type": "text"}),
         "truncation": ignored("can be 'disabled' alone: what the model reads is never cut.", "disabled"),
@@ -45,47 +45,47 @@ class ResponsesDialect:
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
         """What a request asks for."""
-        notes = IgnoredFields(RESPONSES, strict=context.strict)
-        fields = RequestFields(body, notes=notes)
+        ignored_fields = IgnoredFields(RESPONSES, strict=context.strict)
+        fields = RequestFields(body, ignored_fields=ignored_fields)
         model, instructions = fields.string("model"), fields.string("instructions", "")
-        tools = openai.tools_of(fields.array("tools"), notes, flat=True)
-        choice, named = openai.parse_tool_choice(fields, tools, notes)
-        lead = [Message("system", instructions)] if instructions else []
-        previous = fields.string("previous_response_id", "")
+        tools = openai.parse_tools(fields.array("tools"), ignored_fields, flat=True)
+        choice, tool_name = openai.parse_tool_choice(fields, tools, ignored_fields)
+        instruction_messages = [Message("system", instructions)] if instructions else []
+        previous_id = fields.string("previous_response_id", "")
         include, stream = fields.strings("include", 16), fields.boolean("stream")
-        for each in include:
-            if each not in (LOGPROBS, "reasoning.encrypted_content"):
-                why = f"asks for '{each}', which there is none of here."
-                notes.drop(f"include.{each}", fields.error("include", why))
+        for item in include:
+            if item not in (LOGPROBS, "reasoning.encrypted_content"):
+                reason = f"asks for '{item}', which there is none of here."
+                ignored_fields.drop(f"include.{item}", fields.error("include", reason))
         if LOGPROBS in include and stream:
             raise fields.error("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
         fields.section("text").apply_rules()
         fields.section("reasoning").apply_rules()
-        echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous or None}
+        echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous_id or None}
         echo |= {"tools": list(body.get("tools") or ()), "tool_choice": body.get("tool_choice") or "auto"}
-        asked = ModelRequest(
+        request = ModelRequest(
             model=model,
-            messages=(*lead, *parse_items(fields.value("input"), notes, context)),
+            messages=(*instruction_messages, *parse_items(fields.value("input"), ignored_fields, context)),
             tools=tools,
             tool_choice=choice,
-            tool_name=named,
+            tool_name=tool_name,
             sampling=_sampling(fields),
             stream=stream,
             logprobs=LOGPROBS in include,
-            previous_id=previous,
-            instruction_count=len(lead),
+            previous_id=previous_id,
+            instruction_count=len(instruction_messages),
             store=fields.boolean("store", True),
             echo=echo,
         )
         fields.apply_rules()
-        return replace(asked, ignored=notes.names)
+        return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
         """The answer in one piece."""
-        only = answers[0]
-        cut = only.finish_reason == "length"
-        items = list(_items(reply, only))
-        return response_body(reply, "incomplete" if cut else "completed", items, only)
+        answer = answers[0]
+        is_truncated = answer.finish_reason == "length"
+        items = list(_items(reply, answer))
+        return response_body(reply, "incomplete" if is_truncated else "completed", items, answer)
 
     def writer(self, reply: ReplyHeader) -> ItemWriter:
         """The answer piece by piece."""
@@ -102,9 +102,9 @@ class ItemWriter:
     def __init__(self, reply: ReplyHeader) -> None:
         self._reply, self._id = reply, reply.id
         self._items: list[JSONObject] = []
-        self._number = 0
-        self._at = -1
-        self._open = ""
+        self._sequence_number = 0
+        self._output_index = -1
+        self._open_kind = ""
         self._text = ""
 
     def begin(self) -> bytes:
@@ -112,109 +112,109 @@ class ItemWriter:
         empty = response_body(self._reply, "in_progress", [], None)
         return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
-    def delta(self, _index: int, piece: MessageDelta) -> bytes:
+    def delta(self, _index: int, delta: MessageDelta) -> bytes:
         """New text, or a call."""
-        if not isinstance(piece, ToolCallDelta):
-            return self._write_text("reasoning" if isinstance(piece, ReasoningDelta) else "message", piece.text)
+        if not isinstance(delta, ToolCallDelta):
+            return self._write_text("reasoning" if isinstance(delta, ReasoningDelta) else "message", delta.text)
         written = self._close_item()
-        self._at += 1
-        item = _call_item(self._id, piece.index, piece.call)
-        place = {"item_id": item["id"], "output_index": self._at}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        written += self._event("response.output_item.added", output_index=self._at, item=begun)
-        written += self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-        told = {"arguments": item["arguments"], "name": item["name"]}
-        written += self._event("response.function_call_arguments.done", **place, **told)
-        written += self._event("response.output_item.done", output_index=self._at, item=item)
+        self._output_index += 1
+        item = _call_item(self._id, delta.index, delta.call)
+        location = {"item_id": item["id"], "output_index": self._output_index}
+        started = {**item, "arguments": "", "status": "in_progress"}
+        written += self._event("response.output_item.added", output_index=self._output_index, item=started)
+        written += self._event("response.function_call_arguments.delta", **location, delta=item["arguments"])
+        arguments = {"arguments": item["arguments"], "name": item["name"]}
+        written += self._event("response.function_call_arguments.done", **location, **arguments)
+        written += self._event("response.output_item.done", output_index=self._output_index, item=item)
         self._items.append(item)
         return written
 
-    def end(self, _index: int, _said: ModelAnswer) -> bytes:
+    def end(self, _index: int, _answer: ModelAnswer) -> bytes:
         """The end of its last item."""
         return self._close_item()
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
         """The whole response."""
-        cut = answers[0].finish_reason == "length"
-        whole = response_body(self._reply, "incomplete" if cut else "completed", self._items, answers[0])
-        return self._event(f"response.{whole['status']}", response=whole)
+        is_truncated = answers[0].finish_reason == "length"
+        response = response_body(self._reply, "incomplete" if is_truncated else "completed", self._items, answers[0])
+        return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: APIError) -> bytes:
         """Nothing more will come."""
         code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
-        told = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
-        failed = {**response_body(self._reply, "failed", [], None), "error": told}
+        error = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
+        failed = {**response_body(self._reply, "failed", [], None), "error": error}
         return self._event("response.failed", response=failed)
 
-    def _event(self, kind: str, **told: Any) -> bytes:
-        self._number += 1
-        return openai.sse_event({"type": kind, "sequence_number": self._number - 1, **told}, kind)
+    def _event(self, kind: str, **data: Any) -> bytes:
+        self._sequence_number += 1
+        return openai.sse_event({"type": kind, "sequence_number": self._sequence_number - 1, **data}, kind)
 
     def _write_text(self, kind: str, text: str) -> bytes:
         """Text of an item, which begins with it unless it is the one being written."""
         written = b""
-        if self._open != kind:
+        if self._open_kind != kind:
             written = self._close_item()
-            self._at, self._open, self._text = self._at + 1, kind, ""
+            self._output_index, self._open_kind, self._text = self._output_index + 1, kind, ""
             item = {**self._item(kind), "content": [], "status": "in_progress"}
-            written += self._event("response.output_item.added", output_index=self._at, item=item)
-            written += self._event("response.content_part.added", **self._place(), part=_part(kind, "", ()))
+            written += self._event("response.output_item.added", output_index=self._output_index, item=item)
+            written += self._event("response.content_part.added", **self._location(), part=_part(kind, "", ()))
         self._text += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return written + self._event(
-            f"response.{_part(kind, '', ())['type']}.delta", **self._place(), delta=text, **more
+            f"response.{_part(kind, '', ())['type']}.delta", **self._location(), delta=text, **extra_fields
         )
 
     def _close_item(self) -> bytes:
         """The end of the item being written."""
-        if not self._open:
+        if not self._open_kind:
             return b""
-        kind = self._open
+        kind = self._open_kind
         part = _part(kind, self._text, ())
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        written = self._event(f"response.{part['type']}.done", **self._place(), text=self._text, **more)
-        written += self._event("response.content_part.done", **self._place(), part=part)
-        item, self._open = self._item(kind), ""
+        extra_fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        written = self._event(f"response.{part['type']}.done", **self._location(), text=self._text, **extra_fields)
+        written += self._event("response.content_part.done", **self._location(), part=part)
+        item, self._open_kind = self._item(kind), ""
         self._items.append(item)
-        return written + self._event("response.output_item.done", output_index=self._at, item=item)
+        return written + self._event("response.output_item.done", output_index=self._output_index, item=item)
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item(self._open)["id"], "output_index": self._at, "content_index": 0}
+    def _location(self) -> dict[str, Any]:
+        return {"item_id": self._item(self._open_kind)["id"], "output_index": self._output_index, "content_index": 0}
 
     def _item(self, kind: str) -> dict[str, Any]:
         """The item being written."""
-        return _item(f"{self._id}_{self._at}", kind, self._text, ())
+        return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
 
 
 def response_body(
     reply: ReplyHeader, status: str, items: Sequence[JSONObject], answer: ModelAnswer | None
 ) -> JSONObject:
     """A response, as far as it has come."""
-    asked = reply.request
-    told = {
+    request = reply.request
+    body = {
         "id": reply.id,
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
-        "model": asked.model,
+        "model": request.model,
         "output": list(items),
         "parallel_tool_calls": True,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "metadata": {},
-        "store": asked.store,
-        **asked.echo,
+        "store": request.store,
+        **request.echo,
     }
     if answer is not None:
-        read, written = answer.prompt_tokens, len(answer.completion.ids)
-        told["usage"] = {
-            "input_tokens": read,
+        input_tokens, output_tokens = answer.prompt_tokens, len(answer.completion.ids)
+        body["usage"] = {
+            "input_tokens": input_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": written,
+            "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": read + written,
+            "total_tokens": input_tokens + output_tokens,
         }
-    return told
+    return body
 
 
 def _items(reply: ReplyHeader, answer: ModelAnswer) -> Iterator[dict[str, Any]]:
@@ -223,8 +223,8 @@ def _items(reply: ReplyHeader, answer: ModelAnswer) -> Iterator[dict[str, Any]]:
     if message.reasoning:
         yield _item(id, "reasoning", message.reasoning, ())
     if message.content or not (message.reasoning or message.tool_calls):
-        scores = openai.format_logprobs(answer.completion, reply.tokenizer) if reply.request.logprobs else ()
-        yield _item(id, "message", str(message.content), scores)
+        logprobs = openai.format_logprobs(answer.completion, reply.tokenizer) if reply.request.logprobs else ()
+        yield _item(id, "message", str(message.content), logprobs)
     for n, call in enumerate(message.tool_calls):
         yield _call_item(id, n, call)
 
@@ -240,16 +240,16 @@ def _call_item(id: str, n: int, call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _item(id: str, kind: str, text: str, scores: Sequence[JSONObject]) -> dict[str, Any]:
-    more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
-    part = _part(kind, text, scores)
-    return {"type": kind, "id": f"{ID_PREFIXES[kind]}{id}", "status": "completed", "content": [part], **more}
+def _item(id: str, kind: str, text: str, logprobs: Sequence[JSONObject]) -> dict[str, Any]:
+    extra_fields: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+    part = _part(kind, text, logprobs)
+    return {"type": kind, "id": f"{ID_PREFIXES[kind]}{id}", "status": "completed", "content": [part], **extra_fields}
 
 
-def _part(kind: str, text: str, scores: Sequence[JSONObject]) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[JSONObject]) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(scores)}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def _sampling(fields: RequestFields) -> dict[str, Any]:

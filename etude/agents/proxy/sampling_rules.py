@@ -55,29 +55,29 @@ class SamplingRules:
 
     def resolve(self, request: ModelRequest, use: RolloutPurpose) -> tuple[SamplingParams, tuple[str, ...]]:
         """With what an answer is sampled, and which of the agent's own parameters were not followed."""
-        run, own = self.val if use == "val" else self.train, request.sampling
-        if not own and not request.penalties:
+        run, requested = self.val if use == "val" else self.train, request.sampling
+        if not requested and not request.penalties:
             return run, request.ignored
-        stops = dict.fromkeys((*run.stop, *own.get("stop", ())))
-        ends = dict.fromkeys((*run.stop_ids, *own.get("stop_ids", ())))
-        told = {**own, "stop": tuple(stops), "stop_ids": tuple(ends)}
+        stop = dict.fromkeys((*run.stop, *requested.get("stop", ())))
+        stop_ids = dict.fromkeys((*run.stop_ids, *requested.get("stop_ids", ())))
+        overrides = {**requested, "stop": tuple(stop), "stop_ids": tuple(stop_ids)}
         if self.parameters == "default":
             if request.penalties:
                 raise APIError(
                     f"'{request.penalties[0]}' is not supported by this endpoint.", param=request.penalties[0]
                 )
-            if use == "train" and own.get("temperature", run.temperature) != run.temperature:
+            if use == "train" and requested.get("temperature", run.temperature) != run.temperature:
                 raise APIError(
-                    f"'temperature' cannot be {own['temperature']:g}: this run learns from what is drawn at "
+                    f"'temperature' cannot be {requested['temperature']:g}: this run learns from what is drawn at "
                     f"{run.temperature:g}, and would take it for that. Leave it out, or set `agent.parameters=force`.",
                     param="temperature",
                 )
-            return _override(run, told), request.ignored
-        ignored = [name for name in FORCED if name in told and told.pop(name) != getattr(run, name)]
-        if told.get("max_tokens", 0) > run.max_tokens:
+            return _override(run, overrides), request.ignored
+        ignored = [name for name in FORCED if name in overrides and overrides.pop(name) != getattr(run, name)]
+        if overrides.get("max_tokens", 0) > run.max_tokens:
             ignored.append("max_tokens")
-            del told["max_tokens"]
-        return _override(run, told), (*ignored, *request.penalties, *request.ignored)
+            del overrides["max_tokens"]
+        return _override(run, overrides), (*ignored, *request.penalties, *request.ignored)
 
 
 def _override(run: SamplingParams, values: dict[str, object]) -> SamplingParams:

@@ -31,14 +31,14 @@ __all__ = ["AttemptSession", "Prompt", "state_id"]
 
 T = TypeVar("T")
 
-LONG = 2_000
+MIN_THREAD_CHARACTERS = 2_000
 """Characters that a conversation weighs, from which on it is rendered on a thread."""
-KEPT, KEPT_CHARACTERS = 1024, 2**25
+MAX_ANSWERS, MAX_ANSWER_CHARACTERS = 1024, 2**25
 """The most answers of one attempt, and the most characters of their conversations, that are kept to be named again; and
 the most texts that were continued, with their ids."""
-KNOWN = 4096
+MAX_KNOWN_PREFIXES = 4096
 """The most answers of one attempt that a prompt is found to go on from by its ids alone."""
-COUNTED = 2**16
+MAX_COUNTED_PROMPTS = 2**16
 """The most prompts of one attempt of which is counted how often they were asked."""
 
 
@@ -89,13 +89,13 @@ class AttemptSession:
         self._lock = asyncio.Lock()
         self._threads = threads
         self._known_prefixes: BoundedCache[bytes, int] = BoundedCache(
-            KNOWN
+            MAX_KNOWN_PREFIXES
         )  # digests of prompt and answer, and their length
         self._texts: BoundedCache[str, Ids] = BoundedCache(
-            KEPT, KEPT_CHARACTERS
+            MAX_ANSWERS, MAX_ANSWER_CHARACTERS
         )  # of calls without messages, with the answer
-        self._prompt_counts: BoundedCache[int, int] = BoundedCache(COUNTED)
-        self._answers: BoundedCache[str, tuple[Message, ...]] = BoundedCache(KEPT, KEPT_CHARACTERS)
+        self._prompt_counts: BoundedCache[int, int] = BoundedCache(MAX_COUNTED_PROMPTS)
+        self._answers: BoundedCache[str, tuple[Message, ...]] = BoundedCache(MAX_ANSWERS, MAX_ANSWER_CHARACTERS)
 
     async def build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
@@ -104,9 +104,9 @@ class AttemptSession:
 
     def count_occurrence(self, prompt: Prompt) -> int:
         """How often an answer to this prompt was asked for before."""
-        before = self._prompt_counts.get(prompt.hash) or 0
-        self._prompt_counts.put(prompt.hash, before + 1)
-        return before
+        occurrences = self._prompt_counts.get(prompt.hash) or 0
+        self._prompt_counts.put(prompt.hash, occurrences + 1)
+        return occurrences
 
     async def remember_answer(
         self, request: ModelRequest, prompt: Prompt, completion: Completion, answer: Message, stop: str | None = None
@@ -119,7 +119,7 @@ class AttemptSession:
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         """Do this, on a thread where it is on so many characters that others would wait for the event loop."""
-        if size < LONG:
+        if size < MIN_THREAD_CHARACTERS:
             return work()
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
@@ -132,19 +132,19 @@ class AttemptSession:
     def _remember(
         self, request: ModelRequest, prompt: Prompt, completion: Completion, answer: Message, stop: str
     ) -> None:
-        shown, said = prompt.input_ids, completion.ids
-        whole = np.concatenate([shown, said])
-        self._known_prefixes.put(blake2b(whole.tobytes(), digest_size=16).digest(), len(whole))
+        input_ids, completion_ids = prompt.input_ids, completion.ids
+        ids = np.concatenate([input_ids, completion_ids])
+        self._known_prefixes.put(blake2b(ids.tobytes(), digest_size=16).digest(), len(ids))
         if request.prompt is None:
-            begins = len(prompt.ids)
+            answer_start = len(prompt.ids)
             self._conversation.remember_answer(
-                request.messages, request.tools, shown, said, answer, stop, answer_start=begins
+                request.messages, request.tools, input_ids, completion_ids, answer, stop, answer_start=answer_start
             )
             return
         decode = self._chat.tokenizer.decode
-        before = request.prompt if isinstance(request.prompt, str) else decode(shown, keep_special_tokens=True)
-        text = before + decode(said)
-        self._texts.put(text, whole, len(text) + len(whole))
+        prefix = request.prompt if isinstance(request.prompt, str) else decode(input_ids, keep_special_tokens=True)
+        text = prefix + decode(completion_ids)
+        self._texts.put(text, ids, len(text) + len(ids))
 
     def store_conversation(self, id: str, messages: tuple[Message, ...]) -> None:
         """Keep a conversation up to the answer of this name, for a call that goes on from it or names it. The oldest
@@ -157,29 +157,29 @@ class AttemptSession:
 
     def find_answer(self, id: str) -> Message | None:
         """That answer alone."""
-        kept = self._answers.get(id)
-        return kept[-1] if kept else None
+        messages = self._answers.get(id)
+        return messages[-1] if messages else None
 
-    def _build_prompt(self, request: ModelRequest, compare: bool) -> Prompt:
+    def _build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         if request.prompt is not None:
             return self._match_history(self._text_ids(request.prompt))
-        return self._render_prompt(request, compare)
+        return self._render_prompt(request, count_rerendered)
 
-    def _render_prompt(self, request: ModelRequest, compare: bool) -> Prompt:
+    def _render_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
         messages, tools, conversation = request.messages, request.tools, self._conversation
-        served = (
+        served_ids = (
             conversation.find_prefill_ids(messages, tools, request.prefill) if request.prefill is not None else None
         )
-        if served is not None:
-            prompt = replace(self._match_history(*served), observed=0)  # all of it was shown or sampled before
+        if served_ids is not None:
+            prompt = replace(self._match_history(*served_ids), observed=0)  # all of it was shown or sampled before
         else:
             ids = conversation.render(messages, tools)
             prompt = self._match_history(ids, build_prefill(self._chat, ids, request))
             prompt = replace(prompt, observed=conversation.count_observed_tokens(messages, tools, ids))
-        whole = messages if request.prefill is None else (*messages, request.prefill)
-        if prompt.how == "begun" and conversation.rewrites_history(whole):
+        all_messages = messages if request.prefill is None else (*messages, request.prefill)
+        if prompt.how == "begun" and conversation.rewrites_history(all_messages):
             return replace(prompt, how="branched")
-        if not compare or prompt.how != "continued":
+        if not count_rerendered or prompt.how != "continued":
             return prompt
         return replace(prompt, changed=_count_differing(prompt.ids, self._chat.render(messages, tools)))
 
@@ -187,28 +187,28 @@ class AttemptSession:
         """The ids of a text, those of the longest beginning that was served before among them."""
         if not isinstance(prompt, str):
             return prompt
-        known = max((text for text in self._texts if prompt.startswith(text)), key=len, default=None)
-        if known is None:
+        prefix = max((text for text in self._texts if prompt.startswith(text)), key=len, default=None)
+        if prefix is None:
             return self._chat.tokenizer.encode(prompt, add_special_tokens=True)
-        ids, rest = self._texts.get(known), prompt[len(known) :]
+        ids, rest = self._texts.get(prefix), prompt[len(prefix) :]
         assert ids is not None, "it was found there"
-        ended = next((text for text, id in self._chat.tokenizer.eos_tokens.items() if id == ids[-1]), None)
-        if ended is not None:  # the text that was answered is without it, and what is written by hand has it
-            rest = rest.removeprefix(ended)
+        eos_text = next((text for text, id in self._chat.tokenizer.eos_tokens.items() if id == ids[-1]), None)
+        if eos_text is not None:  # the text that was answered is without it, and what is written by hand has it
+            rest = rest.removeprefix(eos_text)
         return np.concatenate([ids, self._chat.tokenizer.encode_after_ids(ids, rest)]) if rest else ids
 
-    def _match_history(self, ids: Ids, opened: Ids = NO_IDS) -> Prompt:
+    def _match_history(self, ids: Ids, prefill_ids: Ids = NO_IDS) -> Prompt:
         """A prompt, and whether it begins with an earlier one and its answer."""
-        running, at, continued = blake2b(digest_size=16), 0, False
-        shown = np.concatenate([ids, opened])
-        data = shown.tobytes()
-        for length in sorted({length for length in self._known_prefixes.values() if length <= len(shown)}):
-            running.update(data[at * shown.itemsize : length * shown.itemsize])
-            at = length
-            continued = continued or self._known_prefixes.get(running.digest()) is not None
-        running.update(data[at * shown.itemsize :])
-        hash = int.from_bytes(running.digest()[:8], "little") >> 1
-        return Prompt(ids, opened, hash, "continued" if continued else "begun")
+        digest, hashed, continued = blake2b(digest_size=16), 0, False
+        input_ids = np.concatenate([ids, prefill_ids])
+        data = input_ids.tobytes()
+        for length in sorted({length for length in self._known_prefixes.values() if length <= len(input_ids)}):
+            digest.update(data[hashed * input_ids.itemsize : length * input_ids.itemsize])
+            hashed = length
+            continued = continued or self._known_prefixes.get(digest.digest()) is not None
+        digest.update(data[hashed * input_ids.itemsize :])
+        hash = int.from_bytes(digest.digest()[:8], "little") >> 1
+        return Prompt(ids, prefill_ids, hash, "continued" if continued else "begun")
 
 
 def state_id(name: str) -> int:

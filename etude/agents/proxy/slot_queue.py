@@ -12,7 +12,7 @@ from etude.agents.proxy.request import APIError
 
 __all__ = ["SlotQueue"]
 
-LONGEST = 30
+MAX_RETRY_AFTER = 30
 """Seconds that anybody is asked to wait at most."""
 
 
@@ -29,7 +29,7 @@ class SlotQueue:
         self.limit, self.max_waiting = running, waiting
         self.running = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._seconds = 1.0  # what a call takes, lately
+        self._mean_seconds = 1.0  # what a call takes, lately
 
     @property
     def waiting(self) -> int:
@@ -37,50 +37,50 @@ class SlotQueue:
         return len(self._queue)
 
     @asynccontextmanager
-    async def acquire(self, places: int) -> AsyncIterator[int]:
+    async def acquire(self, slots: int) -> AsyncIterator[int]:
         """Wait for this many places, or for all there are, and hold them. Raises a refusal where too many wait
         already."""
-        places = min(places, self.limit)
-        if self._queue or self.running + places > self.limit:
-            await self._wait(places)
+        slots = min(slots, self.limit)
+        if self._queue or self.running + slots > self.limit:
+            await self._wait(slots)
         else:
-            self.running += places
+            self.running += slots
         began = asyncio.get_running_loop().time()
         try:
-            yield places
+            yield slots
         finally:
-            self._seconds += 0.1 * (asyncio.get_running_loop().time() - began - self._seconds)
-            self._leave(places)
+            self._mean_seconds += 0.1 * (asyncio.get_running_loop().time() - began - self._mean_seconds)
+            self._release(slots)
 
-    async def _wait(self, places: int) -> None:
+    async def _wait(self, slots: int) -> None:
         if len(self._queue) >= self.max_waiting:
-            wait = math.ceil(self._seconds * (1 + self.max_waiting / self.limit))
-            wait = max(1, min(wait, LONGEST))
+            retry_after = math.ceil(self._mean_seconds * (1 + self.max_waiting / self.limit))
+            retry_after = max(1, min(retry_after, MAX_RETRY_AFTER))
             message = (
                 f"{self.running} answers are being sampled and {self.max_waiting} calls wait already. "
-                f"Try again in {wait} s."
+                f"Try again in {retry_after} s."
             )
-            raise APIError(message, "busy", retry_after=wait)
-        turn = places, asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+            raise APIError(message, "busy", retry_after=retry_after)
+        waiter = slots, asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
         try:
-            await turn[1]
+            await waiter[1]
         except asyncio.CancelledError:
-            if not turn[1].cancelled():  # its places were given to it meanwhile
-                self._leave(places)
+            if not waiter[1].cancelled():  # its places were given to it meanwhile
+                self._release(slots)
             else:
                 with suppress(ValueError):  # whoever left before it may have passed it over already
-                    self._queue.remove(turn)
+                    self._queue.remove(waiter)
                 self._admit()
             raise
 
-    def _leave(self, places: int) -> None:
-        self.running -= places
+    def _release(self, slots: int) -> None:
+        self.running -= slots
         self._admit()
 
     def _admit(self) -> None:
         while self._queue and self.running + self._queue[0][0] <= self.limit:
-            places, turn = self._queue.popleft()
-            if not turn.done():
-                self.running += places
-                turn.set_result(None)
+            slots, waiter = self._queue.popleft()
+            if not waiter.done():
+                self.running += slots
+                waiter.set_result(None)

@@ -10,24 +10,24 @@ from collections.abc import AsyncIterator
 
 __all__ = ["event_data", "iter_events"]
 
-_BETWEEN = re.compile(rb"\r?\n\r?\n")
-LONGEST_END = 4
+_SEPARATOR = re.compile(rb"\r?\n\r?\n")
+MAX_SEPARATOR = 4
 """Bytes between two events at most. What was looked through holds none, but for the beginning of one."""
 
 
 async def iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Each event, without the empty line after it."""
-    held, seen = bytearray(), 0
+    buffer, searched = bytearray(), 0
     async for chunk in chunks:
-        held += chunk
-        begin, at = 0, max(seen - LONGEST_END + 1, 0)
-        while (end := _BETWEEN.search(held, at)) is not None:
-            yield bytes(held[begin : end.start()])
-            begin = at = end.end()
-        del held[:begin]
-        seen = len(held)
-    if held.strip():
-        yield bytes(held)
+        buffer += chunk
+        begin, search_from = 0, max(searched - MAX_SEPARATOR + 1, 0)
+        while (end := _SEPARATOR.search(buffer, search_from)) is not None:
+            yield bytes(buffer[begin : end.start()])
+            begin = search_from = end.end()
+        del buffer[:begin]
+        searched = len(buffer)
+    if buffer.strip():
+        yield bytes(buffer)
 
 
 def event_data(event: bytes) -> str:

@@ -74,12 +74,12 @@ class TurnRecorder:
     ) -> None:
         """ended: is told of an attempt that turns out to be over."""
         self._queue, self._model, self._metrics, self._on_ended = queue, model, metrics, on_ended
-        self._writing: set[asyncio.Task[Any]] = set()
+        self._writes: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
         """Wait until all is written."""
-        while self._writing:
-            await asyncio.gather(*self._writing, return_exceptions=True)
+        while self._writes:
+            await asyncio.gather(*self._writes, return_exceptions=True)
 
     async def record_turn(self, call: ModelCall, completion: Completion) -> int:
         """Write a turn; its index. Returns once it is acknowledged."""
@@ -110,16 +110,16 @@ class TurnRecorder:
 
     def record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
         """Write down what was sampled of an answer that nobody waits for any more; returns at once."""
-        self._start_write(self._abort(call, chunks, chat))
+        self._start_write(self._record_aborted(call, chunks, chat))
 
-    async def _abort(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
+    async def _record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
         try:
-            if not any(len(each.ids) for each in chunks):
+            if not any(len(chunk.ids) for chunk in chunks):
                 self._metrics.counts["aborted_unsampled"] += 1
                 await self.note(call, "aborted", {"prompt_tokens": len(call.input_ids)})
                 return
             ids, logp, version = (
-                np.concatenate([getattr(each, name) for each in chunks]) for name in ("ids", "logp", "version")
+                np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids", "logp", "version")
             )
             await self.record_turn(call, Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids)))
         except APIError as refusal:
@@ -152,8 +152,8 @@ class TurnRecorder:
 
     def _start_write(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
         return task
 
 

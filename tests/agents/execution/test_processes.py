@@ -35,17 +35,17 @@ from tests.processes import gone
 class Place:
     """A desk that is served."""
 
-    def __init__(self, desk: LocalRolloutQueue, url: str) -> None:
-        self.desk, self.url = desk, url
-        self.key = desk.keyring.runner
+    def __init__(self, queue: LocalRolloutQueue, url: str) -> None:
+        self.queue, self.url = queue, url
+        self.key = queue.keyring.runner
 
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    desk = LocalRolloutQueue(open_store())
-    with serve(desk, desk.keyring) as server:
-        yield Place(desk, server.url)
-    asyncio.run(desk.close())
+    queue = LocalRolloutQueue(open_store())
+    with serve(queue, queue.keyring) as server:
+        yield Place(queue, server.url)
+    asyncio.run(queue.close())
 
 
 def until(true: Callable[[], object], within: float = 20.0) -> None:
@@ -64,14 +64,14 @@ def test_processes_share_the_work_and_none_is_left(place: Place, tmp_path: Path)
     with ProcessRunners(
         played.who, place.url, place.key, 2, logs=tmp_path, max_concurrency=1, timeouts=QUICK
     ) as runners:
-        until(lambda: len(asyncio.run(place.desk.runners())) == 2)
+        until(lambda: len(asyncio.run(place.queue.runners())) == 2)
         pids = runners.pids
-        found = through(place.desk, wanted(20))
+        states = through(place.queue, wanted(20))
         runners.check()
         began = time.monotonic()
     assert time.monotonic() - began < 3
-    assert {state.status for state in found} == {Status.SUCCEEDED}
-    assert {state.last.total for state in found if state.last} == {float(pid) for pid in pids}
+    assert {state.status for state in states} == {Status.SUCCEEDED}
+    assert {state.last.total for state in states if state.last} == {float(pid) for pid in pids}
     assert all(gone(pid) for pid in pids)
     assert read(tmp_path / "runner-0.log") == []
 
@@ -83,12 +83,12 @@ def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
     pids = tmp_path / "pids"
     limits = RolloutLimits(timeout_s=20, unresponsive_s=0.6, max_attempts=1)
     with ProcessRunners(played.starts, place.url, place.key, logs=tmp_path, timeouts=QUICK) as runners:
-        (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"pids": str(pids)})))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, limits, {"pids": str(pids)})))
         until(lambda: len(read(pids)) == 2)
         child, runner = map(int, read(pids))
         os.kill(runner, signal.SIGKILL)
         assert gone(runner) and gone(child)
-        until(lambda: place.desk.journal.rollout(id).status is Status.UNRESPONSIVE)
+        until(lambda: place.queue.journal.rollout(id).status is Status.UNRESPONSIVE)
         until(lambda: runners.pids and runners.pids != [runner])
     assert "killed by SIGKILL" in caplog.text and "Another begins in 0.5 s" in caplog.text
 
@@ -97,11 +97,11 @@ def test_what_is_under_way_is_cancelled_when_there_is_no_more_time(place: Place,
     told = tmp_path / "told"
     pace = replace(QUICK, drain_s=0.3)
     with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
-        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         pids = runners.pids
     assert read(told) == ["began", "cancelled"] and all(gone(pid) for pid in pids)
-    assert place.desk.journal.rollout(id).status is Status.QUEUED
+    assert place.queue.journal.rollout(id).status is Status.QUEUED
 
 
 def test_a_process_that_hangs_is_killed_in_the_end(
@@ -111,7 +111,7 @@ def test_a_process_that_hangs_is_killed_in_the_end(
     told = tmp_path / "told"
     pace = replace(QUICK, drain_s=0.2, cancel_s=0.1)
     with ProcessRunners(played.stops, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
-        asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         (pid,) = runners.pids
         began = time.monotonic()
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
         stderr=subprocess.DEVNULL,
     )
     try:
-        asyncio.run(place.desk.enqueue(wanted(4)))
+        asyncio.run(place.queue.enqueue(wanted(4)))
         until(lambda: len(read(tmp_path / "pids")) == 8 and len(read(tmp_path / "runners")) == 2)
         program.send_signal(how)
         program.wait(15)
@@ -166,7 +166,7 @@ def test_nothing_is_left_of_a_program_that_is_killed_or_interrupted(
 
 def test_an_agent_goes_along_with_what_it_was_made_with(place: Place, tmp_path: Path) -> None:
     with ProcessRunners(played.Made(0.5), place.url, place.key, logs=tmp_path, timeouts=QUICK):
-        (state,) = through(place.desk, wanted(1))
+        (state,) = through(place.queue, wanted(1))
     assert state.last is not None and state.last.total == 0.5
 
 
@@ -184,9 +184,9 @@ def test_a_program_with_the_key_says_what_it_earned(place: Place, tmp_path: Path
     code = "import etude; etude.emit.event('seen', 1); etude.emit.reward({'right': 1.0})"
     agent = etude.command([sys.executable, "-c", code], reward_key=True)
     with ProcessRunners(agent, place.url, place.key, logs=tmp_path, timeouts=QUICK):
-        (state,) = through(place.desk, wanted(1))
+        (state,) = through(place.queue, wanted(1))
     assert state.status is Status.SUCCEEDED and state.last is not None and state.last.total == 1.0
-    assert asyncio.run(place.desk.notes(state.id))[0]["name"] == "seen"
+    assert asyncio.run(place.queue.notes(state.id))[0]["name"] == "seen"
 
 
 def test_an_agent_of_the_file_that_was_started_goes_along(place: Place, tmp_path: Path) -> None:
@@ -220,12 +220,12 @@ if __name__ == "__main__":
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        cursor = asyncio.run(place.desk.wait(0, 0.0))[0]
+        cursor = asyncio.run(place.queue.wait(0, 0.0))[0]
         task = wanted(2)[which == "function"]
 
         async def waited(cursor: int = cursor, task: object = task) -> float | None:
-            await place.desk.enqueue([task])  # type: ignore[list-item]
-            _, (state,) = await place.desk.wait(cursor, 20.0)
+            await place.queue.enqueue([task])  # type: ignore[list-item]
+            _, (state,) = await place.queue.wait(cursor, 20.0)
             return state.last.total if state.last else None
 
         assert asyncio.run(waited()) == reward
@@ -241,14 +241,14 @@ def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(
     told = tmp_path / "told"
     runner = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
-        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         runner.send_signal(signal.SIGTERM)
         assert runner.wait(15) == 0
     finally:
         runner.kill()
         runner.wait()
-    assert place.desk.journal.rollout(id).status is Status.SUCCEEDED
+    assert place.queue.journal.rollout(id).status is Status.SUCCEEDED
 
 
 def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyP
 
 def test_a_runner_claims_its_first_task_with_nothing_heavy_loaded(place: Place) -> None:
     """In a fresh interpreter: a runner that loads torch takes seconds to start, and a gigabyte."""
-    asyncio.run(place.desk.enqueue(wanted(1)))
+    asyncio.run(place.queue.enqueue(wanted(1)))
     code = f"""
 import asyncio, sys
 import etude

@@ -26,7 +26,7 @@ from etude.store.server import serve
 from etude.store.states import Status
 from tests.agents.execution import played
 from tests.agents.execution.test_processes import Place, read, until
-from tests.agents.execution.test_threads import desk, through
+from tests.agents.execution.test_threads import open_queue, through
 from tests.agents.rollout_queues import QUICK, wanted
 from tests.processes import gone
 
@@ -46,7 +46,7 @@ def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tm
     )
     pids = tmp_path / "pids"
     try:
-        asyncio.run(place.desk.enqueue(wanted(2, fields={"pids": str(pids)})))
+        asyncio.run(place.queue.enqueue(wanted(2, fields={"pids": str(pids)})))
         until(lambda: len(read(pids)) == 4)
         program.kill()
         program.wait(15)
@@ -65,19 +65,19 @@ def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes
     with ProcessRunners(
         played.slow, place.url, place.key, 2, logs=tmp_path, timeouts=QUICK, max_concurrency=1
     ) as runners:
-        until(lambda: len(asyncio.run(place.desk.runners())) == 2)
-        (id,) = asyncio.run(place.desk.enqueue(wanted(1, limits, {"told": str(told)})))
+        until(lambda: len(asyncio.run(place.queue.runners())) == 2)
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, limits, {"told": str(told)})))
         until(lambda: read(told))
-        name = place.desk.journal.rollout(id).attempts[0].runner
-        hung = next(runner.info["pid"] for runner in asyncio.run(place.desk.runners()) if runner.name == name)
+        name = place.queue.journal.rollout(id).attempts[0].runner
+        hung = next(runner.info["pid"] for runner in asyncio.run(place.queue.runners()) if runner.name == name)
         os.kill(hung, signal.SIGSTOP)
         try:
-            until(lambda: place.desk.journal.rollout(id).status is Status.SUCCEEDED)
+            until(lambda: place.queue.journal.rollout(id).status is Status.SUCCEEDED)
         finally:
             os.kill(hung, signal.SIGCONT)
-        until(lambda: place.desk.journal.rollout(id).attempts[0].late)
+        until(lambda: place.queue.journal.rollout(id).attempts[0].late)
         assert hung in runners.pids
-    state = place.desk.journal.rollout(id)
+    state = place.queue.journal.rollout(id)
     assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
     assert state.attempts[1].runner != name and state.last is not None and state.last.total == 1.0
 
@@ -93,7 +93,7 @@ def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_
     told = tmp_path / "told"
     runner = subprocess.Popen([sys.executable, "-c", code])
     try:
-        (id,) = asyncio.run(place.desk.enqueue(wanted(1, fields={"told": str(told)})))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
         until(lambda: read(told))
         runner.send_signal(signal.SIGTERM)
         time.sleep(0.2)
@@ -102,7 +102,7 @@ def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_
     finally:
         runner.kill()
         runner.wait()
-    state = place.desk.journal.rollout(id)
+    state = place.queue.journal.rollout(id)
     assert state.status is Status.QUEUED and state.attempts[0].status.value == Outcome.INFRA_ERROR.value
 
 
@@ -123,8 +123,8 @@ def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
         return 1.0
 
     pace = replace(QUICK, cancel_s=0.1)
-    with desk() as one, ThreadRunners(one, stubborn, timeouts=pace, max_concurrency=1) as runners:
-        found = through(one, wanted(2))
+    with open_queue() as queue, ThreadRunners(queue, stubborn, timeouts=pace, max_concurrency=1) as runners:
+        found = through(queue, wanted(2))
         runners.check()
     release.set()
     assert [state.status for state in found] == [Status.TIMED_OUT, Status.SUCCEEDED]
@@ -140,11 +140,11 @@ def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: P
         "from etude.store.local_queue import LocalRolloutQueue\n"
         "@etude.agent\nasync def hangs(task):\n    await asyncio.to_thread(time.sleep, 60)\n"
         "async def story():\n"
-        "    desk = LocalRolloutQueue(open_store())\n"
-        "    await desk.enqueue([RolloutRequest(Task(0, {}), limits=RolloutLimits(timeout_s=0.3, max_attempts=1))])\n"
-        "    with ThreadRunners(desk, hangs, 1, timeouts=RunnerTimeouts(drain_s=0.2, cancel_s=0.2)):\n"
-        "        print((await desk.wait(0, 20.0))[1][0].status)\n"
-        "    await desk.close()\n"
+        "    queue = LocalRolloutQueue(open_store())\n"
+        "    await queue.enqueue([RolloutRequest(Task(0, {}), limits=RolloutLimits(timeout_s=0.3, max_attempts=1))])\n"
+        "    with ThreadRunners(queue, hangs, 1, timeouts=RunnerTimeouts(drain_s=0.2, cancel_s=0.2)):\n"
+        "        print((await queue.wait(0, 20.0))[1][0].status)\n"
+        "    await queue.close()\n"
         "asyncio.run(story())\n"
     )
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=40)

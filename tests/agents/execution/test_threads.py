@@ -43,22 +43,22 @@ class Alone(etude.Agent):
 
 
 @contextmanager
-def desk(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
+def open_queue(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
     """A desk, closed in the end."""
     journal = open_store(path)
-    made = LocalRolloutQueue(journal)
+    local_queue = LocalRolloutQueue(journal)
     try:
-        yield made
+        yield local_queue
     finally:
-        asyncio.run(made.close())
+        asyncio.run(local_queue.close())
         journal.close()
 
 
-def through(desk: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[RolloutState]:
+def through(queue: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[RolloutState]:
     """What came of these, as whoever trains sees it: on a loop of its own."""
 
     async def waited() -> list[RolloutState]:
-        return await ends(desk, len(await desk.enqueue(rollouts)))
+        return await ends(queue, len(await queue.enqueue(rollouts)))
 
     return asyncio.run(waited())
 
@@ -66,13 +66,13 @@ def through(desk: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[Rol
 def test_runners_on_threads_share_the_work_and_each_has_an_agent_of_its_own(tmp_path: Path) -> None:
     Alone.made = 0
     with (
-        desk(tmp_path / "journal.db") as one,
-        ThreadRunners(one, Alone(), 3, max_concurrency=1, timeouts=QUICK) as runners,
+        open_queue(tmp_path / "journal.db") as queue,
+        ThreadRunners(queue, Alone(), 3, max_concurrency=1, timeouts=QUICK) as runners,
     ):
-        found = through(one, wanted(30))
+        states = through(queue, wanted(30))
         runners.check()
-    assert {state.status for state in found} == {Status.SUCCEEDED}
-    assert {state.last.total for state in found if state.last} == {1.0, 2.0, 3.0} and Alone.made == 3
+    assert {state.status for state in states} == {Status.SUCCEEDED}
+    assert {state.last.total for state in states if state.last} == {1.0, 2.0, 3.0} and Alone.made == 3
 
 
 def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
@@ -90,13 +90,13 @@ def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
         def run(self, task: Task) -> float:
             return 1.0
 
-    with desk() as one, ThreadRunners(one, Fickle(), timeouts=QUICK) as runners:
-        assert through(one, wanted(1))[0].status is Status.SUCCEEDED
+    with open_queue() as queue, ThreadRunners(queue, Fickle(), timeouts=QUICK) as runners:
+        assert through(queue, wanted(1))[0].status is Status.SUCCEEDED
         runners.check()
     assert caplog.text.count("begins again") == 2
 
     fails[0] = 100
-    with desk() as one, ThreadRunners(one, Fickle(), timeouts=QUICK) as runners:
+    with open_queue() as queue, ThreadRunners(queue, Fickle(), timeouts=QUICK) as runners:
         until = time.monotonic() + 10
         with pytest.raises(AgentError, match="could not be set up: OSError: not yet"):
             while time.monotonic() < until:
@@ -112,25 +112,25 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         begun.set()
         release.wait(30)
 
-    with desk() as one:
-        runners = ThreadRunners(one, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2))
+    with open_queue() as queue:
+        runners = ThreadRunners(queue, hangs, 2, timeouts=replace(QUICK, drain_s=0.2, cancel_s=0.2))
         runners.start()
-        (id,) = asyncio.run(one.enqueue(wanted(1)))
+        (id,) = asyncio.run(queue.enqueue(wanted(1)))
         assert begun.wait(20)  # a claim alone says that it runs, and what has not begun need not be left
         began = time.monotonic()
         runners.stop()
         assert time.monotonic() - began < 5
-        assert one.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
+        assert queue.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
         assert runners.abandoned == 1
     release.set()
 
 
 def test_a_run_that_ends_by_an_error_waits_for_nothing_that_is_under_way(tmp_path: Path) -> None:
     """What is under way is nobody's any more; a program is ended with it."""
-    with desk() as one:
-        asyncio.run(one.enqueue(wanted(1)))
+    with open_queue() as queue:
+        asyncio.run(queue.enqueue(wanted(1)))
         program = etude.command(f"echo $$ > {tmp_path}/pid; sleep 60")
-        with pytest.raises(KeyboardInterrupt), ThreadRunners(one, program, 1, timeouts=RunnerTimeouts(drain_s=60)):
+        with pytest.raises(KeyboardInterrupt), ThreadRunners(queue, program, 1, timeouts=RunnerTimeouts(drain_s=60)):
             end = time.monotonic() + 20
             while not (tmp_path / "pid").exists() and time.monotonic() < end:
                 time.sleep(0.02)
@@ -152,5 +152,5 @@ def test_it_is_begun_again_less_and_less_often_and_forgiven_after_a_while() -> N
 
 
 def test_no_runner_is_refused() -> None:
-    with desk() as one, pytest.raises(AgentError, match="0 runners"):
-        ThreadRunners(one, Alone(), 0)
+    with open_queue() as queue, pytest.raises(AgentError, match="0 runners"):
+        ThreadRunners(queue, Alone(), 0)

@@ -11,7 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import session as record
+from etude.agents.proxy import session as session_module
 from etude.chat import ChatRenderer
 from etude.records import Message, SamplingParams, Turn
 from etude.store.rollout_queue import AttemptId, RolloutPurpose
@@ -218,17 +218,17 @@ def test_items_may_be_named_alone(streamed: bool) -> None:
 
 
 def test_answers_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "KEPT", 3)
-    monkeypatch.setattr(record, "KEPT_CHARACTERS", 600)
+    monkeypatch.setattr(session_module, "MAX_ANSWERS", 3)
+    monkeypatch.setattr(session_module, "MAX_ANSWER_CHARACTERS", 600)
     use: RolloutPurpose = "train"
-    sitting = record.AttemptSession(AttemptId(0, 0), use, chat_of())
+    session = session_module.AttemptSession(AttemptId(0, 0), use, chat_of())
     for n in range(5):
-        sitting.store_conversation(str(n), (Message("assistant", str(n)),))
-    assert [sitting.find_answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
-    sitting.store_conversation("long", (Message("user", "a" * 600), Message("assistant", "long")))
-    assert sitting.find_answer("4") is None and sitting.find_answer("long") == Message("assistant", "long")
-    sitting.store_conversation("5", (Message("assistant", "5"),))
-    assert sitting.find_answer("long") is None and sitting.find_conversation("5") == (Message("assistant", "5"),)
+        session.store_conversation(str(n), (Message("assistant", str(n)),))
+    assert [session.find_answer(str(n)) is not None for n in range(5)] == [False, False, True, True, True]
+    session.store_conversation("long", (Message("user", "a" * 600), Message("assistant", "long")))
+    assert session.find_answer("4") is None and session.find_answer("long") == Message("assistant", "long")
+    session.store_conversation("5", (Message("assistant", "5"),))
+    assert session.find_answer("long") is None and session.find_conversation("5") == (Message("assistant", "5"),)
 
 
 @pytest.mark.parametrize("thinks", [None, True, False])

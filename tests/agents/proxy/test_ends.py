@@ -29,22 +29,22 @@ from tests.agents.proxy.world import Scripted, World, chat_of, serving
 
 def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> None:
     with serving(scripted(pause=0.0), chat_of()) as world:
-        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
+        world.queue.on_attempts_ended(world.endpoint.forget_attempts)
         for _ in range(12):
             claim = world.attempt()
             assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
-            world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
+            world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
         _until(lambda: world.endpoint.metrics()["endpoint/attempts"] == 0)
     with serving(scripted("so " * 900, pause=30), chat_of()) as world, ThreadPoolExecutor(1) as pool:
-        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
+        world.queue.on_attempts_ended(world.endpoint.forget_attempts)
         for end in ("finish", "cancel"):
             claim = world.attempt()
             call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
             _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
             if end == "finish":
-                world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
+                world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
             else:
-                world.do(world.desk.cancel([claim.attempt_id.rollout], "nobody wants it"))
+                world.do(world.queue.cancel([claim.attempt_id.rollout], "nobody wants it"))
             answer = call.result(10)
             assert answer.status_code == 403 and "has ended" in answer.text
         told = world.endpoint.metrics()
@@ -52,7 +52,7 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
 
 
 def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.agents.proxy.endpoint.FAR_SWEEP", 0.3)
+    monkeypatch.setattr("etude.agents.proxy.endpoint.UNNOTIFIED_SWEEP_S", 0.3)
     with (
         serving(scripted("so " * 900, pause=30), chat_of(), notified=False) as world,
         ThreadPoolExecutor(1) as pool,
@@ -60,7 +60,7 @@ def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.
         claim = world.attempt()
         call = pool.submit(posted, world, "/v1/chat/completions", CHAT, claim.model_key)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 1)
-        world.do(world.desk.cancel([claim.attempt_id.rollout], "nobody wants it"))
+        world.do(world.queue.cancel([claim.attempt_id.rollout], "nobody wants it"))
         answer = call.result(10)
         assert answer.status_code == 403 and "has ended" in answer.text
 
@@ -134,7 +134,7 @@ class Endless(Scripted):
 
 def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection is open, and takes no more; what was sampled so far is recorded."""
-    monkeypatch.setattr("etude.agents.proxy.app.UNREAD_S", 0.5)
+    monkeypatch.setattr("etude.agents.proxy.app.WRITE_TIMEOUT_S", 0.5)
     endless = Endless(chat_of().tokenizer, lambda _: "so")
     with serving(endless, chat_of(), held=4096, train=SamplingParams(max_tokens=10**6)) as world:
         claim = world.attempt()
@@ -154,9 +154,9 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
 def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> None:
     """Both behind one port, as a run serves them; and every route of the endpoint is in the table of its tests."""
     with serving(scripted(), chat_of()) as world:
-        claim, ring, desk = world.attempt(), world.endpoint.keyring, world.desk
+        claim, ring, queue = world.attempt(), world.endpoint.keyring, world.queue
         routes = create_router(world.endpoint)
-        both = create_app(desk, ring, routers=[routes])
+        both = create_app(queue, ring, routers=[routes])
         paths = {route.path for route in routes.routes if isinstance(route, Route) and route.name != "unknown"}
         assert paths == {*CALLS, "/v1/models", "/v1/models/{model}"}
         stores = {path for path in both.openapi()["paths"] if path.startswith("/v1/store/")} | {"/v1/traces"}
@@ -191,7 +191,7 @@ def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thr
 
     with serving(scripted(), chat_of()) as world:
         claim, before = world.attempt(), threads()
-        both = create_app(world.desk, world.endpoint.keyring, routers=[create_router(world.endpoint)])
+        both = create_app(world.queue, world.endpoint.keyring, routers=[create_router(world.endpoint)])
 
         async def asked() -> None:
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(both), base_url="http://both") as client:
@@ -213,7 +213,7 @@ def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thr
 
 def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
     with serving(scripted(pause=0.001), chat_of()) as world:
-        world.desk.on_attempts_ended(world.endpoint.forget_attempts)
+        world.queue.on_attempts_ended(world.endpoint.forget_attempts)
 
         def one(number: int) -> None:
             claim = world.attempt()
@@ -224,7 +224,7 @@ def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
                 else:
                     with client.stream("POST", f"{world.url}/chat/completions", json={**CHAT, "stream": True}) as told:
                         next(told.iter_raw())
-            world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
+            world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
 
         async def tasks() -> int:
             return len(asyncio.all_tasks())

@@ -249,7 +249,7 @@ def test_a_stream_that_fails_under_way(trouble: World, name: str) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
-    monkeypatch.setattr("etude.agents.proxy.external.MOST_MIB", 1)
+    monkeypatch.setattr("etude.agents.proxy.external.MAX_ANSWER_MIB", 1)
     claim = trouble.attempt()
     body = {"model": "endless", "messages": ASK, "stream": streamed}
     headers = {"authorization": f"Bearer {claim.model_key}"}

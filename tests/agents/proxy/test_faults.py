@@ -294,7 +294,7 @@ def test_long_texts_are_read_beside_the_event_loop(path: str) -> None:
 def test_an_attempt_that_is_over(world: World) -> None:
     claim = world.attempt()
     assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
-    world.do(world.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
+    world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
     for _ in range(2):
         response = posted(world, "/v1/chat/completions", CHAT, claim.model_key)
         assert response.status_code == 403 and "is over" in response.text
@@ -302,7 +302,7 @@ def test_an_attempt_that_is_over(world: World) -> None:
     silent = world.attempt()
     assert posted(world, "/v1/chat/completions", CHAT, silent.model_key).status_code == 200
     before = world.endpoint.metrics()["endpoint/attempts"]
-    world.do(world.desk.finish(silent.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
+    world.do(world.queue.finish(silent.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
     world.do(world.endpoint.sweep())
     assert world.endpoint.metrics()["endpoint/attempts"] < before
     assert not world.do(_known(world, silent.attempt_id))

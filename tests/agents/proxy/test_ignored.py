@@ -68,7 +68,7 @@ def test_each_field_is_treated_as_its_table_says(worlds: Mapping[bool, World], s
         for name in rules.keys() - set(accepted):
             response = posted(world, path, body_with(path, {name: "anything"}), key)
             assert response.status_code == 400, f"{path} {name}: {response.text}"
-            assert f"'{name}' {rules[name].why}" in told(path, response)[0]
+            assert f"'{name}' {rules[name].reason}" in told(path, response)[0]
         response = posted(world, path, body_with(path, dict.fromkeys(accepted, "anything")), key)
         assert response.status_code == 200 and sorted(named(response)) == sorted(accepted), f"{path}: {response.text}"
         for place in range(max(len(rule.neutral) for rule in rules.values())):
@@ -147,7 +147,7 @@ def test_each_name_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_table_says_why() -> None:
     for _, name, rule in BY_TREATMENT:
         assert isinstance(rule, FieldRule) and (
-            rule.why.endswith(".") or rule.treatment not in ("ignored", "refused")
+            rule.reason.endswith(".") or rule.treatment not in ("ignored", "refused")
         ), name
 
 

@@ -12,10 +12,10 @@ import httpx2
 import numpy as np
 import pytest
 
-from etude.agents.proxy import session as record
+from etude.agents.proxy import session as session_module
 from etude.agents.proxy.bounded_cache import BoundedCache
 from etude.agents.proxy.request import ModelRequest, count_characters
-from etude.chat import answer_index as remembered
+from etude.chat import answer_index
 from etude.records import Completion, Message, ToolCall
 from etude.store.rollout_queue import AttemptId
 from tests.agents.proxy.world import Scripted, World, chat_of, serving
@@ -33,15 +33,15 @@ class Counted(ThreadPoolExecutor):
         return super().submit(fn, *args, **kwargs)
 
 
-def sitting(threads: ThreadPoolExecutor | None = None) -> record.AttemptSession:
-    return record.AttemptSession(AttemptId(0, 0), "train", chat_of(), threads=threads)
+def make_session(threads: ThreadPoolExecutor | None = None) -> session_module.AttemptSession:
+    return session_module.AttemptSession(AttemptId(0, 0), "train", chat_of(), threads=threads)
 
 
-def asked(*messages: Message, **more: Any) -> ModelRequest:
+def request(*messages: Message, **more: Any) -> ModelRequest:
     return ModelRequest(model="policy", messages=messages, **more)
 
 
-def answered(text: str = "Yes.<|im_end|>") -> Completion:
+def completion(text: str = "Yes.<|im_end|>") -> Completion:
     ids = chat_of().tokenizer.encode(text)
     return Completion(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop", text)
 
@@ -59,20 +59,20 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("call", "beside"),
     [
-        (asked(Message("user", "a")), 0),
-        (asked(*[Message("user" if n % 2 == 0 else "assistant", "") for n in range(40)]), 2),
-        (asked(Message("user", "a"), tools=(WEATHER,) * 12), 2),
-        (asked(Message("user", "a" * 3000)), 2),
+        (request(Message("user", "a")), 0),
+        (request(*[Message("user" if n % 2 == 0 else "assistant", "") for n in range(40)]), 2),
+        (request(Message("user", "a"), tools=(WEATHER,) * 12), 2),
+        (request(Message("user", "a" * 3000)), 2),
     ],
 )
 def test_what_takes_long_to_render_is_rendered_beside_the_event_loop(call: ModelRequest, beside: int) -> None:
     """By its messages and tools, however little they say."""
     with Counted(1) as threads:
-        attempt = sitting(threads)
+        attempt = make_session(threads)
 
         async def called() -> None:
             prompt = await attempt.build_prompt(call, count_rerendered=True)
-            await attempt.remember_answer(call, prompt, answered(), Message("assistant", "Yes."))
+            await attempt.remember_answer(call, prompt, completion(), Message("assistant", "Yes."))
 
         asyncio.run(called())
         assert threads.count == beside
@@ -83,7 +83,7 @@ def test_a_call_that_is_cancelled_has_its_conversation_until_the_thread_is_done_
     free = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(free.wait, 10)
-        attempt, long = sitting(threads), asked(Message("user", "a" * 3000))
+        attempt, long = make_session(threads), request(Message("user", "a" * 3000))
 
         async def cancelled() -> None:
             task = asyncio.create_task(attempt.build_prompt(long, count_rerendered=True))
@@ -114,7 +114,7 @@ def test_a_message_weighs_all_that_it_says() -> None:
     assert count_characters([empty] * 30) > 1000
     assert count_characters([calling]) >= 500 + count_characters([empty])
     thinking = Message("assistant", "b" * 7, reasoning="a" * 100)
-    assert asked(thinking).characters == count_characters([thinking]) == 107 + count_characters([empty])
+    assert request(thinking).characters == count_characters([thinking]) == 107 + count_characters([empty])
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
@@ -123,27 +123,31 @@ def test_a_message_weighs_all_that_it_says() -> None:
 def test_answers_that_are_kept_to_be_named_are_bounded_by_the_arguments_of_their_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(record, "KEPT_CHARACTERS", 1000)
-    attempt, call = sitting(), ToolCall("c", "weather", "x" * 600)
+    monkeypatch.setattr(session_module, "MAX_ANSWER_CHARACTERS", 1000)
+    attempt, call = make_session(), ToolCall("c", "weather", "x" * 600)
     for name in ("first", "second"):
         attempt.store_conversation(name, (Message("assistant", "", tool_calls=(call,)),))
     assert attempt.find_answer("first") is None and attempt.find_answer("second") is not None
 
 
 def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, value in ((record, "KEPT", 3), (record, "KNOWN", 3), (record, "COUNTED", 3)):
+    for module, name, value in (
+        (session_module, "MAX_ANSWERS", 3),
+        (session_module, "MAX_KNOWN_PREFIXES", 3),
+        (session_module, "MAX_COUNTED_PROMPTS", 3),
+    ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(remembered, "KEPT", 3)
-    attempt, calls = sitting(), [asked(Message("user", str(n))) for n in range(5)]
+    monkeypatch.setattr(answer_index, "KEPT", 3)
+    attempt, calls = make_session(), [request(Message("user", str(n))) for n in range(5)]
     texts = [ModelRequest(model="policy", prompt=f"{n}: ") for n in range(5)]
 
     async def played() -> list[str]:
         for n, call in enumerate((*calls, *texts)):
             prompt = await attempt.build_prompt(call, count_rerendered=True)
             assert attempt.count_occurrence(prompt) == 0
-            await attempt.remember_answer(call, prompt, answered(f"{n}!<|im_end|>"), Message("assistant", f"{n}!"))
+            await attempt.remember_answer(call, prompt, completion(f"{n}!<|im_end|>"), Message("assistant", f"{n}!"))
         goes_on = [(*calls[n].messages, Message("assistant", f"{n}!"), Message("user", "So?")) for n in range(5)]
-        return [(await attempt.build_prompt(asked(*messages), count_rerendered=False)).how for messages in goes_on]
+        return [(await attempt.build_prompt(request(*messages), count_rerendered=False)).how for messages in goes_on]
 
     assert asyncio.run(played()) == ["begun"] * 2 + ["branched"] * 3, "the texts came last: only their ids are known"
     kept = (attempt._known_prefixes, attempt._texts, attempt._prompt_counts, attempt._conversation._answers)
@@ -151,9 +155,9 @@ def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "KEPT_IDS", 100)
+    monkeypatch.setattr(answer_index, "KEPT_IDS", 100)
     chat = chat_of()
-    conversation, said = chat.start_conversation(), answered()
+    conversation, said = chat.start_conversation(), completion()
     for n in range(6):
         messages = [Message("user", f"{n} " + "b" * (200 if n == 5 else 10))]
         conversation.remember_answer(
@@ -165,8 +169,8 @@ def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_look_up_compares_with_the_answers_to_the_same_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr(remembered, "is_same_message", lambda one, other: compared.append(one) or one == other)
-    chat, conversation, said = chat_of(), chat_of().start_conversation(), answered()
+    monkeypatch.setattr(answer_index, "is_same_message", lambda one, other: compared.append(one) or one == other)
+    chat, conversation, said = chat_of(), chat_of().start_conversation(), completion()
     for n in range(200):
         messages = [Message("user", str(n))]
         conversation.remember_answer(messages, [], chat.render(messages), said.ids, Message("assistant", f"{n}!"))

@@ -48,25 +48,29 @@ class Scripted:
     """
 
     def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], *, pause: float = 0.0) -> None:
-        self._tokenizer, self._says, self._pause = tokenizer, says, pause
+        self._tokenizer, self._script, self._pause = tokenizer, says, pause
         self.asked: list[SamplingParams] = []
         self.streamed = 0
         """How many tokens were given out one by one."""
 
-    def _said(self, prompt: Ids, sampling: SamplingParams) -> Completion:
+    def _completion(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         self.asked.append(sampling)
-        text, ends = self._says(self._tokenizer.decode(prompt, keep_special_tokens=True)), self._tokenizer.eos_tokens
+        text, ends = self._script(self._tokenizer.decode(prompt, keep_special_tokens=True)), self._tokenizer.eos_tokens
         ids: list[int] = []
         finish = "length"
         while text and len(ids) < sampling.max_tokens:
-            special = next((each for each in (*ends, *_markup(self._tokenizer)) if text.startswith(each)), text[0])
+            special = next((piece for piece in (*ends, *_markup(self._tokenizer)) if text.startswith(piece)), text[0])
             text = text[len(special) :]
             ids += self._tokenizer.encode(special).tolist()
-            said = self._tokenizer.decode(ids)
-            if special in ends or any(stop in said for stop in sampling.stop):
+            text_so_far = self._tokenizer.decode(ids)
+            if special in ends or any(stop in text_so_far for stop in sampling.stop):
                 finish = "stop"
                 break
-        said = min((said[: said.index(stop)] for stop in sampling.stop if stop in said), key=len, default=said)
+        text_so_far = min(
+            (text_so_far[: text_so_far.index(stop)] for stop in sampling.stop if stop in text_so_far),
+            key=len,
+            default=text_so_far,
+        )
         count = len(ids)
         top = np.tile(np.arange(sampling.top_logprobs, dtype=np.int32), (count, 1)) if sampling.top_logprobs else None
         return Completion(
@@ -74,7 +78,7 @@ class Scripted:
             logp=np.linspace(-1, -0.5, count, dtype=np.float32),
             version=np.full(count, 7, np.int32),
             finish_reason=finish,
-            text=said,
+            text=text_so_far,
             top_ids=top,
             top_logp=None if top is None else -1 - top.astype(np.float32),
         )
@@ -82,11 +86,11 @@ class Scripted:
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
         """Say it at once."""
         await asyncio.sleep(self._pause)
-        return self._said(prompt, sampling)
+        return self._completion(prompt, sampling)
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """Say it token by token."""
-        whole = self._said(prompt, sampling)
+        whole = self._completion(prompt, sampling)
         for n in range(len(whole.ids)):
             await asyncio.sleep(self._pause)
             self.streamed += 1
@@ -106,7 +110,7 @@ class World:
 
     root: str
     endpoint: ModelEndpoint
-    desk: LocalRolloutQueue
+    queue: LocalRolloutQueue
     loop: asyncio.AbstractEventLoop
 
     @property
@@ -122,22 +126,22 @@ class World:
         """A new attempt that runs."""
 
         async def claimed() -> Claim:
-            (id,) = await self.desk.enqueue(
+            (id,) = await self.queue.enqueue(
                 [RolloutRequest(Task(self._next(), {}), use=use, limits=RolloutLimits(max_attempts=1))]
             )
-            (claim,) = await self.desk.claim("tests", 1, 5)
+            (claim,) = await self.queue.claim("tests", 1, 5)
             assert claim.attempt_id.rollout == id
             return claim
 
         return self.do(claimed())
 
-    def turns(self, key: AttemptId) -> list[Turn]:
+    def turns(self, attempt_id: AttemptId) -> list[Turn]:
         """What is recorded of an attempt."""
-        return self.do(self.desk.turns(*key))
+        return self.do(self.queue.turns(*attempt_id))
 
-    def notes(self, key: AttemptId) -> list[dict[str, Any]]:
+    def notes(self, attempt_id: AttemptId) -> list[dict[str, Any]]:
         """What is noted of it."""
-        return self.do(self.desk.notes(*key))
+        return self.do(self.queue.notes(*attempt_id))
 
     def _next(self) -> int:
         self._count = getattr(self, "_count", -1) + 1
@@ -148,8 +152,8 @@ class World:
 def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, **options: Any) -> Iterator[World]:
     """Serve on loopback while the block runs. held: how many bytes the system keeps of what a client does not read."""
     keyring = Keyring(b"a secret of tests alone")
-    desk = LocalRolloutQueue(MemoryJournal(), keyring)
-    endpoint = ModelEndpoint(desk, keyring, chat, upstream, **options)
+    queue = LocalRolloutQueue(MemoryJournal(), keyring)
+    endpoint = ModelEndpoint(queue, keyring, chat, upstream, **options)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         if held is not None:
@@ -161,13 +165,13 @@ def serving(upstream: Upstream, chat: ChatRenderer, *, held: int | None = None, 
         async def serve() -> None:
             loop.call_later(0.01, began.set)
             await server.serve(sockets=[listening])
-            await desk.close()
+            await queue.close()
 
         thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
         thread.start()
         began.wait(10)
         try:
-            yield World(f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, desk, loop)
+            yield World(f"http://127.0.0.1:{listening.getsockname()[1]}", endpoint, queue, loop)
         finally:
             server.should_exit = True
             thread.join(20)
