@@ -273,5 +273,5 @@ def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: 
 
 def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:
     page = " ".join((Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8").split())
-    told = f"says every {joining.RENEW_S:g} seconds that it is there; {joining.LEASE_S:g} seconds after its last word"
+    told = f"renews its lease every {joining.RENEW_S:g} seconds. {joining.LEASE_S:g} seconds after the last renewal"
     assert told in page
