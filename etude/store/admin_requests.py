@@ -6,13 +6,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from etude.store import messages as wire
+from etude.store import messages
 from etude.store.request_models import Id, Ids, Json, Name, StoreRequest, Text, map_documents
 from etude.store.rollout_queue import QueueOwner, RolloutQueue
 from etude.store.states import RolloutState
 
 __all__ = [
-    "LONGEST_LEASE",
+    "MAX_LEASE_S",
     "AcquireLeaseRequest",
     "GetResourceRequest",
     "HistoryRequest",
@@ -22,7 +22,7 @@ __all__ = [
     "StatisticsRequest",
 ]
 
-LONGEST_LEASE = 3600.0
+MAX_LEASE_S = 3600.0
 """Seconds for which a run may say at most that it is there."""
 
 
@@ -44,7 +44,7 @@ class AcquireLeaseRequest(StoreRequest):
     where: Text = Field(min_length=1, description="its directory, by which it is told apart from a copy")
     life: Id | None = Field(None, description="null begins one")
     lease_s: float | None = Field(
-        None, ge=0, le=LONGEST_LEASE, description="for how long that holds; null is until the store is closed"
+        None, ge=0, le=MAX_LEASE_S, description="for how long that holds; null is until the store is closed"
     )
 
     @property
@@ -94,7 +94,7 @@ class HistoryRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Read it."""
-        return {"events": await map_documents(await queue.history(self.rollout), wire.encode_event)}
+        return {"events": await map_documents(await queue.history(self.rollout), messages.encode_event)}
 
 
 # -- what is shared ----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class RunnersRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Look around."""
-        return {"runners": [wire.encode_runner(runner) for runner in await queue.runners()]}
+        return {"runners": [messages.encode_runner(runner) for runner in await queue.runners()]}
 
 
 class StatisticsRequest(StoreRequest):

@@ -28,18 +28,18 @@ class BackgroundThread:
     def __init__(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # for good, and for all of the process
         self._thread = _thread()
-        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
+        self._semaphores: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
 
     def close(self) -> None:
         """End the thread, after what it is doing; work that comes later starts another."""
         self._thread.shutdown(wait=False)
         self._thread = _thread()
 
-    async def run(self, size: int, work: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the work at once where it is on few bytes, else on the thread; return its result."""
         if size <= INLINE_BYTES:
-            return work(*given, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*given, **named))
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     @asynccontextmanager
     async def slot(self, owner: Hashable, size: int, max_concurrency: int = 1) -> AsyncIterator[None]:
@@ -47,10 +47,10 @@ class BackgroundThread:
         if size <= INLINE_BYTES:
             yield
             return
-        turns = self._turns.get(owner)
-        if turns is None:
-            turns = self._turns[owner] = asyncio.Semaphore(max_concurrency)
-        async with turns:
+        semaphore = self._semaphores.get(owner)
+        if semaphore is None:
+            semaphore = self._semaphores[owner] = asyncio.Semaphore(max_concurrency)
+        async with semaphore:
             yield
 
 

@@ -60,13 +60,13 @@ class MemoryBlobs:
 
 def pack_turn(turn: Turn) -> bytes:
     """The arrays of a turn."""
-    said = turn.completion
-    optional = {name: getattr(said, name) for name in _OPTIONAL}
+    completion = turn.completion
+    optional = {name: getattr(completion, name) for name in _OPTIONAL}
     flags = sum(bit for name, bit in _OPTIONAL.items() if optional[name] is not None)
     widths = {values.shape[1] for name, values in optional.items() if name != "raw_logp" and values is not None}
     assert len(widths) < 2, f"top_ids and top_logp have different widths: {sorted(widths)}"
-    header = _HEADER.pack(len(turn.prompt), len(said.ids), max(widths, default=0), flags)
-    columns = (turn.prompt, said.ids, said.logp, said.version, *optional.values())
+    header = _HEADER.pack(len(turn.prompt), len(completion.ids), max(widths, default=0), flags)
+    columns = (turn.prompt, completion.ids, completion.logp, completion.version, *optional.values())
     return b"".join((header, *(_bytes(column) for column in columns if column is not None)))
 
 

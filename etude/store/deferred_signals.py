@@ -33,11 +33,11 @@ def _defer_signal(number: signal.Signals) -> Iterator[None]:
     if handler is None:  # one that C code installed cannot be put back from here
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     try:
-        signal.signal(number, lambda number, _: came.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
         yield
     finally:
         signal.signal(number, handler)
-        for late in came:
-            signal.raise_signal(late)
+        for signal_number in received:
+            signal.raise_signal(signal_number)

@@ -134,8 +134,8 @@ class RolloutQueued(RolloutEvent):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
-        told = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
-        return told | {"limits": self.limits and self.limits.to_dict()}
+        document = {name: getattr(self, name) for name in ("rollout", "task", "sample", "use", "life")}
+        return document | {"limits": self.limits and self.limits.to_dict()}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
@@ -214,14 +214,14 @@ class TurnRecorded(RolloutEvent):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with the arrays of the turn left to the payload."""
-        turn, said = self.turn, self.turn.completion
+        turn, completion = self.turn, self.turn.completion
         names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-        told = {name: getattr(turn, name) for name in names}
+        turn_fields = {name: getattr(turn, name) for name in names}
         return {
             "rollout": self.rollout,
             "attempt": self.attempt,
-            "turn": told,
-            "completion": {"finish_reason": said.finish_reason, "text": said.text},
+            "turn": turn_fields,
+            "completion": {"finish_reason": completion.finish_reason, "text": completion.text},
             "at": self.at,
         }
 
@@ -234,8 +234,8 @@ class TurnRecorded(RolloutEvent):
         """The event that was written so."""
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
-        told = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
-        turn = Turn(prompt, completion, **told)
+        turn_fields = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
+        turn = Turn(prompt, completion, **turn_fields)
         return cls(document["rollout"], document["attempt"], turn, document.get("at", 0.0))
 
 

@@ -38,9 +38,9 @@ KEPT_ALIVE_S = 75
 """Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
 FRAMING_BYTES = 12 * 2**10
 """Of a body that came in chunks: what may be sizes and trailers rather than body, beside a quarter of its length."""
-NEW_S = 1.0
+ANONYMOUS_GRACE_S = 1.0
 """Seconds that a stranger has to show a key before it counts among those that have a quarter of the room."""
-TOLD_S = 60.0
+WARNING_INTERVAL_S = 60.0
 """Seconds between two warnings that there is no room."""
 REASON_PHRASES = {
     400: "Bad Request",
@@ -63,18 +63,18 @@ class ConnectionLimiter:
     def __init__(self) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = bounds.CONNECTIONS if files == resource.RLIM_INFINITY else files * 3 // 4
-        self.most = max(4, min(bounds.CONNECTIONS, most))
+        self.max_connections = max(4, min(bounds.CONNECTIONS, most))
         self.anonymous: dict[HttpConnection, float] = {}
         """When each came, the first one first."""
         self.idle: dict[HttpConnection, None] = {}
         """Connections with a key for which the server waits, the one that has been silent longest first."""
         self._attempts: dict[AttemptId, dict[HttpConnection, None]] = {}
         """The connections of each attempt, by the first key that came over them; the first one first."""
-        self._last_warning, self._files = -TOLD_S, True
+        self._last_warning, self._can_open_files = -WARNING_INTERVAL_S, True
 
     def admit(self, new: HttpConnection, count: int) -> bool:
         """Let a connection in if there is room, for which a stranger may have to go. count: those there are."""
-        if count >= self.most:
+        if count >= self.max_connections:
             self._warn()
             if not self.anonymous:
                 return False
@@ -89,66 +89,66 @@ class ConnectionLimiter:
         the room, else the one that has been silent longest."""
         if self.anonymous.pop(connection, None) is None:
             return
-        own: dict[HttpConnection, None] = {} if attempt is None else self._attempts.setdefault(attempt, {})
-        own[connection] = None
-        if count - len(self.anonymous) > self.most - self.most // 4:
-            goes = next(iter(own if len(own) > max(1, self.most // 8) else self.idle), None)
-            if goes is not None:
+        siblings: dict[HttpConnection, None] = {} if attempt is None else self._attempts.setdefault(attempt, {})
+        siblings[connection] = None
+        if count - len(self.anonymous) > self.max_connections - self.max_connections // 4:
+            evicted = next(iter(siblings if len(siblings) > max(1, self.max_connections // 8) else self.idle), None)
+            if evicted is not None:
                 self._warn()
-                goes.evict()
+                evicted.evict()
 
     def forget(self, connection: HttpConnection) -> None:
         """Let go of a connection that is not there any more."""
         self.anonymous.pop(connection, None)
         self.idle.pop(connection, None)
-        if connection.attempt is not None and (own := self._attempts.get(connection.attempt)) is not None:
-            own.pop(connection, None)
-            if not own:
+        if connection.attempt is not None and (siblings := self._attempts.get(connection.attempt)) is not None:
+            siblings.pop(connection, None)
+            if not siblings:
                 del self._attempts[connection.attempt]
 
     def enforce_limits(self) -> None:
         """Close strangers beyond their quarter, or that leave too much unread; and say where the process can open no
         more files: the system then breaks new connections off, and says nothing."""
-        late = time.monotonic() - NEW_S
-        for stranger, came in list(self.anonymous.items()):
-            if len(self.anonymous) <= self.most // 4 or came > late:
+        grace_start = time.monotonic() - ANONYMOUS_GRACE_S
+        for connection, since in list(self.anonymous.items()):
+            if len(self.anonymous) <= self.max_connections // 4 or since > grace_start:
                 break
             self._warn()
-            stranger.evict()
+            connection.evict()
         unread = 0
-        for stranger in list(self.anonymous):
-            size = stranger.transport.get_write_buffer_size()
+        for connection in list(self.anonymous):
+            size = connection.transport.get_write_buffer_size()
             unread += size
             if size and unread > bounds.ANONYMOUS_UNREAD:
-                stranger.evict()
-        self._look_at_files()
+                connection.evict()
+        self._check_open_files()
 
     def _warn(self) -> None:
         now = time.monotonic()
-        if now - self._last_warning >= TOLD_S:
+        if now - self._last_warning >= WARNING_INTERVAL_S:
             self._last_warning = now
             get_logger("store").warning(
                 "The server has %d connections, the most that its limit of open files leaves room for, or a quarter of "
                 "as many that showed no key: the oldest of these are closed, then silent ones, and where there is "
                 "none, a new one is answered 503. Raise the limit with: ulimit -n",
-                self.most,
+                self.max_connections,
             )
 
-    def _look_at_files(self) -> None:
+    def _check_open_files(self) -> None:
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
-            if self._files and error.errno in (errno.EMFILE, errno.ENFILE):
-                self._files = False
+            if self._can_open_files and error.errno in (errno.EMFILE, errno.ENFILE):
+                self._can_open_files = False
                 get_logger("store").error(
                     "The server can open no more files (%s), so new connections are broken off until others are "
                     "closed. Raise the limit with `ulimit -n`, or have fewer runners.",
                     error.strerror,
                 )
         else:
-            if not self._files:
+            if not self._can_open_files:
                 get_logger("store").info("The server can open files again.")
-            self._files = True
+            self._can_open_files = True
 
 
 class HttpServerConfig(uvicorn.Config):
@@ -187,15 +187,15 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base
         """It is there, if there is room."""
-        enters = self._limiter.admit(self, len(self.connections))
+        is_admitted = self._limiter.admit(self, len(self.connections))
         super().connection_made(transport)
-        if not enters:
+        if not is_admitted:
             self._refuse(503, "The server has as many connections as it may have. Try again in a moment.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is not there any more: no request on it is answered."""
         self._limiter.forget(self)
-        self._hang_up()
+        self._disconnect_requests()
         super().connection_lost(exc)
 
     def evict(self) -> None:
@@ -276,10 +276,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def _abort(self) -> None:
         """Break it off."""
-        self._hang_up()
+        self._disconnect_requests()
         self.transport.abort()
 
-    def _hang_up(self) -> None:
+    def _disconnect_requests(self) -> None:
         """Tell all requests on it, those that wait behind another as well, that it has gone."""
         if self._answering is not None:
             for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
@@ -301,11 +301,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def _abort_if_unread(self, now: float) -> bool:
         """Break off an answer that has not been read on for long; a connection with one counts as silent before."""
-        left, (size, since) = self.transport.get_write_buffer_size(), self._unread
-        if not left or not size or left < size:
-            self._unread = left, now
+        unread, (size, since) = self.transport.get_write_buffer_size(), self._unread
+        if not unread or not size or unread < size:
+            self._unread = unread, now
             return False
-        self._unread = left, since
+        self._unread = unread, since
         if now - since > (KEPT_ALIVE_S if self._is_authenticated else bounds.ANONYMOUS_S):
             self._abort()
             return True
@@ -336,8 +336,10 @@ class HttpConnection(HttpToolsProtocol):
         error = {"type": "invalid_request_error", "kind": "Refused", "message": why, "request": ""}
         body = json.dumps({"type": "error", "error": error | {"param": None, "code": None}}).encode()
         head = f"HTTP/1.1 {status} {REASON_PHRASES[status]}\r\ncontent-type: application/json\r\n"
-        more = "retry-after: 1\r\n" if status == 503 else ""
-        self.transport.write(f"{head}{more}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        retry_after = "retry-after: 1\r\n" if status == 503 else ""
+        self.transport.write(
+            f"{head}{retry_after}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+        )
         if status == 503:  # there is no room to wait in
             self.transport.close()
 

@@ -41,7 +41,7 @@ from etude.store.transitions import EventFold
 
 __all__ = ["Journal", "StateRow", "Transaction", "encode_state", "state_digest"]
 
-PAGE = 64
+PAGE_EVENTS = 64
 """How many events a reader holds at once: few, as each may have a payload of megabytes."""
 
 
@@ -100,25 +100,27 @@ class Journal(ABC):
         When it returns, they survive the death of the process. An event that may not follow what is recorded is an
         `IllegalTransitionError`, and then nothing of the batch is written.
         """
-        with self.transaction() as writing:
-            return writing.append(events)
+        with self.transaction() as txn:
+            return txn.append(events)
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Several batches in one transaction: each is taken whole or refused, and what was taken is written at the end,
         all or none. Nobody else writes meanwhile."""
         with defer_signals(), self._lock:
-            writing = Transaction(self.position, EventFold(self._load_cached))
-            yield writing
-            if writing.records:
-                self._commit(writing)
+            txn = Transaction(self.position, EventFold(self._load_cached))
+            yield txn
+            if txn.records:
+                self._commit(txn)
 
-    def _commit(self, writing: Transaction) -> None:
-        changed = writing.fold.changed.values()
-        numbered = dict(chain_records(self.end_mark, writing.records))
+    def _commit(self, txn: Transaction) -> None:
+        changed = txn.fold.changed.values()
+        numbered = dict(chain_records(self.end_mark, txn.records))
         try:
             with self._storage_transaction():
-                self.blobs.put({at: entry.record.payload for at, entry in numbered.items() if entry.record.payload})
+                self.blobs.put(
+                    {position: entry.record.payload for position, entry in numbered.items() if entry.record.payload}
+                )
                 self._write(numbered, [encode_state(state) for state in changed])
             self._update_cache(changed)
         except BaseException:  # whatever was interrupted: what is not remembered is read
@@ -174,20 +176,20 @@ class Journal(ABC):
         """
         newest = self.position
         if rollout is not None or not kinds:
-            found = self._pages(position, newest, None, rollout)
+            records = self._pages(position, newest, None, rollout)
         else:
-            found = merge(*(self._pages(position, newest, kind.kind, None) for kind in set(kinds)), key=itemgetter(0))
+            records = merge(*(self._pages(position, newest, kind.kind, None) for kind in set(kinds)), key=itemgetter(0))
         wanted = {kind.kind for kind in kinds} or EVENTS.keys()
-        return ((at, decode(record)) for at, record in found if record.kind in wanted)
+        return ((at, decode(record)) for at, record in records if record.kind in wanted)
 
     def _pages(
         self, after: int, until: int, kind: str | None, rollout: int | None
     ) -> Iterator[tuple[int, EventRecord]]:
         while after < until:
             with self._lock:
-                page = self._records(after, until, kind, rollout, PAGE)
+                page = self._records(after, until, kind, rollout, PAGE_EVENTS)
             yield from page
-            after = page[-1][0] if len(page) == PAGE else until
+            after = page[-1][0] if len(page) == PAGE_EVENTS else until
 
     def rollout(self, id: int) -> RolloutState:
         """How far one rollout has come."""
@@ -221,18 +223,18 @@ class Journal(ABC):
             elif isinstance(event, AttemptRewarded) and event.attempt == wanted:
                 total += event.paid
         if 0 <= wanted < len(attempts):
-            self._refuse_other(attempts[wanted], len(turns), total, f"attempt {wanted} of rollout {rollout}")
+            self._check_attempt_events(attempts[wanted], len(turns), total, f"attempt {wanted} of rollout {rollout}")
         for index, reward in paid.items():
             turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
         return turns
 
-    def _refuse_other(self, state: AttemptState, turns: int, paid: float, what: str) -> None:
+    def _check_attempt_events(self, state: AttemptState, turns: int, paid: float, subject: str) -> None:
         """Refuse events of an attempt that are not those from which its state was derived: added up in the same order,
         what was paid is the same to the last bit."""
         if (turns, paid) != (state.turns, state.paid):
             raise StoreError(
-                f"The journal {self.name} has {turns} turns of {what}, paid {paid:g} in all, and {state.turns} turns, "
-                f"paid {state.paid:g}, were written: it is damaged. Go on from a copy of it that is whole."
+                f"The journal {self.name} has {turns} turns of {subject}, paid {paid:g} in all, and {state.turns} "
+                f"turns, paid {state.paid:g}, were written: it is damaged. Go on from a copy of it that is whole."
             )
 
     def resource(self, name: str) -> ResourceState | None:
@@ -248,12 +250,12 @@ class Journal(ABC):
         """The states of a kind in the order of their ids, or against it, behind this one; read a page at a time."""
         while True:
             with self._lock:
-                bodies = self._state_page(kind.kind, after, PAGE, backwards)
+                bodies = self._state_page(kind.kind, after, PAGE_EVENTS, backwards)
             for body in bodies:
                 state = _decode_state(kind, body)
                 after = state.id
                 yield state
-            if len(bodies) < PAGE:
+            if len(bodies) < PAGE_EVENTS:
                 return
 
     def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
@@ -272,16 +274,16 @@ class Journal(ABC):
 
     def _load_cached(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
         """As `_load`, without reading what was remembered. It is never handed out: nobody may change it."""
-        found: dict[int, S] = {}
+        states: dict[int, S] = {}
         missing = []
-        greatest = self._largest_id(kind)
+        largest = self._largest_id(kind)
         for id in ids:
             state = self._open.get((kind.kind, id))
             if isinstance(state, kind):
-                found[id] = state
-            elif id <= greatest:
+                states[id] = state
+            elif id <= largest:
                 missing.append(id)
-        return {**found, **self._load(kind, missing)} if missing else found
+        return {**states, **self._load(kind, missing)} if missing else states
 
     def _largest_id(self, kind: type[S]) -> int:
         """The greatest id of a kind, beyond which nothing need be looked for; -1 if there is none."""
@@ -308,7 +310,7 @@ class Journal(ABC):
                 self._open["task", state.id] = state
         for id in tasks:
             task = self._open.get(("task", id))
-            if isinstance(task, TaskState) and not any(("rollout", each) in self._open for each in task.rollouts):
+            if isinstance(task, TaskState) and not any(("rollout", rollout) in self._open for rollout in task.rollouts):
                 del self._open["task", id]
 
     def _load(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
@@ -317,10 +319,10 @@ class Journal(ABC):
 
     def _load_one(self, kind: type[S], id: int) -> S:
         with self._lock:
-            found = self._load(kind, [id])
-        if id not in found:
+            states = self._load(kind, [id])
+        if id not in states:
             raise NotFoundError(f"The journal has no {kind.kind} {id}.")
-        return found[id]
+        return states[id]
 
     def _load_in_phases(self, kind: type[S], phases: Sequence[Phase]) -> list[S]:
         with self._lock:

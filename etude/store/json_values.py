@@ -29,11 +29,11 @@ def to_json_value(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise DataError(f"{where} has the key {odd[0]!r}, which is not text; in a journal every key is text.")
-        return {key: to_json_value(entry, f"{where}.{key}") for key, entry in value.items()}
+        if bad_keys := [key for key in value if not isinstance(key, str)]:
+            raise DataError(f"{where} has the key {bad_keys[0]!r}, which is not text; in a journal every key is text.")
+        return {key: to_json_value(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(entry, f"{where}[{place}]") for place, entry in enumerate(value)]
+        return [to_json_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
         return to_json_value(value.tolist(), where)
     raise DataError(

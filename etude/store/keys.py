@@ -31,7 +31,7 @@ __all__ = ["ADMIN_KEY", "RUNNER_KEY", "Grant", "Keyring", "Scope", "keys_from_he
 Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
 ADMIN = "etude.admin"
-LEAST_SECRET = 16
+MIN_SECRET_BYTES = 16
 """Bytes: fewer can be guessed."""
 ADMIN_KEY, RUNNER_KEY = "admin.key", "runner.key"
 """Files in a directory: the two keys that outlast a process, so that all others stay good too. Nobody else may read
@@ -57,17 +57,18 @@ class Keyring:
     def __init__(self, secret: bytes | None = None, *, admin: str = "") -> None:
         """admin: the admin key, of whoever has that in place of the secret."""
         if admin:
-            if len(admin) < LEAST_SECRET or not admin.isascii() or not admin.isprintable() or " " in admin:
+            if len(admin) < MIN_SECRET_BYTES or not admin.isascii() or not admin.isprintable() or " " in admin:
                 raise ConfigError(
-                    f"The admin key of a store is {LEAST_SECRET} or more letters, digits and signs without a space, "
-                    "and this is not. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                    f"The admin key of a store is {MIN_SECRET_BYTES} or more letters, digits and signs without a "
+                    "space, and this is not. "
+                    "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
                 )
             self._admin = admin
             return
-        if secret is not None and len(secret) < LEAST_SECRET:
+        if secret is not None and len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"The secret of the keys has {len(secret)} bytes, and one below {LEAST_SECRET} can be guessed. Make "
-                "one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                f"The secret of the keys has {len(secret)} bytes, and one below {MIN_SECRET_BYTES} can be guessed. "
+                "Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
         self._admin = f"{ADMIN}.{_sign(secrets.token_bytes(32) if secret is None else secret, ADMIN)}"
 
@@ -75,13 +76,13 @@ class Keyring:
     def load_or_create(cls, directory: Path, admin: str = "") -> Keyring:
         """The keys that a directory keeps, made if it has none. admin: the key that it is to have from now on."""
         directory.mkdir(parents=True, exist_ok=True)
-        place = directory / ADMIN_KEY
-        if not admin and place.exists():
-            admin = place.read_text(encoding="utf-8").strip()
-        ring = cls(admin=admin)
-        for name, text in ((ADMIN_KEY, ring.admin), (RUNNER_KEY, ring.runner)):
-            _keep(directory / name, text)
-        return ring
+        path = directory / ADMIN_KEY
+        if not admin and path.exists():
+            admin = path.read_text(encoding="utf-8").strip()
+        keyring = cls(admin=admin)
+        for name, text in ((ADMIN_KEY, keyring.admin), (RUNNER_KEY, keyring.runner)):
+            _write_private(directory / name, text)
+        return keyring
 
     def __repr__(self) -> str:
         return "Keyring(…)"
@@ -94,29 +95,31 @@ class Keyring:
     @property
     def runner(self) -> str:
         """The key that runners on other machines come with."""
-        return self._signed("etude.runner")
+        return self._make_key("etude.runner")
 
     def model_key(self, key: AttemptId, expires_s: float) -> str:
         """Lets an agent call the model as this attempt, for so many seconds."""
-        return self._of_attempt("model", key, expires_s)
+        return self._attempt_key("model", key, expires_s)
 
     def reward_key(self, key: AttemptId, expires_s: float) -> str:
         """Lets it write rewards and events of this attempt, for so many seconds."""
-        return self._of_attempt("reward", key, expires_s)
+        return self._attempt_key("reward", key, expires_s)
 
     def read(self, text: str) -> Grant:
         """What a key allows. One that was not made with this secret, or that is too old, is a `InvalidKeyError`."""
         if hmac.compare_digest(text.encode(errors="replace"), self._admin.encode()):
             return Grant("admin", None)
-        told, _, seal = text.rpartition(".")
-        made = hmac.compare_digest(_sign(self._admin.encode(), told).encode(), seal.encode(errors="replace"))
-        if not made or told == ADMIN:
+        claims, _, signature = text.rpartition(".")
+        is_signed = hmac.compare_digest(
+            _sign(self._admin.encode(), claims).encode(), signature.encode(errors="replace")
+        )
+        if not is_signed or claims == ADMIN:
             raise InvalidKeyError(
                 "The key was not made here. Give the one that was shown when the server started, or that the attempt "
                 "was given; keys of a server that was started anew with another secret are no longer good."
             )
-        _, named, *rest = told.split(".")
-        scope = SCOPES[named]
+        _, scope_name, *rest = claims.split(".")
+        scope = SCOPES[scope_name]
         if not rest:
             return Grant(scope, None)
         rollout, attempt, expires = map(int, rest)
@@ -145,11 +148,11 @@ class Keyring:
         except InvalidKeyError:
             return None
 
-    def _of_attempt(self, scope: str, key: AttemptId, expires_s: float) -> str:
-        return self._signed(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
+    def _attempt_key(self, scope: str, key: AttemptId, expires_s: float) -> str:
+        return self._make_key(f"etude.{scope}.{key.rollout}.{key.attempt}.{int(time.time() + expires_s)}")
 
-    def _signed(self, told: str) -> str:
-        return f"{told}.{_sign(self._admin.encode(), told)}"
+    def _make_key(self, claims: str) -> str:
+        return f"{claims}.{_sign(self._admin.encode(), claims)}"
 
 
 def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:
@@ -159,12 +162,12 @@ def keys_from_headers(authorization: str | None, api_key: str | None) -> list[st
     return [text.strip() for text in texts if text.strip()]
 
 
-def _sign(secret: bytes, told: str) -> str:
-    seal = hmac.digest(secret, told.encode(errors="replace"), "sha256")
-    return urlsafe_b64encode(seal).rstrip(b"=").decode()
+def _sign(secret: bytes, claims: str) -> str:
+    signature = hmac.digest(secret, claims.encode(errors="replace"), "sha256")
+    return urlsafe_b64encode(signature).rstrip(b"=").decode()
 
 
-def _keep(path: Path, text: str) -> None:
+def _write_private(path: Path, text: str) -> None:
     """Have a file hold this, which only its owner reads; it is whole or not there."""
     if path.exists() and path.read_text(encoding="utf-8").strip() == text:
         return

@@ -18,7 +18,7 @@ __all__ = ["AttemptLease", "Deadline", "LeaseTable"]
 FINISH_GRACE_S = 5.0
 """Seconds beyond its time, at most as much again, in which a runner may hand in an attempt that it has stopped: it
 alone knows how far the attempt came."""
-SPARE = 256
+MAX_STALE_DEADLINES = 256
 """How many reminders that have become idle are kept at least, before they are cleared away."""
 
 Cause: TypeAlias = Literal["queue", "time", "silence"]
@@ -63,14 +63,14 @@ class LeaseTable:
         self.suspended.discard(rollout)
         self.queue[rollout] = now
         if limits.queue_timeout_s is not None:
-            self._remind(Deadline(now + limits.queue_timeout_s, "queue", AttemptId(rollout, 0), now))
+            self._schedule(Deadline(now + limits.queue_timeout_s, "queue", AttemptId(rollout, 0), now))
 
     def start_lease(self, key: AttemptId, runner: str, limits: RolloutLimits, now: float) -> None:
         """A runner has this attempt from now on."""
         self.leases[key] = AttemptLease(runner, limits, now, now)
-        self._remind(Deadline(now + limits.unresponsive_s, "silence", key, now))
+        self._schedule(Deadline(now + limits.unresponsive_s, "silence", key, now))
         if limits.timeout_s is not None:
-            self._remind(Deadline(now + limits.timeout_s + min(limits.timeout_s, FINISH_GRACE_S), "time", key, now))
+            self._schedule(Deadline(now + limits.timeout_s + min(limits.timeout_s, FINISH_GRACE_S), "time", key, now))
 
     def remove(self, rollout: int) -> None:
         """A rollout is not to be played any more."""
@@ -103,24 +103,24 @@ class LeaseTable:
     def pop_due(self, now: float) -> Iterator[Deadline]:
         """The limits that were passed by now. Whoever asks ends the work: it is not reminded again."""
         while self._deadlines and self._deadlines[0].when <= now:
-            due = heappop(self._deadlines)
-            if not self._is_current(due):
+            deadline = heappop(self._deadlines)
+            if not self._is_current(deadline):
                 continue
-            if due.cause == "silence":
-                lease = self.leases[due.attempt_id]
+            if deadline.cause == "silence":
+                lease = self.leases[deadline.attempt_id]
                 if (later := lease.last_heartbeat + lease.limits.unresponsive_s) > now:
-                    heappush(self._deadlines, due._replace(when=later))
+                    heappush(self._deadlines, deadline._replace(when=later))
                     continue
-            yield due
+            yield deadline
 
-    def _remind(self, due: Deadline) -> None:
-        heappush(self._deadlines, due)
-        if len(self._deadlines) > SPARE + 4 * (len(self.queue) + len(self.leases)):
-            self._deadlines = [each for each in self._deadlines if self._is_current(each)]
+    def _schedule(self, deadline: Deadline) -> None:
+        heappush(self._deadlines, deadline)
+        if len(self._deadlines) > MAX_STALE_DEADLINES + 4 * (len(self.queue) + len(self.leases)):
+            self._deadlines = [other for other in self._deadlines if self._is_current(other)]
             heapify(self._deadlines)
 
-    def _is_current(self, due: Deadline) -> bool:
+    def _is_current(self, deadline: Deadline) -> bool:
         """Whether what a reminder speaks of is still so."""
-        if due.cause == "queue":
-            return self.queue.get(due.attempt_id.rollout) == due.since
-        return due.attempt_id in self.leases
+        if deadline.cause == "queue":
+            return self.queue.get(deadline.attempt_id.rollout) == deadline.since
+        return deadline.attempt_id in self.leases

@@ -105,39 +105,39 @@ class LocalRolloutQueue(RolloutQueue):
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
         """A run takes the desk up, or says that it is still there."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
-        return await self._call(lambda writing, _: self._state.acquire_lease(writing, owner, epoch, lease_s))
+        return await self._call(lambda txn, _: self._state.acquire_lease(txn, owner, epoch, lease_s))
 
     async def release_owner(self) -> None:
         """The run that keeps this desk has moved: it may be taken up in another place, and not in this one."""
-        await self._call(lambda writing, _: self._state.release_owner(writing))
+        await self._call(lambda txn, _: self._state.release_owner(txn))
 
     def with_epoch(self, epoch: int) -> LocalRolloutQueue:
         """This desk, at which each word counts only while this is the life of its keeper."""
-        made = copy(self)
-        made._epoch = epoch
-        return made
+        queue = copy(self)
+        queue._epoch = epoch
+        return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
         """Queue rollouts, all or none; their ids."""
         wanted = tuple(wanted)
-        return await self._call(lambda writing, _: self._state.enqueue(writing, wanted))
+        return await self._call(lambda txn, _: self._state.enqueue(txn, wanted))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
         rollouts = tuple(rollouts)
-        await self._call(lambda writing, _: self._state.cancel(writing, rollouts, why))
+        await self._call(lambda txn, _: self._state.cancel(txn, rollouts, why))
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """These are about to be read, and earn nothing more."""
         rollouts = tuple(rollouts)
-        return await self._call(lambda writing, _: self._state.seal(writing, rollouts))
+        return await self._call(lambda txn, _: self._state.seal(txn, rollouts))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after `cursor`, and the next cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
-            watch = PendingWait(cursor, check_count(limit, "limit"), until)
-            ends = await self._call(partial(self._watch, watch))
+            pending = PendingWait(cursor, check_count(limit, "limit"), until)
+            ends = await self._call(partial(self._add_wait, pending))
             if ends is None:
                 cursor, ends = await asyncio.to_thread(self._read_ends, cursor, limit)
                 if not ends:
@@ -155,7 +155,7 @@ class LocalRolloutQueue(RolloutQueue):
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt in order, each with what it was paid."""
-        return await asyncio.to_thread(self._turns_read, rollout, attempt)
+        return await asyncio.to_thread(self._read_turns, rollout, attempt)
 
     async def history(self, rollout: int) -> list[Event]:
         """All that happened to a rollout, in order."""
@@ -163,7 +163,7 @@ class LocalRolloutQueue(RolloutQueue):
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """What was noted during an attempt."""
-        return await asyncio.to_thread(self._notes_read, rollout, attempt)
+        return await asyncio.to_thread(self._read_notes, rollout, attempt)
 
     # -- who plays them -----------------------------------------------------------------------------------------------
 
@@ -171,39 +171,39 @@ class LocalRolloutQueue(RolloutQueue):
         """Up to `n` rollouts that waited longest."""
         if not runner:
             raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
-        seat = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
+        pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
         try:
-            lent = await self._call(lambda _, promise: self._state.add_claim(seat, promise))
+            leased = await self._call(lambda _, promise: self._state.add_claim(pending, promise))
         except asyncio.CancelledError:
             with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
-                self._writer.submit(lambda writing, _: self._state.cancel_claim(writing, seat))
+                self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
             raise
-        return [self._claim(each) for each in lent]
+        return [self._claim(attempt) for attempt in leased]
 
     async def mark_ready(self, key: AttemptId) -> None:
         """An attempt that was prepared runs now."""
-        await self._call(lambda writing, _: self._state.mark_ready(writing, key))
+        await self._call(lambda txn, _: self._state.mark_ready(txn, key))
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
         """A runner is alive; returns what it is to stop, and why."""
         running = tuple(running)
-        return await self._call(lambda writing, _: self._state.heartbeat(writing, runner, running, info))
+        return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, running, info))
 
-    async def finish(self, key: AttemptId, ended: AttemptReport) -> bool:
+    async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
         """An attempt is over. False if it was over before by somebody else's word."""
-        return await self._call(lambda writing, _: self._state.finish(writing, key, ended))
+        return await self._call(lambda txn, _: self._state.finish(txn, key, report))
 
     # -- what is written of an attempt that runs ----------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:
         """Write down one call to the model; its index."""
 
-        def record(writing: Transaction, _: object) -> int:
-            index = get_attempt(writing, key).turns
-            placed = turn if turn.index == index else replace(turn, index=index)
-            writing.append([TurnRecorded(*key, placed, time.time())])
+        def record(txn: Transaction, _: object) -> int:
+            index = get_attempt(txn, key).turns
+            numbered = turn if turn.index == index else replace(turn, index=index)
+            txn.append([TurnRecorded(*key, numbered, time.time())])
             return index
 
         if turn.reward is not None:
@@ -217,18 +217,18 @@ class LocalRolloutQueue(RolloutQueue):
         """What an attempt earned in all, said once; or one of its turns, which adds up."""
         value, parts = parse_reward(reward, key, turn)
         event = AttemptRewarded(*key, value, parts) if turn is None else TurnRewarded(*key, turn, value, parts)
-        await self._call(lambda writing, _: self._record(writing, key, event))
+        await self._call(lambda txn, _: self._record(txn, key, event))
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """An event, or a span, that somebody will want to look at."""
         # made on the clerk's thread, as it copies what may be long
-        await self._call(lambda writing, _: self._record(writing, key, NoteRecorded(*key, name, data)))
+        await self._call(lambda txn, _: self._record(txn, key, NoteRecorded(*key, name, data)))
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
         """A new version of a resource. Returns its number, from 1."""
-        return await self._call(lambda writing, _: self._state.put_resource(writing, name, value))
+        return await self._call(lambda txn, _: self._state.put_resource(txn, name, value))
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """A resource and its version, by default the newest."""
@@ -237,16 +237,16 @@ class LocalRolloutQueue(RolloutQueue):
             raise NotFoundError(f"There is no resource '{name}'; there are: {known}.")
         newest, value = self._state.resources[name]
         if version is not None and version != newest:
-            value = await asyncio.to_thread(self._resource_read, name, version, newest)
+            value = await asyncio.to_thread(self._read_resource, name, version, newest)
         return version or newest, to_json_value(value, "value")
 
     async def runners(self) -> list[RunnerState]:
         """The runners that spoke within the last minutes."""
-        return await self._call(lambda _writing, _: self._state.runners())
+        return await self._call(lambda _txn, _: self._state.runners())
 
     async def statistics(self) -> dict[str, float]:
         """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
-        return await self._call(lambda _writing, _: self._state.statistics())
+        return await self._call(lambda _txn, _: self._state.statistics())
 
     async def close(self) -> None:
         """Write what was asked, stop watching, and let go of the journal."""
@@ -255,45 +255,43 @@ class LocalRolloutQueue(RolloutQueue):
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
-    async def _call(self, do: Callable[[Transaction, PendingResult], T]) -> T:
+    async def _call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
         """Have this done by the clerk, if the life in which it is said is not over."""
         if self._epoch is None:
-            return await self._writer.call(do)
-        return await self._writer.call(partial(self._call_at_epoch, self._epoch, do))
+            return await self._writer.call(operation)
+        return await self._writer.call(partial(self._call_at_epoch, self._epoch, operation))
 
     def _call_at_epoch(
-        self, life: int, do: Callable[[Transaction, PendingResult], T], writing: Transaction, promise: PendingResult
+        self, epoch: int, operation: Callable[[Transaction, PendingResult], T], txn: Transaction, promise: PendingResult
     ) -> T:
-        self._state.owner_lease.check(life)
-        return do(writing, promise)
+        self._state.owner_lease.check(epoch)
+        return operation(txn, promise)
 
-    def _watch(self, watch: PendingWait, writing: Transaction, promise: PendingResult) -> Any:
-        return self._state.add_wait(writing, watch, promise)
+    def _add_wait(self, pending: PendingWait, txn: Transaction, promise: PendingResult) -> Any:
+        return self._state.add_wait(txn, pending, promise)
 
-    def _claim(self, lent: LeasedAttempt) -> Claim:
-        lasts = UNLIMITED_S if lent.limits.timeout_s is None else lent.limits.timeout_s + KEY_GRACE_S
+    def _claim(self, leased: LeasedAttempt) -> Claim:
+        expires_s = UNLIMITED_S if leased.limits.timeout_s is None else leased.limits.timeout_s + KEY_GRACE_S
         return Claim(
-            attempt_id=lent.attempt_id,
-            task=lent.task,
-            use=lent.use,
-            limits=lent.limits,
+            attempt_id=leased.attempt_id,
+            task=leased.task,
+            use=leased.use,
+            limits=leased.limits,
             resources={
                 name: to_json_value(value, "value")
                 for name, (_, value) in list(self._state.resources.items())
                 if name != OWNER_RESOURCE
             },
-            model_key=self._keyring.model_key(lent.attempt_id, lasts),
-            reward_key=self._keyring.reward_key(lent.attempt_id, lasts),
+            model_key=self._keyring.model_key(leased.attempt_id, expires_s),
+            reward_key=self._keyring.reward_key(leased.attempt_id, expires_s),
         )
 
-    def _record(
-        self, writing: Transaction, key: AttemptId, event: AttemptRewarded | TurnRewarded | NoteRecorded
-    ) -> None:
-        attempt = get_attempt(writing, key)
+    def _record(self, txn: Transaction, key: AttemptId, event: AttemptRewarded | TurnRewarded | NoteRecorded) -> None:
+        attempt = get_attempt(txn, key)
         if not (isinstance(event, AttemptRewarded) and is_same_reward(attempt, event)):
             if not isinstance(event, NoteRecorded):
-                check_unsealed(writing, key)
-            writing.append([event])
+                check_unsealed(txn, key)
+            txn.append([event])
 
     # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
 
@@ -301,34 +299,34 @@ class LocalRolloutQueue(RolloutQueue):
         """The first ends after a cursor as the journal has them; the newest position, if there are none."""
         newest = self._journal.position
         ends = (
-            (at, event.rollout)
-            for at, event in self._journal.read(cursor, kinds=ENDS)
+            (position, event.rollout)
+            for position, event in self._journal.read(cursor, kinds=ENDS)
             if isinstance(event, ENDS) and not (isinstance(event, AttemptEnded) and event.retry)
         )
         return newest, list(islice(ends, limit))
 
-    def _read_page(self, what: RolloutQuery) -> RolloutPage:
-        fits = (state for state in self._candidates(what) if _fits(state, what))
-        found = tuple(islice(fits, what.limit + 1))
-        return RolloutPage(found[: what.limit], len(found) > what.limit)
+    def _read_page(self, query: RolloutQuery) -> RolloutPage:
+        matching = (state for state in self._candidates(query) if _matches(state, query))
+        page = tuple(islice(matching, query.limit + 1))
+        return RolloutPage(page[: query.limit], len(page) > query.limit)
 
-    def _candidates(self, what: RolloutQuery) -> Iterator[RolloutState]:
+    def _candidates(self, query: RolloutQuery) -> Iterator[RolloutState]:
         """Those that may fit, in the order asked for, behind `after`."""
-        backwards = what.sort == "-id"
-        if not what.ids and not what.tasks:
-            yield from self._journal.iter_states(RolloutState, what.after, backwards=backwards)
+        backwards = query.sort == "-id"
+        if not query.ids and not query.tasks:
+            yield from self._journal.iter_states(RolloutState, query.after, backwards=backwards)
             return
-        ids = set(what.ids)
-        if what.tasks:
-            tasks = self._journal.load_states(TaskState, what.tasks).values()
-            tried = {rollout for task in tasks for rollout in task.rollouts}
-            ids = ids & tried if what.ids else tried
+        ids = set(query.ids)
+        if query.tasks:
+            tasks = self._journal.load_states(TaskState, query.tasks).values()
+            of_tasks = {rollout for task in tasks for rollout in task.rollouts}
+            ids = ids & of_tasks if query.ids else of_tasks
         states = self._journal.load_states(RolloutState, list(ids))
         for id in sorted(states, reverse=backwards):
-            if what.after is None or (id < what.after if backwards else id > what.after):
+            if query.after is None or (id < query.after if backwards else id > query.after):
                 yield states[id]
 
-    def _turns_read(self, rollout: int, attempt: int | None) -> list[Turn]:
+    def _read_turns(self, rollout: int, attempt: int | None) -> list[Turn]:
         self._check(rollout, attempt)
         return self._journal.turns(rollout, attempt)
 
@@ -336,7 +334,7 @@ class LocalRolloutQueue(RolloutQueue):
         self._check(rollout, None)
         return [event for _, event in self._journal.read(rollout=rollout)]
 
-    def _notes_read(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
+    def _read_notes(self, rollout: int, attempt: int | None) -> list[dict[str, Any]]:
         newest = self._check(rollout, attempt)
         wanted = newest if attempt is None else attempt
         notes = (event for _, event in self._journal.read(kinds=(NoteRecorded,), rollout=rollout))
@@ -353,13 +351,13 @@ class LocalRolloutQueue(RolloutQueue):
             raise NotFoundError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")
         return attempts - 1
 
-    def _resource_read(self, name: str, version: int, newest: int) -> Any:
+    def _read_resource(self, name: str, version: int, newest: int) -> Any:
         for _, event in self._journal.read(kinds=(ResourcePut,)):
             if isinstance(event, ResourcePut) and (event.name, event.version) == (name, version):
                 return event.value
         raise NotFoundError(f"The resource '{name}' has the versions 1 to {newest}, and no version {version}.")
 
 
-def _fits(state: RolloutState, what: RolloutQuery) -> bool:
-    statuses = not what.statuses or state.status in what.statuses
-    return statuses and (what.use is None or state.use == what.use)
+def _matches(state: RolloutState, query: RolloutQuery) -> bool:
+    statuses = not query.statuses or state.status in query.statuses
+    return statuses and (query.use is None or state.use == query.use)

@@ -75,7 +75,9 @@ class MemoryJournal(Journal):
         first, last = bisect_right(positions, after), bisect_right(positions, until)
         page = positions[first : min(last, first + limit)]
         payloads = self.blobs.get(page)
-        return [(at, self._events[at - 1]._replace(payload=payloads.get(at, b""))) for at in page]
+        return [
+            (position, self._events[position - 1]._replace(payload=payloads.get(position, b""))) for position in page
+        ]
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
         return {id: self._state_rows[kind, id].body for id in ids if (kind, id) in self._state_rows}

@@ -17,7 +17,7 @@ from etude.store.blobs import pack_turn, unpack_turn
 from etude.store.event_records import EventRecord, decode, encode
 from etude.store.events import Event
 from etude.store.json_values import check_finite, to_json_value
-from etude.store.json_values import to_json as plain_json
+from etude.store.json_values import to_json as to_json_text
 from etude.store.rollout_limits import RolloutLimits
 from etude.store.rollout_queue import AttemptId, AttemptReport, Claim, Reward, RolloutRequest, RunnerState
 
@@ -58,7 +58,7 @@ OWNER_EPOCH = "x-owner-epoch"
 
 def to_json(document: Any) -> bytes:
     """A document as bytes. A number that is none, which JSON does not have, is written as Python reads it."""
-    return plain_json(document).encode()
+    return to_json_text(document).encode()
 
 
 # -- whose -------------------------------------------------------------------------------------------------------------
@@ -86,14 +86,14 @@ def decode_task(document: Mapping[str, Any]) -> Task:
     return Task(document["ordinal"], document["fields"], document["source"])
 
 
-def encode_rollout_request(wanted: RolloutRequest) -> dict[str, Any]:
+def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
     """A rollout that somebody wants."""
     return {
-        "task": _encode_task(wanted.task),
-        "sample": wanted.sample,
-        "id": wanted.id,
-        "use": wanted.use,
-        "limits": wanted.limits.to_dict(),
+        "task": _encode_task(request.task),
+        "sample": request.sample,
+        "id": request.id,
+        "use": request.use,
+        "limits": request.limits.to_dict(),
     }
 
 
@@ -133,20 +133,20 @@ def encode_reward(reward: Reward) -> float | dict[str, float]:
     return check_finite(reward, "A reward")
 
 
-def encode_report(ended: AttemptReport) -> dict[str, Any]:
+def encode_report(report: AttemptReport) -> dict[str, Any]:
     """How an attempt ended."""
-    reward = None if ended.reward is None else encode_reward(ended.reward)
-    return {"outcome": ended.outcome, "error": ended.error, "reward": reward}
+    reward = None if report.reward is None else encode_reward(report.reward)
+    return {"outcome": report.outcome, "error": report.error, "reward": reward}
 
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
     """A call to the model, its arrays as the journal keeps them (see `blobs`), in base64."""
     names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
-    told = {name: getattr(turn, name) for name in names}
-    said = turn.completion
-    return told | {
-        "finish": said.finish_reason,
-        "text": said.text,
+    fields = {name: getattr(turn, name) for name in names}
+    completion = turn.completion
+    return fields | {
+        "finish": completion.finish_reason,
+        "text": completion.text,
         "arrays": base64.b64encode(pack_turn(turn)).decode(),
     }
 
@@ -156,9 +156,9 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
     try:
         payload = base64.b64decode(document["arrays"], validate=True)
         prompt, columns = unpack_turn(payload)
-        said = Completion(finish_reason=document["finish"], text=document["text"], **columns)
-        told = {name: document[name] for name in ("index", "model", "reward", "anchor", "observed", "opened")}
-        turn = Turn(prompt, said, tags=tuple(document["tags"]), **told)
+        completion = Completion(finish_reason=document["finish"], text=document["text"], **columns)
+        fields = {name: document[name] for name in ("index", "model", "reward", "anchor", "observed", "opened")}
+        turn = Turn(prompt, completion, tags=tuple(document["tags"]), **fields)
         if len(pack_turn(turn)) != len(payload):
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")
         return turn
@@ -169,14 +169,14 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
 def encode_event(event: Event) -> dict[str, Any]:
     """Something that happened, as the journal keeps it; its payload in base64."""
     record = encode(event)
-    told = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
-    return told | {"payload": base64.b64encode(record.payload).decode()}
+    document = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
+    return document | {"payload": base64.b64encode(record.payload).decode()}
 
 
 def decode_event(document: Mapping[str, Any]) -> Event:
     """The event that was written so."""
     payload = base64.b64decode(document["payload"], validate=True)
-    return decode(EventRecord(document["kind"], document["rollout"], plain_json(document["body"]), payload))
+    return decode(EventRecord(document["kind"], document["rollout"], to_json_text(document["body"]), payload))
 
 
 def encode_runner(runner: RunnerState) -> dict[str, Any]:

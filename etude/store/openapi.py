@@ -42,27 +42,31 @@ ERROR_RESPONSES = {
 
 def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
     """The paths, and the components they speak of."""
-    asked: list[type[BaseModel]] = [*REQUESTS, BatchRequest]
-    replied: set[type[BaseModel]] = {*(verb.reply for verb in REQUESTS), BatchRequest.BatchReply, ErrorReply}
-    in_ways: list[tuple[Any, Literal["validation", "serialization"]]] = [
-        *((form, "validation") for form in asked),
-        *((form, "serialization") for form in sorted(replied, key=lambda form: form.__name__)),
-    ]
-    named, schemas = models_json_schema(in_ways, ref_template=_SCHEMA)
-    problem = _json(named[ErrorReply, "serialization"])
-    paths = {
-        f"/v1/store/{verb.name}": _operation(
-            verb.name,
-            verb,
-            _json(named[verb, "validation"]),
-            _json(named[verb.reply, "serialization"]),
-            problem,
-        )
-        for verb in REQUESTS
+    request_models: list[type[BaseModel]] = [*REQUESTS, BatchRequest]
+    reply_models: set[type[BaseModel]] = {
+        *(request_type.reply for request_type in REQUESTS),
+        BatchRequest.BatchReply,
+        ErrorReply,
     }
-    batch = _json(named[BatchRequest, "validation"]), _json(named[BatchRequest.BatchReply, "serialization"])
-    paths["/v1/store/batch"] = _operation("batch", BatchRequest, *batch, problem)
-    paths["/v1/traces"] = _traces(problem)
+    modes: list[tuple[Any, Literal["validation", "serialization"]]] = [
+        *((model, "validation") for model in request_models),
+        *((model, "serialization") for model in sorted(reply_models, key=lambda model: model.__name__)),
+    ]
+    refs, schemas = models_json_schema(modes, ref_template=_SCHEMA)
+    error_content = _json(refs[ErrorReply, "serialization"])
+    paths = {
+        f"/v1/store/{request_type.name}": _operation(
+            request_type.name,
+            request_type,
+            _json(refs[request_type, "validation"]),
+            _json(refs[request_type.reply, "serialization"]),
+            error_content,
+        )
+        for request_type in REQUESTS
+    }
+    batch_content = _json(refs[BatchRequest, "validation"]), _json(refs[BatchRequest.BatchReply, "serialization"])
+    paths["/v1/store/batch"] = _operation("batch", BatchRequest, *batch_content, error_content)
+    paths["/v1/traces"] = _traces(error_content)
     paths["/healthz"] = _health()
     key = {"type": "http", "scheme": "bearer", "description": "the admin key, a runner's, or an attempt's reward key"}
     return paths, {"schemas": schemas["$defs"], "securitySchemes": {"key": key}}
@@ -73,19 +77,23 @@ def _json(schema: Any) -> dict[str, Any]:
 
 
 def _operation(
-    name: str, form: type[BaseModel], asked: dict[str, Any], replied: dict[str, Any], problem: dict[str, Any]
+    name: str,
+    model: type[BaseModel],
+    request_content: dict[str, Any],
+    reply_content: dict[str, Any],
+    error_content: dict[str, Any],
 ) -> dict[str, Any]:
-    words = (form.__doc__ or "").split(". ", 1)
-    told: dict[str, Any] = {
+    sentences = (model.__doc__ or "").split(". ", 1)
+    operation: dict[str, Any] = {
         "operationId": name,
         "tags": ["store"],
-        "summary": words[0].rstrip("."),
-        "description": " ".join((form.__doc__ or "").split()),
+        "summary": sentences[0].rstrip("."),
+        "description": " ".join((model.__doc__ or "").split()),
         "security": [{"key": []}],
-        "requestBody": {"required": True, "content": asked},
-        "responses": {"200": {"description": "done", "content": replied}} | _refusals(problem),
+        "requestBody": {"required": True, "content": request_content},
+        "responses": {"200": {"description": "done", "content": reply_content}} | _refusals(error_content),
     }
-    told["parameters"] = [
+    operation["parameters"] = [
         {
             "name": OWNER_EPOCH,
             "in": "header",
@@ -95,8 +103,8 @@ def _operation(
             "change something is refused",
         }
     ]
-    if form is BatchRequest or (issubclass(form, StoreRequest) and form.caches_reply):
-        told["parameters"] += [
+    if model is BatchRequest or (issubclass(model, StoreRequest) and model.caches_reply):
+        operation["parameters"] += [
             {
                 "name": IDEMPOTENCY_KEY,
                 "in": "header",
@@ -105,11 +113,11 @@ def _operation(
                 "description": "any text of one's own; what is sent again under it is done once",
             }
         ]
-    return {"post": told}
+    return {"post": operation}
 
 
-def _traces(problem: dict[str, Any]) -> dict[str, Any]:
-    told = {
+def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
+    content = {
         JSON: {"schema": {"type": "object", "description": "ExportTraceServiceRequest"}},
         PROTOBUF: {"schema": {"type": "string", "format": "binary"}},
     }
@@ -122,20 +130,20 @@ def _traces(problem: dict[str, Any]) -> dict[str, Any]:
             "attributes etude.rollout and etude.attempt of their resource name. What is not kept is counted in the "
             "answer, with the reason.",
             "security": [{"key": []}],
-            "requestBody": {"required": True, "content": told},
-            "responses": {"200": {"description": "taken", "content": told}} | _refusals(problem),
+            "requestBody": {"required": True, "content": content},
+            "responses": {"200": {"description": "taken", "content": content}} | _refusals(error_content),
         }
     }
 
 
 def _health() -> dict[str, Any]:
     schema = {"type": "object", "properties": {"status": {"const": "ok"}}, "required": ["status"]}
-    answered = {"200": {"description": "it is there", "content": {JSON: {"schema": schema}}}}
-    return {"get": {"operationId": "healthz", "summary": "Whether the server is there", "responses": answered}}
+    responses = {"200": {"description": "it is there", "content": {JSON: {"schema": schema}}}}
+    return {"get": {"operationId": "healthz", "summary": "Whether the server is there", "responses": responses}}
 
 
-def _refusals(problem: dict[str, Any]) -> dict[str, Any]:
-    return {status: {"description": why, "content": problem} for status, why in ERROR_RESPONSES.items()}
+def _refusals(error_content: dict[str, Any]) -> dict[str, Any]:
+    return {status: {"description": why, "content": error_content} for status, why in ERROR_RESPONSES.items()}
 
 
 async def docs_page(_: Request) -> Response:
@@ -143,23 +151,23 @@ async def docs_page(_: Request) -> Response:
     return get_swagger_ui_html(openapi_url="/openapi.json", title="Etude's store")
 
 
-def openapi_route(served: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def openapi_route(app: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Return the handler that answers with the description, as bytes made once."""
-    body = cache(lambda: to_json(served.openapi()))  # made where it is first asked for, after all routes are there
+    body = cache(lambda: to_json(app.openapi()))  # made where it is first asked for, after all routes are there
 
-    async def described(_: Request) -> Response:
+    async def serve_schema(_: Request) -> Response:
         return Response(body(), media_type=JSON)
 
-    return described
+    return serve_schema
 
 
-def openapi_schema(served: FastAPI) -> dict[str, Any]:
+def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """Return the app's description, made once."""
-    if served.openapi_schema is None:
-        told = get_openapi(title=served.title, version=served.version, routes=served.routes)
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         paths, components = build_openapi()
-        told["paths"] |= paths
+        schema["paths"] |= paths
         for name, parts in components.items():
-            told.setdefault("components", {}).setdefault(name, {}).update(parts)
-        served.openapi_schema = told
-    return served.openapi_schema
+            schema.setdefault("components", {}).setdefault(name, {}).update(parts)
+        app.openapi_schema = schema
+    return app.openapi_schema

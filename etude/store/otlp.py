@@ -32,15 +32,15 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
 """The attributes of a resource that say whose its spans are."""
 _IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
-_DEEPEST = 64
-MOST_BYTES, MOST_SPANS = 4 * 2**20, 4096
+_MAX_DEPTH = 64
+MAX_EXPORT_BYTES, MAX_EXPORT_SPANS = 4 * 2**20, 4096
 """Of one export: exporters send some hundreds of spans at once."""
-MOST_REPEATED = 16 * 2**20
+MAX_REPEATED_BYTES = 16 * 2**20
 """Bytes of what an export says once and is kept with each of its spans."""
-MOST_PARTS = 100_000
+MAX_PARTS = 100_000
 """Messages in an export: spans, attributes, events and what they are made of; or values, of one in JSON. Also the
 values of resources, each as often as it is kept."""
-MOST_FIELDS = 2**18
+MAX_FIELDS = 2**18
 """Fields of all these messages, those that are not known included."""
 
 
@@ -55,43 +55,43 @@ class ParsedSpan(NamedTuple):
     """Why it is not kept; empty where it is."""
 
 
-def parse_spans(body: bytes, form: str) -> list[ParsedSpan]:
+def parse_spans(body: bytes, media_type: str) -> list[ParsedSpan]:
     """The spans of one export; `DataError` where the body is none, `RequestRefusedError` where it is too large."""
-    if len(body) > MOST_BYTES:
-        raise RequestRefusedError(413, f"This export has {len(body)} bytes; send at most {MOST_BYTES} at once.")
+    if len(body) > MAX_EXPORT_BYTES:
+        raise RequestRefusedError(413, f"This export has {len(body)} bytes; send at most {MAX_EXPORT_BYTES} at once.")
     try:
-        if form == PROTOBUF:
-            _count(body)
+        if media_type == PROTOBUF:
+            _check_counts(body)
             request = ExportTraceServiceRequest.FromString(body)
         else:
-            check_json_size(body, MOST_PARTS, _DEEPEST)
+            check_json_size(body, MAX_PARTS, _MAX_DEPTH)
             document = json.loads(body.decode())
             if not isinstance(document, dict):
                 raise ValueError("it is no object")
-            request = ParseDict(_with_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
-        _bound(request)
+            request = ParseDict(_with_base64_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
+        _check_repeated(request)
         return list(_spans(request))
     except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"This is no export of spans as OTLP/HTTP has it ({form}): {error}.") from error
+        raise DataError(f"This is no export of spans as OTLP/HTTP has it ({media_type}): {error}.") from error
 
 
-def _count(body: bytes) -> None:
+def _check_counts(body: bytes) -> None:
     """Refuse an export of more messages or fields than are read of one: before it is parsed, by the lengths in it."""
     fields = parts = spans = 0
-    left = [(0, len(body), ExportTraceServiceRequest.DESCRIPTOR)]
-    while left:
-        at, end, kind = left.pop()
+    stack = [(0, len(body), ExportTraceServiceRequest.DESCRIPTOR)]
+    while stack:
+        at, end, kind = stack.pop()
         for message, start, stop in _fields(body, at, end, kind):
             fields += 1
             if message is not None:
                 parts += 1
                 spans += message is Span.DESCRIPTOR
-                left.append((start, stop, message))
-            if fields > MOST_FIELDS or parts > MOST_PARTS or spans > MOST_SPANS:
+                stack.append((start, stop, message))
+            if fields > MAX_FIELDS or parts > MAX_PARTS or spans > MAX_EXPORT_SPANS:
                 raise RequestRefusedError(
                     413,
-                    f"This export has more than {MOST_SPANS} spans, {MOST_PARTS} parts or {MOST_FIELDS} fields; send "
-                    "less at once.",
+                    f"This export has more than {MAX_EXPORT_SPANS} spans, {MAX_PARTS} parts or {MAX_FIELDS} fields; "
+                    "send less at once.",
                 )
 
 
@@ -131,59 +131,59 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
     return 0, end
 
 
-def _bound(request: ExportTraceServiceRequest) -> None:
+def _check_repeated(request: ExportTraceServiceRequest) -> None:
     """Refuse an export of too many spans; or of so many with so much said of all of them, which is kept with each."""
     count = size = values = 0
     for resource in request.resource_spans:
-        filled = [scope for scope in resource.scope_spans if len(scope.spans)]
-        if filled:
-            own, parts = resource.resource.ByteSize(), _values(resource.resource.attributes)
-        for scope in filled:
+        scopes = [scope for scope in resource.scope_spans if len(scope.spans)]
+        if scopes:
+            resource_bytes, parts = resource.resource.ByteSize(), _values(resource.resource.attributes)
+        for scope in scopes:
             count += len(scope.spans)
-            size += len(scope.spans) * (own + scope.scope.ByteSize())
+            size += len(scope.spans) * (resource_bytes + scope.scope.ByteSize())
             values += len(scope.spans) * parts
-    if count > MOST_SPANS:
-        raise RequestRefusedError(413, f"This export has {count} spans; send at most {MOST_SPANS} at once.")
-    if size > MOST_REPEATED or values > MOST_PARTS:
+    if count > MAX_EXPORT_SPANS:
+        raise RequestRefusedError(413, f"This export has {count} spans; send at most {MAX_EXPORT_SPANS} at once.")
+    if size > MAX_REPEATED_BYTES or values > MAX_PARTS:
         raise RequestRefusedError(
             413,
             f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes and "
-            f"{values} values; at most {MOST_REPEATED} and {MOST_PARTS} are kept. Say less there, or send fewer at "
+            f"{values} values; at most {MAX_REPEATED_BYTES} and {MAX_PARTS} are kept. Say less there, or send fewer at "
             "once.",
         )
 
 
 def _values(pairs: Iterable[KeyValue]) -> int:
     """How many values there are in attributes, within each other."""
-    left, count = [one.value for one in pairs], 0
-    while left:
-        value = left.pop()
+    stack, count = [pair.value for pair in pairs], 0
+    while stack:
+        value = stack.pop()
         count += 1
-        left += value.array_value.values
-        left += [one.value for one in value.kvlist_value.values]
+        stack += value.array_value.values
+        stack += [pair.value for pair in value.kvlist_value.values]
     return count
 
 
-def encode_reply(form: str, refused: int, why: str) -> bytes:
+def encode_reply(media_type: str, refused: int, why: str) -> bytes:
     """What a client is told: how many spans were not kept, and why."""
-    told = ExportTraceServiceResponse()
+    reply = ExportTraceServiceResponse()
     if refused:
-        told.partial_success.CopyFrom(ExportTracePartialSuccess(rejected_spans=refused, error_message=why))
-    return told.SerializeToString() if form == PROTOBUF else json.dumps(MessageToDict(told)).encode()
+        reply.partial_success.CopyFrom(ExportTracePartialSuccess(rejected_spans=refused, error_message=why))
+    return reply.SerializeToString() if media_type == PROTOBUF else json.dumps(MessageToDict(reply)).encode()
 
 
-def _with_ids(document: Any, depth: int = 0) -> Any:
+def _with_base64_ids(document: Any, depth: int = 0) -> Any:
     """The same with its ids as protobuf's own JSON has them: OTLP writes them in hexadecimal, protobuf in base64."""
-    if depth > _DEEPEST:
-        raise ValueError(f"it is more than {_DEEPEST} levels deep")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
     if isinstance(document, list):
-        return [_with_ids(one, depth + 1) for one in document]
+        return [_with_base64_ids(one, depth + 1) for one in document]
     if not isinstance(document, dict):
         return document
     return {
         name: base64.b64encode(bytes.fromhex(value)).decode()
         if name in _IDS and isinstance(value, str)
-        else _with_ids(value, depth + 1)
+        else _with_base64_ids(value, depth + 1)
         for name, value in document.items()
     }
 
@@ -229,7 +229,7 @@ def _data(span: Span) -> dict[str, Any]:
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
-    return {one.key: _value(one.value) for one in pairs}
+    return {pair.key: _value(pair.value) for pair in pairs}
 
 
 def _value(value: AnyValue) -> Any:
@@ -241,7 +241,7 @@ def _value(value: AnyValue) -> Any:
         return [_value(one) for one in value.array_value.values]
     if kind == "kvlist_value":
         return _attributes(value.kvlist_value.values)
-    plain = getattr(value, kind)
-    if isinstance(plain, bytes):
-        return base64.b64encode(plain).decode()
-    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+    field = getattr(value, kind)
+    if isinstance(field, bytes):
+        return base64.b64encode(field).decode()
+    return str(field) if isinstance(field, float) and not math.isfinite(field) else field

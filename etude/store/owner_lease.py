@@ -34,15 +34,15 @@ class OwnerLease:
         self._renewed_at = -math.inf
         """When it was last heard at this desk, since that was opened."""
 
-    def restore(self, written: ResourceState | None, now: float) -> None:
+    def restore(self, resource: ResourceState | None, now: float) -> None:
         """Stand as it is written."""
-        if written is None:
+        if resource is None:
             self.epoch, self._owner = 0, None
-        elif written.version != self.epoch:
-            told = written.value
-            self.epoch, self._renewed_at = written.version, -math.inf
-            self._owner = QueueOwner(told["run"], told["where"])
-            self._lease_s = told["lease_s"]
+        elif resource.version != self.epoch:
+            value = resource.value
+            self.epoch, self._renewed_at = resource.version, -math.inf
+            self._owner = QueueOwner(value["run"], value["where"])
+            self._lease_s = value["lease_s"]
             self._until = -math.inf if self._lease_s is None else now + self._lease_s
 
     def begin_epoch(self, owner: QueueOwner, lease_s: float | None, now: float, *, empty: bool) -> dict[str, Any]:

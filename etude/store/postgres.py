@@ -69,30 +69,30 @@ class PostgresDatabase:
         """What is connected to."""
         parts = self._parts
         named = {"username": parts.username, "password": parts.password}
-        told = {name: unquote(value) for name, value in named.items() if value is not None}
+        credentials = {name: unquote(value) for name, value in named.items() if value is not None}
         query = dict(parse_qsl(parts.query))
-        return {**told, "host": parts.hostname, "port": parts.port, "database": self._database, "query": query}
+        return {**credentials, "host": parts.hostname, "port": parts.port, "database": self._database, "query": query}
 
     @property
     def options(self) -> dict[str, Any]:
         """How it is connected to: no way is waited for without end."""
         return {"connect_timeout": int(WAIT_S), "tcp_user_timeout": int(1000 * WAIT_S), "keepalives_idle": int(WAIT_S)}
 
-    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:
+    def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write this journal, for as long as this connection lasts."""
-        if ask("SELECT current_schema()").scalar() is None:
+        if execute("SELECT current_schema()").scalar() is None:
             raise StoreError(
                 f"The journal {self.name} has no schema to be in: its search_path names none that exists. Create it, "
                 "or leave search_path out of the address."
             )
-        if not ask(LOCK).scalar():
+        if not execute(LOCK).scalar():
             raise StoreError(
-                f"The journal {self.name} is being written by {_writer(ask)}, and one process writes a journal at a "
-                "time. End that run or wait for it, or choose another database."
+                f"The journal {self.name} is being written by {_last_writer(execute)}, and one process writes a "
+                "journal at a time. End that run or wait for it, or choose another database."
             )
         return lambda: None
 
-    def find_damage(self, ask: Callable[[str], Any]) -> str:  # noqa: ARG002
+    def find_damage(self, execute: Callable[[str], Any]) -> str:  # noqa: ARG002
         """The server looks after its pages itself."""
         return ""
 
@@ -102,15 +102,15 @@ class PostgresDatabase:
 
     def describe_failure(self, error: Any) -> str:
         """What went wrong and what to do."""
-        said = str(error).strip().partition("\n")[0].rstrip(".")
+        message = str(error).strip().partition("\n")[0].rstrip(".")
         code = getattr(error, "sqlstate", None)
         if code is None and isinstance(error, psycopg.OperationalError):  # it is libpq that speaks
-            return f"{said}. See that the server runs and can be reached, and open the journal again"
-        return FAILURES.get(code or "") or FAILURES.get((code or "")[:2]) or said
+            return f"{message}. See that the server runs and can be reached, and open the journal again"
+        return FAILURES.get(code or "") or FAILURES.get((code or "")[:2]) or message
 
 
-def _writer(ask: Callable[[str], Any]) -> str:
+def _last_writer(execute: Callable[[str], Any]) -> str:
     """Who opened a journal for writing last, as far as it can be told."""
-    if ask("SELECT to_regclass('facts')").scalar() is None:  # it is being made at this moment
+    if execute("SELECT to_regclass('facts')").scalar() is None:  # it is being made at this moment
         return "another process"
-    return str(ask("SELECT value FROM facts WHERE name = 'writer'").scalar() or "another process")
+    return str(execute("SELECT value FROM facts WHERE name = 'writer'").scalar() or "another process")

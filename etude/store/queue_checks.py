@@ -56,29 +56,29 @@ def parse_reward(reward: Any, key: AttemptId, turn: int | None = None) -> tuple[
 
 def is_same_reward(attempt: AttemptState, event: AttemptRewarded) -> bool:
     """Whether its final reward was given in the same words: by who did not hear that it was written."""
-    said = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
-    return said == (event.reward, dict(event.parts), event.truncated, event.role)
+    recorded = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
+    return recorded == (event.reward, dict(event.parts), event.truncated, event.role)
 
 
-def get_attempt(writing: Transaction, key: AttemptId) -> AttemptState:
+def get_attempt(txn: Transaction, key: AttemptId) -> AttemptState:
     """An attempt that was started."""
-    attempts = get_rollout(writing, key.rollout).attempts
+    attempts = get_rollout(txn, key.rollout).attempts
     if not 0 <= key.attempt < len(attempts):
         raise NotFoundError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
     return attempts[key.attempt]
 
 
-def get_rollout(writing: Transaction, id: int) -> RolloutState:
+def get_rollout(txn: Transaction, id: int) -> RolloutState:
     """A rollout that was queued."""
-    state = writing.state(RolloutState, id)
+    state = txn.state(RolloutState, id)
     if state is None:
         raise NotFoundError(f"The desk has no rollout {id}.")
     return state
 
 
-def check_unsealed(writing: Transaction, key: AttemptId) -> None:
+def check_unsealed(txn: Transaction, key: AttemptId) -> None:
     """That more may be earned."""
-    if get_rollout(writing, key.rollout).sealed:
+    if get_rollout(txn, key.rollout).sealed:
         raise IllegalTransitionError(
             f"Rollout {key.rollout} was read by the run that wanted it, and earns nothing more: this reward came too "
             "late. Give it before the attempt ends."
@@ -106,20 +106,20 @@ def count_retries(state: RolloutState) -> int:
     return max(0, len(state.attempts) - (not queued))
 
 
-def stop_reason(writing: Transaction, key: AttemptId) -> str:
+def stop_reason(txn: Transaction, key: AttemptId) -> str:
     """Why a runner is to stop what it has no lease of."""
-    state = writing.state(RolloutState, key.rollout)
+    state = txn.state(RolloutState, key.rollout)
     if state is None or not 0 <= key.attempt < len(state.attempts):
         return "Nobody here knows of it."
     attempt = state.attempts[key.attempt]
     return attempt.error or f"It is over: {attempt.status}."
 
 
-def issue_task(writing: Transaction, task: Task) -> list[Event]:
+def issue_task(txn: Transaction, task: Task) -> list[Event]:
     """What makes a task one of the run; nothing, if it was issued before in the same words."""
     row = task.fields.get("row")
     issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
-    known = writing.state(TaskState, task.ordinal)
+    known = txn.state(TaskState, task.ordinal)
     if known is None:
         return [issued]
     if not is_same_task(known.task, Task(task.ordinal, issued.fields, task.source)):
@@ -127,18 +127,18 @@ def issue_task(writing: Transaction, task: Task) -> list[Event]:
     return []
 
 
-def is_already_queued(writing: Transaction, new: Mapping[int, RolloutRequest], id: int, one: RolloutRequest) -> bool:
+def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
     """Whether a rollout of this id was asked for before, in the same words."""
-    words = (one.task.ordinal, one.sample, one.use, one.limits)
+    new_fields = (request.task.ordinal, request.sample, request.use, request.limits)
     if id in new:
         before = new[id]
-        said = (before.task.ordinal, before.sample, before.use, before.limits)
+        known_fields = (before.task.ordinal, before.sample, before.use, before.limits)
     else:
-        state = writing.state(RolloutState, id)
+        state = txn.state(RolloutState, id)
         if state is None:
             return False
-        said = (state.task, state.sample, state.use, limits_of(state))
-    if said != words:
+        known_fields = (state.task, state.sample, state.use, limits_of(state))
+    if known_fields != new_fields:
         raise conflict_error(f"Rollout {id}", "queued")
     return True
 
@@ -152,9 +152,9 @@ def is_same_task(left: Task, right: Task) -> bool:
     )
 
 
-def conflict_error(what: str, done: str) -> IllegalTransitionError:
+def conflict_error(subject: str, verb: str) -> IllegalTransitionError:
     """The refusal of what was asked before, and differently."""
     return IllegalTransitionError(
-        f"{what} was {done} before in other words, and what was {done} is never changed: give it another number, or "
+        f"{subject} was {verb} before in other words, and what was {verb} is never changed: give it another number, or "
         "the very same content."
     )

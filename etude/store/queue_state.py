@@ -58,7 +58,6 @@ __all__ = ["INTERRUPTED", "QueueState"]
 INTERRUPTED = "The run was stopped while this was under way."
 """The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it,
 however often."""
-
 FARTHEST = 2**62
 """The largest id that may be given, beyond which there is room for others."""
 
@@ -85,8 +84,8 @@ class QueueState:
         """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
         now = time.monotonic()
         self._ended_attempts = []
-        for seat in self._claims:
-            seat.leased.clear()  # it was not written, so nobody has it
+        for claim in self._claims:
+            claim.leased.clear()  # it was not written, so nobody has it
         self.resources = {
             state.name: (state.version, state.value) for state in self._journal.iter_states(ResourceState)
         }
@@ -112,135 +111,137 @@ class QueueState:
 
     # -- who wants rollouts -------------------------------------------------------------------------------------------
 
-    def acquire_lease(self, writing: Transaction, owner: QueueOwner, epoch: int | None, lease_s: float | None) -> int:
+    def acquire_lease(self, txn: Transaction, owner: QueueOwner, epoch: int | None, lease_s: float | None) -> int:
         """A run takes the desk up, or says that it is still there."""
         now = time.monotonic()
         if epoch is None:
-            told = self.owner_lease.begin_epoch(owner, lease_s, now, empty=self._next_id == 0)
-            self._begin_epoch(writing, told)
+            value = self.owner_lease.begin_epoch(owner, lease_s, now, empty=self._next_id == 0)
+            self._begin_epoch(txn, value)
             self._log("The run in %s is here; this is its life %d.", owner.where, self.owner_lease.epoch)
         else:
             self.owner_lease.check(epoch)
             if lease_s == 0:
                 self._log("The run in %s has left; nothing is lent until it is back.", owner.where)
             self.owner_lease.renew(lease_s, now)
-            held, self._work.awaiting_owner = self._work.awaiting_owner, []
-            for id in held:
-                self._work.enqueue(id, limits_of(get_rollout(writing, id)), now)
+            postponed, self._work.awaiting_owner = self._work.awaiting_owner, []
+            for id in postponed:
+                self._work.enqueue(id, limits_of(get_rollout(txn, id)), now)
         return self.owner_lease.epoch
 
-    def _log(self, told: str, *words: object) -> None:
+    def _log(self, message: str, *args: object) -> None:
         """Tell of who comes and goes, where that is a store's whole business; a run that keeps its own has more."""
-        own = self.owner_lease.epoch > 0 and not self.owner_lease.has_timeout
-        get_logger("store").log(logging.DEBUG if own else logging.INFO, told, *words)
+        is_private = self.owner_lease.epoch > 0 and not self.owner_lease.has_timeout
+        get_logger("store").log(logging.DEBUG if is_private else logging.INFO, message, *args)
 
-    def release_owner(self, writing: Transaction) -> None:
+    def release_owner(self, txn: Transaction) -> None:
         """The run that keeps the desk has moved: it may be taken up in another place."""
-        if (told := self.owner_lease.release()) is not None:
-            self._begin_epoch(writing, told)
+        if (value := self.owner_lease.release()) is not None:
+            self._begin_epoch(txn, value)
 
-    def _begin_epoch(self, writing: Transaction, told: dict[str, Any]) -> None:
+    def _begin_epoch(self, txn: Transaction, value: dict[str, Any]) -> None:
         """What was under way in the life before is over, and what waits waits until it is asked for again."""
         keys, at = list(self._work.leases), time.time()
         broken = Outcome.INFRA_ERROR
-        writing.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
-        self._put(writing, OWNER_RESOURCE, told)
+        txn.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
+        self._put(txn, OWNER_RESOURCE, value)
         self._retries += len(keys)
         self._ended_attempts += keys
         self._work.suspend_all()
 
-    def enqueue(self, writing: Transaction, wanted: Sequence[RolloutRequest]) -> list[int]:
+    def enqueue(self, txn: Transaction, wanted: Sequence[RolloutRequest]) -> list[int]:
         """Queue these, all or none."""
         events: list[Event] = []
         tasks: dict[int, Task] = {}
         new: dict[int, RolloutRequest] = {}
-        woken: set[int] = set()
+        resumed: set[int] = set()
         ids, next_id = [], self._next_id
-        for one in wanted:
-            ordinal = one.task.ordinal
+        for request in wanted:
+            ordinal = request.task.ordinal
             if ordinal not in tasks:
-                events += issue_task(writing, one.task)
-            elif not is_same_task(tasks[ordinal], one.task):
+                events += issue_task(txn, request.task)
+            elif not is_same_task(tasks[ordinal], request.task):
                 raise conflict_error(f"Task {ordinal}", "issued")
-            tasks[ordinal] = one.task
-            id = next_id if one.id is None else one.id
+            tasks[ordinal] = request.task
+            id = next_id if request.id is None else request.id
             if not 0 <= id <= FARTHEST:
                 raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {FARTHEST}.")
             next_id = max(next_id, id + 1)
             ids.append(id)
-            if is_already_queued(writing, new, id, one):
-                if id in self._work.suspended and id not in woken:
-                    woken.add(id)
+            if is_already_queued(txn, new, id, request):
+                if id in self._work.suspended and id not in resumed:
+                    resumed.add(id)
                     events.append(RolloutResumed(id, self.owner_lease.epoch))
                 continue
-            new[id] = one
-            events.append(RolloutQueued(id, ordinal, one.sample, one.use, one.limits, self.owner_lease.epoch))
-        writing.append(events)
+            new[id] = request
+            events.append(
+                RolloutQueued(id, ordinal, request.sample, request.use, request.limits, self.owner_lease.epoch)
+            )
+        txn.append(events)
         self._next_id = next_id
         now = time.monotonic()
-        for id, one in zip(ids, wanted, strict=True):
-            if id in new or id in woken:
-                self._work.enqueue(id, one.limits, now)
+        for id, request in zip(ids, wanted, strict=True):
+            if id in new or id in resumed:
+                self._work.enqueue(id, request.limits, now)
         return ids
 
-    def cancel(self, writing: Transaction, rollouts: Sequence[int], why: str) -> None:
+    def cancel(self, txn: Transaction, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
         why = check_reason(why)
-        states = [get_rollout(writing, id) for id in dict.fromkeys(rollouts)]
+        states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
         events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
-        last = writing.append(events)
-        for place, event in enumerate(events):
+        last = txn.append(events)
+        for index, event in enumerate(events):
             id = event.rollout
             self._work.remove(id)
-            key = AttemptId(id, len(get_rollout(writing, id).attempts) - 1)
+            key = AttemptId(id, len(get_rollout(txn, id).attempts) - 1)
             self._work.leases.pop(key, None)
             self._ended_attempts.append(key)
-            self._record_end(last - len(events) + 1 + place, id, Status.CANCELLED)
+            self._record_end(last - len(events) + 1 + index, id, Status.CANCELLED)
 
-    def seal(self, writing: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
+    def seal(self, txn: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
         """These are about to be read, and earn nothing more."""
-        states = [get_rollout(writing, id) for id in dict.fromkeys(rollouts)]
-        writing.append([RolloutSealed(each.id) for each in states if not each.sealed and each.settled is None])
-        return [get_rollout(writing, id) for id in rollouts]
+        states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
+        txn.append([RolloutSealed(state.id) for state in states if not state.sealed and state.settled is None])
+        return [get_rollout(txn, id) for id in rollouts]
 
-    def add_wait(self, writing: Transaction, watch: PendingWait, promise: PendingResult) -> Any:
+    def add_wait(self, txn: Transaction, wait: PendingWait, promise: PendingResult) -> Any:
         """The ends after a cursor: positions and rollouts, now or as soon as there is one. None if they are older than
         what is kept: they are in the journal."""
-        if watch.cursor > (newest := writing.start + len(writing.records)):
-            raise NotFoundError(f"The journal ends at {newest}, so {watch.cursor} is no cursor of it: begin with 0.")
-        if watch.cursor < self._ends.floor:
+        if wait.cursor > (newest := txn.start + len(txn.records)):
+            raise NotFoundError(f"The journal ends at {newest}, so {wait.cursor} is no cursor of it: begin with 0.")
+        if wait.cursor < self._ends.floor:
             return None
-        if found := self._ends.after(watch):
-            return found
-        watch.promise = promise
-        self._waits.append(watch)
+        if ends := self._ends.after(wait):
+            return ends
+        wait.promise = promise
+        self._waits.append(wait)
         return DEFERRED
 
     # -- who plays them -----------------------------------------------------------------------------------------------
 
-    def add_claim(self, seat: PendingClaim, promise: PendingResult) -> Any:
+    def add_claim(self, claim: PendingClaim, promise: PendingResult) -> Any:
         """A runner waits for work; it is answered when there is some."""
-        self._runners.record_heartbeat(seat.runner)
-        seat.promise = promise
-        self._claims.append(seat)
+        self._runners.record_heartbeat(claim.runner)
+        claim.promise = promise
+        self._claims.append(claim)
         return DEFERRED
 
-    def cancel_claim(self, writing: Transaction, seat: PendingClaim) -> None:
+    def cancel_claim(self, txn: Transaction, claim: PendingClaim) -> None:
         """A runner went away while it waited. What it was lent and cannot have heard of is queued again."""
-        seat.is_cancelled = True
-        for lent in seat.leased:
-            if lent.attempt_id in self._work.leases:
-                why = f"The runner '{seat.runner}' went away while it was claiming this."
-                self._end_attempt(writing, lent.attempt_id, Outcome.INFRA_ERROR, why, watched=True)
+        claim.is_cancelled = True
+        for attempt in claim.leased:
+            if attempt.attempt_id in self._work.leases:
+                why = f"The runner '{claim.runner}' went away while it was claiming this."
+                self._end_attempt(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, watched=True)
 
-    def mark_ready(self, writing: Transaction, key: AttemptId) -> None:
+    def mark_ready(self, txn: Transaction, key: AttemptId) -> None:
         """An attempt runs now; said again, it is as if it had been said once."""
-        if get_attempt(writing, key).status is not Status.RUNNING:
-            writing.append([AttemptReady(*key)])
+        if get_attempt(txn, key).status is not Status.RUNNING:
+            txn.append([AttemptReady(*key)])
         self._work.record_heartbeat(key, time.monotonic())
 
     def heartbeat(
-        self, writing: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
+        self, txn: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
     ) -> dict[AttemptId, str]:
         """What a runner is to stop, of what it has under way."""
         self._runners.record_heartbeat(runner, info)
@@ -252,51 +253,51 @@ class QueueState:
             elif lease is not None:
                 stop[key] = f"It is being played by the runner '{lease.runner}'."
             else:
-                stop[key] = stop_reason(writing, key)
+                stop[key] = stop_reason(txn, key)
         return stop
 
-    def finish(self, writing: Transaction, key: AttemptId, ended: AttemptReport) -> bool:
+    def finish(self, txn: Transaction, key: AttemptId, report: AttemptReport) -> bool:
         """An attempt is handed in. Whether that is how it ended."""
-        attempt = get_attempt(writing, key)
-        reward, parts = (None, {}) if ended.reward is None else parse_reward(ended.reward, key)
+        attempt = get_attempt(txn, key)
+        reward, parts = (None, {}) if report.reward is None else parse_reward(report.reward, key)
         rewarded = reward is None or (attempt.reward, attempt.parts) == (reward, parts)
         if attempt.status in LIVE:
             events = [] if rewarded else [AttemptRewarded(*key, reward or 0.0, parts)]
-            self._end_attempt(writing, key, ended.outcome, ended.error, before=events)
+            self._end_attempt(txn, key, report.outcome, report.error, before=events)
             return True
-        words = {"outcome": ended.outcome, "error": ended.error, "reward": reward, "parts": parts}
+        result = {"outcome": report.outcome, "error": report.error, "reward": reward, "parts": parts}
         if attempt.watched:
-            if attempt.late != words:
-                writing.append([LateResultRecorded(*key, ended.outcome, ended.error, reward, parts)])
+            if attempt.late != result:
+                txn.append([LateResultRecorded(*key, report.outcome, report.error, reward, parts)])
                 self._late += 1
             return False
-        if (attempt.status, attempt.error) != (Status(ended.outcome), ended.error) or not rewarded:
+        if (attempt.status, attempt.error) != (Status(report.outcome), report.error) or not rewarded:
             raise IllegalTransitionError(
                 f"Attempt {key.attempt} of rollout {key.rollout} is {attempt.status} (reward {attempt.reward}), as it "
-                f"was handed in before, and cannot become {ended.outcome} (reward {reward})."
+                f"was handed in before, and cannot become {report.outcome} (reward {reward})."
             )
         return True
 
     # -- what is shared -----------------------------------------------------------------------------------------------
 
-    def put_resource(self, writing: Transaction, name: str, value: Any) -> int:
+    def put_resource(self, txn: Transaction, name: str, value: Any) -> int:
         """A new version of a resource."""
         if name == OWNER_RESOURCE:
             raise DataError(f"The resource '{OWNER_RESOURCE}' says who keeps the desk, and is not for others to put.")
-        return self._put(writing, name, value)
+        return self._put(txn, name, value)
 
-    def _put(self, writing: Transaction, name: str, value: Any) -> int:
-        newest = writing.state(ResourceState, ResourceState.id_of(name))
+    def _put(self, txn: Transaction, name: str, value: Any) -> int:
+        newest = txn.state(ResourceState, ResourceState.id_of(name))
         version = 1 if newest is None else newest.version + 1
         put = ResourcePut(name, version, value)
-        writing.append([put])
+        txn.append([put])
         self.resources[name] = version, put.value
         return version
 
     def runners(self) -> list[RunnerState]:
         """The runners that spoke lately, and what each has."""
-        has = ((lease.runner, key) for key, lease in self._work.leases.items())
-        return self._runners.states(has, time.monotonic())
+        leases = ((lease.runner, key) for key, lease in self._work.leases.items())
+        return self._runners.states(leases, time.monotonic())
 
     def statistics(self) -> dict[str, float]:
         """How much stands where."""
@@ -313,7 +314,7 @@ class QueueState:
 
     # -- what time demands --------------------------------------------------------------------------------------------
 
-    def before_commit(self, writing: Transaction, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+    def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
         """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
         if (stalled := now - self._last_round - TICK_S) > TICK_S:
             self._work.extend_leases(stalled)  # this process stood still, and nobody was heard
@@ -321,106 +322,105 @@ class QueueState:
         if self._work.leases and not self.owner_lease.is_valid(now):
             get_logger("store").warning("Nobody has heard of the run: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
-                self._end_attempt(writing, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
-        for due in list(self._work.pop_due(now)):
-            self._expire(writing, due)
-        self._assign(writing, now, answer)
-        self._answer_waits(now, answer)
+                self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
+        for deadline in list(self._work.pop_due(now)):
+            self._expire(txn, deadline)
+        self._assign(txn, now, reply)
+        self._answer_waits(now, reply)
         self._runners.forget(now)
         self._last_round = time.monotonic()
 
     def after_commit(self) -> None:
         """Tell of the attempts that are over by now."""
         if self._ended_attempts:
-            over, self._ended_attempts = self._ended_attempts, []
+            ended, self._ended_attempts = self._ended_attempts, []
             try:
                 if self.on_attempts_ended is not None:
-                    self.on_attempts_ended(over)
+                    self.on_attempts_ended(ended)
             except Exception:  # whoever listens may fail, and the desk goes on
                 get_logger("store").exception("Who listens for the ends of attempts failed.")
 
     def next_deadline(self) -> float | None:
         """When to attend again."""
-        times = [seat.until for seat in self._claims]
-        times += [watch.until for watch in self._waits]
-        if (due := self._work.next_deadline()) is not None:
-            times.append(due)
+        times = [claim.until for claim in self._claims]
+        times += [wait.until for wait in self._waits]
+        if (deadline := self._work.next_deadline()) is not None:
+            times.append(deadline)
         return min(times, default=None)
 
     def pending_promises(self) -> list[PendingResult]:
         """Who waits for work, or for ends."""
-        promises = [*(seat.promise for seat in self._claims), *(watch.promise for watch in self._waits)]
+        promises = [*(claim.promise for claim in self._claims), *(wait.promise for wait in self._waits)]
         return [promise for promise in promises if promise is not None]
 
-    def _expire(self, writing: Transaction, due: Deadline) -> None:
+    def _expire(self, txn: Transaction, deadline: Deadline) -> None:
         """End what passed a limit."""
-        if due.cause == "queue":
-            limits = limits_of(get_rollout(writing, due.attempt_id.rollout))
-            if not self.owner_lease.allows_claims(
-                now := time.monotonic()
-            ):  # while nothing is lent, nothing waits in vain
-                self._work.enqueue(due.attempt_id.rollout, limits, now)
+        if deadline.cause == "queue":
+            limits = limits_of(get_rollout(txn, deadline.attempt_id.rollout))
+            now = time.monotonic()
+            if not self.owner_lease.allows_claims(now):  # while nothing is lent, nothing waits in vain
+                self._work.enqueue(deadline.attempt_id.rollout, limits, now)
                 return
             why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
-            position = writing.append([RolloutExpired(due.attempt_id.rollout, why)])
-            del self._work.queue[due.attempt_id.rollout]
-            self._record_end(position, due.attempt_id.rollout, Status.FAILED)
+            position = txn.append([RolloutExpired(deadline.attempt_id.rollout, why)])
+            del self._work.queue[deadline.attempt_id.rollout]
+            self._record_end(position, deadline.attempt_id.rollout, Status.FAILED)
             return
-        lease = self._work.leases.get(due.attempt_id)
+        lease = self._work.leases.get(deadline.attempt_id)
         if lease is None:  # it passed both its limits at once
             return
-        if due.cause == "time":
+        if deadline.cause == "time":
             why = f"It was not done {lease.limits.timeout_s:g} s after it was claimed."
-            self._end_attempt(writing, due.attempt_id, Outcome.TIMED_OUT, why, watched=True)
+            self._end_attempt(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, watched=True)
         else:
             why = f"Its runner '{lease.runner}' said nothing for {lease.limits.unresponsive_s:g} s."
-            self._end_attempt(writing, due.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
+            self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
 
-    def _assign(self, writing: Transaction, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+    def _assign(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
         """Give those that wait longest to those that wait longest."""
-        still: deque[PendingClaim] = deque()
-        lends = self.owner_lease.allows_claims(now)
-        for seat in self._claims:
-            assert seat.promise is not None
-            if seat.is_cancelled or seat.promise.answered or seat.promise.future.done():
+        waiting: deque[PendingClaim] = deque()
+        allowed = self.owner_lease.allows_claims(now)
+        for claim in self._claims:
+            assert claim.promise is not None
+            if claim.is_cancelled or claim.promise.answered or claim.promise.future.done():
                 continue
-            while lends and self._work.queue and len(seat.leased) < seat.n:
-                seat.leased.append(self._assign_next(writing, seat.runner, now))
-            if seat.leased or seat.until <= now:
-                self._runners.record_heartbeat(seat.runner)
-                answer(seat.promise, seat.leased)
+            while allowed and self._work.queue and len(claim.leased) < claim.n:
+                claim.leased.append(self._assign_next(txn, claim.runner, now))
+            if claim.leased or claim.until <= now:
+                self._runners.record_heartbeat(claim.runner)
+                reply(claim.promise, claim.leased)
             else:
-                still.append(seat)
-        self._claims = still
+                waiting.append(claim)
+        self._claims = waiting
 
-    def _assign_next(self, writing: Transaction, runner: str, now: float) -> LeasedAttempt:
+    def _assign_next(self, txn: Transaction, runner: str, now: float) -> LeasedAttempt:
         id = next(iter(self._work.queue))
-        state = get_rollout(writing, id)
+        state = get_rollout(txn, id)
         key = AttemptId(id, len(state.attempts))
-        writing.append([AttemptStarted(*key, runner, time.time())])
+        txn.append([AttemptStarted(*key, runner, time.time())])
         del self._work.queue[id]
         self._work.start_lease(key, runner, limits_of(state), now)
-        task = writing.state(TaskState, state.task)
+        task = txn.state(TaskState, state.task)
         assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
         fields = to_json_value(task.fields, "fields")  # a copy, as whoever plays it may change it
         return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
 
-    def _answer_waits(self, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
-        still = []
-        for watch in self._waits:
-            assert watch.promise is not None
-            found = self._ends.after(watch)
-            if found or watch.until <= now:
-                answer(watch.promise, found)
-            elif not (watch.promise.answered or watch.promise.future.done()):
-                still.append(watch)
-        self._waits = still
+    def _answer_waits(self, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
+        waiting: list[PendingWait] = []
+        for wait in self._waits:
+            assert wait.promise is not None
+            ends = self._ends.after(wait)
+            if ends or wait.until <= now:
+                reply(wait.promise, ends)
+            elif not (wait.promise.answered or wait.promise.future.done()):
+                waiting.append(wait)
+        self._waits = waiting
 
     # -- small parts --------------------------------------------------------------------------------------------------
 
     def _end_attempt(
         self,
-        writing: Transaction,
+        txn: Transaction,
         key: AttemptId,
         outcome: Outcome,
         error: str,
@@ -429,16 +429,16 @@ class QueueState:
         watched: bool = False,
     ) -> None:
         """An attempt is over, and its rollout with it or queued again."""
-        state = get_rollout(writing, key.rollout)
-        limits, cut = limits_of(state), error == INTERRUPTED
+        state = get_rollout(txn, key.rollout)
+        limits, interrupted = limits_of(state), error == INTERRUPTED
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]
-        retry = cut or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
-        position = writing.append([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
+        retry = interrupted or (outcome in RETRIED and limits.allows_retry([*outcomes, outcome]))
+        position = txn.append([*before, AttemptEnded(*key, outcome, error, retry, watched, time.time())])
         self._work.leases.pop(key, None)
         self._ended_attempts.append(key)
         if retry:
             self._retries += 1
-            if outcome is Outcome.INFRA_ERROR and not cut and self.owner_lease.has_timeout:
+            if outcome is Outcome.INFRA_ERROR and not interrupted and self.owner_lease.has_timeout:
                 self._work.awaiting_owner.append(key.rollout)
             else:
                 self._work.enqueue(key.rollout, limits, time.monotonic())

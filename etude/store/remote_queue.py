@@ -25,7 +25,7 @@ import httpx2
 
 from etude.errors import ConfigError, InvalidKeyError
 from etude.records import Turn
-from etude.store import messages as wire
+from etude.store import messages
 from etude.store.events import Event
 from etude.store.json_values import to_json_value
 from etude.store.request_limits import check_count, check_seconds
@@ -81,7 +81,7 @@ class RemoteRolloutQueue(RolloutQueue):
             raise InvalidKeyError("The key of a store is plain text in one line, and this is not; copy it once more.")
         self.url, self._key = url.rstrip("/"), key
         self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
-        self._life: int | None = None
+        self._epoch: int | None = None
         self._batchers: dict[asyncio.AbstractEventLoop, WriteBatcher] = {}
 
     # -- who wants rollouts -------------------------------------------------------------------------------------------
@@ -89,75 +89,75 @@ class RemoteRolloutQueue(RolloutQueue):
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
         """A run takes the desk up, or says that it is still there."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
-        told = await self._ask("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
-        number: int = told["life"]
+        reply = await self._call("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
+        number: int = reply["life"]
         return number
 
     def with_epoch(self, epoch: int) -> Self:
         """This desk, at which each word counts only while this is the life of its keeper; with connections of its
         own."""
-        made = copy(self)
-        made._life, made._batchers = epoch, {}
-        return made
+        queue = copy(self)
+        queue._epoch, queue._batchers = epoch, {}
+        return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
         """Queue rollouts; those without an id could be queued twice by asking twice, so this too has a name."""
-        ids: list[int] = (await self._ask("enqueue", wanted=[wire.encode_rollout_request(one) for one in wanted]))[
-            "ids"
-        ]
+        ids: list[int] = (
+            await self._call("enqueue", wanted=[messages.encode_rollout_request(request) for request in wanted])
+        )["ids"]
         return ids
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
         """Nobody wants these any more."""
-        for some in _portions(rollouts) or [[]]:
-            await self._ask("cancel", rollouts=[int(rollout) for rollout in some], why=why)
+        for portion in _portions(rollouts) or [[]]:
+            await self._call("cancel", rollouts=[int(rollout) for rollout in portion], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
         """These are about to be read, and earn nothing more."""
         states: list[RolloutState] = []
-        for some in _portions(rollouts):
-            told = await self._ask("seal", rollouts=[int(rollout) for rollout in some])
-            states += [RolloutState.from_dict(state) for state in told["rollouts"]]
+        for portion in _portions(rollouts):
+            reply = await self._call("seal", rollouts=[int(rollout) for rollout in portion])
+            states += [RolloutState.from_dict(state) for state in reply["rollouts"]]
         return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
         """Rollouts that came to their end after a cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
-            left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            body = {"cursor": cursor, "timeout_s": left, "limit": min(check_count(limit, "limit"), MAX_ITEMS)}
-            told = await self._ask("wait", wait_s=left, **body)
-            cursor = told["cursor"]
-            if told["rollouts"] or time.monotonic() >= until:
-                return cursor, [RolloutState.from_dict(state) for state in told["rollouts"]]
+            wait_s = min(max(until - time.monotonic(), 0.0), POLL_S)
+            body = {"cursor": cursor, "timeout_s": wait_s, "limit": min(check_count(limit, "limit"), MAX_ITEMS)}
+            reply = await self._call("wait", wait_s=wait_s, **body)
+            cursor = reply["cursor"]
+            if reply["rollouts"] or time.monotonic() >= until:
+                return cursor, [RolloutState.from_dict(state) for state in reply["rollouts"]]
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
         """The rollouts that were asked for; a page has at most a thousand."""
-        asked = {name: getattr(query, name) for name in query.__slots__}
-        asked["limit"] = limit = min(check_count(query.limit, "limit"), MAX_ITEMS)
-        found: list[RolloutState] = []
+        fields = {name: getattr(query, name) for name in query.__slots__}
+        fields["limit"] = limit = min(check_count(query.limit, "limit"), MAX_ITEMS)
+        states: list[RolloutState] = []
         more = False
         for ids in _portions(query.ids) or [()]:
             for tasks in _portions(query.tasks) or [()]:
-                told = await self._ask("find", **asked | {"ids": ids, "tasks": tasks})
-                found += [RolloutState.from_dict(state) for state in told["rollouts"]]
-                more = more or told["more"]
-        found.sort(key=lambda state: state.id, reverse=query.sort == "-id")
-        return RolloutPage(tuple(found[:limit]), more or len(found) > limit)
+                reply = await self._call("find", **fields | {"ids": ids, "tasks": tasks})
+                states += [RolloutState.from_dict(state) for state in reply["rollouts"]]
+                more = more or reply["more"]
+        states.sort(key=lambda state: state.id, reverse=query.sort == "-id")
+        return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
         """The turns of an attempt."""
-        told = await self._ask("turns", rollout=rollout, attempt=attempt)
-        return [wire.decode_turn(turn) for turn in told["turns"]]
+        reply = await self._call("turns", rollout=rollout, attempt=attempt)
+        return [messages.decode_turn(turn) for turn in reply["turns"]]
 
     async def history(self, rollout: int) -> list[Event]:
         """All that happened to a rollout, in order."""
-        told = await self._ask("history", rollout=rollout)
-        return [wire.decode_event(event) for event in told["events"]]
+        reply = await self._call("history", rollout=rollout)
+        return [messages.decode_event(event) for event in reply["events"]]
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
         """What was noted during an attempt."""
-        events: list[dict[str, Any]] = (await self._ask("events", rollout=rollout, attempt=attempt))["events"]
+        events: list[dict[str, Any]] = (await self._call("events", rollout=rollout, attempt=attempt))["events"]
         return events
 
     # -- who plays them -----------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class RemoteRolloutQueue(RolloutQueue):
         """Up to `n` rollouts. If this is cancelled, the server hands back what it had claimed for it."""
         until = time.monotonic() + check_seconds(wait_s, "wait_s")
         while True:
-            left = min(max(until - time.monotonic(), 0.0), POLL_S)
-            told = await self._ask("claim", wait_s=left, runner=runner, n=min(check_count(n, "n"), MAX_ITEMS))
-            if told["claims"] or time.monotonic() >= until:
-                return [wire.decode_claim(claim) for claim in told["claims"]]
+            poll_s = min(max(until - time.monotonic(), 0.0), POLL_S)
+            reply = await self._call("claim", wait_s=poll_s, runner=runner, n=min(check_count(n, "n"), MAX_ITEMS))
+            if reply["claims"] or time.monotonic() >= until:
+                return [messages.decode_claim(claim) for claim in reply["claims"]]
 
     async def mark_ready(self, key: AttemptId) -> None:
         """An attempt that was prepared runs now."""
@@ -179,29 +179,29 @@ class RemoteRolloutQueue(RolloutQueue):
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
         """A runner is alive; what it is to stop."""
-        said = None if info is None else to_json_value(info, "told")
+        document = None if info is None else to_json_value(info, "told")
         stop: dict[AttemptId, str] = {}
-        for some in _portions(running) or [()]:
-            keys = [wire.encode_attempt_id(key) for key in some]
-            heard = await self._ask("heartbeat", runner=runner, running=keys, told=said)
-            stop |= {wire.decode_attempt_id(one): one["why"] for one in heard["stop"]}
+        for portion in _portions(running) or [()]:
+            keys = [messages.encode_attempt_id(key) for key in portion]
+            reply = await self._call("heartbeat", runner=runner, running=keys, told=document)
+            stop |= {messages.decode_attempt_id(attempt): attempt["why"] for attempt in reply["stop"]}
         return stop
 
-    async def finish(self, key: AttemptId, ended: AttemptReport) -> bool:
+    async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
         """An attempt is over."""
-        counted: bool = (await self._write("finish", key, wire.encode_report(ended)))["counted"]
+        counted: bool = (await self._write("finish", key, messages.encode_report(report)))["counted"]
         return counted
 
     # -- what is written of an attempt that runs ----------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:
         """Write down one call to the model."""
-        index: int = (await self._write("turn", key, {"turn": wire.encode_turn(turn)}))["index"]
+        index: int = (await self._write("turn", key, {"turn": messages.encode_turn(turn)}))["index"]
         return index
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
         """What an attempt earned, or one of its turns."""
-        await self._write("reward", key, {"reward": wire.encode_reward(reward), "turn": turn})
+        await self._write("reward", key, {"reward": messages.encode_reward(reward), "turn": turn})
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
         """An event that somebody will want to look at."""
@@ -211,55 +211,55 @@ class RemoteRolloutQueue(RolloutQueue):
 
     async def put_resource(self, name: str, value: Any) -> int:
         """A new version of a resource."""
-        version: int = (await self._ask("put", resource=name, value=to_json_value(value, "value")))["version"]
+        version: int = (await self._call("put", resource=name, value=to_json_value(value, "value")))["version"]
         return version
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
         """A resource and its version."""
-        told = await self._ask("resource", resource=name, version=version)
-        return told["version"], told["value"]
+        reply = await self._call("resource", resource=name, version=version)
+        return reply["version"], reply["value"]
 
     async def runners(self) -> list[RunnerState]:
         """The runners that spoke within the last minutes."""
-        return [wire.decode_runner(runner) for runner in (await self._ask("runners"))["runners"]]
+        return [messages.decode_runner(runner) for runner in (await self._call("runners"))["runners"]]
 
     async def statistics(self) -> dict[str, float]:
         """How many rollouts stand where."""
-        statistics: dict[str, float] = (await self._ask("statistics"))["statistics"]
+        statistics: dict[str, float] = (await self._call("statistics"))["statistics"]
         return statistics
 
     async def close(self) -> None:
         """Let go of this event loop's connections, once what is being written is written; the server goes on."""
-        line = self._batchers.pop(asyncio.get_running_loop(), None)
-        if line is not None:
-            await line.close()
+        batcher = self._batchers.pop(asyncio.get_running_loop(), None)
+        if batcher is not None:
+            await batcher.close()
 
     # -- the way there ------------------------------------------------------------------------------------------------
 
-    async def _ask(self, verb: str, *, wait_s: float = 0.0, **body: Any) -> dict[str, Any]:
+    async def _call(self, name: str, *, wait_s: float = 0.0, **body: Any) -> dict[str, Any]:
         """Ask for a verb that goes alone."""
-        if verb == "claim":
+        if name == "claim":
             body["wait_s"] = wait_s
-        return await self._batcher().client.call(verb, wire.to_json(body), wait_s)
+        return await self._batcher().client.call(name, messages.to_json(body), wait_s)
 
-    async def _write(self, verb: str, key: AttemptId, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _write(self, name: str, key: AttemptId, body: Mapping[str, Any]) -> dict[str, Any]:
         """Write with what else is being written."""
-        document = {"verb": verb, **wire.encode_attempt_id(key), **body}
-        return await self._batcher().write(wire.to_json(document))
+        document = {"verb": name, **messages.encode_attempt_id(key), **body}
+        return await self._batcher().write(messages.to_json(document))
 
     def _batcher(self) -> WriteBatcher:
         """The connections of this event loop."""
         loop = asyncio.get_running_loop()
-        line = self._batchers.get(loop)
-        if line is None:
-            for ended in [other for other in list(self._batchers) if other.is_closed()]:
-                del self._batchers[ended]
-            line = self._batchers[loop] = WriteBatcher(
-                StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._life)
+        batcher = self._batchers.get(loop)
+        if batcher is None:
+            for closed in [other for other in list(self._batchers) if other.is_closed()]:
+                del self._batchers[closed]
+            batcher = self._batchers[loop] = WriteBatcher(
+                StoreClient(self.url, self._key, self._patience_s, self._timeout_s, self._transport, self._epoch)
             )
-        return line
+        return batcher
 
 
-def _portions(of: Sequence[T]) -> list[Sequence[T]]:
+def _portions(items: Sequence[T]) -> list[Sequence[T]]:
     """As many at a time as one request may speak of."""
-    return [of[at : at + MAX_ITEMS] for at in range(0, len(of), MAX_ITEMS)]
+    return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]

@@ -58,95 +58,95 @@ class ReplyCache:
     and asked again it is done again.
     """
 
-    def __init__(self, kept_s: float = REPLY_TTL_S, most: CacheQuota = SHARED_QUOTA) -> None:
-        self._kept_s, self._most = kept_s, most
+    def __init__(self, ttl_s: float = REPLY_TTL_S, quota: CacheQuota = SHARED_QUOTA) -> None:
+        self._ttl_s, self._quota = ttl_s, quota
         self._replies: dict[Hashable, _CachedReply] = {}
         self._by_owner: dict[Hashable, _OwnerReplies] = {}
         self._bytes = 0
 
     async def get_or_run(
         self,
-        name: Hashable,
-        make: Callable[[], Coroutine[Any, Any, HttpReply]],
+        key: Hashable,
+        run: Callable[[], Coroutine[Any, Any, HttpReply]],
         owner: Hashable = None,
-        share: CacheQuota = SHARED_QUOTA,
+        quota: CacheQuota = SHARED_QUOTA,
     ) -> HttpReply:
         """The answer, made now if it was not before. It is made to its end, even where who asked is cancelled.
 
         owner: the key it is asked with, of which no more than this share is kept."""
         self._forget_old()
-        asked = self._replies.get(name)
-        if asked is None:
-            asked = self._begin(name, make, owner, share)
-        if asked.task is None:
-            return asked.answer
-        asked.waiting += 1
+        entry = self._replies.get(key)
+        if entry is None:
+            entry = self._begin(key, run, owner, quota)
+        if entry.task is None:
+            return entry.answer
+        entry.waiting += 1
         try:
-            return await asyncio.shield(asked.task)
+            return await asyncio.shield(entry.task)
         finally:
-            asked.waiting -= 1
+            entry.waiting -= 1
 
-    def contains(self, name: Hashable) -> bool:
+    def contains(self, key: Hashable) -> bool:
         """Whether this was asked, and is kept."""
-        return name in self._replies
+        return key in self._replies
 
-    async def abandon(self, name: Hashable, undo: Callable[[HttpReply], Awaitable[None]]) -> None:
+    async def abandon(self, key: Hashable, undo: Callable[[HttpReply], Awaitable[None]]) -> None:
         """Who asked has gone. Where nobody else waits, it is as if it had not been asked: what is under way is
         cancelled, and what was done is undone."""
-        asked = self._replies.get(name)
-        if asked is None or asked.waiting:
+        entry = self._replies.get(key)
+        if entry is None or entry.waiting:
             return
-        self._forget(name)
-        answer: HttpReply | None = asked.answer
-        if asked.task is not None:
-            asked.task.cancel()
-            await asyncio.wait({asked.task})
-            failed = asked.task.cancelled() or asked.task.exception() is not None
-            answer = None if failed else asked.task.result()
-        if answer is not None:
-            await undo(answer)
+        self._forget(key)
+        reply: HttpReply | None = entry.answer
+        if entry.task is not None:
+            entry.task.cancel()
+            await asyncio.wait({entry.task})
+            failed = entry.task.cancelled() or entry.task.exception() is not None
+            reply = None if failed else entry.task.result()
+        if reply is not None:
+            await undo(reply)
 
     def _begin(
-        self, name: Hashable, make: Callable[[], Coroutine[Any, Any, HttpReply]], owner: Hashable, share: CacheQuota
+        self, key: Hashable, run: Callable[[], Coroutine[Any, Any, HttpReply]], owner: Hashable, quota: CacheQuota
     ) -> _CachedReply:
         """One that was not asked before."""
-        task = asyncio.create_task(make())
-        asked = self._replies[name] = _CachedReply(time.monotonic(), owner, task)
-        self._by_owner.setdefault(owner, _OwnerReplies()).names[name] = None
-        task.add_done_callback(lambda done: self._done(name, asked, done, share))
-        return asked
+        task = asyncio.create_task(run())
+        entry = self._replies[key] = _CachedReply(time.monotonic(), owner, task)
+        self._by_owner.setdefault(owner, _OwnerReplies()).names[key] = None
+        task.add_done_callback(lambda finished: self._done(key, entry, finished, quota))
+        return entry
 
-    def _done(self, name: Hashable, asked: _CachedReply, task: asyncio.Task[HttpReply], share: CacheQuota) -> None:
+    def _done(self, key: Hashable, entry: _CachedReply, task: asyncio.Task[HttpReply], quota: CacheQuota) -> None:
         """Keep an answer, within its owner's share."""
-        if self._replies.get(name) is not asked:
+        if self._replies.get(key) is not entry:
             return
         if task.cancelled() or task.exception() is not None:
-            self._forget(name)
+            self._forget(key)
             return
-        asked.answer, asked.task = task.result(), None
-        kept, size = self._by_owner[asked.owner], len(asked.answer[1])
-        kept.bytes += size
+        entry.answer, entry.task = task.result(), None
+        replies, size = self._by_owner[entry.owner], len(entry.answer[1])
+        replies.bytes += size
         self._bytes += size
-        for oldest in list(islice(kept.names, 4)):
-            if len(kept.names) > share.answers or kept.bytes > share.bytes:
-                self._forget(oldest, done=True)
+        for oldest in list(islice(replies.names, 4)):
+            if len(replies.names) > quota.answers or replies.bytes > quota.bytes:
+                self._forget(oldest, only_done=True)
 
     def _forget_old(self) -> None:
         """A few at a time, of those asked first: more than can come in until the next call."""
-        before = time.monotonic() - self._kept_s
-        for name, asked in list(islice(self._replies.items(), 4)):
-            if asked.at < before or self._bytes > self._most.bytes or len(self._replies) > self._most.answers:
-                self._forget(name, done=True)
+        before = time.monotonic() - self._ttl_s
+        for key, entry in list(islice(self._replies.items(), 4)):
+            if entry.at < before or self._bytes > self._quota.bytes or len(self._replies) > self._quota.answers:
+                self._forget(key, only_done=True)
 
-    def _forget(self, name: Hashable, *, done: bool = False) -> None:
+    def _forget(self, key: Hashable, *, only_done: bool = False) -> None:
         """It is not known any more. done: only if it is not under way."""
-        asked = self._replies[name]
-        if done and asked.task is not None:
+        entry = self._replies[key]
+        if only_done and entry.task is not None:
             return
-        del self._replies[name]
-        kept, size = self._by_owner[asked.owner], len(asked.answer[1])
-        del kept.names[name]
-        kept.bytes -= size
+        del self._replies[key]
+        replies, size = self._by_owner[entry.owner], len(entry.answer[1])
+        del replies.names[key]
+        replies.bytes -= size
         self._bytes -= size
-        if not kept.names:
-            del self._by_owner[asked.owner]
+        if not replies.names:
+            del self._by_owner[entry.owner]

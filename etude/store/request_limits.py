@@ -110,21 +110,24 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
     """
     if len(body) <= _PIECE and body.count(b"[") + body.count(b"{") <= depth:
         return
-    brackets, count, marks = [], 0, 0
+    brackets, count, quote_count = [], 0, 0
     for outside, quotes in _outside(body):
         structure = outside.translate(None, _OTHERS)
         brackets.append(structure.translate(_AS_LISTS, b","))
-        count, marks = count + len(structure) - structure.count(b"]") - structure.count(b"}"), marks + quotes
-        if count > values or marks > 4 * values + 4:
+        count, quote_count = (
+            count + len(structure) - structure.count(b"]") - structure.count(b"}"),
+            quote_count + quotes,
+        )
+        if count > values or quote_count > 4 * values + 4:
             raise RequestRefusedError(
                 413, f"The body has more than {values} values, in lists and objects; send less at once."
             )
-    left = b"".join(brackets)
+    nesting = b"".join(brackets)
     for _ in range(depth):  # a level each: what is left of a body that ends too early is no pair
-        if b"[]" not in left:
+        if b"[]" not in nesting:
             break
-        left = left.replace(b"[]", b"")
-    if b"[]" in left or left.count(b"[") > depth:
+        nesting = nesting.replace(b"[]", b"")
+    if b"[]" in nesting or nesting.count(b"[") > depth:
         raise RequestRefusedError(
             400, f"The body is nested too deeply: more than {depth} lists and objects in each other."
         )
@@ -132,35 +135,35 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
 
 def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
     """What stands outside of the texts of a body, a piece at a time, and how many quotation marks each piece has."""
-    inside, cut = False, b""
+    inside, escape = False, b""
     for start in range(0, len(body), _PIECE):
-        piece = (cut + body[start : start + _PIECE]).replace(b"\\\\", b"")
-        cut = b"\\" if piece.endswith(b"\\") else b""  # what it escapes stands in the next piece
-        parts = piece.removesuffix(cut).replace(b'\\"', b"").split(b'"')
+        piece = (escape + body[start : start + _PIECE]).replace(b"\\\\", b"")
+        escape = b"\\" if piece.endswith(b"\\") else b""  # what it escapes stands in the next piece
+        parts = piece.removesuffix(escape).replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[inside::2]), len(parts) - 1
         inside ^= len(parts) % 2 == 0
 
 
-def check_size(value: Any, name: str, most_bytes: int = NOTE_BYTES, most_values: int = NOTE_VALUES) -> Any:
+def check_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> Any:
     """A value of JSON that is kept for people to look at, if it holds no more than this."""
-    json_size(value, name, most_bytes, most_values)
+    json_size(value, name, max_bytes, max_values)
     return value
 
 
-def json_size(value: Any, name: str, most_bytes: int = NOTE_BYTES, most_values: int = NOTE_VALUES) -> int:
+def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
     """About how many bytes of JSON a value is; `DataError` where it holds more than this."""
-    left, size, count = [value], 0, 0
-    while left:
-        one = left.pop()
-        count, size = count + 1, size + _size(one)
-        if isinstance(one, Mapping):
-            size += sum(map(_size, one))
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
-        if size > most_bytes or count + len(left) > most_values:
+    stack, size, count = [value], 0, 0
+    while stack:
+        item = stack.pop()
+        count, size = count + 1, size + _size(item)
+        if isinstance(item, Mapping):
+            size += sum(map(_size, item))
+            stack += item.values()
+        elif isinstance(item, list | tuple):
+            stack += item
+        if size > max_bytes or count + len(stack) > max_values:
             raise DataError(
-                f"{name} holds more than is kept for looking at: at most {most_bytes} bytes as JSON, and {most_values} "
+                f"{name} holds more than is kept for looking at: at most {max_bytes} bytes as JSON, and {max_values} "
                 "values in lists and objects. Say less, or in several."
             )
     return size

@@ -38,14 +38,14 @@ App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 NO_JSON = "/v1/traces", b"application/x-protobuf"
 """The one route whose bodies may be no JSON, and their content type: its own parser counts what they hold."""
-SINGLE = (b"authorization", b"x-api-key", b"content-type", b"content-encoding")
+SINGLE_HEADERS = (b"authorization", b"x-api-key", b"content-type", b"content-encoding")
 """Headers that come once: of two, the gate and an app might each read another one."""
-SHARED = 8
+MAX_LONG_REQUESTS = 8
 """Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
 ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
 MAX_INFLATION = 1032
 """How many times as much a compressed body may become: it is taken for that much before it is inflated."""
-_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _LOG = get_logger("store")
 
 
@@ -53,30 +53,35 @@ class _DisconnectedError(Exception):
     """Who asked hung up before all was said."""
 
 
-def encode_error(kind: str, message: str, request: str) -> bytes:
+def encode_error(kind: str, message: str, request_id: str) -> bytes:
     """The body of every answer that is no success."""
-    return json.dumps({"error": {"kind": kind, "message": message, "request": request}}).encode()
+    return json.dumps({"error": {"kind": kind, "message": message, "request": request_id}}).encode()
 
 
-def work_slot(aside: BackgroundThread, grant: Grant | None, size: int) -> AbstractAsyncContextManager[None]:
+def work_slot(background: BackgroundThread, grant: Grant | None, size: int) -> AbstractAsyncContextManager[None]:
     """Room for a long request: an attempt has one worked on at a time, strangers one, and a key that many use a few."""
     if grant is None:
-        return aside.slot(None, size)
-    return aside.slot(grant.owner, size, 1 if grant.attempt_id is not None else SHARED)
+        return background.slot(None, size)
+    return background.slot(grant.owner, size, 1 if grant.attempt_id is not None else MAX_LONG_REQUESTS)
 
 
 class RequestMiddleware:
     """An app, and what stands before it. Apps find an `BackgroundThread` in the request's state, for what is heavy."""
 
     def __init__(
-        self, app: App, life: str, whose: ReadGrant, most_bytes: int = bounds.BODY_BYTES, read_s: float | None = None
+        self,
+        app: App,
+        instance: str,
+        read_grant: ReadGrant,
+        max_bytes: int = bounds.BODY_BYTES,
+        read_s: float | None = None,
     ) -> None:
         """whose: the key that the headers of a request bring, if there is one; without it no more is read than a
         little, so that strangers fill no memory, and hear from the app all the same that they need one."""
-        self.app, self._life, self._read_grant = app, life.encode(), whose
-        self._most_bytes, self._read_s = most_bytes, bounds.BODY_S if read_s is None else read_s
-        self._names = (b"%s-%d" % (self._life, number) for number in count(1))
-        self._background, self._held = BackgroundThread(), _BufferedBytes()
+        self.app, self._instance, self._read_grant = app, instance.encode(), read_grant
+        self._max_bytes, self._read_s = max_bytes, bounds.BODY_S if read_s is None else read_s
+        self._request_ids = (b"%s-%d" % (self._instance, number) for number in count(1))
+        self._background, self._buffered = BackgroundThread(), _BufferedBytes()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -88,21 +93,21 @@ class RequestMiddleware:
                     self._background.close()
             return
         headers = dict(scope["headers"])
-        given = headers.get(REQUEST_ID.encode(), b"")
-        name = given if _NAME.fullmatch(given) else next(self._names)
-        scope.setdefault("state", {}).update(request=name.decode(), aside=self._background)
-        answer = _ResponseSender(send, [(REQUEST_ID.encode(), name), (STORE_INSTANCE.encode(), self._life)])
+        sent_id = headers.get(REQUEST_ID.encode(), b"")
+        request_id = sent_id if _REQUEST_ID.fullmatch(sent_id) else next(self._request_ids)
+        scope.setdefault("state", {}).update(request=request_id.decode(), aside=self._background)
+        answer = _ResponseSender(send, [(REQUEST_ID.encode(), request_id), (STORE_INSTANCE.encode(), self._instance)])
         started = time.monotonic()
         try:
             await self._call_app(scope, headers, receive, answer)
         except _DisconnectedError:
             return  # nobody is there to be answered
         except RequestRefusedError as refused:
-            await answer.send_error(refused.status, "Refused", str(refused), name.decode())
+            await answer.send_error(refused.status, "Refused", str(refused), request_id.decode())
         except Exception:
-            _LOG.exception("Request %s, %s %s, failed.", name.decode(), scope["method"], scope["path"][:200])
-            told = "The server failed at this; its log says more under this request."
-            await answer.send_error(500, "Failed", told, name.decode())
+            _LOG.exception("Request %s, %s %s, failed.", request_id.decode(), scope["method"], scope["path"][:200])
+            message = "The server failed at this; its log says more under this request."
+            await answer.send_error(500, "Failed", message, request_id.decode())
         _LOG.log(
             20 if 400 <= answer.status < 500 else 10,
             "%s %s answered %d in %.1f ms, as request %s.",
@@ -110,7 +115,7 @@ class RequestMiddleware:
             scope["path"][:200],
             answer.status,
             1000 * (time.monotonic() - started),
-            name.decode(),
+            request_id.decode(),
         )
 
     async def _call_app(
@@ -121,77 +126,77 @@ class RequestMiddleware:
         if grant is not None and GOOD_KEY in scope.get("extensions", ()):
             scope["extensions"][GOOD_KEY](grant.attempt_id)
         if b"content-length" not in headers and b"transfer-encoding" not in headers:
-            _refuse_doubles(scope)
+            _refuse_duplicate_headers(scope)
             await self.app(scope, receive, answer)
             return
-        with self._held.of(grant) as held:
-            await self.app(scope, await self._buffer_body(scope, headers, receive, held), answer)
+        with self._buffered.of(grant) as buffer:
+            await self.app(scope, await self._buffer_body(scope, headers, receive, buffer), answer)
 
     async def _buffer_body(
-        self, scope: Message, headers: dict[bytes, bytes], receive: Receive, held: _RequestBuffer
+        self, scope: Message, headers: dict[bytes, bytes], receive: Receive, buffer: _RequestBuffer
     ) -> Receive:
         """The body, whole and inflated, as an app receives it; or the refusal of it, as an app hears of that."""
         more = True
 
-        async def heard() -> Message:
+        async def receive_part() -> Message:
             nonlocal more
             message = await receive()
             more = message.get("more_body", False)  # who has gone sends no more
             return message
 
         try:
-            body = await self._read_body(scope, headers, heard, held)
+            body = await self._read_body(scope, headers, receive_part, buffer)
         except RequestRefusedError as refused:
-            held.release()
+            buffer.release()
             if more:
                 await _drain(receive)
             why = refused
 
-            async def refusing() -> Message:
+            async def raise_refusal() -> Message:
                 raise why
 
-            return refusing
-        told = (b"content-length", b"content-encoding", b"transfer-encoding")
-        kept = [(key, value) for key, value in scope["headers"] if key not in told]
-        scope["headers"] = [*kept, (b"content-length", str(len(body)).encode())]
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+            return raise_refusal
+        replaced = (b"content-length", b"content-encoding", b"transfer-encoding")
+        headers_left = [(key, value) for key, value in scope["headers"] if key not in replaced]
+        scope["headers"] = [*headers_left, (b"content-length", str(len(body)).encode())]
+        body_message: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replayed() -> Message:
-            return first.pop() if first else await receive()
+        async def replay() -> Message:
+            return body_message.pop() if body_message else await receive()
 
-        return replayed
+        return replay
 
     async def _read_body(
-        self, scope: Message, headers: dict[bytes, bytes], receive: Receive, held: _RequestBuffer
+        self, scope: Message, headers: dict[bytes, bytes], receive: Receive, buffer: _RequestBuffer
     ) -> bytes:
         """The body, within its time and its size, inflated, and no more in it than may be parsed."""
-        _refuse_doubles(scope)
-        most = self._most(held.grant)
+        _refuse_duplicate_headers(scope)
+        max_bytes = self._max_body(buffer.grant)
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in ENCODINGS:
-            said = encoding.decode("latin-1")
-            raise RequestRefusedError(415, f"Content-Encoding {said!r} is not read here; gzip and deflate are.")
-        if int(headers.get(b"content-length", b"0")) > most:
-            raise self._too_large(most, held.grant)
-        read_s = min(bounds.ANONYMOUS_S, self._read_s) if held.grant is None else self._read_s
+            name = encoding.decode("latin-1")
+            raise RequestRefusedError(415, f"Content-Encoding {name!r} is not read here; gzip and deflate are.")
+        if int(headers.get(b"content-length", b"0")) > max_bytes:
+            raise self._too_large(max_bytes, buffer.grant)
+        read_s = min(bounds.ANONYMOUS_S, self._read_s) if buffer.grant is None else self._read_s
         try:
             async with asyncio.timeout(read_s):
-                body = await self._receive_body(receive, held, most)
+                body = await self._receive_body(receive, buffer, max_bytes)
         except TimeoutError:
             raise RequestRefusedError(408, f"The body did not arrive within {read_s:g} seconds.") from None
-        packed = encoding not in (b"", b"identity")
+        is_compressed = encoding not in (b"", b"identity")
         size = len(body)
-        async with work_slot(self._background, held.grant, MAX_INFLATION * size if packed else size):
-            if packed:
-                body = await self._background.run(MAX_INFLATION * size, _inflated, body, encoding.decode(), most)
-                held.take(max(0, len(body) - size))
-                if len(body) > most:
-                    raise self._too_large(most, held.grant)
+        async with work_slot(self._background, buffer.grant, MAX_INFLATION * size if is_compressed else size):
+            if is_compressed:
+                body = await self._background.run(MAX_INFLATION * size, _inflate, body, encoding.decode(), max_bytes)
+                buffer.take(max(0, len(body) - size))
+                if len(body) > max_bytes:
+                    raise self._too_large(max_bytes, buffer.grant)
             if (scope["path"], headers.get(b"content-type", b"").partition(b";")[0].strip().lower()) != NO_JSON:
                 await self._background.run(len(body), check_json_size, body)
         return body
 
-    async def _receive_body(self, receive: Receive, held: _RequestBuffer, most: int) -> bytes:
+    async def _receive_body(self, receive: Receive, buffer: _RequestBuffer, max_bytes: int) -> bytes:
         """The body as it came."""
         parts, size, more = [], 0, True
         while more:
@@ -200,23 +205,23 @@ class RequestMiddleware:
                 raise _DisconnectedError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            held.take(len(parts[-1]))
-            if size > most:
-                raise self._too_large(most, held.grant)
+            buffer.take(len(parts[-1]))
+            if size > max_bytes:
+                raise self._too_large(max_bytes, buffer.grant)
             more = message.get("more_body", False)
         return b"".join(parts)
 
-    def _most(self, grant: Grant | None) -> int:
+    def _max_body(self, grant: Grant | None) -> int:
         """Bytes of a body that comes with this key."""
         if grant is None:
-            return min(bounds.ANONYMOUS_BYTES, self._most_bytes)
-        return min(bounds.REWARDS_BYTES, self._most_bytes) if grant.scope == "reward" else self._most_bytes
+            return min(bounds.ANONYMOUS_BYTES, self._max_bytes)
+        return min(bounds.REWARDS_BYTES, self._max_bytes) if grant.scope == "reward" else self._max_bytes
 
-    def _too_large(self, most: int, grant: Grant | None) -> RequestRefusedError:
+    def _too_large(self, max_bytes: int, grant: Grant | None) -> RequestRefusedError:
         if grant is None:
-            return RequestRefusedError(401, f"This needs a key, without which no more than {most} bytes are read.")
+            return RequestRefusedError(401, f"This needs a key, without which no more than {max_bytes} bytes are read.")
         return RequestRefusedError(
-            413, f"The body has more than {most} bytes, counted as sent and as inflated; send less at once."
+            413, f"The body has more than {max_bytes} bytes, counted as sent and as inflated; send less at once."
         )
 
 
@@ -230,11 +235,11 @@ class _BufferedBytes:
     @contextmanager
     def of(self, grant: Grant | None) -> Iterator[_RequestBuffer]:
         """The part of it that one request holds."""
-        share = _RequestBuffer(self, grant)
+        buffer = _RequestBuffer(self, grant)
         try:
-            yield share
+            yield buffer
         finally:
-            share.release()
+            buffer.release()
 
     def add(self, grant: Grant | None, size: int) -> None:
         """So much more of it, or less."""
@@ -249,14 +254,14 @@ class _BufferedBytes:
     def exceeded_limit(self, grant: Grant | None) -> str:
         """The limit that is crossed, in words; empty where there is room."""
         if grant is None:
-            most, whose = bounds.HELD_BY_ANONYMOUS, "without a key"
+            limit, sender = bounds.HELD_BY_ANONYMOUS, "without a key"
         elif grant.attempt_id is not None:
-            most, whose = bounds.HELD_BY_ATTEMPT, "by the keys of this attempt"
+            limit, sender = bounds.HELD_BY_ATTEMPT, "by the keys of this attempt"
         else:
-            most, whose = bounds.HELD_BY_KEY, "by this key"
-        own = self.by[None if grant is None else grant.owner]
-        if own > most:
-            return f"{own} bytes {whose}; at most {most} are"
+            limit, sender = bounds.HELD_BY_KEY, "by this key"
+        used = self.by[None if grant is None else grant.owner]
+        if used > limit:
+            return f"{used} bytes {sender}; at most {limit} are"
         if grant is not None and grant.attempt_id is not None and self.attempts > bounds.HELD_BYTES // 2:
             return f"{self.attempts} bytes by the keys of attempts; at most {bounds.HELD_BYTES // 2} are"
         if self.bytes > bounds.HELD_BYTES:
@@ -267,23 +272,23 @@ class _BufferedBytes:
 class _RequestBuffer:
     """The memory that one request holds while it is read and answered."""
 
-    def __init__(self, held: _BufferedBytes, grant: Grant | None) -> None:
-        self._held, self.grant, self._bytes = held, grant, 0
+    def __init__(self, buffered: _BufferedBytes, grant: Grant | None) -> None:
+        self._buffered, self.grant, self._bytes = buffered, grant, 0
 
     def take(self, size: int) -> None:
         """So much more of it."""
         self._bytes += size
-        self._held.add(self.grant, size)
+        self._buffered.add(self.grant, size)
         if self.grant is not None and self.grant.attempt_id is None and self._bytes <= bounds.SHORT_BYTES:
             return
-        if crossed := self._held.exceeded_limit(self.grant):
+        if crossed := self._buffered.exceeded_limit(self.grant):
             raise RequestRefusedError(
                 429, f"Requests under way hold {crossed}. Send this again when others are answered."
             )
 
     def release(self) -> None:
         """All of it."""
-        self._held.add(self.grant, -self._bytes)
+        self._buffered.add(self.grant, -self._bytes)
         self._bytes = 0
 
 
@@ -300,38 +305,38 @@ class _ResponseSender:
             message["headers"] = [*message.get("headers", ()), *self._headers]
         await self._send(message)
 
-    async def send_error(self, status: int, kind: str, why: str, request: str) -> None:
+    async def send_error(self, status: int, kind: str, why: str, request_id: str) -> None:
         """Say why not, unless something is being said already."""
         if self.status:
             raise ConnectionAbortedError("an answer broke off in its middle")  # the connection is closed, not ended
-        body = encode_error(kind, why, request)
+        body = encode_error(kind, why, request_id)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self({"type": "http.response.start", "status": status, "headers": headers})
         await self({"type": "http.response.body", "body": body})
 
 
-def _refuse_doubles(scope: Message) -> None:
+def _refuse_duplicate_headers(scope: Message) -> None:
     """Refuse a request with two of a header that has to be one."""
-    given = Counter(name for name, _ in scope["headers"])
-    double = next((name.decode() for name in SINGLE if given[name] > 1), None)
-    if double is not None:
+    counts = Counter(name for name, _ in scope["headers"])
+    duplicate = next((name.decode() for name in SINGLE_HEADERS if counts[name] > 1), None)
+    if duplicate is not None:
         raise RequestRefusedError(
-            400, f"The request has the header {double} {given[double.encode()]} times; send it once."
+            400, f"The request has the header {duplicate} {counts[duplicate.encode()]} times; send it once."
         )
 
 
-def _inflated(body: bytes, encoding: str, most: int) -> bytes:
+def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Decompress a body, to one byte more than the limit at most."""
     stream = zlib.decompressobj(wbits=47)  # a gzip or a zlib header, whichever it has
     try:
-        out = stream.decompress(body, most + 1)
+        inflated = stream.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise RequestRefusedError(400, f"The body is not {encoding}: {error}.") from None
     if stream.unused_data:
         raise RequestRefusedError(400, "The compressed body goes on behind its end; send it as one stream.")
-    if not stream.eof and len(out) <= most:
+    if not stream.eof and len(inflated) <= max_bytes:
         raise RequestRefusedError(400, "The compressed body ends before its end: it was cut short.")
-    return out
+    return inflated
 
 
 async def _drain(receive: Receive) -> None:

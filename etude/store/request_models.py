@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from etude.records import Outcome
-from etude.store import messages as wire
+from etude.store import messages
 from etude.store.keys import Scope
 from etude.store.request_limits import BODY_BYTES, INLINE_BYTES
 from etude.store.rollout_limits import RolloutLimits, RolloutPurpose
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-FEW = 16
+MAX_INLINE_DOCUMENTS = 16
 """Documents that are made at once."""
 LONGEST_POLL = 30.0
 """Seconds that one request waits at most; who wants to wait longer asks again."""
-_USUAL = RolloutLimits()
+_DEFAULT_LIMITS = RolloutLimits()
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -54,11 +54,11 @@ Ids: TypeAlias = Annotated[list[Id], Field(max_length=1000)]
 """As many as one request speaks of; who has more asks more often."""
 
 
-async def map_documents(of: Sequence[T], document: Callable[[T], Any], size: int = 0) -> list[Any]:
+async def map_documents(items: Sequence[T], convert: Callable[[T], Any], size: int = 0) -> list[Any]:
     """Each as it goes over HTTP, or as it came that way; of many, or of many bytes, made beside the event loop."""
-    if len(of) <= FEW and size <= INLINE_BYTES:
-        return [document(each) for each in of]
-    return await asyncio.to_thread(lambda: [document(each) for each in of])
+    if len(items) <= MAX_INLINE_DOCUMENTS and size <= INLINE_BYTES:
+        return [convert(item) for item in items]
+    return await asyncio.to_thread(lambda: [convert(item) for item in items])
 
 
 class StrictModel(BaseModel):
@@ -90,11 +90,11 @@ class TaskModel(StrictModel):
 class RolloutLimitsModel(StrictModel):
     """How long a rollout may take, and how often it is tried; null is without a limit."""
 
-    timeout_s: Seconds | None = _USUAL.timeout_s
-    unresponsive_s: Seconds = _USUAL.unresponsive_s
-    queue_timeout_s: Seconds | None = _USUAL.queue_timeout_s
-    max_attempts: int = Field(_USUAL.max_attempts, ge=1, le=1_000_000)
-    retry_on: list[Outcome] = Field(list(_USUAL.retry_on), max_length=len(Outcome))
+    timeout_s: Seconds | None = _DEFAULT_LIMITS.timeout_s
+    unresponsive_s: Seconds = _DEFAULT_LIMITS.unresponsive_s
+    queue_timeout_s: Seconds | None = _DEFAULT_LIMITS.queue_timeout_s
+    max_attempts: int = Field(_DEFAULT_LIMITS.max_attempts, ge=1, le=1_000_000)
+    retry_on: list[Outcome] = Field(list(_DEFAULT_LIMITS.retry_on), max_length=len(Outcome))
 
 
 class RolloutRequestModel(StrictModel):
@@ -109,7 +109,7 @@ class RolloutRequestModel(StrictModel):
     def to_request(self) -> RolloutRequest:
         """As a desk takes it."""
         limits = RolloutLimits.from_dict(self.limits.model_dump())
-        return RolloutRequest(wire.decode_task(self.task.model_dump()), self.sample, self.id, self.use, limits)
+        return RolloutRequest(messages.decode_task(self.task.model_dump()), self.sample, self.id, self.use, limits)
 
 
 class EmptyReply(BaseModel):

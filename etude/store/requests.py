@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, Field
 
 from etude.records import Outcome
-from etude.store import messages as wire
+from etude.store import messages
 from etude.store.admin_requests import (
     AcquireLeaseRequest,
     GetResourceRequest,
@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 
-def _check_info(told: dict[str, Any]) -> dict[str, Any]:
-    check_size(told, "What a runner says of itself", *RUNNER_INFO)
-    return told
+def _check_info(info: dict[str, Any]) -> dict[str, Any]:
+    check_size(info, "What a runner says of itself", *RUNNER_INFO)
+    return info
 
 
 # -- who wants rollouts ------------------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ class FindRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Look for them."""
-        told = self.model_dump() | {name: tuple(getattr(self, name)) for name in ("statuses", "tasks", "ids")}
-        page = await queue.find(RolloutQuery(**told))
+        fields = self.model_dump() | {name: tuple(getattr(self, name)) for name in ("statuses", "tasks", "ids")}
+        page = await queue.find(RolloutQuery(**fields))
         return {"rollouts": await map_documents(page.rollouts, RolloutState.to_dict), "more": page.more}
 
 
@@ -164,7 +164,7 @@ class TurnsRequest(_AttemptRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Read them."""
-        return {"turns": await map_documents(await queue.turns(self.rollout, self.attempt), wire.encode_turn)}
+        return {"turns": await map_documents(await queue.turns(self.rollout, self.attempt), messages.encode_turn)}
 
 
 class EventsRequest(_AttemptRequest):
@@ -217,7 +217,9 @@ class ClaimRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Claim them."""
-        return {"claims": await map_documents(await queue.claim(self.runner, self.n, self.wait_s), wire.encode_claim)}
+        return {
+            "claims": await map_documents(await queue.claim(self.runner, self.n, self.wait_s), messages.encode_claim)
+        }
 
 
 class HeartbeatRequest(StoreRequest):
@@ -245,8 +247,8 @@ class HeartbeatRequest(StoreRequest):
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Hear it."""
-        stop = await queue.heartbeat(self.runner, [one.attempt_id for one in self.running], self.told)
-        return {"stop": [wire.encode_attempt_id(key) | {"why": why} for key, why in stop.items()]}
+        stop = await queue.heartbeat(self.runner, [attempt.attempt_id for attempt in self.running], self.told)
+        return {"stop": [messages.encode_attempt_id(key) | {"why": why} for key, why in stop.items()]}
 
 
 # -- what is written of an attempt -------------------------------------------------------------------------------------
@@ -359,13 +361,13 @@ class RecordTurnRequest(WriteRequest):
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
         """Write it."""
         (turn,) = await map_documents(
-            [self.turn], lambda said: wire.decode_turn(said.model_dump()), len(self.turn.arrays)
+            [self.turn], lambda model: messages.decode_turn(model.model_dump()), len(self.turn.arrays)
         )
         return {"index": await queue.record_turn(self.attempt_id, turn)}
 
     async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:
         """A turn is known by its tokens and log-probs: two that are alike to the last bit are taken for one."""
-        sent = wire.decode_turn(self.turn.model_dump())
+        sent = messages.decode_turn(self.turn.model_dump())
         payload = pack_turn(sent)
         for turn in reversed(await queue.turns(self.rollout, self.attempt)):
             if turn.model == sent.model and pack_turn(turn) == payload:

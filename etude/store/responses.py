@@ -24,7 +24,7 @@ from etude.store.request_middleware import encode_error
 
 __all__ = ["ServerRestartedError", "UnreadableError", "WrongScopeError", "error_body", "respond", "status_of"]
 
-COMPRESSED = 32 * 1024
+COMPRESS_BYTES = 32 * 1024
 """Bytes from which on an answer is compressed, for those who read that."""
 
 
@@ -62,7 +62,7 @@ def status_of(error: EtudeError) -> tuple[int, str]:
     raise error
 
 
-async def respond(request: Request, work: Awaitable[HttpReply], form: str = JSON) -> Response:
+async def respond(request: Request, work: Awaitable[HttpReply], media_type: str = JSON) -> Response:
     """A response, compressed where that is worth it."""
     try:
         status, body = await work
@@ -70,10 +70,10 @@ async def respond(request: Request, work: Awaitable[HttpReply], form: str = JSON
         status, kind = status_of(error)
         body = error_body(request, kind, str(error))
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
-    if len(body) >= COMPRESSED and "gzip" in request.headers.get("accept-encoding", ""):
-        body = await request.scope["state"]["aside"].run(len(body), _packed, body)
+    if len(body) >= COMPRESS_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        body = await request.scope["state"]["aside"].run(len(body), _compress, body)
         headers["content-encoding"] = "gzip"
-    return Response(body, status, headers, media_type=form if status == 200 else JSON)
+    return Response(body, status, headers, media_type=media_type if status == 200 else JSON)
 
 
 def error_body(request: Request, kind: str, why: str) -> bytes:
@@ -81,6 +81,6 @@ def error_body(request: Request, kind: str, why: str) -> bytes:
     return encode_error(kind, why, request.scope["state"]["request"])
 
 
-def _packed(body: bytes) -> bytes:
-    packer = zlib.compressobj(level=1, wbits=31)
-    return packer.compress(body) + packer.flush()
+def _compress(body: bytes) -> bytes:
+    compressor = zlib.compressobj(level=1, wbits=31)
+    return compressor.compress(body) + compressor.flush()

@@ -210,7 +210,7 @@ class RolloutQueue(ABC):
         """A runner is alive and has these under way; returns those it is to stop, and why."""
 
     @abstractmethod
-    async def finish(self, key: AttemptId, ended: AttemptReport) -> bool:
+    async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
         """An attempt is over. False if it was over before by somebody else's word (a timeout, a cancellation): what is
         handed in late is kept and changes nothing. Handed in twice in the same words, it was handed in once; in other
         words it is an `IllegalTransitionError`. Acknowledged once it is written."""

@@ -40,8 +40,7 @@ from etude.errors import (
 )
 from etude.observe import get_logger
 from etude.records import Outcome
-from etude.store import messages as wire
-from etude.store import otlp
+from etude.store import messages, otlp
 from etude.store import request_limits as bounds
 from etude.store.background_thread import BackgroundThread
 from etude.store.keys import Grant, Keyring, Scope, keys_from_headers
@@ -67,13 +66,13 @@ __all__ = ["create_app", "serve"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=StrictModel)
-AT_ONCE = 64
+MAX_CONCURRENT_NOTES = 64
 """Spans of one export that are noted beside each other."""
-RESTARTED = (
+RESTARTED_MESSAGE = (
     "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
     "count it twice. Look at what is there, and send it anew if it is not."
 )
-SPANS_GROW = 16
+SPANS_INFLATION = 16
 """How many times as long as its bytes say an export of spans takes."""
 _TOKEN = re.compile(r"[!-~]{1,200}")
 _LOG = get_logger("store")
@@ -86,41 +85,42 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = bounds.BODY_BYTES,
+    max_body_bytes: int = bounds.BODY_BYTES,
 ) -> FastAPI:
     """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
     entered on the server's loop for as long as it runs."""
-    door = _StoreApi(queue, keyring)
+    api = _StoreApi(queue, keyring)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            for each in lifespans:
-                await stack.enter_async_context(each)
+            for context in lifespans:
+                await stack.enter_async_context(context)
             yield
 
-    made = FastAPI(
+    app = FastAPI(
         title="Etude's store",
         version="1",
-        exception_handlers={HTTPException: _no_such_page},
+        exception_handlers={HTTPException: _not_found},
         lifespan=lifespan,
         openapi_url=None,  # it is served below, as bytes that are made once
     )
-    made.state.closing = door.closing
+    app.state.closing = api.closing
     for router in routers:  # before the rest, as an agent's calls are the most frequent
-        made.include_router(router)
-    for verb in REQUESTS:
-        made.router.routes.append(Route(f"/v1/store/{verb.name}", door.handler_for(verb), methods=["POST"]))
-    made.router.routes.append(Route("/v1/store/batch", door.batch, methods=["POST"]))
-    made.router.routes.append(Route("/v1/traces", door.traces, methods=["POST"]))
-    made.router.routes.append(Route("/healthz", _health, methods=["GET"]))
-    made.router.routes.append(Route("/openapi.json", openapi_route(made), methods=["GET"]))
-    made.router.routes.append(Route("/docs", docs_page, methods=["GET"]))
-    for path, other in (mounts or {}).items():
-        made.mount(path, other)
-    made.add_middleware(RequestMiddleware, life=door.instance, most_bytes=most_bytes, whose=keyring.read_headers)
-    made.openapi = lambda: openapi_schema(made)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
-    return made
+        app.include_router(router)
+    for kind in REQUESTS:
+        app.router.routes.append(Route(f"/v1/store/{kind.name}", api.handler_for(kind), methods=["POST"]))
+    app.router.routes.append(Route("/v1/store/batch", api.batch, methods=["POST"]))
+    app.router.routes.append(Route("/v1/traces", api.traces, methods=["POST"]))
+    app.router.routes.append(Route("/healthz", _health, methods=["GET"]))
+    app.router.routes.append(Route("/openapi.json", openapi_route(app), methods=["GET"]))
+    app.router.routes.append(Route("/docs", docs_page, methods=["GET"]))
+    for path, mounted in (mounts or {}).items():
+        app.mount(path, mounted)
+    read_grant = keyring.read_headers
+    app.add_middleware(RequestMiddleware, instance=api.instance, max_bytes=max_body_bytes, read_grant=read_grant)
+    app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]  # as FastAPI's documents say to extend it
+    return app
 
 
 def serve(
@@ -132,7 +132,7 @@ def serve(
     routers: Sequence[APIRouter] = (),
     mounts: Mapping[str, ASGIApp] | None = None,
     lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
-    most_bytes: int = bounds.BODY_BYTES,
+    max_body_bytes: int = bounds.BODY_BYTES,
     start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
 ) -> ServerThread:
@@ -150,8 +150,8 @@ def serve(
         keyring = Keyring(secrets.token_bytes(32))
         if show is not None:
             show(f"The admin key of this store, made for it and shown this once: {keyring.admin}")
-    served = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, most_bytes=most_bytes)
-    return start_server(served, host, port, keyring.admin, served.state.closing, start_s)
+    app = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, max_body_bytes=max_body_bytes)
+    return start_server(app, host, port, keyring.admin, app.state.closing, start_s)
 
 
 class _StoreApi:
@@ -167,133 +167,136 @@ class _StoreApi:
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
-    def handler_for(self, verb: type[StoreRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def handler_for(self, kind: type[StoreRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers requests for a verb."""
 
         async def answer(request: Request) -> Response:
-            return await respond(request, self._verb(verb, request))
+            return await respond(request, self._answer(kind, request))
 
         return answer
 
     async def batch(self, request: Request) -> Response:
         """Answer many writings."""
-        return await respond(request, self._batch(request))
+        return await respond(request, self._answer_batch(request))
 
-    async def _verb(self, verb: type[StoreRequest], request: Request) -> HttpReply:
-        grant = self._grant(request, verb.scopes)
+    async def _answer(self, kind: type[StoreRequest], request: Request) -> HttpReply:
+        grant = self._grant(request, kind.scopes)
         body = await request.body()
-        if len(body) > verb.max_bytes:
+        if len(body) > kind.max_bytes:
             raise RequestRefusedError(
-                413, f"The body of '{verb.name}' has {len(body)} bytes; at most {verb.max_bytes} are read."
+                413,
+                f"The body of '{kind.name}' has {len(body)} bytes; at most {kind.max_bytes} are read.",
             )
         async with work_slot(_background_thread(request), grant, len(body)):
-            form, name = await _background_thread(request).run(
-                len(body), _parse_request, verb, verb.name, request, body, grant
+            parsed, cache_key = await _background_thread(request).run(
+                len(body), _parse_request, kind, kind.name, request, body, grant
             )
-            _check_attempt(grant, form)
-            if verb is ClaimRequest:
-                return await self._claim(request, grant, name or object(), form)
-            desk = self._queue_for(request)
-            if form.is_reply_cached and name is not None:
-                stale = self._may_be_done(request, name)
-                work = partial(self._reply, form, desk, grant, len(body), stale)
-                return await self._reply_cache.get_or_run(name, work, *_share(grant))
-            work = partial(self._reply, form, desk, grant, len(body))
-            if verb.may_wait:
-                return await self._while_connected(request, work()) or _empty_reply(form)
+            _check_attempt(grant, parsed)
+            if kind is ClaimRequest:
+                return await self._claim(request, grant, cache_key or object(), parsed)
+            queue = self._queue_for(request)
+            if parsed.is_reply_cached and cache_key is not None:
+                stale = self._may_be_done(request, cache_key)
+                work = partial(self._reply, parsed, queue, grant, len(body), stale)
+                return await self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
+            work = partial(self._reply, parsed, queue, grant, len(body))
+            if kind.may_wait:
+                return await self._while_connected(request, work()) or _empty_reply(parsed)
             return await work()
 
     async def _reply(
-        self, form: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
+        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
     ) -> HttpReply:
         """Do it; the answer."""
-        said = await self._execute(form, queue, grant, size, stale)
-        return 200, await asyncio.to_thread(wire.to_json, said) if form.has_long_reply else wire.to_json(said)
+        document = await self._execute(parsed, queue, grant, size, stale)
+        if parsed.has_long_reply:
+            return 200, await asyncio.to_thread(messages.to_json, document)
+        return 200, messages.to_json(document)
 
     async def _execute(
-        self, form: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
+        self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
     ) -> dict[str, Any]:
         """Do it; what is answered. size: bytes that it came in. stale: whether an earlier life of the server may have
         done it."""
-        if grant.scope == "reward" and isinstance(form, RecordNoteRequest):
-            self._notes.take(form.attempt_id, size)
-        elif grant.scope == "reward" and isinstance(form, RecordRewardRequest) and form.turn is not None:
-            self._rewards.take(form.attempt_id, len(wire.to_json({"reward": form.reward})))
-        if not (stale and form.must_run_once):
-            return await form.execute(queue)
-        answer = await form.execute_after_restart(queue)
-        if answer is None:
-            raise ServerRestartedError(RESTARTED)
-        return answer
+        if grant.scope == "reward" and isinstance(parsed, RecordNoteRequest):
+            self._notes.take(parsed.attempt_id, size)
+        elif grant.scope == "reward" and isinstance(parsed, RecordRewardRequest) and parsed.turn is not None:
+            self._rewards.take(parsed.attempt_id, len(messages.to_json({"reward": parsed.reward})))
+        if not (stale and parsed.must_run_once):
+            return await parsed.execute(queue)
+        document = await parsed.execute_after_restart(queue)
+        if document is None:
+            raise ServerRestartedError(RESTARTED_MESSAGE)
+        return document
 
     def _queue_for(self, request: Request) -> RolloutQueue:
         """The desk as whoever asks has it: where a life of its keeper is named, in that."""
-        life = request.headers.get(wire.OWNER_EPOCH)
-        if life is None:
+        epoch = request.headers.get(messages.OWNER_EPOCH)
+        if epoch is None:
             return self._queue
-        if not (life.isascii() and life.isdecimal() and len(life) < 20):
-            raise DataError(f"The header {wire.OWNER_EPOCH} is the number of a life, and {life!r} is none.")
-        return self._queue.with_epoch(int(life))
+        if not (epoch.isascii() and epoch.isdecimal() and len(epoch) < 20):
+            raise DataError(f"The header {messages.OWNER_EPOCH} is the number of a life, and {epoch!r} is none.")
+        return self._queue.with_epoch(int(epoch))
 
-    async def _batch(self, request: Request) -> HttpReply:
+    async def _answer_batch(self, request: Request) -> HttpReply:
         grant = self._grant(request, frozenset({"admin", "runner", "reward"}))
-        desk = self._queue_for(request)
+        queue = self._queue_for(request)
         body = await request.body()
         async with work_slot(_background_thread(request), grant, len(body)):
-            form, name = await _background_thread(request).run(
+            parsed, cache_key = await _background_thread(request).run(
                 len(body), _parse_request, BatchRequest, "batch", request, body, grant
             )
-            writings: list[WriteRequest] = list(form.writings)
-            size = len(body) // max(
-                1, sum(isinstance(each, RecordNoteRequest) for each in writings)
-            )  # all of it is that of notes
-            work = partial(self._write, desk, grant, writings, size)
-            if name is None:
+            writes: list[WriteRequest] = list(parsed.writings)
+            notes = sum(isinstance(write, RecordNoteRequest) for write in writes)
+            size = len(body) // max(1, notes)  # all of it is that of notes
+            work = partial(self._write, queue, grant, writes, size)
+            if cache_key is None:
                 return await work(False)
-            stale = self._may_be_done(request, name)
-            return await self._reply_cache.get_or_run(name, lambda: work(stale), *_share(grant))
+            stale = self._may_be_done(request, cache_key)
+            return await self._reply_cache.get_or_run(cache_key, lambda: work(stale), *_cache_owner(grant))
 
     async def _write(
-        self, queue: RolloutQueue, grant: Grant, writings: Sequence[WriteRequest], size: int, stale: bool
+        self, queue: RolloutQueue, grant: Grant, writes: Sequence[WriteRequest], size: int, stale: bool
     ) -> HttpReply:
         """Those of an attempt in order, attempts beside each other. size: bytes that a note came in."""
-        places: dict[AttemptId, list[int]] = {}
-        for place, writing in enumerate(writings):
-            places.setdefault(writing.attempt_id, []).append(place)
-        replies: list[dict[str, Any]] = [{}] * len(writings)
+        indexes_of: dict[AttemptId, list[int]] = {}
+        for index, write in enumerate(writes):
+            indexes_of.setdefault(write.attempt_id, []).append(index)
+        replies: list[dict[str, Any]] = [{}] * len(writes)
 
-        async def of_attempt(its: list[int]) -> None:
-            for place in its:
+        async def write_attempt(indexes: list[int]) -> None:
+            for index in indexes:
                 try:
-                    _check_scope(grant, writings[place].scopes)
-                    _check_attempt(grant, writings[place])
-                    replies[place] = {"done": await self._execute(writings[place], queue, grant, size, stale)}
+                    _check_scope(grant, writes[index].scopes)
+                    _check_attempt(grant, writes[index])
+                    replies[index] = {"done": await self._execute(writes[index], queue, grant, size, stale)}
                 except EtudeError as error:
                     status, kind = status_of(error)
-                    replies[place] = {"status": status, "error": {"kind": kind, "message": str(error)}}
+                    replies[index] = {"status": status, "error": {"kind": kind, "message": str(error)}}
 
-        await asyncio.gather(*(of_attempt(its) for its in places.values()))
-        return 200, wire.to_json({"replies": replies})
+        await asyncio.gather(*(write_attempt(indexes) for indexes in indexes_of.values()))
+        return 200, messages.to_json({"replies": replies})
 
     # -- those who wait -----------------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request, grant: Grant, name: Hashable, form: StoreRequest) -> HttpReply:
+    async def _claim(self, request: Request, grant: Grant, cache_key: Hashable, parsed: StoreRequest) -> HttpReply:
         """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
         try:
-            desk = self._queue_for(request)
-            answer = await self._while_connected(
-                request, self._reply_cache.get_or_run(name, partial(self._reply, form, desk, grant, 0), *_share(grant))
+            queue = self._queue_for(request)
+            work = partial(self._reply, parsed, queue, grant, 0)
+            reply = await self._while_connected(
+                request, self._reply_cache.get_or_run(cache_key, work, *_cache_owner(grant))
             )
         except asyncio.CancelledError:
-            await self._reply_cache.abandon(name, self._hand_back)
+            await self._reply_cache.abandon(cache_key, self._hand_back)
             raise
-        if answer is None:
-            await self._reply_cache.abandon(name, self._hand_back)
-        return answer or _empty_reply(form)
+        if reply is None:
+            await self._reply_cache.abandon(cache_key, self._hand_back)
+        return reply or _empty_reply(parsed)
 
-    async def _hand_back(self, answer: HttpReply) -> None:
+    async def _hand_back(self, reply: HttpReply) -> None:
         why = "the runner that claimed it went away before it was told so"
-        for claim in ClaimRequest.ClaimReply.model_validate_json(answer[1]).claims:
+        for claim in ClaimRequest.ClaimReply.model_validate_json(reply[1]).claims:
             _LOG.warning("Rollout %d goes back into the queue: %s.", claim.rollout, why)
             await self._queue.finish(AttemptId(claim.rollout, claim.attempt), AttemptReport(Outcome.INFRA_ERROR, why))
 
@@ -313,22 +316,24 @@ class _StoreApi:
 
     async def traces(self, request: Request) -> Response:
         """Take spans."""
-        form = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return await respond(request, self._traces(request, form), form)
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return await respond(request, self._answer_traces(request, media_type), media_type)
 
-    async def _traces(self, request: Request, form: str) -> HttpReply:
+    async def _answer_traces(self, request: Request, media_type: str) -> HttpReply:
         grant = self._grant(request, frozenset({"admin", "reward"}))
-        if form not in (otlp.JSON, otlp.PROTOBUF):
-            why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {form!r}."
+        if media_type not in (otlp.JSON, otlp.PROTOBUF):
+            why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {media_type!r}."
             return 415, error_body(request, "Refused", why)
         body = await request.body()
-        async with work_slot(_background_thread(request), grant, SPANS_GROW * len(body)):
+        async with work_slot(_background_thread(request), grant, SPANS_INFLATION * len(body)):
             try:
-                spans = await _background_thread(request).run(SPANS_GROW * len(body), otlp.parse_spans, body, form)
+                spans = await _background_thread(request).run(
+                    SPANS_INFLATION * len(body), otlp.parse_spans, body, media_type
+                )
             except DataError as error:
                 raise UnreadableError(str(error)) from error
             refused = await self._record_spans(grant, spans)
-        return 200, otlp.encode_reply(form, len(refused), refused[0] if refused else "")
+        return 200, otlp.encode_reply(media_type, len(refused), refused[0] if refused else "")
 
     async def _record_spans(self, grant: Grant, spans: Sequence[otlp.ParsedSpan]) -> list[str]:
         """Note spans; why those were refused that were."""
@@ -347,84 +352,86 @@ class _StoreApi:
             except (NotFoundError, IllegalTransitionError, DataError) as error:
                 refused.append(str(error))
 
-        for start in range(0, len(spans), AT_ONCE):
-            await asyncio.gather(*(note(span) for span in spans[start : start + AT_ONCE]))
+        for start in range(0, len(spans), MAX_CONCURRENT_NOTES):
+            await asyncio.gather(*(note(span) for span in spans[start : start + MAX_CONCURRENT_NOTES]))
         return refused
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
-    def _grant(self, request: Request, opens: frozenset[Scope]) -> Grant:
+    def _grant(self, request: Request, scopes: frozenset[Scope]) -> Grant:
         """What the key of a request opens, if that is enough."""
         grant = self._keyring.read_first(keys_from_headers(*map(request.headers.get, ("authorization", "x-api-key"))))
-        _check_scope(grant, opens)
+        _check_scope(grant, scopes)
         return grant
 
-    def _may_be_done(self, request: Request, name: Hashable) -> bool:
+    def _may_be_done(self, request: Request, cache_key: Hashable) -> bool:
         """Whether this was sent to another life of the server before, which may have done it."""
-        return request.headers.get(wire.SENT_TO, self.instance) != self.instance and not self._reply_cache.contains(
-            name
-        )
+        sent_to = request.headers.get(messages.SENT_TO, self.instance)
+        return sent_to != self.instance and not self._reply_cache.contains(cache_key)
 
 
-def _check_scope(grant: Grant, opens: frozenset[Scope]) -> None:
-    if grant.scope not in opens:
+def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
+    if grant.scope not in scopes:
         raise WrongScopeError(
-            f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(opens))}. Ask whoever "
+            f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(scopes))}. Ask whoever "
             "runs the store for one."
         )
 
 
-def _check_attempt(grant: Grant, form: StrictModel) -> None:
+def _check_attempt(grant: Grant, parsed: StrictModel) -> None:
     """A reward key is good for its own attempt."""
-    if grant.scope == "reward" and (not isinstance(form, WriteRequest) or form.attempt_id != grant.attempt_id):
+    if grant.scope == "reward" and (not isinstance(parsed, WriteRequest) or parsed.attempt_id != grant.attempt_id):
         raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
-def _read(form: type[F], body: bytes) -> F:
+def _read(model: type[F], body: bytes) -> F:
     """What a body says, if it says what it must."""
     try:
-        return form.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False, include_context=False)
-        if wrong[0]["type"] == "json_invalid":
-            raise UnreadableError(f"The body is no JSON: {wrong[0]['msg']}.") from None
-        told = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in wrong[:5])
-        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-        raise DataError(f"The body does not say what it must: {told}{more}.") from None
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        if problems[0]["type"] == "json_invalid":
+            raise UnreadableError(f"The body is no JSON: {problems[0]['msg']}.") from None
+        message = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
+        )
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise DataError(f"The body does not say what it must: {message}{more}.") from None
 
 
-def _parse_request(form: type[F], verb: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
+def _parse_request(model: type[F], name: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
     """What a body says; and what names a request that must not be done twice: nobody with another key can name it."""
-    token = request.headers.get(wire.IDEMPOTENCY_KEY)
+    token = request.headers.get(messages.IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
         raise DataError(
-            f"The header {wire.IDEMPOTENCY_KEY} is 1 to 200 visible characters without a space, and this one is not."
+            f"The header {messages.IDEMPOTENCY_KEY} is 1 to 200 visible characters without a space, and this one is "
+            "not."
         )
-    read = _read(form, body)
+    parsed = _read(model, body)
     if grant.scope != "admin":
-        for one in read.writings if isinstance(read, BatchRequest) else [read]:
-            if isinstance(one, RecordNoteRequest):
-                check_size(one.data, f"The note '{one.event}'")
+        for write in parsed.writings if isinstance(parsed, BatchRequest) else [parsed]:
+            if isinstance(write, RecordNoteRequest):
+                check_size(write.data, f"The note '{write.event}'")
     if not token:
-        return read, None
-    name = blake2b("\n".join((repr(grant), verb, token, "")).encode(), digest_size=16)
-    name.update(body)
-    return read, name.digest()
+        return parsed, None
+    digest = blake2b("\n".join((repr(grant), name, token, "")).encode(), digest_size=16)
+    digest.update(body)
+    return parsed, digest.digest()
 
 
-def _share(grant: Grant) -> tuple[Grant, CacheQuota]:
+def _cache_owner(grant: Grant) -> tuple[Grant, CacheQuota]:
     """The owners whose answers are kept, and how many."""
     return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 
 def _background_thread(request: Request) -> BackgroundThread:
-    found: BackgroundThread = request.scope["state"]["aside"]
-    return found
+    thread: BackgroundThread = request.scope["state"]["aside"]
+    return thread
 
 
-def _empty_reply(form: StoreRequest) -> HttpReply:
+def _empty_reply(parsed: StoreRequest) -> HttpReply:
     """What is said to those who waited for what did not happen."""
-    return 200, wire.to_json(form.empty_reply())
+    return 200, messages.to_json(parsed.empty_reply())
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -437,7 +444,7 @@ async def _health(_: Request) -> Response:
     return Response(b'{"status":"ok"}', media_type=otlp.JSON)
 
 
-async def _no_such_page(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
     return Response(error_body(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)

@@ -17,10 +17,10 @@ from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServer
 
 __all__ = ["ServerThread", "reachable_url", "start_server"]
 
-LEFT_S = 2
+GRACEFUL_SHUTDOWN_S = 2
 """Seconds that answers under way get when the server stops."""
-EVERYWHERE = ("http://0.0.0.0:", "http://[::]:")
-ELSEWHERE = "192.0.2.1"
+WILDCARD_URLS = ("http://0.0.0.0:", "http://[::]:")
+UNROUTED_ADDRESS = "192.0.2.1"
 """An address that is nobody's, to ask the system by which way one leaves this machine."""
 
 
@@ -54,50 +54,50 @@ class ServerThread:
         self.stop()
 
 
-def start_server(served: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> ServerThread:
+def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> ServerThread:
     """Serve an app from a thread. Those who wait when it stops are told by `closing`."""
-    ears = _bind(host, port)
+    listener = _bind(host, port)
     config = HttpServerConfig(
-        served,
+        app,
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
         ws="none",
         timeout_keep_alive=KEPT_ALIVE_S,
-        timeout_graceful_shutdown=LEFT_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
     )
     server = _StoreServer(config, closing)
-    thread = threading.Thread(target=server.run, args=([ears],), name="etude-store", daemon=True)
+    thread = threading.Thread(target=server.run, args=([listener],), name="etude-store", daemon=True)
     thread.start()
     until = time.monotonic() + start_s
     while not server.started and thread.is_alive() and time.monotonic() < until:
         time.sleep(0.005)
     address = f"[{host}]" if ":" in host else host
-    serving = ServerThread(
-        server, thread, f"http://{address}:{ears.getsockname()[1] if server.started else port}", admin
+    handle = ServerThread(
+        server, thread, f"http://{address}:{listener.getsockname()[1] if server.started else port}", admin
     )
     if not server.started:
-        serving.stop()
-        ears.close()
-        raise StoreError(f"The server at {serving.url} did not start within {start_s:g} seconds; the log says more.")
-    get_logger("store").info("The store is served at %s.", serving.url)
-    return serving
+        handle.stop()
+        listener.close()
+        raise StoreError(f"The server at {handle.url} did not start within {start_s:g} seconds; the log says more.")
+    get_logger("store").info("The store is served at %s.", handle.url)
+    return handle
 
 
-def reachable_url(url: str, towards: str = ELSEWHERE) -> str:
+def reachable_url(url: str, towards: str = UNROUTED_ADDRESS) -> str:
     """How others reach a server here: as it says, or, where it listens on every interface, by the address that this
     machine has on the way to them."""
-    everywhere = next((each for each in EVERYWHERE if url.startswith(each)), None)
-    if everywhere is None:
+    prefix = next((wildcard for wildcard in WILDCARD_URLS if url.startswith(wildcard)), None)
+    if prefix is None:
         return url
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-            way.connect((towards, 9))  # nothing is sent
-            here = way.getsockname()[0]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # nothing is sent
+            address = probe.getsockname()[0]
     except OSError:
-        here = socket.gethostname()
-    return f"http://{here}:{url.removeprefix(everywhere)}"
+        address = socket.gethostname()
+    return f"http://{address}:{url.removeprefix(prefix)}"
 
 
 class _StoreServer(uvicorn.Server):
@@ -105,7 +105,7 @@ class _StoreServer(uvicorn.Server):
 
     def __init__(self, config: HttpServerConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
-        self._closing, self._room = closing, config.limiter
+        self._closing, self._limiter = closing, config.limiter
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: see, once a second, that none waits for ever, and that there may be more."""
@@ -113,7 +113,7 @@ class _StoreServer(uvicorn.Server):
             now = time.monotonic()
             for connection in list(self.server_state.connections):
                 cast(HttpConnection, connection).check_timeouts(now)
-            self._room.enforce_limits()
+            self._limiter.enforce_limits()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -126,13 +126,15 @@ def _bind(host: str, port: int) -> socket.socket:
     """A socket at this address, which nobody else has."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        ears = socket.socket(family, kind, protocol)  # asyncio sends without delay only where it sees that this is TCP
+        listener = socket.socket(
+            family, kind, protocol
+        )  # asyncio sends without delay only where it sees that this is TCP
         try:
-            ears.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            ears.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
         except OSError:
-            ears.close()
+            listener.close()
             raise
     except OSError as error:
         raise StoreError(f"The server cannot listen on {host}, port {port}: {error}. Choose another port.") from error
-    return ears
+    return listener

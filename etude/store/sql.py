@@ -83,11 +83,11 @@ class Database(Protocol):
         """How it is connected to."""
         ...
 
-    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:
+    def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
         """Have the right to write, or say who has it; what gives it back."""
         ...
 
-    def find_damage(self, ask: Callable[[str], Any]) -> str:
+    def find_damage(self, execute: Callable[[str], Any]) -> str:
         """The faults that the database finds in its pages and indexes; usually none."""
         ...
 
@@ -105,21 +105,21 @@ class SqlBlobs:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._keep = _compile_sql(INSERT_PAYLOAD, connection)
+        self._insert = _compile_sql(INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
         """Keep these."""
         if payloads:
             rows = [{"position": position, "payload": payload} for position, payload in payloads.items()]
-            self._connection.exec_driver_sql(self._keep, rows)
+            self._connection.exec_driver_sql(self._insert, rows)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
         """The payloads of these positions, those that are there."""
-        found = {}
-        for some in _parts(positions):
-            rows = self._connection.execute(FIND_PAYLOADS, {"positions": some})
-            found.update({row.position: row.payload for row in rows})
-        return found
+        payloads = {}
+        for chunk in _chunks(positions):
+            rows = self._connection.execute(FIND_PAYLOADS, {"positions": chunk})
+            payloads.update({row.position: row.payload for row in rows})
+        return payloads
 
 
 class SqlJournal(Journal):
@@ -138,13 +138,13 @@ class SqlJournal(Journal):
             connect_args=database.options,
         )
         with ExitStack() as opened, self._explain_errors("opened"):
-            held = opened.enter_context(ExitStack())  # the last to be let go of
+            locks = opened.enter_context(ExitStack())  # the last to be let go of
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
-                held.callback(database.lock(self._connection.exec_driver_sql))
+                locks.callback(database.lock(self._connection.exec_driver_sql))
             self.blobs = SqlBlobs(self._connection)
-            self._keep_event, self._keep_state = (
-                _compile_sql(each, self._connection) for each in (INSERT_EVENT, UPSERT_STATE)
+            self._insert_event, self._upsert_state = (
+                _compile_sql(statement, self._connection) for statement in (INSERT_EVENT, UPSERT_STATE)
             )
             with self._explain_damage("opened"):
                 self._prepare()
@@ -158,7 +158,7 @@ class SqlJournal(Journal):
             try:
                 with self._storage_transaction():
                     end = self.end_mark
-                    self._note(flushed=str(end.position))
+                    self._set_facts(flushed=str(end.position))
             finally:
                 self._connection.exec_driver_sql(after)
             return end
@@ -194,8 +194,8 @@ class SqlJournal(Journal):
                 f"{SCHEMA} and found {found}. Nothing was changed: open it with the version that wrote it, or give "
                 "another path."
             )
-        for said in self._database.reader_setup if self._read_only else self._database.writer_setup:
-            self._connection.exec_driver_sql(said)
+        for statement in self._database.reader_setup if self._read_only else self._database.writer_setup:
+            self._connection.exec_driver_sql(statement)
         if self._read_only:
             return
         if tables:
@@ -206,8 +206,8 @@ class SqlJournal(Journal):
             elif facts.get("derivation") != DERIVATION:
                 self._connection.execute(delete(STATES))
                 self._write({}, [encode_state(state) for state in self.replay().values()])
-            me = f"process {os.getpid()} on {socket.gethostname()}"
-            self._note(schema=SCHEMA, derivation=DERIVATION, writer=me)
+            writer = f"process {os.getpid()} on {socket.gethostname()}"
+            self._set_facts(schema=SCHEMA, derivation=DERIVATION, writer=writer)
 
     def _refuse_damage(self, facts: Mapping[str, str]) -> None:
         """Refuse a database that is not whole, and one of whose events any is gone."""
@@ -221,16 +221,16 @@ class SqlJournal(Journal):
                 pass
             raise self._damaged(f"it holds {count} events, the last of them at position {self.position}")
 
-    def _damaged(self, what: str) -> StoreError:
+    def _damaged(self, fault: str) -> StoreError:
         return StoreError(
-            f"The journal {self.name} is damaged: {what}. Nothing was changed. Keep it, and go on from a copy of it "
+            f"The journal {self.name} is damaged: {fault}. Nothing was changed. Keep it, and go on from a copy of it "
             "that is whole, with its -wal file."
         )
 
     def _facts(self) -> dict[str, str]:
         return {fact.name: fact.value for fact in self._connection.execute(select(FACTS))}
 
-    def _note(self, **facts: str) -> None:
+    def _set_facts(self, **facts: str) -> None:
         self._connection.execute(UPSERT_FACT, [{"name": name, "value": value} for name, value in facts.items()])
 
     # -- keeping ------------------------------------------------------------------------------------------------------
@@ -267,33 +267,33 @@ class SqlJournal(Journal):
                 }
                 for position, (record, digest, chain) in events.items()
             ]
-            self._connection.exec_driver_sql(self._keep_event, rows)
+            self._connection.exec_driver_sql(self._insert_event, rows)
             newest = max(events)
             self._end = JournalMark(newest, events[newest].chain)
-            self._note(end=_format_mark(self._end))
+            self._set_facts(end=_format_mark(self._end))
         if states:
-            self._connection.exec_driver_sql(self._keep_state, [state._asdict() for state in states])
+            self._connection.exec_driver_sql(self._upsert_state, [state._asdict() for state in states])
 
     def _chain(self, position: int) -> int:
         if position == 0:
             return 0
         with self._explain_damage():
-            found = self._connection.execute(FIND_CHAIN, {"position": position}).scalar()
-            if found is None:
+            chain = self._connection.execute(FIND_CHAIN, {"position": position}).scalar()
+            if chain is None:
                 raise self._damaged(f"its event at position {position} is missing")
-            return int(found)
+            return int(chain)
 
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
     ) -> list[tuple[int, EventRecord]]:
-        asked = FIND_OF_ROLLOUT if rollout is not None else FIND_OF_KIND if kind is not None else FIND_EVENTS
-        given = {"after": after, "until": until, "limit": limit, "kind": kind, "rollout": rollout}
+        query = FIND_OF_ROLLOUT if rollout is not None else FIND_OF_KIND if kind is not None else FIND_EVENTS
+        parameters = {"after": after, "until": until, "limit": limit, "kind": kind, "rollout": rollout}
         with self._explain_damage():
-            page = self._connection.execute(asked, given).all()
-            if asked is FIND_EVENTS:
+            page = self._connection.execute(query, parameters).all()
+            if query is FIND_EVENTS:
                 self._refuse_gaps(page, after, min(until, after + limit))
             payloads = self.blobs.get([row.position for row in page if row.size])
-            return [(row.position, self._checked(row, payloads.get(row.position, b""))) for row in page]
+            return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
 
     def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
         """Refuse events of which one is missing, or stands in the place of another."""
@@ -307,19 +307,19 @@ class SqlJournal(Journal):
             if row.chain != chain:
                 raise self._damaged(f"its event at position {position} does not follow the one before")
 
-    def _checked(self, row: Row[Any], payload: bytes) -> EventRecord:
+    def _verified(self, row: Row[Any], payload: bytes) -> EventRecord:
         record = EventRecord(row.kind, row.rollout, row.body, payload)
         if digest_of(row.position, record) != row.digest:
             raise self._damaged(f"its event at position {row.position} does not match its checksum")
         return record
 
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
-        found = {}
+        bodies = {}
         with self._explain_damage():
-            for some in _parts(ids):
-                rows = self._connection.execute(FIND_STATES, {"kind": kind, "ids": some})
-                found.update({row.id: self._body(row) for row in rows})
-        return found
+            for chunk in _chunks(ids):
+                rows = self._connection.execute(FIND_STATES, {"kind": kind, "ids": chunk})
+                bodies.update({row.id: self._body(row) for row in rows})
+        return bodies
 
     def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
         with self._explain_damage():
@@ -328,9 +328,9 @@ class SqlJournal(Journal):
 
     def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
         end = LAST_ID if backwards else -LAST_ID
-        given = {"kind": kind, "after": end if after is None else after, "limit": limit}
+        parameters = {"kind": kind, "after": end if after is None else after, "limit": limit}
         with self._explain_damage():
-            rows = self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, given)
+            rows = self._connection.execute(FIND_LISTED_BACKWARDS if backwards else FIND_LISTED, parameters)
             return [self._body(row) for row in rows]
 
     def _body(self, row: Row[Any]) -> str:
@@ -339,30 +339,30 @@ class SqlJournal(Journal):
         return str(row.body)
 
     @contextmanager
-    def _explain_damage(self, done: str = "read") -> Iterator[None]:
+    def _explain_damage(self, action: str = "read") -> Iterator[None]:
         """Say in a sentence what is wrong with what was read: a value of another type than was written, too."""
         try:
-            with self._explain_errors(done):
+            with self._explain_errors(action):
                 yield
         except (TypeError, ValueError, AttributeError) as error:
             raise self._damaged(f"a value in it is not what was written ({error})") from error
 
     @contextmanager
-    def _explain_errors(self, done: str) -> Iterator[None]:
+    def _explain_errors(self, action: str) -> Iterator[None]:
         """Say in a sentence why the database could not do what it was asked."""
         try:
             yield
         except ResourceClosedError as error:
-            raise StoreError(f"The journal {self._database.name} could not be {done}: it is closed.") from error
+            raise StoreError(f"The journal {self._database.name} could not be {action}: it is closed.") from error
         except PendingRollbackError as error:  # it is never made anew, as the right to write went with it
             raise StoreError(
-                f"The journal {self._database.name} could not be {done}: its connection was lost. Open the journal "
+                f"The journal {self._database.name} could not be {action}: its connection was lost. Open the journal "
                 "again."
             ) from error
         except (DBAPIError, sqlite3.Error) as error:
             cause: Any = error.orig if isinstance(error, DBAPIError) else error
             why = self._database.describe_failure(cause)
-            raise StoreError(f"The journal {self._database.name} could not be {done}: {why}.") from error
+            raise StoreError(f"The journal {self._database.name} could not be {action}: {why}.") from error
 
 
 def _compile_sql(statement: ClauseElement, connection: Connection) -> str:
@@ -376,5 +376,5 @@ def _format_mark(end: JournalMark) -> str:
     return f"{end.position} {end.chain}"
 
 
-def _parts(values: Sequence[int]) -> Iterator[Sequence[int]]:
+def _chunks(values: Sequence[int]) -> Iterator[Sequence[int]]:
     return (values[first : first + MAX_BOUND_VALUES] for first in range(0, len(values), MAX_BOUND_VALUES))

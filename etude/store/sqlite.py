@@ -68,12 +68,12 @@ class SqliteDatabase:
         """How it is connected to."""
         return {"check_same_thread": False, "timeout": WAIT_S}
 
-    def lock(self, ask: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
+    def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
         """Have the right to write this journal, a lock of the operating system, which no process keeps beyond its end;
         what gives it back."""
         path = self._path
-        beside = path.with_name(f"{path.name}-lock")
-        lock = sqlite3.connect(beside, timeout=0, isolation_level=None, check_same_thread=False)
+        lock_path = path.with_name(f"{path.name}-lock")
+        lock = sqlite3.connect(lock_path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             lock.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError as error:
@@ -81,17 +81,17 @@ class SqliteDatabase:
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
                 raise
             raise StoreError(
-                f"The journal {path} is being written by {_writer(path)}, and one process writes a journal at a time. "
-                "End that run or wait for it, or choose another run directory."
+                f"The journal {path} is being written by {_last_writer(path)}, and one process writes a journal at "
+                "a time. End that run or wait for it, or choose another run directory."
             ) from error
         return lock.close
 
-    def find_damage(self, ask: Callable[[str], Any]) -> str:
+    def find_damage(self, execute: Callable[[str], Any]) -> str:
         """What SQLite finds wrong with its pages and indexes. Payloads, most of the file, are left to their checksums,
         unless there are free pages, which might be in use as well: a few seconds per million events."""
-        tables = [""] if ask("PRAGMA freelist_count").scalar() else ["('facts')", "('events')", "('states')"]
+        tables = [""] if execute("PRAGMA freelist_count").scalar() else ["('facts')", "('events')", "('states')"]
         for table in tables:
-            if (found := str(ask(f"PRAGMA integrity_check{table}").scalar())) != "ok":
+            if (found := str(execute(f"PRAGMA integrity_check{table}").scalar())) != "ok":
                 return " ".join(found.split())
         return ""
 
@@ -107,7 +107,7 @@ class SqliteDatabase:
         return FAILURES.get(code & 0xFF, str(error))
 
 
-def _writer(path: Path) -> str:
+def _last_writer(path: Path) -> str:
     """Who opened a journal for writing last, as far as it can be told."""
     try:
         with closing(sqlite3.connect(path)) as journal:

@@ -131,18 +131,18 @@ class RolloutState:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
-        told = {name: getattr(self, name) for name in self.__slots__}
+        document = {name: getattr(self, name) for name in self.__slots__}
         attempts = [attempt.to_dict() for attempt in self.attempts]
-        return told | {"attempts": attempts, "limits": self.limits and self.limits.to_dict()}
+        return document | {"attempts": attempts, "limits": self.limits and self.limits.to_dict()}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> RolloutState:
         """The state that was written so."""
-        attempts = (AttemptState(**told | {"status": Status(told["status"])}) for told in document["attempts"])
+        attempts = (AttemptState(**changed | {"status": Status(changed["status"])}) for changed in document["attempts"])
         settled = document["settled"] and Phase(document["settled"])
-        told = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
+        changed = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
         limits = document.get("limits")
-        return cls(**document | told | {"limits": limits and RolloutLimits.from_dict(limits)})
+        return cls(**document | changed | {"limits": limits and RolloutLimits.from_dict(limits)})
 
 
 @dataclass(frozen=True, slots=True)

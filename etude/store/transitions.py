@@ -240,13 +240,13 @@ class EventFold:
         if isinstance(event, RolloutQueued):
             task = self._task(event.task, f"rollout {event.rollout} cannot be queued for it")
             self._set(replace(task, rollouts=(*task.rollouts, event.rollout)))
-            asked: dict[str, Any] = {"use": event.use, "limits": event.limits, "life": event.life}
-            self._set(RolloutState(event.rollout, event.task, event.sample, status, **asked))
+            options: dict[str, Any] = {"use": event.use, "limits": event.limits, "life": event.life}
+            self._set(RolloutState(event.rollout, event.task, event.sample, status, **options))
         else:
             assert state is not None, "a rollout is only ever queued before it has a state"
-            moved = _apply_event(state, status, event)
-            if moved is not state:
-                self._set(moved)
+            changed = _apply_event(state, status, event)
+            if changed is not state:
+                self._set(changed)
 
     def _issue(self, event: TaskIssued) -> None:
         if self.get(TaskState, event.task) is not None:
@@ -312,8 +312,8 @@ class EventFold:
         """Know the states of these ids, or that there are none."""
         unknown = [id for id in ids if (kind.kind, id) not in self._known]
         if unknown:
-            found = self._load(kind, unknown)
-            self._known.update({(kind.kind, id): found.get(id) for id in unknown})
+            states = self._load(kind, unknown)
+            self._known.update({(kind.kind, id): states.get(id) for id in unknown})
 
     def _set(self, state: State) -> None:
         key = (state.kind, state.id)
@@ -399,8 +399,8 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
             raise IllegalTransitionError(
                 f"{where} cannot be rewarded {event.reward}: it has {attempt.reward}, which is final."
             )
-        told = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role")}
-        return replace(attempt, **told, paid=attempt.paid + event.paid)
+        changed = {name: getattr(event, name) for name in ("reward", "parts", "truncated", "role")}
+        return replace(attempt, **changed, paid=attempt.paid + event.paid)
     return attempt
 
 
@@ -417,8 +417,8 @@ def _apply_late_result(where: str, attempt: AttemptState, event: LateResultRecor
     return replace(attempt, late={name: getattr(event, name) for name in ("outcome", "error", "reward", "parts")})
 
 
-def _misnumbered(state: RolloutState, given: int, wanted: int) -> IllegalTransitionError:
+def _misnumbered(state: RolloutState, actual: int, expected: int) -> IllegalTransitionError:
     return IllegalTransitionError(
-        f"Rollout {state.id} is {state.status} and has {len(state.attempts)} attempts; an event of attempt {given} "
-        f"cannot follow, only one of attempt {wanted}."
+        f"Rollout {state.id} is {state.status} and has {len(state.attempts)} attempts; an event of attempt {actual} "
+        f"cannot follow, only one of attempt {expected}."
     )

@@ -19,7 +19,7 @@ __all__ = ["LeasedAttempt", "PendingClaim", "PendingWait", "RecentEnds", "Runner
 
 LAST_ID = 2**63 - 1
 """The largest number of a journal."""
-KEPT_ENDS = 4096
+MAX_RECENT_ENDS = 4096
 """How many of the last ends are found without reading the journal."""
 REMEMBERED_S = 300.0
 """For how long a runner is known after its last word."""
@@ -62,33 +62,34 @@ class RunnerRegistry:
 
     def __init__(self, log: Callable[..., None]) -> None:
         """log: is told who comes, and who is not there any more."""
-        self._heard: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._last_seen: dict[str, tuple[float, Mapping[str, Any]]] = {}
         """The one that has been silent longest first: it goes where there are too many."""
         self._log = log
 
     def record_heartbeat(self, runner: str, info: Mapping[str, Any] | None = None) -> None:
         """One was heard."""
-        if runner not in self._heard:
+        if runner not in self._last_seen:
             self._log("The runner '%s' is here.", runner)
-        _, known = self._heard.pop(runner, (0.0, {}))
-        if len(self._heard) >= RUNNERS:
-            del self._heard[next(iter(self._heard))]
-        self._heard[runner] = time.monotonic(), known if info is None else info
+        _, known = self._last_seen.pop(runner, (0.0, {}))
+        if len(self._last_seen) >= RUNNERS:
+            del self._last_seen[next(iter(self._last_seen))]
+        self._last_seen[runner] = time.monotonic(), known if info is None else info
 
-    def states(self, has: Iterable[tuple[str, AttemptId]], now: float) -> list[RunnerState]:
+    def states(self, leases: Iterable[tuple[str, AttemptId]], now: float) -> list[RunnerState]:
         """All that are known. has: what is played, and by whom."""
-        running: dict[str, list[AttemptId]] = {name: [] for name in self._heard}
-        for runner, key in has:
+        running: dict[str, list[AttemptId]] = {name: [] for name in self._last_seen}
+        for runner, key in leases:
             if runner in running:
                 running[runner].append(key)
         return [
-            RunnerState(name, tuple(running[name]), now - at, told) for name, (at, told) in sorted(self._heard.items())
+            RunnerState(name, tuple(running[name]), now - seen_at, info)
+            for name, (seen_at, info) in sorted(self._last_seen.items())
         ]
 
     def forget(self, now: float) -> None:
         """Those that have not spoken for long."""
-        for name in [name for name, (at, _) in self._heard.items() if now - at > REMEMBERED_S]:
-            del self._heard[name]
+        for name in [name for name, (seen_at, _) in self._last_seen.items() if now - seen_at > REMEMBERED_S]:
+            del self._last_seen[name]
             self._log("Nothing was heard of the runner '%s' for %d minutes.", name, REMEMBERED_S // 60)
 
 
@@ -103,12 +104,12 @@ class RecentEnds:
     def add(self, position: int, rollout: int) -> None:
         """One more."""
         self._ends.append((position, rollout))
-        if len(self._ends) > KEPT_ENDS:
+        if len(self._ends) > MAX_RECENT_ENDS:
             self.floor, _ = self._ends.popleft()
 
-    def after(self, watch: PendingWait) -> list[tuple[int, int]]:
+    def after(self, wait: PendingWait) -> list[tuple[int, int]]:
         """The first that somebody waits for."""
-        if not self._ends or self._ends[-1][0] <= watch.cursor:
+        if not self._ends or self._ends[-1][0] <= wait.cursor:
             return []
-        first = bisect_right(self._ends, (watch.cursor, LAST_ID))
-        return [self._ends[place] for place in range(first, min(len(self._ends), first + watch.limit))]
+        first = bisect_right(self._ends, (wait.cursor, LAST_ID))
+        return [self._ends[index] for index in range(first, min(len(self._ends), first + wait.limit))]

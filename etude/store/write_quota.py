@@ -16,21 +16,21 @@ __all__ = ["WriteQuota"]
 class WriteQuota:
     """The writings of one kind of each attempt: how many, and how many bytes. Used on one event loop."""
 
-    def __init__(self, kind: str, most: int, most_bytes: int) -> None:
-        self._kind, self._most, self._most_bytes = kind, most, most_bytes
+    def __init__(self, kind: str, max_count: int, max_bytes: int) -> None:
+        self._kind, self._max_count, self._max_bytes = kind, max_count, max_bytes
         self._written: dict[AttemptId, tuple[int, int]] = {}
         """The attempt that wrote last is the last."""
 
     def take(self, key: AttemptId, size: int) -> None:
         """Count one more of an attempt. `DataError` where there is no room for it."""
         count, written = self._written.pop(key, (0, 0))
-        fits = count < self._most and written + size <= self._most_bytes
+        fits = count < self._max_count and written + size <= self._max_bytes
         self._written[key] = (count + 1, written + size) if fits else (count, written)
         if len(self._written) > bounds.WRITERS:
             del self._written[next(iter(self._written))]
         if not fits:
             raise DataError(
                 f"Attempt {key.attempt} of rollout {key.rollout} has written {count} {self._kind} of {written} bytes "
-                f"with its own key, and one of {size} bytes was to follow; at most {self._most} of {self._most_bytes} "
-                "bytes are kept. Write fewer, or keep them in a file."
+                f"with its own key, and one of {size} bytes was to follow; at most {self._max_count} of "
+                f"{self._max_bytes} bytes are kept. Write fewer, or keep them in a file."
             )

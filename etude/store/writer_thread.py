@@ -53,7 +53,7 @@ Reply: TypeAlias = "tuple[PendingResult, Any, Exception | None]"
 class WriterHooks(Protocol):
     """What the clerk looks after. All of it is called by the clerk's thread."""
 
-    def before_commit(self, writing: Transaction, now: float, answer: Callable[[PendingResult, Any], None]) -> None:
+    def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
         """After all that was asked in a round, before it is committed: what time or circumstances demand."""
         ...
 
@@ -80,7 +80,7 @@ class WriterThread:
     def __init__(self, journal: Journal, hooks: WriterHooks) -> None:
         self._journal, self._hooks = journal, hooks
         self._inbox: SimpleQueue[tuple[PendingResult | None, Operation]] = SimpleQueue()
-        self._answers: list[Reply] = []
+        self._replies: list[Reply] = []
         self._inbox_lock = Lock()
         """Nothing comes in behind the one that closes it."""
         self._closed = False
@@ -88,19 +88,19 @@ class WriterThread:
         self._thread = Thread(target=self._work, name="etude desk", daemon=True)
         self._thread.start()
 
-    async def call(self, do: Callable[[Transaction, PendingResult], T]) -> T:
+    async def call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
         """Have this done, and wait until it is committed. Who stops waiting does not undo it."""
         promise = PendingResult()
-        self.submit(do, promise)  # type: ignore[arg-type]  # with a promise it is given one
-        answer: T = await promise.future
-        return answer
+        self.submit(operation, promise)  # type: ignore[arg-type]  # with a promise it is given one
+        result: T = await promise.future
+        return result
 
-    def submit(self, do: Operation, promise: PendingResult | None = None) -> None:
+    def submit(self, operation: Operation, promise: PendingResult | None = None) -> None:
         """Have this done, answered to this promise if there is one."""
         with self._inbox_lock:
             if self._closed:
                 raise StoreError(CLOSED)
-            self._inbox.put((promise, do))
+            self._inbox.put((promise, operation))
 
     async def close(self) -> None:
         """Do what was asked so far, and stop. What is still waited for is told that the desk is closed."""
@@ -114,58 +114,58 @@ class WriterThread:
 
     def _work(self) -> None:
         while True:
-            asks = self._next()
+            calls = self._next()
             closing = self._closed
             if self._broken is None:
-                self._run_batch(asks)
+                self._run_round(calls)
             else:
-                self._refuse(asks, self._broken)
+                self._fail_all(calls, self._broken)
             if self._broken is not None:  # nothing will ever come of what is waited for
-                self._answers += [(promise, None, self._broken) for promise in self._waiting()]
+                self._replies += [(promise, None, self._broken) for promise in self._unanswered_promises()]
             self._deliver()
             if closing and self._inbox.empty():
-                self._answers = [(promise, None, StoreError(CLOSED)) for promise in self._waiting()]
+                self._replies = [(promise, None, StoreError(CLOSED)) for promise in self._unanswered_promises()]
                 self._deliver()
                 return
 
     def _next(self) -> list[tuple[PendingResult | None, Operation]]:
         """All that was asked, after something was or it is time to attend."""
-        due = self._hooks.next_deadline()
-        sleep = TICK_S if due is None else min(TICK_S, max(0.0, due - time.monotonic()))
+        deadline = self._hooks.next_deadline()
+        sleep = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
         try:
             first = self._inbox.get(timeout=sleep)
         except Empty:
             return []
         return [first, *(self._inbox.get() for _ in range(self._inbox.qsize()))]
 
-    def _run_batch(self, asks: list[tuple[PendingResult | None, Operation]]) -> None:
+    def _run_round(self, calls: list[tuple[PendingResult | None, Operation]]) -> None:
         try:
-            with self._journal.transaction() as writing:
-                for promise, do in asks:
-                    self._run_operation(writing, promise, do)
-                self._hooks.before_commit(writing, time.monotonic(), self._answer)
+            with self._journal.transaction() as txn:
+                for promise, operation in calls:
+                    self._run_operation(txn, promise, operation)
+                self._hooks.before_commit(txn, time.monotonic(), self._add_reply)
         except Exception as error:
-            told = [promise for promise, _, _ in self._answers]
-            promises = dict.fromkeys([*told, *(promise for promise, _ in asks if promise is not None)])
-            self._answers = [(promise, None, error) for promise in promises]
-            get_logger("store").warning("Nothing of %d things asked at the desk was written: %s", len(asks), error)
+            replied = [promise for promise, _, _ in self._replies]
+            promises = dict.fromkeys([*replied, *(promise for promise, _ in calls if promise is not None)])
+            self._replies = [(promise, None, error) for promise in promises]
+            get_logger("store").warning("Nothing of %d things asked at the desk was written: %s", len(calls), error)
             self._start_over()
         else:
             self._hooks.after_commit()
 
-    def _run_operation(self, writing: Transaction, promise: PendingResult | None, do: Operation) -> None:
+    def _run_operation(self, txn: Transaction, promise: PendingResult | None, operation: Operation) -> None:
         """One thing that was asked. What goes wrong with it is told to who asked, and spoils nothing else."""
         try:
-            done = do(writing, promise)
+            result = operation(txn, promise)
         except Exception as error:
             if promise is not None:
-                self._answers.append((promise, None, error))
+                self._replies.append((promise, None, error))
         else:
-            if promise is not None and done is not DEFERRED:
-                self._answers.append((promise, done, None))
+            if promise is not None and result is not DEFERRED:
+                self._replies.append((promise, result, None))
 
-    def _answer(self, promise: PendingResult, answer: Any) -> None:
-        self._answers.append((promise, answer, None))
+    def _add_reply(self, promise: PendingResult, result: Any) -> None:
+        self._replies.append((promise, result, None))
 
     def _start_over(self) -> None:
         try:
@@ -174,33 +174,35 @@ class WriterThread:
             self._broken = StoreError(f"The desk stopped, as its journal can neither be written nor read: {error}")
             get_logger("store").error("%s", self._broken)
 
-    def _refuse(self, asks: list[tuple[PendingResult | None, Operation]], why: Exception) -> None:
-        self._answers += [(promise, None, why) for promise, _ in asks if promise is not None]
+    def _fail_all(self, calls: list[tuple[PendingResult | None, Operation]], error: Exception) -> None:
+        self._replies += [(promise, None, error) for promise, _ in calls if promise is not None]
 
-    def _waiting(self) -> list[PendingResult]:
+    def _unanswered_promises(self) -> list[PendingResult]:
         """Who was told that it will be answered later, and has no answer on its way."""
-        told = {id(promise) for promise, _, _ in self._answers}
-        return [each for each in self._hooks.pending_promises() if not each.answered and id(each) not in told]
+        replied = {id(promise) for promise, _, _ in self._replies}
+        return [
+            promise for promise in self._hooks.pending_promises() if not promise.answered and id(promise) not in replied
+        ]
 
     def _deliver(self) -> None:
         """Wake every loop once, with all its answers."""
-        of_loop: defaultdict[asyncio.AbstractEventLoop, list[Reply]] = defaultdict(list)
-        for answer in self._answers:
-            answer[0].answered = True
-            of_loop[answer[0].loop].append(answer)
-        self._answers = []
-        for loop, answers in of_loop.items():
+        replies_by_loop: defaultdict[asyncio.AbstractEventLoop, list[Reply]] = defaultdict(list)
+        for reply in self._replies:
+            reply[0].answered = True
+            replies_by_loop[reply[0].loop].append(reply)
+        self._replies = []
+        for loop, replies in replies_by_loop.items():
             try:
-                loop.call_soon_threadsafe(_resolve, answers)
+                loop.call_soon_threadsafe(_resolve, replies)
             except RuntimeError:  # the loop is closed, and nobody waits there any more
                 continue
 
 
-def _resolve(answers: list[Reply]) -> None:
-    for promise, answer, error in answers:
+def _resolve(replies: list[Reply]) -> None:
+    for promise, result, error in replies:
         if promise.future.done():
             continue
         if error is None:
-            promise.future.set_result(answer)
+            promise.future.set_result(result)
         else:
             promise.future.set_exception(error)

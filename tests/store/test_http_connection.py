@@ -237,7 +237,7 @@ def test_strangers_make_room_whatever_they_do_and_go_before_who_has_a_key(
 
 
 def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.store.http_connection.NEW_S", 0.0)
+    monkeypatch.setattr("etude.store.http_connection.ANONYMOUS_GRACE_S", 0.0)
     with roomed(monkeypatch, 16) as (serving, place, _), ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(12)]
         assert soon(lambda: len(connections(serving)) == 4)
@@ -270,10 +270,10 @@ def test_who_does_not_read_its_answers_is_hung_up_on(
         on_the_loop(serving, lambda: connection.check_timeouts(now))
         on_the_loop(serving, lambda: connection.check_timeouts(now + bounds.DRAINED_S + 1))
         assert connection in connections(serving)
-        assert (connection in serving._server._room.idle) == known, "it may go for others"
+        assert (connection in serving._server._limiter.idle) == known, "it may go for others"
         on_the_loop(serving, lambda: connection.check_timeouts(now + 1000))
         assert soon(lambda: not connections(serving))
-        assert not serving._server._room.idle and not serving._server._room.anonymous
+        assert not serving._server._limiter.idle and not serving._server._limiter.anonymous
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no failure"
 
 
@@ -323,7 +323,7 @@ def test_an_attempt_with_many_connections_under_way_pushes_out_its_own(monkeypat
         slow = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(15)]
         for line in slow:
             line.sendall(posted("find", b"x" * 1000, own)[:-10])
-        room = serving._server._room
+        room = serving._server._limiter
         assert soon(lambda: len(connections(serving)) == 12 and not room.anonymous)
         for line in slow[:4]:
             assert line.recv(10) == b"", "its first ones go"

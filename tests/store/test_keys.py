@@ -40,7 +40,7 @@ def test_whoever_has_the_admin_key_makes_and_reads_all_others() -> None:
     with pytest.raises(InvalidKeyError):
         chosen.read(RING.runner)
     with pytest.raises(InvalidKeyError):  # the word admin under the seal of other keys opens nothing
-        RING.read(RING._signed("etude.admin"))
+        RING.read(RING._make_key("etude.admin"))
 
 
 def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:

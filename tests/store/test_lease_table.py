@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.store.lease_table import FINISH_GRACE_S, SPARE, LeaseTable
+from etude.store.lease_table import FINISH_GRACE_S, MAX_STALE_DEADLINES, LeaseTable
 from etude.store.rollout_limits import RolloutLimits
 from etude.store.rollout_queue import AttemptId
 
@@ -61,4 +61,4 @@ def test_reminders_are_no_more_than_the_work_that_is_open() -> None:
         work.start_lease(AttemptId(id, 0), "a", LIMITS, 0.0)
         del work.leases[AttemptId(id, 0)]
         most = max(most, len(work._deadlines))
-    assert most <= SPARE + 8
+    assert most <= MAX_STALE_DEADLINES + 8

@@ -24,7 +24,7 @@ from etude.store import Journal, Phase, RolloutsAdmitted, Status, open_store, sq
 from etude.store.keys import Grant, Keyring
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptId, AttemptReport, QueueOwner, RolloutLimits, RolloutQuery, RolloutRequest
-from etude.store.waiters import KEPT_ENDS
+from etude.store.waiters import MAX_RECENT_ENDS
 from tests.contracts.rollout_queues import claim, ended, wanted
 from tests.store.made import turn
 
@@ -476,14 +476,14 @@ def test_a_desk_keeps_no_more_than_the_work_that_is_open(tmp_path: Path) -> None
 
 @pytest.mark.soak
 def test_old_ends_are_read_from_the_journal(tmp_path: Path) -> None:
-    total = KEPT_ENDS + 500
+    total = MAX_RECENT_ENDS + 500
 
     async def story(desk: LocalRolloutQueue) -> None:
         for task in range(total // 50 + 1):
             await desk.enqueue(wanted(task, 50))
             claims = await claim(desk, 50)
             await asyncio.gather(*(desk.finish(got.attempt_id, DONE) for got in claims))
-        assert len(desk._state._ends._ends) == KEPT_ENDS
+        assert len(desk._state._ends._ends) == MAX_RECENT_ENDS
         ids = await ended(desk, total)
         assert len(set(ids)) == len(ids) >= total
 

@@ -84,7 +84,7 @@ async def claimed(desk: RolloutQueue, n: int = 1) -> list[AttemptId]:
 
 
 def test_what_was_lost_on_the_way_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.store.store_client.FIRST_PAUSE", 0.005)
+    monkeypatch.setattr("etude.store.store_client.FIRST_BACKOFF_S", 0.005)
 
     async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
         async def lossy(work: Awaitable[T]) -> T:

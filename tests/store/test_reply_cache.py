@@ -91,7 +91,7 @@ def test_what_nobody_waits_for_is_cancelled_or_undone() -> None:
 
 def test_the_old_and_the_many_are_forgotten() -> None:
     async def story() -> None:
-        soon, few, work = ReplyCache(kept_s=0.02), ReplyCache(most=CacheQuota(10**6, 1000)), Work()
+        soon, few, work = ReplyCache(ttl_s=0.02), ReplyCache(quota=CacheQuota(10**6, 1000)), Work()
         await soon.get_or_run("a", work.do)
         await asyncio.sleep(0.03)
         await soon.get_or_run("b", work.do)

@@ -133,6 +133,6 @@ def test_of_one_owner_one_long_request_is_worked_on_at_a_time() -> None:
         long = bounds.INLINE_BYTES + 1
         await asyncio.gather(work("a", long, "1"), work("a", long, "2"), work("b", long, "3"), work("a", 10, "4"))
         assert order[:3] == ["1", "3", "4"] and order[-2:] == ["2", "2"]
-        assert not aside._turns
+        assert not aside._semaphores
 
     asyncio.run(story())

@@ -128,7 +128,7 @@ def test_attempts_hold_half_of_the_memory_and_each_its_part_by_both_its_keys(mon
             assert await asked.ask(key, b" " * 300 * kib) == 429
         come.set()
         assert await asyncio.gather(*waits, other) == [200] * 5
-        held = asked.gate._held
+        held = asked.gate._buffered
         assert (held.bytes, held.attempts, dict(held.by)) == (0, 0, {})
         assert await asked.ask(RING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
 

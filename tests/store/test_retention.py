@@ -62,7 +62,7 @@ async def _grown(directory: Path) -> int:
 
 def grown(directory: Path) -> int:
     """Bytes by which a desk grows while it sees many more."""
-    waiting.KEPT_ENDS = 64  # so that these are kept before it is looked
+    waiting.MAX_RECENT_ENDS = 64  # so that these are kept before it is looked
     return asyncio.run(_grown(directory))
 
 

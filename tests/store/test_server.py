@@ -41,7 +41,7 @@ def packed(body: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Served]:
-    with served(most_bytes=MEGABYTE) as made:
+    with served(max_body_bytes=MEGABYTE) as made:
         yield made
 
 
@@ -244,7 +244,9 @@ def test_what_may_have_been_done_before_a_restart_is_not_added_again(store: Serv
 
 def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("etude.store.server.wire.to_json", lambda told: made.append(told) or json.dumps(told).encode())
+    monkeypatch.setattr(
+        "etude.store.openapi.to_json", lambda schema: made.append(schema) or json.dumps(schema).encode()
+    )
     with served() as store:
         first, second = (store.ask("/openapi.json", method="GET") for _ in range(2))
         assert first.content == second.content and first.headers["content-type"] == "application/json"

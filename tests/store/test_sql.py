@@ -32,6 +32,7 @@ from etude.store import (
     sqlite,
 )
 from etude.store.event_records import encode
+from etude.store.tables import SCHEMA
 from tests.store.made import group, tried
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_a_journal_of_another_schema_is_left_alone(path: Path) -> None:
         raw.execute("UPDATE facts SET value = '99' WHERE name = 'schema'")
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match=r"it wants schema 2 and found schema 99\. Nothing was changed"):
+        with pytest.raises(StoreError, match=rf"it wants schema {SCHEMA} and found schema 99\. Nothing was changed"):
             open_store(path, read_only=read_only)
     assert path.read_bytes() == before
 

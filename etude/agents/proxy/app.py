@@ -86,7 +86,7 @@ def create_app(endpoint: ModelEndpoint) -> FastAPI:
 
     app = FastAPI(title="Etude's model endpoint", lifespan=lifespan)
     app.include_router(create_router(endpoint))
-    app.add_middleware(RequestMiddleware, life=secrets.token_hex(8), whose=endpoint.keyring.read_headers)
+    app.add_middleware(RequestMiddleware, instance=secrets.token_hex(8), read_grant=endpoint.keyring.read_headers)
     return app
 
 

@@ -52,13 +52,13 @@ RUN = QueueOwner("run", "/runs/mine")
 Story = Callable[[MirroredRolloutQueue, LocalRolloutQueue], Awaitable[None]]
 
 
-def joined(story: Story, mine: Journal, theirs: Journal | None = None, most_bytes: int = 2**20) -> None:
+def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_bytes: int = 2**20) -> None:
     """Live through a story at a store and at the desk of a run that has joined it."""
     ring = Keyring(b"a secret of sixteen bytes or more")
 
     async def whole() -> None:
         there = LocalRolloutQueue(theirs or open_store(), ring)
-        serving = serve(there, ring, most_bytes=most_bytes)
+        serving = serve(there, ring, max_body_bytes=max_body_bytes)
         far = MirroredRolloutQueue(serving.url, ring.admin, mine, await there.acquire_lease(RUN))
         try:
             await asyncio.wait_for(story(far, there), 60)
@@ -113,7 +113,7 @@ def test_however_much_is_asked_for_it_is_asked_for_in_portions(monkeypatch: pyte
         assert await far.enqueue(asked) == list(range(80))
         assert [state.id for state in (await there.find(RolloutQuery())).rollouts] == list(range(80))
 
-    joined(story, open_store(), most_bytes=60_000)
+    joined(story, open_store(), max_body_bytes=60_000)
 
 
 def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
