@@ -36,9 +36,9 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
 def __getattr__(name: str) -> Any:
     """What is heavy is loaded when it is asked for, so that `import etude` costs nothing."""
     if name in ("PPOTrainer", "RLConfig", "Trajectories"):
-        from etude import ppo_trainer as easy
+        from etude import ppo_trainer
 
-        return getattr(easy, name)
+        return getattr(ppo_trainer, name)
     if name in ("RL", "Algorithm", "Baseline", "Trainer"):
         from etude import trainer
 

@@ -172,10 +172,10 @@ def describe_out_of_memory(error: BaseException) -> str:
     refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not refused and "allocate memory" not in str(error):
         return ""
-    told = f" ({str(error).splitlines()[0]})" if str(error) else ""
+    detail = f" ({str(error).splitlines()[0]})" if str(error) else ""
     return (
-        f"The system gave this process no more memory{told}. `etude plan` says how much a run takes; `ulimit -v` shows "
-        "whether the address space of processes is bounded here, and `ulimit -v unlimited` lifts that."
+        f"The system gave this process no more memory{detail}. `etude plan` says how much a run takes; `ulimit -v` "
+        "shows whether the address space of processes is bounded here, and `ulimit -v unlimited` lifts that."
     )
 
 
@@ -187,14 +187,14 @@ def translate_memory_errors() -> Iterator[None]:
     except EtudeError:
         raise
     except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first
-        if told := describe_out_of_memory(error):
-            raise TrainingError(told) from error
+        if message := describe_out_of_memory(error):
+            raise TrainingError(message) from error
         raise
 
 
 def describe_system_error(error: OSError | MemoryError) -> str:
     """Return a sentence on what the system refused."""
-    if told := describe_out_of_memory(error):
-        return told
+    if message := describe_out_of_memory(error):
+        return message
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return f"The system refused to read or write{where}: {getattr(error, 'strerror', None) or error}."

@@ -38,18 +38,18 @@ REMARK = " (of the lines above: a file that was changed is refused)"
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a JSON object with its checksum. A number that is not finite is a `ValueError`."""
-    plain = json.loads(json.dumps(document, allow_nan=False))
-    _write_atomically(path, json.dumps(plain | {FIELD: _digest_of(plain)}, indent=1, allow_nan=False) + "\n")
+    values = json.loads(json.dumps(document, allow_nan=False))
+    _write_atomically(path, json.dumps(values | {FIELD: _digest_of(values)}, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
     """The JSON object that `write_json` wrote, or a `DamagedFileError` that ends with this remedy."""
     try:
         document = json.loads(read_bytes(path, remedy))
-        found = document.pop(FIELD, None)
+        checksum = document.pop(FIELD, None)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(path, "is damaged: it is not the JSON object that was written", remedy) from error
-    if not isinstance(document, dict) or found != _digest_of(document):
+    if not isinstance(document, dict) or checksum != _digest_of(document):
         raise _damaged(path, "is damaged: it does not match its checksum", remedy)
     return document
 
@@ -109,17 +109,17 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    writing = path.with_name(f".{path.name}")
+    draft = path.with_name(f".{path.name}")
     with add_path_to_errors(path):
-        with writing.open("w", encoding="utf-8") as file:
+        with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             sync_file(file)
-        writing.replace(path)
+        draft.replace(path)
         sync_directory(path.parent)
 
 
-def _damaged(path: Path, what: str, remedy: str) -> DamagedFileError:
-    return DamagedFileError(f"{path} {what}. {remedy}".rstrip())
+def _damaged(path: Path, problem: str, remedy: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} {problem}. {remedy}".rstrip())
 
 
 def _digest_of(document: Any) -> str:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from etude.config.compose import compose
 from etude.errors import ConfigError
-from etude.recipes.run import directory as folder
 from etude.recipes.run.build import build
 from etude.recipes.run.config import Run
+from etude.recipes.run.directory import TASKS_FOLDER, new_directory
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.loop import run_loop
 from etude.trainer import preset_path, refuse_duplicates, tasks_as_files
@@ -112,19 +112,21 @@ def train(
     return run_outside_event_loop(lambda: _run_training(run, written))
 
 
-def _resolve_arguments(given: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
-    options = given["options"] or {}
-    if callable(given["reward"]):
-        title = getattr(given["reward"], "__name__", "score")
+def _resolve_arguments(arguments: Mapping[str, Any]) -> tuple[Run, dict[str, str]]:
+    options = arguments["options"] or {}
+    if callable(arguments["reward"]):
+        title = getattr(arguments["reward"], "__name__", "score")
         raise ConfigError(
             "`reward` is given by name, so that a run that goes on, and processes beside it, find it again. Write the "
             f'function into a file and name it: reward="function", options={{"reward.path": "my_reward.py:{title}"}}.'
         )
-    arguments = {**RUN_OPTIONS, **PATH_OPTIONS}
-    refuse_duplicates({arguments[name]: f"`{name}=…`" for name in arguments if given[name] is not None}, options)
-    asked = {option: given[name] for name, option in RUN_OPTIONS.items() if given[name] is not None}
-    places = (given[name] for name in ("train", "val", "directory", "config"))
-    return _compose_run(given["preset"], {**asked, **options}, *places)
+    option_of = {**RUN_OPTIONS, **PATH_OPTIONS}
+    refuse_duplicates(
+        {option: f"`{name}=…`" for name, option in option_of.items() if arguments[name] is not None}, options
+    )
+    values = {option: arguments[name] for name, option in RUN_OPTIONS.items() if arguments[name] is not None}
+    paths = (arguments[name] for name in ("train", "val", "directory", "config"))
+    return _compose_run(arguments["preset"], {**values, **options}, *paths)
 
 
 def _run_training(run: Run, written: Mapping[str, str]) -> Path:
@@ -142,14 +144,15 @@ def _compose_run(
     config: str | Path | None,
 ) -> tuple[Run, dict[str, str]]:
     """The run that the arguments ask for, and the tasks that lie in no file yet."""
-    file, found = None if config is None else Path(config), preset_path(preset)
-    named = directory or options.get("directory")
-    if named is None and file is not None:
-        named = compose(Run, values=options, file=file, preset=found).directory
-    place = Path(named or folder.new_directory(Path("runs"), "train"))
+    file, preset_file = None if config is None else Path(config), preset_path(preset)
+    chosen = directory or options.get("directory")
+    if chosen is None and file is not None:
+        chosen = compose(Run, values=options, file=file, preset=preset_file).directory
+    run_directory = Path(chosen or new_directory(Path("runs"), "train"))
     written: dict[str, str] = {}
     for name, tasks in {"train": train, "val": val}.items():
         if tasks is not None:
-            options[f"data.{name}"], text = tasks_as_files(tasks, place / folder.TASKS_FOLDER / f"{name}.jsonl")
+            path = run_directory / TASKS_FOLDER / f"{name}.jsonl"
+            options[f"data.{name}"], text = tasks_as_files(tasks, path)
             written |= {} if text is None else {name: text}
-    return compose(Run, values={**options, "directory": place}, file=file, preset=found), written
+    return compose(Run, values={**options, "directory": run_directory}, file=file, preset=preset_file), written

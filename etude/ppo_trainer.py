@@ -36,7 +36,7 @@ from etude.config.compose import compose
 from etude.config.suggestions import suggest_name
 from etude.data import Dataset
 from etude.data.collate import collate
-from etude.data.samples import build_samples as rows_of_turns
+from etude.data.samples import build_samples
 from etude.dispatch import LocalCrew
 from etude.envs import LanguageModelEnv
 from etude.errors import ConfigError, DataError, RewardError, UnknownChoiceError
@@ -129,16 +129,16 @@ class RLConfig:
         except ConfigError as error:
             raise type(error)(self._translate_options(str(error))) from None
 
-    def _translate_options(self, told: str) -> str:
+    def _translate_options(self, message: str) -> str:
         """A sentence on options of a run as one on the fields that set them, said once where a field sets two."""
         for name, options in self.RUN_OPTIONS.items():
             for option in options:
                 if option not in self.options:
-                    told = re.sub(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", f"RLConfig.{name}", told)
-        problems = list(dict.fromkeys(line for line in told.splitlines() if line.startswith("- ")))
-        return problems[0].removeprefix("- ") if len(problems) == 1 else told
+                    message = re.sub(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", f"RLConfig.{name}", message)
+        problems = list(dict.fromkeys(line for line in message.splitlines() if line.startswith("- ")))
+        return problems[0].removeprefix("- ") if len(problems) == 1 else message
 
-    def compose_run(self, **more: Any) -> Run:
+    def compose_run(self, **derived: Any) -> Run:
         """The run that this asks for; `more` are options that follow from the model."""
         if self.algorithm not in PRESETS:
             hint = suggest_name(self.algorithm, PRESETS)
@@ -153,12 +153,14 @@ class RLConfig:
                     f"start the run with `etude train {option}=…`."
                 )
         for name, options in self.RUN_OPTIONS.items():
-            twice = [option for option in options if option in self.options]
-            if twice and getattr(self, name) != getattr(type(self), name):
-                raise ConfigError(f"`{twice[0]}` is in `options`, and is given as `{name}=…` too. Give it once.")
-        asked = {option: getattr(self, name) for name, options in self.RUN_OPTIONS.items() for option in options}
-        given = {option: value for option, value in asked.items() if value is not None} | dict(self.options) | more
-        return compose(Run, values=given, preset=PRESETS[self.algorithm])
+            duplicates = [option for option in options if option in self.options]
+            if duplicates and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"`{duplicates[0]}` is in `options`, and is given as `{name}=…` too. Give it once.")
+        values = {option: getattr(self, name) for name, options in self.RUN_OPTIONS.items() for option in options}
+        overrides = (
+            {option: value for option, value in values.items() if value is not None} | dict(self.options) | derived
+        )
+        return compose(Run, values=overrides, preset=PRESETS[self.algorithm])
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,15 +198,15 @@ class PPOTrainer:
 
     def __init__(self, config: RLConfig, env: LanguageModelEnv) -> None:
         self._exit_stack = ExitStack()
-        self._tokenizer = _tokenizer(env.tokenizer, self._exit_stack)
+        self._tokenizer = _load_tokenizer(env.tokenizer, self._exit_stack)
         model = wrap_module(env.model)
         self._chat = ChatConfig().build_renderer(self._tokenizer)
         _check_prompts(env.prompts)
-        begin = self._tokenizer.bos_id
-        self._begin = self._tokenizer.eos_ids[0] if begin is None else begin
+        bos_id = self._tokenizer.bos_id
+        self._first_id = self._tokenizer.eos_ids[0] if bos_id is None else bos_id
         self._without_prompts = env.prompts is None
-        asked = [str(self._tokenizer.id_to_token(self._begin))] if env.prompts is None else list(env.prompts)
-        self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in asked]), env.reward
+        prompts = [str(self._tokenizer.id_to_token(self._first_id))] if env.prompts is None else list(env.prompts)
+        self._dataset, self._reward = Dataset.load([_row(prompt) for prompt in prompts]), env.reward
         longest = max(len(self._ids(self._dataset.task(row, row))) for row in range(len(self._dataset)))
         self.run = config.compose_run(**{"train.precision": _precision(model), "data.max_prompt_length": longest})
         if checks.uses_teacher(self.run):
@@ -233,15 +235,17 @@ class PPOTrainer:
         """Answers to the next prompts by the policy as it stands."""
         first = self._collected * self.run.collect.tasks
         ordinals = range(first, first + self.run.collect.tasks)
-        chosen = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
-        tasks = [task for task in chosen for _ in range(self._size)]
+        selected = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
+        tasks = [task for task in selected for _ in range(self._group_size)]
         sampling = [
-            self.run.sampling.params(derived_seed(self.run.seed, "train", task.ordinal, place % self._size, 0))
-            for place, task in enumerate(tasks)
+            self.run.sampling.params(derived_seed(self.run.seed, "train", task.ordinal, index % self._group_size, 0))
+            for index, task in enumerate(tasks)
         ]
         self._collected += 1
-        drawn = self._engine.generate_all([self._ids(task) for task in tasks], sampling)
-        return Trajectories(tasks, [Turn(self._ids(t), c, 0) for t, c in zip(tasks, drawn, strict=True)], self._step)
+        completions = self._engine.generate_all([self._ids(task) for task in tasks], sampling)
+        return Trajectories(
+            tasks, [Turn(self._ids(t), c, 0) for t, c in zip(tasks, completions, strict=True)], self._step
+        )
 
     def compute_rewards(self, trajectories: Trajectories) -> NDArray[np.float64]:
         """What each answer earns, by the environment's reward; an answer that cannot be judged is an error."""
@@ -254,8 +258,8 @@ class PPOTrainer:
             self._judge = self._exit_stack.enter_context(
                 Judge(_wrap_reward(self._reward, self._device), self.run.judging)
             )
-        judged = self._verdicts(self._judge, trajectories)
-        verdicts = run_outside_event_loop(lambda: self._loop_runner.run(judged))
+        scoring = self._verdicts(self._judge, trajectories)
+        verdicts = run_outside_event_loop(lambda: self._loop_runner.run(scoring))
         for verdict in verdicts:
             if verdict.outcome is not Outcome.SUCCEEDED:
                 raise RewardError(verdict.error)
@@ -263,18 +267,18 @@ class PPOTrainer:
 
     def optimize(self, trajectories: Trajectories, rewards: ArrayLike) -> dict[str, float]:
         """Learn from answers and what they earned; returns what was measured. Each answer teaches once."""
-        earned = np.asarray(rewards, dtype=np.float64)
-        if earned.shape != (len(trajectories),) or not np.isfinite(earned).all():
+        values = np.asarray(rewards, dtype=np.float64)
+        if values.shape != (len(trajectories),) or not np.isfinite(values).all():
             raise DataError(
                 f"optimize needs one finite reward for each of the {len(trajectories)} trajectories; an array of shape "
-                f"{earned.shape} was given{'' if np.isfinite(earned).all() else ', with values that are not finite'}."
+                f"{values.shape} was given{'' if np.isfinite(values).all() else ', with values that are not finite'}."
             )
         if trajectories.version != self._step:
             raise DataError(
                 f"These trajectories were drawn by version {trajectories.version} of the policy, which is at version "
                 f"{self._step} now. Collect new ones before each call of optimize."
             )
-        batch = self._batch(trajectories, earned)
+        batch = self._batch(trajectories, values)
         batch = self._learners.estimate(self._learners.annotate(batch), self._step + 1)
         metrics = self._learners.update(batch)
         self._step += 1
@@ -293,23 +297,23 @@ class PPOTrainer:
         self.close()
 
     @property
-    def _size(self) -> int:
+    def _group_size(self) -> int:
         return self.run.collect.group_size
 
     def _ids(self, task: Task) -> NDArray[np.int32]:
         """What the model is shown: where nothing is asked, that a text begins."""
         if self._without_prompts:
-            return np.array([self._begin], dtype=np.int32)
+            return np.array([self._first_id], dtype=np.int32)
         prompt: Any = task.fields["prompt"]
         return self._chat.prompt_ids(prompt)
 
-    def _batch(self, trajectories: Trajectories, earned: NDArray[np.float64]) -> Batch:
+    def _batch(self, trajectories: Trajectories, rewards: NDArray[np.float64]) -> Batch:
         rows, rollouts = [], []
-        for place, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
-            rollout = self._step * len(trajectories) + place
+        for index, (task, turn) in enumerate(zip(trajectories.tasks, trajectories.turns, strict=True)):
+            rollout = self._step * len(trajectories) + index
             truncated = turn.completion.finish_reason == "length"
-            rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(earned[place]), truncated=truncated))
-            rows += rows_of_turns([turn], rollout)
+            rollouts.append(Rollout(rollout, task.ordinal, task.ordinal, float(rewards[index]), truncated=truncated))
+            rows += build_samples([turn], rollout)
         batch = collate(rows, rollouts)
         return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), self._step))
 
@@ -323,16 +327,16 @@ def _derived_option_error(option: str) -> ConfigError:
     return ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
 
 
-def _tokenizer(given: Any, ends: ExitStack) -> Tokenizer:
+def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:
     """Ours, from one of transformers'."""
-    folder = Path(ends.enter_context(TemporaryDirectory()))
-    given.save_pretrained(folder)
-    if not (folder / "tokenizer.json").is_file():
+    directory = Path(stack.enter_context(TemporaryDirectory()))
+    tokenizer.save_pretrained(directory)
+    if not (directory / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{type(given).__name__} writes no tokenizer.json: it is not a fast tokenizer. Load it with "
+            f"{type(tokenizer).__name__} writes no tokenizer.json: it is not a fast tokenizer. Load it with "
             f"`AutoTokenizer.from_pretrained(…, use_fast=True)`."
         )
-    return Tokenizer.load(folder)
+    return Tokenizer.load(directory)
 
 
 def _precision(model: Model) -> str:
@@ -360,25 +364,25 @@ def _wrap_reward(reward: Any, device: torch.device) -> Any:
     parameters = inspect.signature(reward).parameters
     if {"task", "data_source", "solution_str"} & set(parameters):
         return reward
-    by_place = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    needed = [each.name for each in by_place if each.default is each.empty]
-    owed = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
-    if len(needed) > 2 or owed:
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in positional if p.default is p.empty]
+    keywords = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(required) > 2 or keywords:
         raise ConfigError(
             f"The reward function takes ({', '.join(parameters)}), and it is called as f(prompt, answer), or f(answer)."
             f" Give the others a default, or take (task, answer): `task.fields` has every column of a prompt's row."
         )
-    alone = len(needed) == 1 or len(by_place) == 1
+    answer_only = len(required) == 1 or len(positional) == 1
 
-    def called(task: Task, answer: str) -> Any:
-        return reward(answer) if alone else reward(task.fields["prompt"], answer)
+    def score(task: Task, answer: str) -> Any:
+        return reward(answer) if answer_only else reward(task.fields["prompt"], answer)
 
-    async def awaited(task: Task, answer: str) -> Any:
-        return await called(task, answer)
+    async def score_async(task: Task, answer: str) -> Any:
+        return await score(task, answer)
 
-    told = awaited if inspect.iscoroutinefunction(reward) else called
-    told.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # what errors call it
-    return told
+    wrapped = score_async if inspect.iscoroutinefunction(reward) else score
+    wrapped.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # what errors call it
+    return wrapped
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:

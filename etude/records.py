@@ -148,7 +148,7 @@ class SamplingParams(_Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        asked = {
+        limits = {
             "temperature": (0 <= self.temperature < math.inf, "0 or more, and finite"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
@@ -158,8 +158,8 @@ class SamplingParams(_Record):
             "max_tokens": (self.max_tokens >= 1, "1 or more"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
         }
-        for name, (holds, wanted) in asked.items():
-            if not holds:
+        for name, (valid, wanted) in limits.items():
+            if not valid:
                 raise ValueError(f"SamplingParams.{name} must be {wanted}; {getattr(self, name)} was given.")
 
 
@@ -363,9 +363,9 @@ _OPTIONAL_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
 }
 
 
-def _check_same_length(what: str, **columns: NDArray[Any]) -> None:
+def _check_same_length(owner: str, **columns: NDArray[Any]) -> None:
     """The mask law begins here: columns that speak of the same tokens have the same length."""
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"{what} has columns of different lengths ({found}); each must have one entry per token.")
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"{owner} has columns of different lengths ({listed}); each must have one entry per token.")

@@ -32,11 +32,11 @@ from etude.errors import CollectionError, ConfigError, UnknownChoiceError
 from etude.observe import make_console
 from etude.recipes.agents.process_role import serve_if_runner
 from etude.recipes.presets import PRESETS
-from etude.recipes.run import directory as folder
 from etude.recipes.run.build import build
 from etude.recipes.run.components import RunComponents
 from etude.recipes.run.config import Run
 from etude.recipes.run.dev_report import show_failed, show_scored
+from etude.recipes.run.directory import TASKS_FOLDER, new_directory, read_metrics
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.loop import run_loop
 from etude.recipes.servers.served_model import ServedModel, serve_to_agent
@@ -71,7 +71,7 @@ class Algorithm(ABC):
             with self.serving({"model.path": "Qwen3-0.6B"}) as served:
                 for prompt in PROMPTS:
                     played = served.play(train, {"prompt": prompt})   # the agent reads `resources["prompt"]`
-                    scores[prompt] = mean(each.total for each in played)
+                    scores[prompt] = mean(rollout.total for rollout in played)
     """
 
     context: TrainerContext | None = field(default=None, init=False, repr=False)
@@ -97,8 +97,8 @@ class Algorithm(ABC):
                 f"{type(self).__name__} has no agent to serve a model to: it is given one by `etude.Trainer(…).fit`, "
                 "which calls `run`."
             )
-        asked = self.context.merge_options(options)
-        run = compose(Run, values=asked, preset=preset_path(preset))
+        merged = self.context.merge_options(options)
+        run = compose(Run, values=merged, preset=preset_path(preset))
         with serve_to_agent(run, self.context.agent, None if directory is None else Path(directory)) as served:
             self.open_queue = served.new_client
             try:
@@ -134,16 +134,22 @@ class RL(Algorithm):
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
         tasks = {"data.train": "tasks of `fit`"} | ({} if val is None else {"data.val": "tasks of `fit`"})
         refuse_duplicates(tasks, self.options)
-        with self._parts(train, val) as parts:
+        with self._components(train, val) as parts:
             run_loop(parts)
-            return folder.read_metrics(parts.directory)[-1]
+            return read_metrics(parts.directory)[-1]
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
         """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
-        few: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
-        few |= {"observe.console": "off", "observe.level": "error"}
-        few |= {"agent.store": None, "agent.listen": "127.0.0.1:0"}  # a store is for a run, and would keep what is not
-        with TemporaryDirectory() as place, self._parts(tasks, None, Path(place) / "dev", few) as parts:
+        overrides: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
+        overrides |= {"observe.console": "off", "observe.level": "error"}
+        overrides |= {
+            "agent.store": None,
+            "agent.listen": "127.0.0.1:0",
+        }  # a store is for a run, and would keep what is not
+        with (
+            TemporaryDirectory() as temporary,
+            self._components(tasks, None, Path(temporary) / "dev", overrides) as parts,
+        ):
             parts.publish(parts.checkpoint.step)
             parts.source.disable_refill()
             try:
@@ -156,20 +162,20 @@ class RL(Algorithm):
             console.print(Text("Nothing was trained, and nothing is kept."))
 
     @contextmanager
-    def _parts(
-        self, train: Tasks, val: Tasks | None, directory: Path | None = None, more: Mapping[str, Any] | None = None
+    def _components(
+        self, train: Tasks, val: Tasks | None, directory: Path | None = None, overrides: Mapping[str, Any] | None = None
     ) -> Iterator[RunComponents]:
         assert self.context is not None, "a trainer gives an agent"
         if self.directory is not None:
             refuse_duplicates({"directory": f"`directory` of {type(self).__name__}"}, self.options)
-        named = directory or self.directory or self.options.get("directory")
-        directory = Path(named) if named else folder.new_directory(Path("runs"), "train")
-        options = {**self.context.merge_options(self.options), **(more or {}), "directory": directory}
+        chosen = directory or self.directory or self.options.get("directory")
+        directory = Path(chosen) if chosen else new_directory(Path("runs"), "train")
+        options = {**self.context.merge_options(self.options), **(overrides or {}), "directory": directory}
         written: dict[str, str] = {}
         for name, tasks in {"train": train, "val": val}.items():
             if tasks is not None:
-                files, text = tasks_as_files(tasks, directory / folder.TASKS_FOLDER / f"{name}.jsonl")
-                options[f"data.{name}"] = files
+                path = directory / TASKS_FOLDER / f"{name}.jsonl"
+                options[f"data.{name}"], text = tasks_as_files(tasks, path)
                 written |= {} if text is None else {name: text}
         run = compose(Run, values=options, preset=preset_path(self.preset))
         with build(run, agent=self.context.agent, tasks=written) as parts:
@@ -189,13 +195,13 @@ class Baseline(RL):
         tasks = val if val is not None else train
         if tasks is None:
             raise ConfigError("There is nothing to play: give tasks, `trainer.fit(agent, val=tasks)`.")
-        with self._parts(tasks, tasks) as parts:
+        with self._components(tasks, tasks) as parts:
             parts.publish(parts.checkpoint.step)
-            found = dict(parts.evaluate.maybe_run(parts.checkpoint.steps).reduce())
+            scores = dict(parts.evaluate.maybe_run(parts.checkpoint.steps).reduce())
             parts.evaluate.raise_failed()
             if self.options.get("observe.console") != "off":
-                _report(found, parts.directory, make_console())
-        return found
+                _print_scores(scores, parts.directory, make_console())
+        return scores
 
 
 class Trainer:
@@ -212,11 +218,11 @@ class Trainer:
         """strategy: runners as threads of this process (`shm`), or as processes of their own (`cs`). n_runners: how
         many are started; 0 waits for some to join from elsewhere. max_concurrency: attempts that each has under
         way."""
-        told: Any = strategy
+        chosen: Any = strategy
         counts: list[tuple[str, Any, int]] = [("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)]
-        if told not in STRATEGIES:
+        if chosen not in STRATEGIES:
             raise UnknownChoiceError(
-                f"There is no strategy {told!r}: runners are threads of this process, `shm`, or processes of their "
+                f"There is no strategy {chosen!r}: runners are threads of this process, `shm`, or processes of their "
                 "own, `cs`."
             )
         for name, value, least in counts:
@@ -261,8 +267,8 @@ class Trainer:
             self.algorithm.context = None
 
     def _make_context(self, agent: Any, options: Mapping[str, Any]) -> TrainerContext:
-        made = as_agent(agent, "The agent")
-        return TrainerContext(made, {**self._options, **options, "agent.path": get_agent_spec(agent)})
+        runnable = as_agent(agent, "The agent")
+        return TrainerContext(runnable, {**self._options, **options, "agent.path": get_agent_spec(agent)})
 
 
 def _refuse_during_load() -> None:
@@ -275,10 +281,10 @@ def _refuse_during_load() -> None:
         )
 
 
-def _report(found: Mapping[str, float], directory: Path, console: Console) -> None:
+def _print_scores(scores: Mapping[str, float], directory: Path, console: Console) -> None:
     """The scores, and where what was said lies."""
     table = Table("score", "value")
-    for name, value in found.items():
+    for name, value in scores.items():
         if not name.startswith("eval/engine/"):
             table.add_row(name, f"{value:.4g}")
     console.print(table)
@@ -297,13 +303,13 @@ def preset_path(name: str | None) -> Path | None:
 
 def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
     """Refuse an option that is also given as an argument; arguments: what each option is called as one."""
-    given = {option.removesuffix(".name"): option for option in options}
+    by_option = {option.removesuffix(".name"): option for option in options}
     for option, name in arguments.items():
-        if option in given:
-            raise ConfigError(f"`{given[option]}` is in `options`, and is given as {name} too. Give it once.")
+        if option in by_option:
+            raise ConfigError(f"`{by_option[option]}` is in `options`, and is given as {name} too. Give it once.")
 
 
-def tasks_as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
+def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
     """Tasks as files: those that are none yet become one, so that a run can be taken up; and what that is to hold."""
     if isinstance(tasks, str | Path):
         return [str(tasks)], None
@@ -315,12 +321,12 @@ def tasks_as_files(tasks: Tasks, place: Path) -> tuple[list[str], str | None]:
             "The list of tasks is empty. Give at least one, such as `[{'question': '2+2', 'answer': '4'}]`."
         )
     if not all(isinstance(row, Mapping) for row in rows):
-        odd = next(row for row in rows if not isinstance(row, Mapping))
+        wrong = next(row for row in rows if not isinstance(row, Mapping))
         raise ConfigError(
             f"Tasks are mappings, such as `{{'question': '2+2', 'answer': '4'}}`, or files of them; a "
-            f"{type(odd).__name__} was given."
+            f"{type(wrong).__name__} was given."
         )
-    return [str(place)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return [str(path)], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _materialize(tasks: Tasks | None) -> Tasks | None:
