@@ -34,7 +34,7 @@ __all__ = [  # noqa: RUF022 (as `sorted` has them)
 
 
 def __getattr__(name: str) -> Any:
-    """What is heavy is loaded when it is asked for, so that `import etude` costs nothing."""
+    """Import a public name when it is first read, so that `import etude` is fast."""
     if name in ("PPOTrainer", "RLConfig", "Trajectories"):
         from etude import ppo_trainer
 
@@ -59,24 +59,24 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is there, loaded or not."""
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__})
 
 
 class _Etude(ModuleType):
-    """This package. `etude.train` is a function here, and the name of a package below, from which names are imported
-    as before: `from etude.train import …`."""
+    """The class of this module. `etude.train` reads as a function, although a package has the same name: `from
+    etude.train import …` still works."""
 
     @property
     def train(self) -> Any:
-        """The function, whether or not that package is loaded."""
+        """The function, also after the package has been imported."""
         from etude.launch import train
 
         return train
 
     @train.setter
     def train(self, package: ModuleType) -> None:
-        """Python would put the package here when it is imported."""
+        """Ignore the package, which Python assigns here when it imports it."""
 
 
 if not TYPE_CHECKING:

@@ -56,7 +56,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class OverrideParser(argparse.ArgumentParser):
-    """A parser that can collect the words without a dash, wherever they stand, as the run's `overrides`."""
+    """A parser that can collect all words without a dash as the run's `overrides`."""
 
     takes_overrides = False
 

@@ -1,4 +1,4 @@
-"""Environments in a few lines: a base class for games of text, and one for functions that the model may call.
+"""Base classes for environments: `TextEnv` for text games, `ToolEnv` for tools that the model may call.
 
     class Guess(TextEnv):
         def begin(self) -> str:
@@ -8,8 +8,8 @@
         def play(self, answer: str) -> Observation:
             return Observation("Wrong.", done=answer == str(self.secret), reward=float(answer == str(self.secret)))
 
-Nobody has to derive from either: an environment is whatever has `reset` and `step` (`etude.protocols.Env`). A run plays
-one with `env.path=my_game.py:Guess`.
+No base class is required: an environment is any class with `reset` and `step` (`etude.protocols.Env`). A run uses one
+with `env.path=my_game.py:Guess`.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ __all__ = ["Env", "LanguageModelEnv", "Observation", "TextEnv", "ToolEnv"]
 
 
 class TextEnv(ABC):
-    """A game of text: it begins with something to show, and says what comes of each answer."""
+    """A text game: `begin` returns the first observation, and `play` the observation after each answer."""
 
     task: Task
-    """What is tried."""
+    """The task of this rollout."""
     rng: random.Random
-    """Follows from the task, so that the tries at one task meet the same chance, and a resumed run meets it again."""
+    """Random numbers seeded by the task. The rollouts of a task see the same ones, and so does a resumed run."""
 
     def reset(self, task: Task) -> Observation:
-        """What the model is shown first."""
+        """Return the first observation."""
         self.task = task
         self.rng = random.Random(json.dumps([task.ordinal, task.source, dict(task.fields)], sort_keys=True))
         return _as_observation(self.begin())
 
     def step(self, answer: Message) -> Observation:
-        """What comes of an answer."""
+        """Return the observation after an answer."""
         text = content_text(answer.content)
         assert text is not None, "what a model says is text"
         return _as_observation(self.play(text))
 
     def begin(self) -> str | Observation:
-        """What the model is shown first; nothing stands for the task's own prompt."""
+        """Return the first text or observation; an empty text stands for the task's prompt."""
         return ""
 
     @abstractmethod
     def play(self, answer: str) -> str | Observation:
-        """What comes of an answer. Text alone is shown, and the game goes on."""
+        """Return the reply to an answer. A plain text is shown to the model, and the game continues."""
 
 
 class ToolEnv:
-    """Functions that the model may call; an answer without a call is the last.
+    """Tools that the model may call. An answer without a call ends the rollout.
 
-    They may be methods of a subclass, which share what a rollout has come to:
+    The tools may be methods of a subclass, and share the state of the rollout:
 
         class Shop(ToolEnv):
             def __init__(self) -> None:
                 super().__init__([self.search, self.buy])
 
-    The calls of one answer are made in their order, one after the other. Where nothing is shared, `parallel` makes them
-    at once. Whatever goes wrong with a call is told to the model, also that it took longer than `timeout` seconds.
+    The calls of one answer run one after the other. With `parallel` they run at the same time, for tools without shared
+    state. The model sees the error of a failed call, also of a call that took longer than `timeout` seconds.
     """
 
     task: Task
-    """What is tried."""
+    """The task of this rollout."""
 
     def __init__(
         self, tools: Sequence[Callable[..., Any]] = (), *, timeout: float = 30.0, parallel: bool = False
@@ -83,41 +83,41 @@ class ToolEnv:
         self.toolbox = Toolbox(tools, timeout, parallel=parallel)
 
     def reset(self, task: Task) -> Observation:
-        """The task's own prompt, and what may be called."""
+        """Return the tools. The empty content stands for the task's prompt."""
         self.task = task
         return Observation(tools=self.toolbox.schemas)
 
     async def step(self, answer: Message) -> Observation:
-        """The results of the calls in an answer; or the end, where there are none."""
+        """Return the results of the calls in an answer; without calls, the end of the rollout."""
         calls = self.calls(answer)
         if not calls:
             return self.final(answer)
         return Observation(self.format_results(await self.toolbox.run_calls(calls, self.task)))
 
     def calls(self, answer: Message) -> Sequence[ToolCall]:
-        """The calls in an answer. Override it to read another form than the chat template's."""
+        """Return the calls in an answer. Override it to parse another format than the chat template's."""
         return answer.tool_calls
 
     def format_results(self, results: Sequence[Message]) -> str | Sequence[Message]:
-        """What the model is shown of the results of its calls: messages by `tool`. Override it to show text."""
+        """Return the results of the calls as the model sees them: `tool` messages. Override it to return text."""
         return results
 
     def final(self, answer: Message) -> Observation:  # noqa: ARG002
-        """What comes of an answer without a call. Override it to pay for what was done, or to go on."""
+        """Return the observation after an answer without a call. Override it to add a reward, or to continue."""
         return Observation(done=True)
 
 
 @dataclass
 class LanguageModelEnv:
-    """A model that writes, what it is asked, and what an answer is worth: what `etude.PPOTrainer` practises in."""
+    """The model, the prompts and the reward of an `etude.PPOTrainer`."""
 
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
-    """Trained in place, in the dtype that it was loaded in."""
+    """The model to train, in place and in the dtype that it was loaded in."""
     prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | None = None
-    """Texts, conversations (lists of messages), or rows of a dataset; None has the model write from the beginning."""
+    """Texts, conversations (lists of messages), or rows of a dataset. None: the model writes from an empty text."""
     reward: Callable[..., Any] | None = None
-    """`f(prompt, answer)` or `f(answer)` gives a number; or a reward of `etude.rewards`."""
+    """A function `f(prompt, answer)` or `f(answer)` that returns a number, or a reward of `etude.rewards`."""
 
 
 def _as_observation(value: str | Observation) -> Observation:

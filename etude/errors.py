@@ -1,32 +1,32 @@
-"""Every error Etude raises on purpose, in one tree.
+"""The errors that Etude raises on purpose, in one tree.
 
     EtudeError
-    ├── ConfigError (ValueError)          what was asked for cannot be run as asked
-    │   ├── UnknownKeyError               a key no option has; names the nearest that one does
-    │   ├── UnknownChoiceError            a choice that does not exist; lists those that do
-    │   └── PluginError                   a `module:Name` that does not import, or is not what it should be
-    ├── DataError (ValueError)            the data handed in breaks a rule; names the row or rollout
+    ├── ConfigError (ValueError)          options that cannot run
+    │   ├── UnknownKeyError               an unknown option; names the nearest known one
+    │   ├── UnknownChoiceError            an unknown choice; lists the known ones
+    │   └── PluginError                   a `module:Name` that does not import, or has the wrong type
+    ├── DataError (ValueError)            data that breaks a rule; names the row or the rollout
     │   ├── BatchError                    columns of a batch that do not fit together
-    │   ├── ChatError                     a conversation that cannot be shown to the model; says why
-    │   ├── MissingColumnError            a column that an algorithm declared and nobody provided
-    │   └── RewardError                   a reward that could not be had, or is no finite number; names the task
+    │   ├── ChatError                     a conversation that the chat template cannot render; says why
+    │   ├── MissingColumnError            a column that an algorithm requires and the batch lacks
+    │   └── RewardError                   a reward that failed, or is not a finite number; names the task
     ├── CheckpointError                   a checkpoint that cannot be written or read; names the file
-    ├── CollectionError                   a step that got nothing to train on; says what failed
-    ├── EnvError                          an environment or a tool that breaks its word; names it
-    ├── AgentError (ValueError)           an agent that breaks its word: its parameters, its reward, its end; says which
+    ├── CollectionError                   a step that collected no rollout to train on; says what failed
+    ├── EnvError                          an environment or a tool that breaks its protocol; names it
+    ├── AgentError (ValueError)           an agent with wrong parameters, a wrong reward or a wrong end; says which
     ├── RunError                          a run directory that cannot be used: in use, missing, not a run
-    │   └── DamagedFileError              a file of it that is not what was written; names the file
-    ├── TrainingError                     an update that cannot be taken; the weights are as they were
-    ├── StoreError                        the journal cannot be opened, read or written as asked; names the file
-    │   ├── IllegalTransitionError (ValueError) an event that may not follow what is recorded; names both states
-    │   └── NotFoundError (LookupError)    something that the store has never heard of; names it
-    ├── InvalidKeyError                   a key that does not open what was asked for; says whose it is
-    ├── CrewError                         processes that work together cannot start or go on; names the rank
-    ├── EngineError (RuntimeError)         an inference engine cannot go on; says which knob to turn
-    └── MissingPackageError (ImportError) an optional package is absent; names the extra to install
+    │   └── DamagedFileError              a file of a run that has changed since it was written; names the file
+    ├── TrainingError                     an update that failed; the weights are unchanged
+    ├── StoreError                        a journal that cannot be opened, read or written; names the file
+    │   ├── IllegalTransitionError (ValueError) an event that cannot follow the recorded state; names both states
+    │   └── NotFoundError (LookupError)    an object that the store does not have; names it
+    ├── InvalidKeyError                   an API key without access to the request; says which key it is
+    ├── CrewError                         a worker group that cannot start or continue; names the rank
+    ├── EngineError (RuntimeError)         an inference engine that cannot continue; names the option to change
+    └── MissingPackageError (ImportError) an optional package is missing; names the extra to install
 
-Each message is a sentence or two: what was asked, what was found, where, and what to do about it.
-A mistake of Etude's own is an `assert`, never one of these.
+Each message is one or two sentences: the request, the problem, its place, and the remedy. A bug of Etude itself is an
+`assert`, never one of these errors.
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ class EtudeError(Exception):
 
 
 class ConfigError(EtudeError, ValueError):
-    """What was asked for cannot be run as asked."""
+    """The options of a run cannot run."""
 
 
 class UnknownKeyError(ConfigError):
-    """A key that no option has."""
+    """An option does not exist."""
 
 
 class UnknownChoiceError(ConfigError):
-    """A choice that does not exist."""
+    """A choice does not exist."""
 
 
 class PluginError(ConfigError):
-    """A `module:Name` that does not import, or names something of the wrong kind."""
+    """A `module:Name` does not import, or has the wrong type."""
 
 
 class DataError(EtudeError, ValueError):
-    """The data handed in breaks a rule."""
+    """The data breaks a rule."""
 
 
 class BatchError(DataError):
@@ -95,15 +95,15 @@ class BatchError(DataError):
 
 
 class ChatError(DataError):
-    """A conversation that cannot be shown to the model."""
+    """The chat template cannot render a conversation."""
 
 
 class MissingColumnError(DataError):
-    """An algorithm declared a column that the batch does not have."""
+    """An algorithm requires a column that the batch does not have."""
 
 
 class RewardError(DataError):
-    """A reward that could not be had, or that is not a finite number."""
+    """A reward failed, or is not a finite number."""
 
 
 class CheckpointError(EtudeError):
@@ -111,15 +111,15 @@ class CheckpointError(EtudeError):
 
 
 class CollectionError(EtudeError):
-    """A step got nothing to train on."""
+    """A step collected no rollout to train on."""
 
 
 class EnvError(EtudeError):
-    """An environment or a tool that breaks its word."""
+    """An environment or a tool breaks its protocol."""
 
 
 class AgentError(EtudeError, ValueError):
-    """An agent that breaks its word."""
+    """An agent breaks its protocol: its parameters, its reward or its end."""
 
 
 class RunError(EtudeError):
@@ -127,43 +127,43 @@ class RunError(EtudeError):
 
 
 class DamagedFileError(RunError):
-    """A file of a run cannot be read, or is not what was written."""
+    """A file of a run cannot be read, or has changed since it was written."""
 
 
 class TrainingError(EtudeError):
-    """An update cannot be taken; the weights are as they were before it."""
+    """An update failed; the weights are unchanged."""
 
 
 class StoreError(EtudeError):
-    """The journal cannot be opened, read or written as asked."""
+    """The journal cannot be opened, read or written."""
 
 
 class IllegalTransitionError(StoreError, ValueError):
-    """An event that may not follow what is recorded."""
+    """An event cannot follow the recorded state."""
 
 
 class NotFoundError(StoreError, LookupError):
-    """Something that the store has never heard of."""
+    """The store has no such object."""
 
 
 class InvalidKeyError(EtudeError):
-    """A key that is missing, wrong, expired, or another's."""
+    """An API key is missing, wrong, expired, or belongs to another object."""
 
 
 class CrewError(EtudeError):
-    """A process of those that work together did not start, ended, fell silent, or met what is no error of ours."""
+    """A rank of a worker group did not start, died, stopped responding, or raised an unexpected error."""
 
 
 class EngineError(EtudeError, RuntimeError):
-    """An inference engine cannot do what it was asked, or cannot go on."""
+    """An inference engine cannot serve a request, or cannot continue."""
 
 
 class MissingPackageError(EtudeError, ImportError):
-    """An optional package is absent."""
+    """An optional package is missing."""
 
 
 def describe_out_of_memory(error: BaseException) -> str:
-    """Return a sentence on an error that says that the system or a GPU gave no more memory; empty for any other."""
+    """Return a sentence for an out-of-memory error of the system or of a GPU; empty for any other error."""
     if "CUDA out of memory" in str(error):
         return (
             f"The GPU has no more memory ({str(error).splitlines()[0]}). `etude plan` says how much a run takes, and "
@@ -181,19 +181,19 @@ def describe_out_of_memory(error: BaseException) -> str:
 
 @contextmanager
 def translate_memory_errors() -> Iterator[None]:
-    """Raise memory that is refused within as a `TrainingError`, which says so and what to do."""
+    """Raise an out-of-memory error of the block as a `TrainingError` that names the remedy."""
     try:
         yield
     except EtudeError:
         raise
-    except (RuntimeError, OSError, MemoryError) as error:  # torch raises the first
+    except (RuntimeError, OSError, MemoryError) as error:  # torch raises RuntimeError
         if message := describe_out_of_memory(error):
             raise TrainingError(message) from error
         raise
 
 
 def describe_system_error(error: OSError | MemoryError) -> str:
-    """Return a sentence on what the system refused."""
+    """Return a sentence for an error of the operating system."""
     if message := describe_out_of_memory(error):
         return message
     where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -1,10 +1,15 @@
-"""Files that carry their own checksum, so that a flipped bit or a missing end is found before anything follows from it.
+"""Files with a checksum inside, so that a flipped bit or a truncated file is an error when the file is read.
 
-    {"step": 4, "score": 0.5, "sha256": "9f2c…"}        a JSON object: of its other fields
-    steps: 4                                            a text: of the lines above the last one
+A JSON object has the checksum of its other fields:
+
+    {"step": 4, "score": 0.5, "sha256": "9f2c…"}
+
+A text has the checksum of the lines above the last one:
+
+    steps: 4
     # sha256: 9f2c… (of the lines above)
 
-A file is written beside its name and renamed when it is on the disk, so that it is there whole or not at all.
+A file is written under a temporary name, synced to the disk, and renamed. A reader sees the whole file or none.
 """
 
 from __future__ import annotations
@@ -37,13 +42,13 @@ REMARK = " (of the lines above: a file that was changed is refused)"
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON object with its checksum. A number that is not finite is a `ValueError`."""
+    """Write a JSON object with its checksum. Raise `ValueError` for a number that is not finite."""
     values = json.loads(json.dumps(document, allow_nan=False))
     _write_atomically(path, json.dumps(values | {FIELD: _digest_of(values)}, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
-    """The JSON object that `write_json` wrote, or a `DamagedFileError` that ends with this remedy."""
+    """Read a JSON object that `write_json` wrote. A `DamagedFileError` ends with `remedy`."""
     try:
         document = json.loads(read_bytes(path, remedy))
         checksum = document.pop(FIELD, None)
@@ -55,13 +60,13 @@ def read_json(path: Path, remedy: str = "") -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text whose format has comments after `#`, with its checksum in the last line."""
+    """Write a text with its checksum in the last line. The text's format must allow comments after `#`."""
     text = text if text.endswith("\n") else f"{text}\n"
     _write_atomically(path, f"{text}{MARK}{_sha256(text.encode())}{REMARK}\n")
 
 
 def read_text(path: Path, remedy: str = "") -> str:
-    """The text that `write_text` wrote, without its last line, or a `DamagedFileError` that ends with this remedy."""
+    """Read a text that `write_text` wrote, without its last line. A `DamagedFileError` ends with `remedy`."""
     body, mark, rest = read_bytes(path, remedy).rpartition(MARK.encode())
     if not mark or rest[64:] != f"{REMARK}\n".encode():
         raise _damaged(path, "is damaged: its last line, which has its checksum, is missing or changed", remedy)
@@ -71,7 +76,7 @@ def read_text(path: Path, remedy: str = "") -> str:
 
 
 def read_bytes(path: Path, remedy: str = "") -> bytes:
-    """The bytes of a file; where the system cannot read it, a sentence that names it."""
+    """Read the bytes of a file. Raise a `DamagedFileError` that names the file if the system cannot read it."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -79,14 +84,14 @@ def read_bytes(path: Path, remedy: str = "") -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file; where the system cannot read it, an `OSError` that names it."""
+    """Return the SHA-256 of a file. Raise an `OSError` that names the file if the system cannot read it."""
     with add_path_to_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, FIELD).hexdigest()
 
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Have an `OSError` name this file: the system names it where it is opened, and not where it is read or written."""
+    """Add the file's path to an `OSError`. The system names the file when it opens it, not when it reads or writes."""
     try:
         yield
     except OSError as error:
@@ -94,7 +99,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Sync a directory: wait until the names in it are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,7 +108,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Wait until what was written to an open file is on the disk."""
+    """Flush and sync an open file: wait until its bytes are on the disk."""
     file.flush()
     os.fsync(file.fileno())
 

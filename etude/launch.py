@@ -1,10 +1,11 @@
-"""A whole run from a program or a notebook: what `etude train` does, with arguments that an editor completes.
+"""`etude.train`: a whole run from a program or a notebook, like `etude train` on the command line.
 
     import etude
 
     run = etude.train("grpo", model="Qwen3-0.6B", train=["gsm8k/train.parquet"], reward="gsm8k", steps=200)
 
-Each argument is an option of the command line, and one that is left out leaves what the preset says.
+Each argument is an option of the command line. An argument that is left out keeps the preset's value. An editor can
+complete the arguments.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ RUN_OPTIONS = {
     "device": "device",
     "seed": "seed",
 }
-"""The option that each argument sets."""
+"""The option of each argument."""
 PATH_OPTIONS = {"train": "data.train", "val": "data.val", "directory": "directory"}
-"""The options that follow from an argument, which may be other than the option's value."""
+"""The options of arguments that need a conversion: tasks become files, and the directory gets a default."""
 
 
 def train(
@@ -78,35 +79,35 @@ def train(
     config: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Train a language model by reinforcement learning, as `etude train` does; returns the run's directory.
+    """Train a language model by reinforcement learning, like `etude train`. Return the run's directory.
 
-    Works in a notebook too, where an event loop is running. Ctrl-C, or the notebook's stop, ends the step and saves it;
-    called again with the same `directory`, the run goes on.
+    It also works in a notebook, where an event loop is running. Ctrl-C, or the notebook's stop button, finishes the
+    step and saves it. A later call with the same `directory` resumes the run.
 
     Args:
-        preset: a published recipe, such as `grpo` or `dapo`; `etude config show NAME` tells what it sets.
-        model: a directory of Hugging Face's layout, or the name of a model on the hub.
-        train: what to train on: files of tasks, data sets on the hub, or mappings with a `prompt` and an answer.
-        val: held-out tasks, on which the model is scored before and after.
-        reward: what an answer earns, by name: `exact`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
-        steps: how often rollouts are collected and trained on.
-        tasks: tasks of a step.
-        group_size: answers to each of them, compared with each other.
-        updates: optimizer steps of a step; from the second on the data is off-policy.
-        learning_rate: AdamW's, at its highest.
-        precision: what the model computes in.
-        max_prompt_length: the longest prompt, in tokens.
-        max_tokens: the longest answer, in tokens.
-        temperature: of sampling.
-        loss: how the policy is pushed, by name.
-        advantage: how a rollout's worth is judged, by name.
-        kl: what holds the policy to a reference, by name.
-        lora_rank: the width of adapters that are trained in place of the weights; 0 trains the weights.
-        device: what computes.
-        seed: what all chance in the run is derived from.
-        directory: the run's own; a new one in `runs` if left out.
-        config: a file of options, over the preset and under the arguments.
-        options: any other option by its name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
+        preset: a published recipe, such as `grpo` or `dapo`; `etude config show NAME` prints its options.
+        model: a directory in the Hugging Face format, or the name of a model on the hub.
+        train: training tasks: files, data sets on the hub, or mappings with a `prompt` and an answer.
+        val: held-out tasks, on which the model is scored before and after training.
+        reward: reward function by name: `exact`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
+        steps: training steps; each collects rollouts and trains on them.
+        tasks: tasks of a step; more give a less noisy gradient and take longer.
+        group_size: answers for each task, compared with each other; more give better baselines and take longer.
+        updates: optimizer steps per training step; from the second on the data is off-policy.
+        learning_rate: peak learning rate of AdamW; larger learns faster and less stably.
+        precision: dtype of the model's computation.
+        max_prompt_length: longest prompt, in tokens.
+        max_tokens: longest answer, in tokens; more takes more memory and time.
+        temperature: sampling temperature; larger explores more.
+        loss: policy loss, by name.
+        advantage: advantage estimator, by name.
+        kl: KL term to the reference model, by name.
+        lora_rank: rank of LoRA adapters, larger has more parameters; 0 trains all weights.
+        device: device of the computation.
+        seed: seed of all random numbers of the run.
+        directory: directory of the run; by default a new one in `runs`.
+        config: YAML file of options, applied after the preset and before the arguments.
+        options: other options by name: `{"loss.clip_high": 0.28, "checkpoint.every": 5}`.
     """
     run, written = _resolve_arguments(locals())
     return run_outside_event_loop(lambda: _run_training(run, written))
@@ -117,8 +118,8 @@ def _resolve_arguments(arguments: Mapping[str, Any]) -> tuple[Run, dict[str, str
     if callable(arguments["reward"]):
         title = getattr(arguments["reward"], "__name__", "score")
         raise ConfigError(
-            "`reward` is given by name, so that a run that goes on, and processes beside it, find it again. Write the "
-            f'function into a file and name it: reward="function", options={{"reward.path": "my_reward.py:{title}"}}.'
+            "`reward` is a name, so that a resumed run and other processes find the reward again. Write the function "
+            f'into a file and name it: reward="function", options={{"reward.path": "my_reward.py:{title}"}}.'
         )
     option_of = {**RUN_OPTIONS, **PATH_OPTIONS}
     refuse_duplicates(
@@ -143,7 +144,7 @@ def _compose_run(
     directory: str | Path | None,
     config: str | Path | None,
 ) -> tuple[Run, dict[str, str]]:
-    """The run that the arguments ask for, and the tasks that lie in no file yet."""
+    """Return the run, and the text of each tasks file that is still to be written, by `train` or `val`."""
     file, preset_file = None if config is None else Path(config), preset_path(preset)
     chosen = directory or options.get("directory")
     if chosen is None and file is not None:

@@ -1,14 +1,14 @@
-"""Modules that load when they are first used, so that what only has options is read without waiting for them.
+"""Modules that are imported when they are first used, so that options are checked without waiting for torch.
 
-A loss is its own configuration and the function that computes it: one class, in one file. A command line is checked
-against the first, and torch is needed for the second, so such a file takes torch from here:
+A loss is one class in one file: its fields are its options, and its `__call__` computes it. The command line needs the
+options only; the computation needs torch. Such a file takes torch from here:
 
     from etude.lazy import torch
 
     if TYPE_CHECKING:
         from torch import Tensor
 
-Nothing that runs when the file is loaded may touch it: annotations are text, and tensors are made in functions.
+Module-level code must not touch it: annotations are strings, and functions create the tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["LazyModule", "lazy_getattr", "pause_gc", "torch"]
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Rest the garbage collector while modules load: what they make stays, and walking it again and again is an eighth
-    of the time that torch and transformers take to load."""
+    """Pause the garbage collector while modules load. Their objects stay alive, and scanning them repeatedly takes an
+    eighth of the load time of torch and transformers."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -40,10 +40,10 @@ def pause_gc() -> Iterator[None]:
 
 
 class LazyModule(ModuleType):
-    """A module that is imported when one of its names is first read."""
+    """A stand-in for a module. It imports the module when a name is first read."""
 
     def __getattr__(self, name: str) -> Any:
-        """Read a name of the module that it stands for, and keep it."""
+        """Read a name of the real module, and cache it here."""
         with pause_gc():
             module = import_module(self.__name__)
         value = getattr(module, name)
@@ -56,9 +56,9 @@ if not TYPE_CHECKING:
 
 
 def lazy_getattr(package: str, exports: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package whose public names load from their files when they are first read.
+    """Return a `__getattr__` for a package that imports a file when one of its public names is first read.
 
-    places: the names that each of its files has.
+    exports: the public names of each file.
     """
     files = {name: file for file, names in exports.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""The loop as a short program of one's own: collect, judge, optimise, with a model that is loaded already.
+"""`etude.PPOTrainer`: your own loop over collect, reward and optimize, with a model that is already loaded.
 
     config = RLConfig(algorithm="ppo", batch_size=32, learning_rate=5e-5, clip_epsilon=0.2)
     env = LanguageModelEnv(tokenizer, model, prompts=["2 + 2 ="], reward=lambda prompt, answer: float("4" in answer))
@@ -8,9 +8,9 @@
         rewards = trainer.compute_rewards(trajectories)
         trainer.optimize(trajectories, rewards)
 
-The parts are those of `etude train`: the engine that samples, the judge, the algorithm of a preset, the learner. What
-is missing is what a program of one's own does as it likes: steps, evaluation, checkpoints, a journal to resume from.
-The model that was handed over is trained in place; save it with its own `save_pretrained`.
+The parts are those of `etude train`: the inference engine, the judge, the algorithm of a preset and the training
+engine. Your program does the rest: steps, evaluation and checkpoints. There is no journal to resume from. The model is
+trained in place; save it with its own `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from etude.train.optim import PRECISIONS
 __all__ = ["PPOTrainer", "RLConfig", "Trajectories"]
 
 DEFAULT_MAX_TOKENS = 64
-"""The longest answer unless another is asked for: what a first program wants to wait for."""
+"""The default length of an answer, in tokens: short, so that a first program is fast."""
 
 
 SUPPORTED_OPTIONS = frozenset(
@@ -70,9 +70,9 @@ SUPPORTED_OPTIONS = frozenset(
     *("train", "rollout", "sampling", "judging", "steps", "updates", "epochs", "seed", "collect.tasks"),
     "collect.group_size",
 }
-"""The options of a run, or their first words, that act here as well."""
+"""The options of a run that also have an effect here. A name without a dot covers all options below it."""
 UNSUPPORTED_COLUMNS = frozenset({"greedy_reward", "anchor", "reward_parts"})
-"""What an algorithm may need and the three calls do not bring."""
+"""The columns that some algorithms need and the three calls cannot provide."""
 
 
 DERIVED_OPTIONS = ("train.precision", "data.max_prompt_length")
@@ -81,30 +81,30 @@ DERIVED_OPTIONS = ("train.precision", "data.max_prompt_length")
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """What a short program sets of a run. Each field stands for an option of `etude train`; None leaves the preset's.
+    """The options of a `PPOTrainer`. Each field sets an option of `etude train`; None keeps the preset's value.
 
-    A field that the algorithm has no use for is refused, as the option would be.
+    A field without effect on the algorithm is refused, like its option.
     """
 
     algorithm: str = "ppo"
     """A preset: `ppo`, `grpo`, `dapo`, … (`etude.recipes.presets.PRESETS`)."""
     batch_size: int = 32
-    """Prompts a step."""
+    """Prompts of a step; more give a less noisy gradient and take longer."""
     group_size: int | None = None
-    """Answers to each of them, compared with each other."""
+    """Answers for each prompt, compared with each other; more give better baselines and take longer."""
     learning_rate: float | None = None
     clip_epsilon: float | None = None
-    """How far the ratio to the old policy may leave 1, on either side."""
+    """Clip range of the probability ratio to the old policy, around 1; larger allows larger policy changes."""
     updates: int | None = None
-    """Optimizer steps a step."""
+    """Optimizer steps per training step; from the second on the data is off-policy."""
     epochs: int | None = None
-    """Passes over the answers of a step."""
+    """Passes over the answers of a step; more reuse the data, and are more off-policy."""
     max_tokens: int = DEFAULT_MAX_TOKENS
-    """The longest answer."""
+    """Longest answer, in tokens; more takes more memory and time."""
     temperature: float | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Any other options of a run by their names: `{"kl": "reverse", "critic.warmup": 5}`."""
+    """Other options of a run by their names: `{"kl": "reverse", "critic.warmup": 5}`."""
 
     RUN_OPTIONS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "batch_size": ("collect.tasks",),
@@ -117,10 +117,10 @@ class RLConfig:
         "temperature": ("sampling.temperature",),
         "seed": ("seed",),
     }
-    """The options that a field sets."""
+    """The options that each field sets."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can be made of, in the names of these fields."""
+        """Check the options, and name the fields of this class in an error."""
         for option in DERIVED_OPTIONS:
             if option in self.options:
                 raise _derived_option_error(option)
@@ -130,7 +130,7 @@ class RLConfig:
             raise type(error)(self._translate_options(str(error))) from None
 
     def _translate_options(self, message: str) -> str:
-        """A sentence on options of a run as one on the fields that set them, said once where a field sets two."""
+        """Replace option names by the fields that set them. A field that sets two options gets one sentence."""
         for name, options in self.RUN_OPTIONS.items():
             for option in options:
                 if option not in self.options:
@@ -139,7 +139,7 @@ class RLConfig:
         return problems[0].removeprefix("- ") if len(problems) == 1 else message
 
     def compose_run(self, **derived: Any) -> Run:
-        """The run that this asks for; `more` are options that follow from the model."""
+        """Return the run of this configuration. derived: the options that follow from the model."""
         if self.algorithm not in PRESETS:
             hint = suggest_name(self.algorithm, PRESETS)
             raise UnknownChoiceError(
@@ -149,8 +149,8 @@ class RLConfig:
             first = option.partition(".")[0]
             if first in Run.model_fields and not {option, first} & SUPPORTED_OPTIONS:
                 raise ConfigError(
-                    f"`{option}` has no effect on a model that a program holds and drives itself. Leave it out, or "
-                    f"start the run with `etude train {option}=…`."
+                    f"`{option}` has no effect in a PPOTrainer, which has no loop of its own. Leave it out, or start "
+                    f"the run with `etude train {option}=…`."
                 )
         for name, options in self.RUN_OPTIONS.items():
             duplicates = [option for option in options if option in self.options]
@@ -165,23 +165,23 @@ class RLConfig:
 
 @dataclass(frozen=True, eq=False)
 class Trajectories:
-    """Answers as they were drawn, a group for each prompt, one after the other."""
+    """The sampled answers of a step: the groups of all prompts, one after the other."""
 
     tasks: Sequence[Task]
-    """What was asked, once for each answer."""
+    """The task of each answer; the answers of a group repeat it."""
     turns: Sequence[Turn]
-    """The very tokens: what was read, what was drawn, how likely it was."""
+    """The token ids of each prompt and answer, with the log-probs of the answer."""
     version: int
-    """The policy version that drew them."""
+    """The policy version that sampled them."""
 
     @property
     def prompts(self) -> list[Any]:
-        """What each answer answers: text or messages; where nothing was asked, the token that a text begins with."""
+        """The prompt of each answer: text or messages. Without prompts it is the token that a text begins with."""
         return [task.fields["prompt"] for task in self.tasks]
 
     @property
     def answers(self) -> list[str]:
-        """The texts."""
+        """The text of each answer."""
         return [turn.completion.text for turn in self.turns]
 
     def __len__(self) -> int:
@@ -189,11 +189,11 @@ class Trajectories:
 
 
 class PPOTrainer:
-    """Collects, judges and optimises, each when it is told to. Named after what people look for first, it runs
-    every preset that learns from answers and one reward of each.
+    """The three calls of a training step: `collect_rollouts`, `compute_rewards`, `optimize`.
 
-    Works inside a notebook as well: what waits there, waits in a thread of its own. `close` it, or use it in a
-    `with`, to have engine and threads ended before the program is.
+    PPO is the most common name, and not the only algorithm: the trainer runs every preset that needs answers and one
+    reward for each. It works in a notebook too, because a separate thread does the waiting. Call `close`, or use a
+    `with` block, to end the engine and the threads before the program ends.
     """
 
     def __init__(self, config: RLConfig, env: LanguageModelEnv) -> None:
@@ -213,8 +213,8 @@ class PPOTrainer:
             raise ConfigError("A teacher is a model directory: learn from one with `etude train distillation`.")
         if self.run.required_columns() & UNSUPPORTED_COLUMNS:
             raise ConfigError(
-                f"`{config.algorithm}` wants more than answers and one reward of each (greedy answers, rewards in "
-                f"parts, or states that an environment names): run it with `etude train`."
+                f"`{config.algorithm}` needs more than answers and one reward for each (greedy answers, rewards in "
+                f"parts, or named states of an environment): run it with `etude train`."
             )
         checks.check_algorithm(self.run)
         checks.check_context_length(self.run, model)
@@ -225,14 +225,14 @@ class PPOTrainer:
         self._engine = self._exit_stack.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
         self._learners = Learners(crew, checks.model_columns(self.run), self.run.updates, self.run.loss.split_unit)
-        self._loop_runner = asyncio.Runner()  # one for all calls, as what a reward keeps may belong to its event loop
+        self._loop_runner = asyncio.Runner()  # one event loop for all calls: a reward's clients may belong to it
         self._exit_stack.callback(run_outside_event_loop, self._loop_runner.close)
         self._judge: Judge | None = None
         self._step = self._collected = 0
         weakref.finalize(self, self._exit_stack.close)
 
     def collect_rollouts(self) -> Trajectories:
-        """Answers to the next prompts by the policy as it stands."""
+        """Sample answers to the next prompts with the current policy."""
         first = self._collected * self.run.collect.tasks
         ordinals = range(first, first + self.run.collect.tasks)
         selected = [self._dataset.task(self._order.advance_to(ordinal), ordinal) for ordinal in ordinals]
@@ -248,10 +248,10 @@ class PPOTrainer:
         )
 
     def compute_rewards(self, trajectories: Trajectories) -> NDArray[np.float64]:
-        """What each answer earns, by the environment's reward; an answer that cannot be judged is an error."""
+        """Return the reward of each answer, from the environment's reward function. A failed reward raises."""
         if self._reward is None:
             raise ConfigError(
-                "This LanguageModelEnv was given no reward, so nothing can be learned. Pass one: "
+                "This LanguageModelEnv has no reward, so nothing can be learned. Pass one: "
                 "LanguageModelEnv(tokenizer, model, reward=f), where f(prompt, answer), or f(answer), returns a number."
             )
         if self._judge is None:
@@ -266,7 +266,8 @@ class PPOTrainer:
         return np.array([verdict.reward for verdict in verdicts])
 
     def optimize(self, trajectories: Trajectories, rewards: ArrayLike) -> dict[str, float]:
-        """Learn from answers and what they earned; returns what was measured. Each answer teaches once."""
+        """Train on the answers and their rewards, and return the metrics. Answers of an older policy version are
+        refused."""
         values = np.asarray(rewards, dtype=np.float64)
         if values.shape != (len(trajectories),) or not np.isfinite(values).all():
             raise DataError(
@@ -287,7 +288,7 @@ class PPOTrainer:
         return metrics.reduce()
 
     def close(self) -> None:
-        """End the engine and the threads. The model stays as it was trained."""
+        """Stop the engine and the threads. The model keeps its trained weights."""
         self._exit_stack.close()
 
     def __enter__(self) -> Self:
@@ -301,7 +302,7 @@ class PPOTrainer:
         return self.run.collect.group_size
 
     def _ids(self, task: Task) -> NDArray[np.int32]:
-        """What the model is shown: where nothing is asked, that a text begins."""
+        """Return the prompt's token ids; without prompts, the one token that begins a text."""
         if self._without_prompts:
             return np.array([self._first_id], dtype=np.int32)
         prompt: Any = task.fields["prompt"]
@@ -324,11 +325,11 @@ class PPOTrainer:
 
 
 def _derived_option_error(option: str) -> ConfigError:
-    return ConfigError(f"`{option}` follows from the model and the prompts that were given. Leave it out.")
+    return ConfigError(f"`{option}` follows from the model and the prompts. Leave it out.")
 
 
 def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:
-    """Ours, from one of transformers'."""
+    """Convert a tokenizer of transformers to Etude's."""
     directory = Path(stack.enter_context(TemporaryDirectory()))
     tokenizer.save_pretrained(directory)
     if not (directory / "tokenizer.json").is_file():
@@ -340,7 +341,7 @@ def _load_tokenizer(tokenizer: Any, stack: ExitStack) -> Tokenizer:
 
 
 def _precision(model: Model) -> str:
-    """The option that trains a model in the dtype that it was loaded in."""
+    """Return the value of `train.precision` for the dtype that the model was loaded in."""
     return next(name for name, dtype in PRECISIONS.items() if dtype == model.dtype)
 
 
@@ -352,13 +353,16 @@ def _check_prompts(prompts: Any) -> None:
 
 
 def _row(prompt: Any) -> Mapping[str, Any]:
-    """A prompt as a row of data: text, messages, or a whole row with the columns that a reward reads."""
+    """Return a prompt as a dataset row. A mapping is a row already, with the columns that a reward reads."""
     return prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
 
 
 def _wrap_reward(reward: Any, device: torch.device) -> Any:
-    """A reward as the judge calls it. A function of two is given prompt and answer, a function of one the answer; one
-    that takes what functions of a run take is given that. What has a default is left to it."""
+    """Return a reward as the judge calls it.
+
+    A function of two parameters gets the prompt and the answer, a function of one parameter the answer. A function with
+    the parameters of a run's reward function stays as it is. Parameters with defaults keep them.
+    """
     if isinstance(reward, RewardFunction):
         return load_reward_models(reward, device)
     parameters = inspect.signature(reward).parameters
@@ -381,12 +385,12 @@ def _wrap_reward(reward: Any, device: torch.device) -> Any:
         return await score(task, answer)
 
     wrapped = score_async if inspect.iscoroutinefunction(reward) else score
-    wrapped.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # what errors call it
+    wrapped.__qualname__ = getattr(reward, "__qualname__", type(reward).__qualname__)  # errors use this name
     return wrapped
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
-    """The learner, and what stands beside it; each begins from the model that was handed over."""
+    """Build the worker that trains the policy. The reference and the critic begin as copies of the model."""
     reference = critic = None
     if checks.uses_reference(run):
         reference = FrozenModel(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)

@@ -1,10 +1,14 @@
-"""What the rooms ask of each other: one small protocol for each seam, met by structure and not by inheritance.
+"""The interfaces between the packages: one small protocol for each. Classes satisfy them by structure, without
+inheritance.
 
-Each says who calls it and what it may rely on. Waiting is the caller's to bound: every coroutine here may be cancelled
-at any await, and leaves nothing half done that a later call could trip over.
+    TokenGenerator, ChatModel, Renderer     sampling from a model
+    Reward, Scorer, Env                     scoring answers, and environments
+    TrainEngine, RolloutEngine, WeightSync  weights: trained, sampled from, and sent from one to the other
+    Crew, dispatch_mode                     the ranks of a worker group, and how a call is split over them
+    JournalProtocol                         the event journal of a run
 
-A worker's method also says how a call to all of its ranks is divided and put together again (`spread`), so that a
-worker need not know what carries the call.
+Timeouts are the caller's. A coroutine of these protocols may be cancelled at any await, and leaves no half-done work
+that breaks a later call.
 """
 
 from __future__ import annotations
@@ -48,54 +52,55 @@ __all__ = [
 
 Ids = NDArray[np.int32]
 E = TypeVar("E")
-"""A store's events."""
+"""The event type of a journal."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# -- talking to a model -----------------------------------------------------------------------------------------------
+# -- sampling from a model --------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class TokenGenerator(Protocol):
-    """Token ids in, token ids out. Any number of calls may be under way at once."""
+    """Token ids in, token ids out. Any number of calls may run at the same time."""
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation. Every token of it carries its log-prob and the version that sampled it.
+        """Sample one continuation. Each of its tokens has its log-prob and the policy version that sampled it.
 
-        begun: is called, on any thread, when it is this request's turn, which may be long after it came.
+        on_start: called once the request leaves the queue and runs, on any thread.
         """
         ...
 
 
 @runtime_checkable
 class ChatModel(Protocol):
-    """Messages in, a message out: what an environment or an agent talks to."""
+    """Messages in, a message out: the model as an environment or an agent sees it."""
 
     async def complete(self, messages: Sequence[Message], sampling: SamplingParams) -> tuple[Message, Turn]:
-        """Answer a conversation, and say which tokens were read and written for it."""
+        """Answer a conversation. The turn holds the token ids of the prompt and of the answer."""
         ...
 
 
 class Renderer(Protocol):
-    """A chat template and its inverse."""
+    """A chat template, and the parser that inverts it."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Ids:
-        """The ids of a conversation, up to where the assistant is to speak."""
+        """Return the ids of a conversation, up to the point where the assistant's answer begins."""
         ...
 
     def parse(self, completion: Ids) -> Message:
-        """What the model said. A malformed tool call stays text."""
+        """Return the ids of an answer as a message. A malformed tool call stays text."""
         ...
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- rewards and environments -----------------------------------------------------------------------------------------
 
 
 class Reward(Protocol):
-    """A reward function: text in, a number or named parts out. It may be a coroutine function."""
+    """A reward function: the task and the answer's text in, a number or named parts out. It may be a coroutine
+    function."""
 
     def __call__(
         self, task: Task, answer: str
@@ -103,130 +108,138 @@ class Reward(Protocol):
 
 
 class Scorer(Protocol):
-    """A model that judges token sequences: a reward model behind an engine."""
+    """A reward model that scores token sequences."""
 
     async def score(self, sequences: Sequence[Ids]) -> NDArray[np.float64]:
-        """One number a sequence, in their order."""
+        """Return one score for each sequence, in their order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers. Example: `Observation("Higher.", reward=0.1)`."""
+    """The reply of an environment to an answer. Example: `Observation("Higher.", reward=0.1)`."""
 
     content: str | Sequence[Message | Mapping[str, Any]] = ()
-    """What the model is shown next: text, or messages (or their JSON form).
+    """The next input of the model: text, or messages (also as JSON objects).
 
-    A rollout that begins with text is text: what is shown later is continued as it stands, too. One that begins with
-    messages is a conversation, in which text is a user's message. Where `reset` shows nothing, it begins with the
-    task's own prompt.
+    The first observation chooses the form of the rollout. After text, the model continues plain text, and later
+    observations are appended as they are. After messages, the rollout is a conversation, and text becomes a user
+    message. If `reset` returns no content, the rollout begins with the task's prompt.
     """
     reward: float | Mapping[str, float] | None = None
-    """What the last answer earned: a number, or parts by name that are added up. It belongs to that answer's turn."""
+    """The reward of the last answer, and of its turn: a number, or named parts that are summed. None adds nothing."""
     done: bool = False
-    """Whether it is over."""
+    """True ends the rollout."""
     truncated: bool = False
-    """Whether it is over because it was cut off, and not because it came to its end."""
+    """True if the rollout ends at a limit, and not at its natural end."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """What the model may call, as JSON schemas; `reset` tells them for the whole rollout."""
+    """The tools that the model may call, as JSON schemas. `reset` sets them for the whole rollout."""
     anchor: str | None = None
-    """Names the state that the next answer is given in; where nobody names it, what is shown does."""
+    """The name of the state in which the next answer is given; None uses `content` as the name."""
     role: int = 0
-    """Which player of a game the model is; `reset` tells it."""
+    """The player of a game that the model is. `reset` sets it."""
 
 
 class Env(Protocol):
-    """A conversation partner in plain Python: one object for one rollout, made when that begins.
+    """An environment in plain Python. Each rollout makes one object when it begins.
 
-    Either method may be a coroutine function, and is then awaited where the run is; any other is called on a thread
-    that is this object's alone. All chance in it is to follow from the task, so that the tries at one task meet the
-    same, and a run that was killed meets it again. One that has a `close` is closed when its rollout has ended.
+    A coroutine method is awaited on the run's event loop. Other methods are called on a thread that only this
+    object uses.
+    Random numbers must be derived from the task: the rollouts of a task then see the same ones, and so does a run that
+    resumes. If the object has a `close`, it is called when the rollout ends.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """What the model is shown first."""
+        """Return the first observation of a rollout."""
         ...
 
     def step(self, answer: Message) -> Observation | Awaitable[Observation]:
-        """What comes of an answer."""
+        """Return the observation that follows an answer."""
         ...
 
 
-# -- the machines -----------------------------------------------------------------------------------------------------
+# -- engines, weights and workers -------------------------------------------------------------------------------------
 
 
 class TrainEngine(Protocol):
-    """Owner of weights, optimizer and their version. It never sees a loss by name, only what it is to minimise."""
+    """The owner of the trained weights, the optimizer and the policy version. It minimises the objective that it was
+    built with, and knows no loss by name."""
 
     @property
     def version(self) -> int:
-        """The policy version of the weights it holds."""
+        """The policy version of its weights."""
         ...
 
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """The batch with these columns computed by the model as it stands."""
+        """Return the batch with these columns added, computed with the current weights."""
         ...
 
     def update(self, batch: Batch) -> Mapping[str, float]:
-        """One optimizer step over an update batch; `version` goes up by one."""
+        """Take one optimizer step on an update batch, and add one to `version`. Return the metrics."""
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by their published names, as views and not as copies."""
+        """Iterate over the weights by their published names. The tensors are views, not copies."""
         ...
 
 
 class RolloutEngine(TokenGenerator, Protocol):
-    """Owner of a copy of the weights, stamped with a version. A `WeightSync` is its only writer."""
+    """An inference engine: the owner of a copy of the weights, with its policy version. Only a `WeightSync` writes
+    them."""
 
     @property
     def version(self) -> int:
-        """The policy version of the weights it holds."""
+        """The policy version of its weights."""
         ...
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests under way stay, and go on after `resume`."""
+        """Stop between two tokens. Running requests stay in memory, and continue after `resume`."""
         ...
 
     async def resume(self) -> None:
-        """Go on with what is under way."""
+        """Continue the running requests."""
         ...
 
     async def sleep(self) -> None:
-        """Give the memory back. Nothing may be under way."""
+        """Release the engine's memory. No request may be running."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory again. The weights may be stale until the next publish."""
+        """Allocate the memory again. The weights may be stale until the next publish."""
         ...
 
 
 class WeightSync(Protocol):
-    """Brings weights from where they are trained to where they are sampled."""
+    """Sends weights from the trainer to the inference engines."""
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Mapping[str, float]:
-        """Returns once every engine computes with exactly these; what it cost (bytes, seconds) comes back as metrics.
+        """Send these weights, and return when every engine computes with exactly them. Return the cost as metrics:
+        bytes and seconds.
 
-        A failure in the middle leaves an engine on its old weights, or out of service; never on a mixture.
+        After a failure an engine has its old weights, or is out of service. It never has a mixture.
         """
         ...
 
 
 class Crew(Protocol):
-    """The worker processes of one pool, spoken to as one. Nobody outside knows how many there are."""
+    """The ranks of one worker group behind one interface. The caller does not know how many there are."""
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call a worker's method on all ranks, divided and joined as the method's `spread` says."""
+        """Call a worker's method on all ranks. The method's `dispatch_mode` splits the arguments and merges the
+        results."""
         ...
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """As `call`, of a method that gives a batch, which may stay where it was made: what is returned then stands
-        for it. It has the batch's `split` and can be given to other calls, of this crew or of one beside it."""
+        """Like `call`, for a method that returns a batch. The batch may stay on the ranks; the result is then a handle.
+
+        The handle has the batch's `split`. It can be passed to other calls of this crew, or of a crew on the same
+        machines.
+        """
         ...
 
     def put(self, value: object) -> Any:
-        """Lay a value down where ranks can look at it, and return what stands for it, here or there; it stays for as
-        long as anybody has that."""
+        """Store a value where the ranks can read it, and return its handle. The value lives as long as a handle
+        does."""
         ...
 
     def build_batch(
@@ -236,16 +249,20 @@ class Crew(Protocol):
         make: Callable[[Sequence[Any], Sequence[Any]], Batch],
         metadata: Sequence[Any],
     ) -> Batch:
-        """The batch `make(values, told)` of values that were kept, one for each rollout, and of what the controller
-        knows of each. It is of this outline, and may be made only where it is needed, a part at a time."""
+        """Return the batch `make(values, metadata)`: of stored values, one a rollout, and the controller's metadata of
+        each rollout.
+
+        outline: the lengths and groups of the batch. A crew may build the batch lazily, on the ranks that need it, a
+        part at a time.
+        """
         ...
 
     def fetch(self, batch: Batch) -> Batch:
-        """A batch that stayed where it was made, here, for somebody to look at."""
+        """Copy a batch that stayed on the ranks into this process."""
         ...
 
     def close(self) -> None:
-        """End every worker, within a bounded time."""
+        """Stop every worker within a bounded time."""
         ...
 
 
@@ -253,64 +270,66 @@ class Crew(Protocol):
 
 
 class JournalProtocol(Protocol[E]):
-    """The append-only journal of a run's events. Status is derived from them, never set. Any thread may call it."""
+    """The append-only journal of a run's events. Status is computed from events and never written. Any thread may call
+    it."""
 
     @property
     def position(self) -> int:
-        """The position of the newest event: events are numbered from 1, without a gap."""
+        """The position of the newest event. Events are numbered from 1, without gaps."""
         ...
 
     def append(self, events: Sequence[E]) -> int:
         """Write these events, all or none, and return the position of the last one.
 
-        When it returns they survive the death of the process.
+        Once it returns, the events survive a crash of the process.
         """
         ...
 
     def read(self, position: int = 0) -> Iterator[tuple[int, E]]:
-        """The events after a position, each with its own, in the order they were written."""
+        """Iterate over the events after a position, each with its position, in the order of writing."""
         ...
 
     def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt in order; by default of a rollout's last one."""
+        """Return the turns of an attempt in order. None is the rollout's last attempt."""
         ...
 
     def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
-        """Which rollouts each step trained on, for the steps admitted after a position."""
+        """Return the rollouts that each step trained on, for the steps admitted after a position."""
         ...
 
     def flush(self) -> None:
-        """Make all that is written survive the loss of power too. A checkpoint calls it before it names a position."""
+        """Sync all events to the disk, so that they survive a power failure too. A checkpoint calls it before it
+        records a position."""
         ...
 
     def close(self) -> None:
-        """Let go of it. Nothing may be asked afterwards."""
+        """Close the journal. No method may be called afterwards."""
         ...
 
 
-# -- how a call is divided over ranks ---------------------------------------------------------------------------------
+# -- how a call is split over ranks -----------------------------------------------------------------------------------
 
 
 class Split(StrEnum):
-    """How the arguments of a call reach the ranks."""
+    """The way in which the arguments of a call reach the ranks."""
 
-    SAME = "same"  # every rank gets all of them
-    ROLLOUTS = "rollouts"  # batches are cut over data-parallel ranks by whole rollouts; the rest is the same
-    GROUPS = "groups"  # the same by whole groups, for statistics within them
+    SAME = "same"  # every rank gets all arguments
+    ROLLOUTS = "rollouts"  # batches are split over data-parallel ranks by whole rollouts; other arguments are the same
+    GROUPS = "groups"  # like ROLLOUTS, but by whole groups, for statistics within a group
 
 
 class Gather(StrEnum):
-    """How the ranks' results become one."""
+    """The way in which the ranks' results become one result."""
 
-    FIRST = "first"  # all ranks return the same: the first one's
-    CONCAT = "concat"  # batches, end to end in the order they were cut
-    METRICS = "metrics"  # merged by each metric's own reduction
+    FIRST = "first"  # the first rank's result; all ranks return the same
+    CONCAT = "concat"  # batches, concatenated in the order of the split
+    METRICS = "metrics"  # metrics, merged by the reduction of each
     ALL = "all"  # a list with one entry for each rank
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchMode:
-    """How one method of a worker is called on all ranks."""
+    """The split and the gather of one worker method."""
 
     split: Split
     gather: Gather
@@ -322,7 +341,7 @@ _DISPATCH_MODES: WeakKeyDictionary[Callable[..., Any], DispatchMode] = WeakKeyDi
 def dispatch_mode(
     split: Split = Split.SAME, gather: Gather = Gather.FIRST
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare how a worker's method is divided and gathered. The method itself is unchanged, and called as it is."""
+    """Declare how a crew splits a worker method's arguments and gathers its results. The method itself is unchanged."""
 
     def declare(method: Callable[P, R]) -> Callable[P, R]:
         _DISPATCH_MODES[method] = DispatchMode(split, gather)
@@ -332,8 +351,8 @@ def dispatch_mode(
 
 
 def get_dispatch_mode(method: Callable[..., Any]) -> DispatchMode:
-    """What a method declared. One that overrides another declares for itself; to call an undeclared one on a crew is a
-    mistake in the program."""
+    """Return the dispatch mode that a method declared. An override does not inherit it. Calling an undeclared method on
+    a crew is a bug."""
     function = method.__func__ if isinstance(method, MethodType) else method
-    assert function in _DISPATCH_MODES, f"{function.__qualname__} does not say how it is spread over ranks: decorate it"
+    assert function in _DISPATCH_MODES, f"{function.__qualname__} has no dispatch mode: decorate it with @dispatch_mode"
     return _DISPATCH_MODES[function]

@@ -1,12 +1,17 @@
-"""The words of the system, as frozen records: what is asked, what was tried, what was said, what is trained on.
+"""The data model of the system, as frozen records.
 
-They are read in this order: a `Task` is asked; each wanted try at it is a `Rollout`; each execution of a rollout is an
-`Attempt`; each call to the model inside an attempt is a `Turn`; turns joined by prefix become `Sample` rows, the only
-thing a trainer sees. `Message` and `ToolCall` are how people and agents speak; token ids are what the model saw.
+    Task        one row of a data set
+    Rollout     one sample of a task, with its reward; rollouts of one task share a group
+    Attempt     one execution of a rollout; a rollout is retried if an attempt fails
+    Turn        one call to the model inside an attempt: prompt ids and completion
+    Sample      one token row for the trainer, made of turns that extend each other's prefix
 
-Token ids are int32 arrays, log-probs float32 arrays, never Python lists: a million-token rollout is a few megabytes.
-Arrays and mappings handed to a record are copied, and arrays are read-only, also after a record was pickled or deeply
-copied: a record is a fact. Those that hold arrays are equal only to themselves.
+`Message` and `ToolCall` are the conversation as agents and environments see it. Token ids are the conversation as the
+model saw it.
+
+Token ids are int32 arrays and log-probs float32 arrays, never Python lists: a rollout of a million tokens takes a few
+megabytes. A record copies the arrays and mappings that it gets. Its arrays are read-only, also after pickling or a deep
+copy. Records with arrays compare by identity.
 """
 
 from __future__ import annotations
@@ -40,18 +45,20 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def has_zero_variance(low: Any, high: Any, precision: float = sys.float_info.epsilon) -> Any:
-    """Whether rewards between these two, the least and the largest of a group, are all one reward, but for the rounding
-    of sums that were added up in another order: of parts that are no larger than they are, or than 1 where parts cancel
-    each other. Numbers, or arrays or tensors of them, entry by entry.
+    """Return True if the rewards of a group, from the smallest to the largest, are equal up to rounding.
 
-    The one rule by which a group of two or more teaches nothing: its advantages are 0, and it is replaced where
-    `collect.refill` has groups replaced.
+    Rounding differs if a reward's parts were summed in another order. The bound assumes parts no larger than the
+    rewards, or than 1 where parts cancel each other. `low` and `high` are numbers, or arrays or tensors, compared entry
+    by entry.
+
+    This is the one rule by which a group of two or more gives no gradient: its advantages are 0, and `collect.refill`
+    replaces it.
     """
     return high - low <= 4 * precision * (1 + abs(high) + abs(low))
 
 
 def _read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dimensions: int = 1) -> NDArray[Any]:
-    """One read-only array of the record's dtype and dimensions; other shapes and lossy casts are refused."""
+    """Return a read-only copy with the record's dtype and dimensions; refuse other shapes and lossy casts."""
     array = np.asarray(values)
     if array.ndim != dimensions:
         wanted = {1: "one-dimensional", 2: "two-dimensional"}[dimensions]
@@ -70,7 +77,7 @@ def _read_only_array(values: ArrayLike, dtype: type[np.generic], name: str, dime
 
 
 class _Record:
-    """Pickled and copied by being made again, so that what holds at construction holds everywhere."""
+    """A base class that pickles and copies a record by calling its constructor, so that its checks run again."""
 
     __slots__ = ()
 
@@ -80,7 +87,7 @@ class _Record:
 
 
 class Outcome(StrEnum):
-    """How an attempt ended. Only `INFRA_ERROR` says nothing about the policy, so it never enters a baseline."""
+    """The end of an attempt. `INFRA_ERROR` says nothing about the policy, so it never enters a baseline."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -92,20 +99,20 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function the model asked for. Example: `ToolCall("call_1", "search", '{"q": "etude"}')`."""
+    """A function call of the model. Example: `ToolCall("call_1", "search", '{"q": "etude"}')`."""
 
     id: str
     name: str
     arguments: str
-    """The JSON text exactly as the model wrote it, which may be malformed: parsing it is the reader's business."""
+    """The JSON text exactly as the model wrote it. It may be malformed; the reader parses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:
-    """A piece of a message that is not all text. Example: `ContentPart("image", url="file:///a.png")`."""
+    """A part of a message that is not only text. Example: `ContentPart("image", url="file:///a.png")`."""
 
     kind: str
-    """`text`, `image`, `audio`, or a server's own word."""
+    """`text`, `image`, `audio`, or a kind that a server defines."""
     text: str = ""
     url: str = ""
 
@@ -118,21 +125,22 @@ class Message:
     """`system`, `user`, `assistant` or `tool`."""
     content: str | tuple[ContentPart, ...]
     reasoning: str = ""
-    """What the model thought aloud before answering, where the template keeps it apart from the content."""
+    """The model's reasoning before the answer, where the chat template separates it from the content."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """For a `tool` message: the call it answers."""
+    """The id of the call that a `tool` message answers."""
     name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(_Record):
-    """How tokens are drawn. The defaults sample from the model's own distribution, which is what training needs."""
+    """The sampling parameters of a request. The defaults sample from the model's own distribution, as training
+    needs."""
 
     max_tokens: int = 1024
     min_tokens: int = 0
     temperature: float = 1.0
-    """0 is greedy."""
+    """Larger is more random; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
@@ -142,9 +150,9 @@ class SamplingParams(_Record):
     stop_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """None derives one from the run seed, the task, the try and the prompt."""
+    """None derives a seed from the run's seed, the task, the rollout and the prompt."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens to report beside the sampled one."""
+    """The number of most likely tokens to return beside the sampled one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -168,7 +176,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(_Record):
-    """What an engine returns for one prompt. Every token carries its log-prob and the version that sampled it."""
+    """The result of an engine for one prompt. Each token has its log-prob and the policy version that sampled it."""
 
     ids: NDArray[np.int32]  # [T]
     logp: NDArray[np.float32]  # [T] under the sampling distribution: the behaviour log-probs
@@ -177,11 +185,11 @@ class Completion(_Record):
     """`stop`, `length` or `abort`."""
     text: str = ""
     raw_logp: NDArray[np.float32] | None = None
-    """[T] under the model's own distribution: temperature 1, nothing cut off, penalised or biased."""
+    """[T] under the model's own distribution: temperature 1, no top-k, top-p, min-p, penalty or bias."""
     top_ids: NDArray[np.int32] | None = None
-    """[T, k]: the likeliest tokens, where `SamplingParams.top_logprobs` asked for them."""
+    """[T, k]: the most likely tokens, if `SamplingParams.top_logprobs` is k > 0."""
     top_logp: NDArray[np.float32] | None = None
-    """[T, k]: their log-probs at the sampling temperature, before anything was cut off."""
+    """[T, k]: their log-probs at the sampling temperature, before top-k, top-p and min-p."""
 
     def __post_init__(self) -> None:
         columns = {}
@@ -210,25 +218,27 @@ _COMPLETION_COLUMNS: dict[str, tuple[type[np.generic], int]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn(_Record):
-    """One call to the model inside an attempt, as the endpoint saw it: exact ids in, exact ids out."""
+    """One call to the model inside an attempt: the exact prompt ids, and the exact completion ids."""
 
     prompt: NDArray[np.int32]  # [P]
     completion: Completion
     index: int
-    """Its place in the attempt, from 0."""
+    """Its index in the attempt, from 0."""
     model: str = "policy"
     tags: tuple[str, ...] = ()
     reward: float | None = None
-    """A reward given for this turn alone; the rollout's own is on the rollout."""
+    """The reward of this turn alone. The rollout's reward is on `Rollout`."""
     anchor: int | None = None
-    """Names the state that the turn began in, where an environment tells it."""
+    """The id of the state in which the turn began, if an environment names it."""
     observed: int | None = None
-    """How many tokens at the end of the prompt, before the `opened` ones, were shown after the model's answer before:
-    tool output, another player's words, and the template around them. 0 where the prompt follows no answer; None where
-    the ids decide: the prompt begins with an earlier turn's prompt and answer, and what follows is observed."""
+    """The number of prompt tokens, before the `opened` ones, that came after the model's previous answer.
+
+    They are tool output, another player's message, and the template around them. 0: the prompt follows no answer. None:
+    the ids decide. The prompt then begins with an earlier turn's prompt and answer, and the rest is observed.
+    """
     opened: int = 0
-    """How many tokens at the very end of the prompt begin the answer: a call that it has to make, words that the agent
-    gave, or an answer that goes on. They are context, and never observed."""
+    """The number of tokens at the end of the prompt that begin the answer (a prefill): a forced tool call, the agent's
+    own words, or an answer that continues. They are context, and never observed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _read_only_array(self.prompt, np.int32, "Turn.prompt"))
@@ -248,14 +258,14 @@ class Turn(_Record):
 class Task(_Record):
     """One row of a dataset. Example: `Task(7, {"prompt": "2+2?", "ground_truth": "4"})`.
 
-    Its fields are read as those of a mapping: `task["prompt"]`, `task.get("hint")`, `"hint" in task`, `dict(task)`.
+    It reads like a mapping of its fields: `task["prompt"]`, `task.get("hint")`, `"hint" in task`, `dict(task)`.
     """
 
     ordinal: int
-    """Its place in the run's order, which is never reused and never skipped."""
+    """Its index in the run's order of tasks. No index is reused or skipped."""
     fields: Mapping[str, Json]
     source: str = ""
-    """The data source it came from: evaluation reports by it."""
+    """The data source of the task. Evaluation reports scores by source."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", dict(self.fields))
@@ -272,28 +282,28 @@ class Task(_Record):
         return iter(self.fields)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field, or `default` where there is none of this name."""
+        """Return a field, or `default` if the task has no field of this name."""
         return self.fields.get(name, default)
 
     def keys(self) -> KeysView[str]:
-        """The names of its fields."""
+        """Return the names of the fields."""
         return self.fields.keys()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attempt(_Record):
-    """One execution of a rollout: its turns and how it ended."""
+    """One execution of a rollout: its turns and its outcome."""
 
     index: int
     turns: tuple[Turn, ...]
     outcome: Outcome
     error: str = ""
-    """For anything but success: what happened, in words."""
+    """A sentence about the failure; empty after success."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(_Record):
-    """One wanted try at a task, scored. Rollouts with the same group are compared with each other."""
+    """One sample of a task, with its reward. Advantages compare the rollouts of a group with each other."""
 
     id: int
     task: int
@@ -301,14 +311,14 @@ class Rollout(_Record):
     group: int
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The named parts the reward is made of, where the reward function gave them."""
+    """The named parts of the reward, if the reward function returned them."""
     outcome: Outcome = Outcome.SUCCEEDED
     truncated: bool = False
-    """Whether it was cut off at a length limit; a truncated rollout is not a finished one."""
+    """True if a length limit cut it off. A truncated rollout is not finished."""
     role: int = 0
-    """Which player of a game it was, for baselines per role."""
+    """The player of a game, for baselines per role."""
     greedy_reward: float | None = None
-    """What the greedy answer to the same task earned, where one was drawn beside it."""
+    """The reward of the greedy answer to the same task, if one was sampled."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", dict(self.parts))
@@ -317,10 +327,10 @@ class Rollout(_Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample(_Record):
-    """One token sequence ready for training. The columns speak of the same token at the same index.
+    """One token row for the trainer. All columns have one entry a token, at the same index.
 
-    `action` marks the tokens the policy chose; the others (prompt, tool output) are context and train nothing.
-    Where `action` is false, `logp` may be anything and `version` and `turn` are ignored.
+    `action` is true for the tokens that the policy sampled. The others (prompt, tool output) are context, and get no
+    loss. Where `action` is false, `logp` may have any value, and `version` and `turn` are ignored.
     """
 
     ids: NDArray[np.int32]  # [T]
@@ -329,14 +339,15 @@ class Sample(_Record):
     version: NDArray[np.int32]  # [T]
     turn: NDArray[np.int32]  # [T]
     rollout: int
-    """The id of the rollout it is a row of."""
+    """The id of its rollout. A rollout may have several rows."""
     model: str = "policy"
     reward: NDArray[np.float64] | None = None
-    """[T] what was paid when each token was there, the rollout's own reward not included; None is nothing."""
+    """[T] the reward paid at each token, without the rollout's own reward. None: no token has one."""
     anchor: NDArray[np.int64] | None = None
-    """[T] at each action token, the state that its turn began in; None where nobody tells."""
+    """[T] at each action token, the id of the state in which its turn began. None: the states are unknown."""
     observation: NDArray[np.bool_] | None = None
-    """[T] what the environment showed between two answers, each token in one row only; None is nothing."""
+    """[T] true for the tokens that the environment showed between two answers. Each such token is true in one row only.
+    None: no such token."""
 
     def __post_init__(self) -> None:
         for name, dtype in _SAMPLE_COLUMNS.items():
@@ -364,7 +375,7 @@ _OPTIONAL_SAMPLE_COLUMNS: dict[str, type[np.generic]] = {
 
 
 def _check_same_length(owner: str, **columns: NDArray[Any]) -> None:
-    """The mask law begins here: columns that speak of the same tokens have the same length."""
+    """Refuse columns of different lengths: every column has one entry a token."""
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())

@@ -1,11 +1,11 @@
-"""Training an agent from a program, in a few lines.
+"""`etude.Trainer`: train an agent from a program, in a few lines.
 
     trainer = etude.Trainer(algorithm=etude.RL("grpo", {"model.path": "Qwen3-0.6B", "steps": 100}), n_runners=2)
     trainer.fit(solver, train, val)
     trainer.dev(solver, tasks)
 
-What is here decides nothing of its own: an algorithm is given the agent, the tasks and the strategy, and does what it
-does. `RL` is `etude train` with an agent; `Baseline` serves a model, collects and reports, and learns nothing.
+The trainer hands the agent, the tasks and the runner settings to an algorithm, which does the rest. `RL` is `etude
+train` with an agent. `Baseline` serves a model, runs the agent and reports its scores, without training.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ STRATEGIES = ("shm", "cs")
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """What a trainer gives its algorithm beside the tasks."""
+    """The agent and the run options that a trainer passes to its algorithm."""
 
     agent: Agent
     options: Mapping[str, Any]
 
     def merge_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of an algorithm and these, none of them twice."""
+        """Merge the algorithm's options with the trainer's; refuse an option that is in both."""
         refuse_duplicates(dict.fromkeys(self.options, "an argument of `etude.Trainer`, or its agent,"), options)
         return {**options, **self.options}
 
 
 @dataclass
 class Algorithm(ABC):
-    """A program over an agent and its tasks. Derive from it for one of your own:
+    """A program that works with an agent and its tasks. Subclass it to write your own:
 
     class BestPrompt(etude.Algorithm):
         def run(self, train, val):
@@ -75,27 +75,27 @@ class Algorithm(ABC):
     """
 
     context: TrainerContext | None = field(default=None, init=False, repr=False)
-    """The arguments of `Trainer.fit`, while `run` is called."""
+    """The agent and the options of the trainer, while `run` is called."""
     open_queue: Callable[[], RolloutQueue] | None = field(default=None, init=False, repr=False)
     """A function that opens the rollout queue, while a model is served."""
 
     @abstractmethod
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
-        """Do it, and return what came of it."""
+        """Run the algorithm, and return its metrics."""
 
     @contextmanager
     def serving(
         self, options: Mapping[str, Any], directory: Path | str | None = None, *, preset: str | None = None
     ) -> Iterator[ServedModel]:
-        """Serve a model to the trainer's agent, and have its runners play, while this is entered.
+        """Serve a model to the trainer's agent, and run its runners, inside the `with` block.
 
-        options: options of a run by their names, `model.path` among them. directory: where rollouts are kept; without
-        one nothing is.
+        options: options of a run by their names, with `model.path`. directory: the directory that stores the rollouts;
+        None stores none.
         """
         if self.context is None:
             raise ConfigError(
-                f"{type(self).__name__} has no agent to serve a model to: it is given one by `etude.Trainer(…).fit`, "
-                "which calls `run`."
+                f"{type(self).__name__} has no agent to serve a model to: `etude.Trainer(…).fit` passes one, and calls "
+                "`run`."
             )
         merged = self.context.merge_options(options)
         run = compose(Run, values=merged, preset=preset_path(preset))
@@ -107,29 +107,28 @@ class Algorithm(ABC):
                 self.open_queue = None
 
     def get_client(self) -> RolloutQueue:
-        """A desk at which rollouts are wanted, waited for and read, while a model is served. It is the caller's to
-        close."""
+        """Return a new client of the rollout queue, while a model is served. The caller closes it."""
         if self.open_queue is None:
             raise ConfigError(
-                f"{type(self).__name__} has no desk now: it has one within `with self.serving({{'model.path': …}}):`, "
-                "and RL and Baseline have one while they run."
+                f"{type(self).__name__} has no rollout queue now. It has one inside "
+                "`with self.serving({'model.path': …}):`; RL and Baseline have one while they run."
             )
         return self.open_queue()
 
 
 @dataclass
 class RL(Algorithm):
-    """Reinforcement learning: the loop of `etude train`, with rollouts that the agent makes."""
+    """Reinforcement learning: the loop of `etude train`, with the agent's rollouts."""
 
     preset: str | None = None
-    """A published recipe: `grpo`, `dapo`, …"""
+    """A preset, which is a published recipe: `grpo`, `dapo`, …"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of a run by their names: `{"model.path": "Qwen3-0.6B", "steps": 100}`."""
     directory: Path | str | None = None
-    """Where the run lies; one that is there is taken up. By default a new one in `runs`."""
+    """The directory of the run; an existing run is resumed. None creates a new one in `runs`."""
 
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
-        """Train, and return the last step's numbers."""
+        """Train, and return the metrics of the last step."""
         if train is None:
             raise ConfigError("There is nothing to train on: give tasks, `trainer.fit(agent, train=tasks)`.")
         tasks = {"data.train": "tasks of `fit`"} | ({} if val is None else {"data.val": "tasks of `fit`"})
@@ -139,13 +138,13 @@ class RL(Algorithm):
             return read_metrics(parts.directory)[-1]
 
     def try_out(self, tasks: Tasks, count: int, console: Console) -> None:
-        """Have a few tasks played, and show what was said, what it earned, and what would be learned from it."""
+        """Run the agent on a few tasks, and print the conversations, the rewards and the training rows."""
         overrides: dict[str, Any] = {"collect.tasks": count, "collect.group_size": 2, "collect.retries": 0}
         overrides |= {"observe.console": "off", "observe.level": "error"}
         overrides |= {
             "agent.store": None,
             "agent.listen": "127.0.0.1:0",
-        }  # a store is for a run, and would keep what is not
+        }  # a shared store would record these rollouts
         with (
             TemporaryDirectory() as temporary,
             self._components(tasks, None, Path(temporary) / "dev", overrides) as parts,
@@ -159,7 +158,7 @@ class RL(Algorithm):
                 raise
             show_scored(parts, groups, console)
             show_failed(parts, [rollout.id for rollout in groups.rollouts], console)
-            console.print(Text("Nothing was trained, and nothing is kept."))
+            console.print(Text("Nothing was trained, and nothing was stored."))
 
     @contextmanager
     def _components(
@@ -188,10 +187,11 @@ class RL(Algorithm):
 
 @dataclass
 class Baseline(RL):
-    """Serves the model, has every task of `val` (or of `train`) played, and reports. Nothing is learned."""
+    """Serve the model, run the agent on every task of `val` (or of `train`), and report the scores, without
+    training."""
 
     def run(self, train: Tasks | None, val: Tasks | None) -> dict[str, float]:
-        """Collect, and return the scores."""
+        """Run the agent on the tasks, and return the scores."""
         tasks = val if val is not None else train
         if tasks is None:
             raise ConfigError("There is nothing to play: give tasks, `trainer.fit(agent, val=tasks)`.")
@@ -205,7 +205,7 @@ class Baseline(RL):
 
 
 class Trainer:
-    """Brings together an agent, an algorithm, and where the agent runs."""
+    """The combination of an agent, an algorithm, and the runners that execute the agent."""
 
     def __init__(
         self,
@@ -215,9 +215,9 @@ class Trainer:
         n_runners: int = 1,
         max_concurrency: int = 16,
     ) -> None:
-        """strategy: runners as threads of this process (`shm`), or as processes of their own (`cs`). n_runners: how
-        many are started; 0 waits for some to join from elsewhere. max_concurrency: attempts that each has under
-        way."""
+        """strategy: runners as threads of this process (`shm`), or as separate processes (`cs`). n_runners: number of
+        runners to start; 0 waits for runners of other machines. max_concurrency: attempts that one runner runs at the
+        same time; larger needs more memory."""
         chosen: Any = strategy
         counts: list[tuple[str, Any, int]] = [("n_runners", n_runners, 0), ("max_concurrency", max_concurrency, 1)]
         if chosen not in STRATEGIES:
@@ -237,10 +237,10 @@ class Trainer:
         }
 
     def fit(self, agent: Any, train: Tasks | None = None, val: Tasks | None = None) -> dict[str, float]:
-        """Have the algorithm do its work with this agent and these tasks.
+        """Run the algorithm with this agent and these tasks, and return its metrics.
 
-        Started with ETUDE_ROLE=runner, the same program is a runner of the store that ETUDE_STORE_URL names, until it
-        is told to stop; with ETUDE_ROLE=train it starts no runners, and waits for those.
+        With ETUDE_ROLE=runner the same program is a runner: it serves the store at ETUDE_STORE_URL until a signal stops
+        it. With ETUDE_ROLE=train the program starts no runners, and waits for such runners.
         """
         _refuse_during_load()
         if serve_if_runner(as_agent(agent, "The agent"), self._max_concurrency):
@@ -252,13 +252,15 @@ class Trainer:
             self.algorithm.context = None
 
     def dev(self, agent: Any, tasks: Tasks, count: int = 2) -> None:
-        """Have the agent play a few tasks twice each, and print each conversation, its tokens, what it earned, and what
-        would be learned from it. Nothing is trained, and nothing is kept."""
+        """Run the agent twice on each of a few tasks, and print each conversation, its tokens, its reward and its
+        training rows. Nothing is trained, and nothing is stored."""
         _refuse_during_load()
         if not isinstance(self.algorithm, RL):
             raise ConfigError(f"{type(self.algorithm).__name__} has no way to try an agent out; RL and Baseline have.")
         if not self._runners:
-            raise ConfigError("`dev` plays on this machine, and `n_runners=0` starts nobody here: give it 1.")
+            raise ConfigError(
+                "`dev` runs the agent on this machine, and `n_runners=0` starts no runner here: give it 1."
+            )
         self.algorithm.context = self._make_context(agent, {})
         try:
             algorithm = self.algorithm
@@ -272,17 +274,17 @@ class Trainer:
 
 
 def _refuse_during_load() -> None:
-    """Refuse to train because somebody looks for an agent in the file that trains it."""
+    """Refuse to train while a runner or a worker process imports this file to find the agent."""
     file = current_file()
     if file is not None:
         raise ConfigError(
-            f"{file} trains as soon as it is loaded, and was loaded for an agent in it. Put what trains under "
+            f"{file} trains as soon as it is imported, and was imported to load an agent. Put the training under "
             "`if __name__ == '__main__':`."
         )
 
 
 def _print_scores(scores: Mapping[str, float], directory: Path, console: Console) -> None:
-    """The scores, and where what was said lies."""
+    """Print the scores, and the directory of the answers."""
     table = Table("score", "value")
     for name, value in scores.items():
         if not name.startswith("eval/engine/"):
@@ -292,7 +294,7 @@ def _print_scores(scores: Mapping[str, float], directory: Path, console: Console
 
 
 def preset_path(name: str | None) -> Path | None:
-    """The file of a preset; None where none is named."""
+    """Return the file of a preset; None for no preset."""
     if name is not None and name not in PRESETS:
         hint = " Options are given by their names: `steps=3`, or in `options`." if "=" in name else ""
         raise UnknownChoiceError(
@@ -302,7 +304,7 @@ def preset_path(name: str | None) -> Path | None:
 
 
 def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Refuse an option that is also given as an argument; arguments: what each option is called as one."""
+    """Refuse an option that is also given as an argument. arguments: the argument's name, by option."""
     by_option = {option.removesuffix(".name"): option for option in options}
     for option, name in arguments.items():
         if option in by_option:
@@ -310,7 +312,10 @@ def refuse_duplicates(arguments: Mapping[str, str], options: Mapping[str, Any]) 
 
 
 def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
-    """Tasks as files: those that are none yet become one, so that a run can be taken up; and what that is to hold."""
+    """Return the files of the tasks, and the text to write if the tasks are mappings.
+
+    Mappings go to one file, `path`, so that a run can resume. The text is None if the tasks are files already.
+    """
     if isinstance(tasks, str | Path):
         return [str(tasks)], None
     rows = list(tasks)
@@ -330,5 +335,5 @@ def tasks_as_files(tasks: Tasks, path: Path) -> tuple[list[str], str | None]:
 
 
 def _materialize(tasks: Tasks | None) -> Tasks | None:
-    """Tasks that can be gone through more than once."""
+    """Return tasks that can be iterated more than once."""
     return tasks if tasks is None or isinstance(tasks, str | Path | Sequence) else list(tasks)

@@ -225,12 +225,12 @@ def test_what_is_asked_wrongly_is_told(gpt2: Path, trainers: list[PPOTrainer]) -
             PPOTrainer(config=small(), env=env(gpt2, prompts=prompts))
     with pytest.raises(ConfigError, match=r"^RLConfig\.clip_epsilon is not an option"):
         RLConfig(algorithm="rloo", clip_epsilon=0.2)
-    with pytest.raises(ConfigError, match=r"`lora\.rank` has no effect on a model that a program holds"):
+    with pytest.raises(ConfigError, match=r"`lora\.rank` has no effect in a PPOTrainer"):
         RLConfig(options={"lora.rank": 8})
     with pytest.raises(ConfigError, match="`etude train distillation`"):
         PPOTrainer(config=small(algorithm="distillation"), env=env(gpt2))
     for beyond in ("gdpo", "remax"):
-        with pytest.raises(ConfigError, match=f"`{beyond}` wants more than answers and one reward of each"):
+        with pytest.raises(ConfigError, match=f"`{beyond}` needs more than answers and one reward for each"):
             PPOTrainer(config=small(algorithm=beyond, group_size=None), env=env(gpt2))
     with pytest.raises(ConfigError, match="context of 128"):
         PPOTrainer(config=small(max_tokens=500), env=env(gpt2))

@@ -30,5 +30,5 @@ def test_what_was_declared_is_found_by_the_method() -> None:
 
 
 def test_an_undeclared_method_is_a_mistake_in_the_program() -> None:
-    with pytest.raises(AssertionError, match=r"Worker\.helper does not say how it is spread"):
+    with pytest.raises(AssertionError, match=r"Worker\.helper has no dispatch mode"):
         get_dispatch_mode(Worker.helper)

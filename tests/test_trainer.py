@@ -189,7 +189,7 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
     found = etude.Trainer(algorithm, n_runners=1).fit(prompted, str(tasks))
     assert found == {"ab": 0.0, "cd": 1.0}
     assert {status: len(texts) for status, texts in algorithm.found.items()} == {"succeeded": 6}
-    with pytest.raises(ConfigError, match=r"no desk now: it has one within `with self.serving\("):
+    with pytest.raises(ConfigError, match=r"no rollout queue now\. It has one inside `with self.serving\("):
         algorithm.get_client()
     with pytest.raises(ConfigError, match="no agent to serve a model to"), algorithm.serving({}):
         pass
@@ -201,7 +201,7 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
         (lambda o: trainer(o, strategy="sham"), "`shm`, or processes of their own, `cs`"),
         (lambda o: trainer(o, n_runners=-1), "n_runners is -1; it is a whole number, 0 or more"),
         (lambda o: trainer(o, max_concurrency=0), "max_concurrency is 0; it is a whole number, 1 or more"),
-        (lambda o: trainer(o, n_runners=0).dev(looker, rows(2, 0)), "starts nobody here: give it 1"),
+        (lambda o: trainer(o, n_runners=0).dev(looker, rows(2, 0)), "starts no runner here: give it 1"),
         (lambda o: trainer(o).dev(looker, []), "list of tasks is empty. Give at least one"),
         (lambda o: trainer(o).fit(looker, [3]), "Tasks are mappings"),
         (lambda o: trainer(o).fit(looker), "trainer.fit(agent, train=tasks)"),
@@ -285,7 +285,7 @@ def test_an_agent_that_no_command_finds_is_gone_on_with_by_its_program(
 
 def test_a_file_that_trains_when_it_is_loaded_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     code = f"import etude\n{MINE}\netude.Trainer(etude.RL()).fit(solve, [dict(q='x')])\n"
-    with pytest.raises(EtudeError, match=r"trains as soon as it is loaded.*if __name__ == '__main__'"):
+    with pytest.raises(EtudeError, match=r"trains as soon as it is imported.*if __name__ == '__main__'"):
         load_agent(alone(tmp_path, code))
 
 
@@ -316,7 +316,9 @@ def test_an_algorithm_has_a_desk_while_it_runs(options: dict[str, Any], tmp_path
 
     assert etude.Trainer(algorithm).fit(looks, val=rows(2, 1))["eval/mean@1"] == 1
     assert found == [(0, "running")] * 2
-    with pytest.raises(ConfigError, match=r"Baseline has no desk now: .* and RL and Baseline have one while they run"):
+    with pytest.raises(
+        ConfigError, match=r"Baseline has no rollout queue now.*; RL and Baseline have one while they run"
+    ):
         algorithm.get_client()
 
 
