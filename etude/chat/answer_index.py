@@ -18,7 +18,7 @@ from etude.records import Message
 __all__ = ["AnswerIndex", "ServedAnswer", "Tools"]
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-KEPT, KEPT_IDS = 1024, 2**23
+MAX_ANSWERS, MAX_IDS = 1024, 2**23
 """The most answers of one conversation that are kept, and the most ids of their prompts and of themselves."""
 
 
@@ -39,16 +39,25 @@ class ServedAnswer:
     stop_string: str = ""
     """The stop string that ended the answer, and is among its ids."""
 
-    def appended_text(self, given: Message) -> str | None:
+    def appended_text(self, message: Message) -> str | None:
         """What an agent added to the answer: nothing, or what follows the stop string that it wrote back. None where it
         is not this answer."""
         answer = self.history[-1]
-        if is_same_message(answer, given):
+        if is_same_message(answer, message):
             return ""
-        said, told = content_text(answer.content), content_text(given.content)
-        if not self.stop_string or said is None or told is None or not told.startswith(said + self.stop_string):
+        answer_text, text = content_text(answer.content), content_text(message.content)
+        if (
+            not self.stop_string
+            or answer_text is None
+            or text is None
+            or not text.startswith(answer_text + self.stop_string)
+        ):
             return None
-        return told[len(said + self.stop_string) :] if is_same_message(answer, replace(given, content=said)) else None
+        return (
+            text[len(answer_text + self.stop_string) :]
+            if is_same_message(answer, replace(message, content=answer_text))
+            else None
+        )
 
     def is_continued_by(self, messages: tuple[Message, ...], tools: Tools) -> bool:
         """Return whether these messages continue the answer."""
@@ -59,12 +68,12 @@ class ServedAnswer:
             and same_tools(self.tools, tools)
         )
 
-    def restore_whitespace(self, given: Message) -> Message:
+    def restore_whitespace(self, message: Message) -> Message:
         """A message with the white space at the answer's end, where nothing else of its text differs."""
         content = self.history[-1].content
-        said, told = content_text(content), content_text(given.content)
-        alike = said is not None and told is not None and said.rstrip() == told.rstrip()
-        return replace(given, content=content) if alike else given
+        answer_text, text = content_text(content), content_text(message.content)
+        is_same_text = answer_text is not None and text is not None and answer_text.rstrip() == text.rstrip()
+        return replace(message, content=content) if is_same_text else message
 
     def count_resent_reasoning(self, messages: tuple[Message, ...]) -> int:
         """How many of the messages came back with the very reasoning that was served."""
@@ -72,9 +81,9 @@ class ServedAnswer:
 
     def restore_history(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         """A conversation that goes on from the answer, with what was served as it was, and what was added."""
-        answer, given = self.history[-1], messages[len(self.history) - 1]
-        if not is_same_message(answer, given):
-            answer = replace(answer, content=given.content)
+        answer, returned = self.history[-1], messages[len(self.history) - 1]
+        if not is_same_message(answer, returned):
+            answer = replace(answer, content=returned.content)
         return (*self.history[:-1], answer, *messages[len(self.history) :])
 
 
@@ -96,17 +105,17 @@ class AnswerIndex:
         self._num_ids += len(served.ids)
         for index, key in self._keys(served):
             index.setdefault(key, []).insert(0, served)
-        while len(self._answers) > KEPT or (self._num_ids > KEPT_IDS and len(self._answers) > 1):
+        while len(self._answers) > MAX_ANSWERS or (self._num_ids > MAX_IDS and len(self._answers) > 1):
             self._drop(self._answers.popleft())
 
     def find_continued(self, messages: Sequence[Message], tools: Tools) -> Iterator[ServedAnswer]:
         """The answers that these messages go on from: the longest history first, of equals the one whose reasoning came
         back, and of those the latest."""
         messages = tuple(messages)
-        for chain in reversed(_prefix_hashes(messages[:-1])):
-            known = self._by_prefix.get(chain, ())
+        for prefix_hash in reversed(_prefix_hashes(messages[:-1])):
+            known = self._by_prefix.get(prefix_hash, ())
             for served in (
-                sorted(known, key=lambda each: -each.count_resent_reasoning(messages)) if len(known) > 1 else known
+                sorted(known, key=lambda answer: -answer.count_resent_reasoning(messages)) if len(known) > 1 else known
             ):
                 if served.is_continued_by(messages, tools):
                     yield served
@@ -117,30 +126,31 @@ class AnswerIndex:
 
     def occurs_in(self, messages: Sequence[Message]) -> bool:
         """Return whether an answer is among the messages, or other words of the assistant's in the place of one."""
-        chains = _prefix_hashes(messages)
+        prefix_hashes = _prefix_hashes(messages)
         return any(
-            next(self._find_answers(chains[at], messages[:at]), None) is not None or self._is_answer(message)
-            for at, message in enumerate(messages)
+            next(self._find_answers(prefix_hashes[position], messages[:position]), None) is not None
+            or self._is_answer(message)
+            for position, message in enumerate(messages)
             if message.role == "assistant"
         )
 
-    def _find_answers(self, chain: int, messages: Sequence[Message]) -> Iterator[ServedAnswer]:
-        for served in self._by_prefix.get(chain, ()):
+    def _find_answers(self, prefix_hash: int, messages: Sequence[Message]) -> Iterator[ServedAnswer]:
+        for served in self._by_prefix.get(prefix_hash, ()):
             before = served.history[:-1]
             if len(before) == len(messages) and all(map(is_same_message, before, messages)):
                 yield served
 
     def _is_answer(self, message: Message) -> bool:
         """Return whether the message is one of the answers."""
-        stopped = (each for each in self._answers if each.stop_string)
+        stopped = (answer for answer in self._answers if answer.stop_string)
         return any(
-            each.appended_text(message) is not None
-            for each in (*self._by_answer.get(message_hash(message), ()), *stopped)
+            answer.appended_text(message) is not None
+            for answer in (*self._by_answer.get(message_hash(message), ()), *stopped)
         )
 
     def _keys(self, served: ServedAnswer) -> tuple[tuple[dict[int, list[ServedAnswer]], int], ...]:
-        chain = _prefix_hashes(served.history[:-1])[-1]
-        return (self._by_prefix, chain), (self._by_answer, message_hash(served.history[-1]))
+        prefix_hash = _prefix_hashes(served.history[:-1])[-1]
+        return (self._by_prefix, prefix_hash), (self._by_answer, message_hash(served.history[-1]))
 
     def _drop(self, oldest: ServedAnswer) -> None:
         self._num_ids -= len(oldest.ids)
@@ -152,7 +162,7 @@ class AnswerIndex:
 
 def _prefix_hashes(messages: Sequence[Message]) -> list[int]:
     """A number for each beginning of these messages, the empty one included; the same ones have the same numbers."""
-    found = [0]
+    hashes = [0]
     for message in messages:
-        found.append(hash((found[-1], message_hash(message))))
-    return found
+        hashes.append(hash((hashes[-1], message_hash(message))))
+    return hashes

@@ -23,66 +23,68 @@ RenderText = Callable[[Sequence[Message], bool], str]
 """The text of a conversation, up to where the assistant is to speak if that is asked for."""
 
 
-def render_answer(text: RenderText, before: Sequence[Message], answer: Message, reasons: bool) -> tuple[str, str]:
+def render_answer(
+    render_text: RenderText, messages: Sequence[Message], answer: Message, supports_reasoning: bool
+) -> tuple[str, str]:
     """What the model is shown, and what it would have to write to give this answer: all that the template shows of it,
     with what closes it. reasons: whether the template knows of reasoning, which an answer may have in its text."""
-    asked = text(before, True)
-    if reasons and not answer.reasoning and isinstance(answer.content, str):
-        thought, content = split_reasoning(answer.content)
-        answer = replace(answer, reasoning=thought, content=content)
-    said = _find_answer_text(text, asked, before, answer)
-    if said is None:
+    prompt = render_text(messages, True)
+    if supports_reasoning and not answer.reasoning and isinstance(answer.content, str):
+        reasoning, content = split_reasoning(answer.content)
+        answer = replace(answer, reasoning=reasoning, content=content)
+    answer_text = _find_answer_text(render_text, prompt, messages, answer)
+    if answer_text is None:
         raise ChatError(
             "The chat template does not show an answer after the words with which it asks for one, so that nobody can "
             "say what the model would have to write. Give it another template with `chat.template`, or give prompts "
             "and completions as plain text."
         )
     for call in answer.tool_calls:
-        if call.name not in said:
+        if call.name not in answer_text:
             raise ChatError(
                 f"The chat template leaves out what an answer calls ({call.name}), so that nothing of it would be "
                 f"learned. Give the model a template with tools, by `chat.template`."
             )
-    return asked, said
+    return prompt, answer_text
 
 
-def _find_answer_text(text: RenderText, asked: str, before: Sequence[Message], answer: Message) -> str | None:
+def _find_answer_text(render_text: RenderText, prompt: str, messages: Sequence[Message], answer: Message) -> str | None:
     """What follows the words that ask for an answer, where it is this one."""
-    for each, gone in _reasoning_variants(answer, before):
-        whole = text([*before, each], False)
-        if whole.startswith(asked):
-            return whole[len(asked) :].replace(gone, "") if gone else whole[len(asked) :]
-    if not asked.rstrip().endswith(THINK_OPEN):
+    for variant, placeholder in _reasoning_variants(answer, messages):
+        rendered = render_text([*messages, variant], False)
+        if rendered.startswith(prompt):
+            return rendered[len(prompt) :].replace(placeholder, "") if placeholder else rendered[len(prompt) :]
+    if not prompt.rstrip().endswith(THINK_OPEN):
         return None
-    unopened = asked[: asked.rindex(THINK_OPEN)]
-    whole = text([*before, replace(answer, reasoning="")], False)
-    shown = whole[len(unopened) :].rpartition(THINK_CLOSE)[2].lstrip()
-    return f"{answer.reasoning}\n{THINK_CLOSE}\n\n{shown}" if whole.startswith(unopened) else None
+    unopened = prompt[: prompt.rindex(THINK_OPEN)]
+    rendered = render_text([*messages, replace(answer, reasoning="")], False)
+    answer_text = rendered[len(unopened) :].rpartition(THINK_CLOSE)[2].lstrip()
+    return f"{answer.reasoning}\n{THINK_CLOSE}\n\n{answer_text}" if rendered.startswith(unopened) else None
 
 
-def strip_turn_end(said: str, answer: Message, ends: Sequence[str]) -> tuple[str, str | None]:
+def strip_turn_end(answer_text: str, answer: Message, eos_texts: Sequence[str]) -> tuple[str, str | None]:
     """What was said without what closes it, and the end that comes first after the answer's own words; None where the
     template shows none."""
-    found = sorted((at, end) for end in ends for at in _find_all(said, end))
-    if not found:
-        return said, None
-    words = answer.content.strip() if isinstance(answer.content, str) and not answer.tool_calls else ""
-    at, end = next((each for each in found if said[: each[0]].rstrip().endswith(words)), found[0])
-    return said[:at], end
+    matches = sorted((position, end) for end in eos_texts for position in _find_all(answer_text, end))
+    if not matches:
+        return answer_text, None
+    content = answer.content.strip() if isinstance(answer.content, str) and not answer.tool_calls else ""
+    position, end = next((match for match in matches if answer_text[: match[0]].rstrip().endswith(content)), matches[0])
+    return answer_text[:position], end
 
 
-def _reasoning_variants(answer: Message, before: Sequence[Message]) -> Iterator[tuple[Message, str]]:
+def _reasoning_variants(answer: Message, messages: Sequence[Message]) -> Iterator[tuple[Message, str]]:
     """The answer, and how it is with the reasoning that a template may want; with what is to be taken out again."""
     yield answer, ""
     if answer.reasoning:
         yield replace(answer, reasoning=""), ""
     else:
-        word = make_unused_word("etudethought", [*before, answer])
+        word = make_unused_word("etudethought", [*messages, answer])
         yield replace(answer, reasoning=word), word
 
 
 def _find_all(text: str, word: str) -> Iterator[int]:
-    at = text.find(word)
-    while at >= 0:
-        yield at
-        at = text.find(word, at + 1)
+    position = text.find(word)
+    while position >= 0:
+        yield position
+        position = text.find(word, position + 1)

@@ -37,11 +37,11 @@ class Conversation:
     """What one attempt has said to a model, in as many branches as its agent made. Used by one thread at a time."""
 
     def __init__(
-        self, tokenizer: Tokenizer, text: Callable[[Sequence[Message], Tools], str], history: History = "served"
+        self, tokenizer: Tokenizer, render_text: Callable[[Sequence[Message], Tools], str], history: History = "served"
     ) -> None:
         """`text` renders a conversation up to where the assistant is to speak."""
         self._tokenizer = tokenizer
-        self._text = text
+        self._render_text = render_text
         self._history = history
         self._answers = AnswerIndex()
         self._eos_texts = {id: end for end, id in tokenizer.eos_tokens.items()}
@@ -49,13 +49,13 @@ class Conversation:
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """The ids of a conversation, up to where the assistant is to speak, those that were served among them."""
         messages = tuple(messages)
-        known = None
+        restored = None
         for served in self._answers.find_continued(messages, tools):
-            whole = served.restore_history(messages)
-            known = known or whole
-            if self._history == "served" or served.visible_reasoning <= self._visible_reasoning(whole, tools):
-                return np.concatenate([served.ids, self._encode_suffix(served, whole, tools)])
-        return self._tokenizer.encode(self._text(known or messages, tools))
+            history = served.restore_history(messages)
+            restored = restored or history
+            if self._history == "served" or served.visible_reasoning <= self._visible_reasoning(history, tools):
+                return np.concatenate([served.ids, self._encode_suffix(served, history, tools)])
+        return self._tokenizer.encode(self._render_text(restored or messages, tools))
 
     def count_observed_tokens(self, messages: Sequence[Message], tools: Tools, prompt: Ids) -> int:
         """How many ids at the end of this conversation's prompt were shown after its last answer; 0 where it goes on
@@ -68,30 +68,30 @@ class Conversation:
         served = next(self._answers.find_continued(messages, tools), None)
         if served is None:
             return 0
-        whole = served.restore_history(messages)
-        last = max(place for place, message in enumerate(whole) if message.role == "assistant")
+        history = served.restore_history(messages)
+        last = max(index for index, message in enumerate(history) if message.role == "assistant")
         if last + 1 > len(served.history):  # an answer that was not given here stands behind it
-            served = replace(served, history=whole[: last + 1], end=None, stop_string="")
+            served = replace(served, history=history[: last + 1], end=None, stop_string="")
         elif _starts_with(prompt, served.ids):
             return len(prompt) - len(served.ids)
         try:
-            after = self._encode_suffix(served, whole, tools)
+            suffix = self._encode_suffix(served, history, tools)
         except ChatError:
             return 0  # the template does not show where that answer ends
-        length = min(len(prompt), len(after))
-        differ = np.flatnonzero(prompt[len(prompt) - length :] != after[len(after) - length :])
+        length = min(len(prompt), len(suffix))
+        differ = np.flatnonzero(prompt[len(prompt) - length :] != suffix[len(suffix) - length :])
         return length - 1 - int(differ[-1]) if len(differ) else length
 
     def find_prefill_ids(self, messages: Sequence[Message], tools: Tools, answer: Message) -> tuple[Ids, Ids] | None:
         """The prompt of an answer and the answer's own ids, without the one that ended it, for an answer that the model
         is to go on from. None where it is not one that was served. White space at its end may be missing."""
         for served in self._answers.find_answers_to(messages):
-            whole = (*messages, served.restore_whitespace(answer))
-            if served.stop_string or not served.is_continued_by(whole, tools):
+            all_messages = (*messages, served.restore_whitespace(answer))
+            if served.stop_string or not served.is_continued_by(all_messages, tools):
                 continue
             if self._history == "template" and not served.visible_reasoning - {
                 len(messages)
-            } <= self._visible_reasoning(whole, tools):
+            } <= self._visible_reasoning(all_messages, tools):
                 continue
             end = len(served.ids) - (served.end is not None)
             return served.ids[: served.answer_start], served.ids[served.answer_start : end]
@@ -117,26 +117,33 @@ class Conversation:
         stop string that ended it, if one did. begins: how many of the ids that were given come before the answer, where
         those after them are its beginning."""
         messages = tuple(messages)
-        kept = next(
-            (each for each in self._answers.find_continued(messages, tools) if _starts_with(prompt_ids, each.ids)), None
+        previous = next(
+            (
+                answered
+                for answered in self._answers.find_continued(messages, tools)
+                if _starts_with(prompt_ids, answered.ids)
+            ),
+            None,
         )
-        known = kept.history if kept else ()
-        history = kept.restore_history(messages) if kept else messages
-        thoughts: frozenset[int] = frozenset()
+        known_history = previous.history if previous else ()
+        history = previous.restore_history(messages) if previous else messages
+        visible_reasoning: frozenset[int] = frozenset()
         if self._history == "template":
-            thoughts = kept.visible_reasoning if kept else thoughts
-            thoughts |= {index for index in self._visible_reasoning(history, tools) if index >= len(known)}
-            thoughts |= {len(history)} if answer.reasoning else set()
-        last = int(completion_ids[-1]) if len(completion_ids) else None
+            visible_reasoning = previous.visible_reasoning if previous else visible_reasoning
+            visible_reasoning |= {
+                index for index in self._visible_reasoning(history, tools) if index >= len(known_history)
+            }
+            visible_reasoning |= {len(history)} if answer.reasoning else set()
+        last_id = int(completion_ids[-1]) if len(completion_ids) else None
         self._answers.add(
             ServedAnswer(
                 tools=tuple(tools),
                 history=(*history, answer),
                 ids=np.concatenate([prompt_ids, completion_ids]).astype(np.int32),
-                end=last if last in self._eos_texts else None,
-                visible_reasoning=thoughts,
+                end=last_id if last_id in self._eos_texts else None,
+                visible_reasoning=visible_reasoning,
                 answer_start=len(prompt_ids) if answer_start is None else answer_start,
-                stop_string=stop if last not in self._eos_texts and not answer.tool_calls else "",
+                stop_string=stop if last_id not in self._eos_texts and not answer.tool_calls else "",
             )
         )
 
@@ -147,8 +154,8 @@ class Conversation:
         if not marks:
             return frozenset()
         marked = [replace(message, reasoning=marks.get(index, "")) for index, message in enumerate(messages)]
-        text = self._text(marked, tools)
-        return frozenset(index for index, each in marks.items() if each in text)
+        text = self._render_text(marked, tools)
+        return frozenset(index for index, text_mark in marks.items() if text_mark in text)
 
     def _encode_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> Ids:
         """The ids of what follows a served answer: the rest of its close, the new messages, the assistant's opening."""
@@ -157,29 +164,33 @@ class Conversation:
         if end and end in region:
             text = text[region.index(end) + len(end) :]
         else:
-            text = text[min((region.index(each) for each in self._eos_texts.values() if each in region), default=0) :]
-        added = served.appended_text(messages[len(served.history) - 1]) or ""
-        ids = self._tokenizer.encode(end + added + text)
+            text = text[
+                min(
+                    (region.index(eos_text) for eos_text in self._eos_texts.values() if eos_text in region), default=0
+                ) :
+            ]
+        appended = served.appended_text(messages[len(served.history) - 1]) or ""
+        ids = self._tokenizer.encode(end + appended + text)
         # The end is encoded too, for tokenizers that treat a text's beginning in a way of its own.
-        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(added + text)
+        return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(appended + text)
 
     def _render_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
         """The text that follows a served answer, and of it what comes before the first new message's own words."""
         before, new = served.history[:-1], messages[len(served.history) :]
-        mark, words = make_unused_word("etudemark", messages), make_unused_word("etudewords", messages)
+        mark, probe_word = make_unused_word("etudemark", messages), make_unused_word("etudewords", messages)
         for marked in _marked_answers(served.history[-1], mark):
             try:
-                whole = self._text((*before, marked, *new), tools)
-                probe = (replace(new[0], content=words), *new[1:]) if new else ()
-                other = self._text((*before, marked, *probe), tools)
+                rendered = self._render_text((*before, marked, *new), tools)
+                probe_messages = (replace(new[0], content=probe_word), *new[1:]) if new else ()
+                probed = self._render_text((*before, marked, *probe_messages), tools)
             except ChatError:
                 continue  # a template may refuse this kind of answer, or what follows it
-            text = whole.rpartition(mark)[2]
-            region = _common_prefix(text, other.rpartition(mark)[2])
+            text = rendered.rpartition(mark)[2]
+            region = _common_prefix(text, probed.rpartition(mark)[2])
             closed = any(end in region for end in self._eos_texts.values())
-            if mark in whole and (closed or not marked.tool_calls):
+            if mark in rendered and (closed or not marked.tool_calls):
                 return text, region
-        self._text(messages, tools)  # if the template refuses the conversation itself, it says why
+        self._render_text(messages, tools)  # if the template refuses the conversation itself, it says why
         raise ChatError(
             "The chat template does not show what an assistant's message says, so a conversation cannot go on from "
             "one. Give the model another template."
@@ -197,8 +208,8 @@ def _marked_answers(answer: Message, mark: str) -> Iterator[Message]:
 
 def make_unused_word(word: str, messages: Sequence[Message]) -> str:
     """A word that occurs in none of the messages, made of this one."""
-    said = repr(messages)
-    while word in said:
+    text = repr(messages)
+    while word in text:
         word += "k"
     return word
 
@@ -206,7 +217,7 @@ def make_unused_word(word: str, messages: Sequence[Message]) -> str:
 def _common_prefix(one: str, other: str) -> str:
     """What two texts begin with alike."""
     length = min(len(one), len(other))
-    return one[: next((at for at in range(length) if one[at] != other[at]), length)]
+    return one[: next((index for index in range(length) if one[index] != other[index]), length)]
 
 
 def _starts_with(ids: Ids, prefix: Ids) -> bool:

@@ -50,11 +50,11 @@ class FunctionTool:
         self.name = str(getattr(function, "__name__", ""))
         if not _NAME.fullmatch(self.name):
             raise PluginError(f"The tool {function!r} has no name that a model could call it by. Give a function.")
-        plain = function if inspect.isroutine(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(plain)
+        callee = function if inspect.isroutine(function) else type(function).__call__
+        self.is_async = inspect.iscoroutinefunction(callee)
         """Whether calling it makes a coroutine."""
-        about, told = _parse_docstring(inspect.getdoc(function) or "")
-        if not about:
+        description, parameter_descriptions = _parse_docstring(inspect.getdoc(function) or "")
+        if not description:
             raise PluginError(
                 f"The tool `{self.name}` has no docstring, which is what the model is told of it. Write a sentence."
             )
@@ -63,22 +63,24 @@ class FunctionTool:
         the methods that it stands beside."""
         self._task_parameter = ""
         """The parameter that is given the task."""
-        self._arguments_model = self._build_arguments_model(told)
+        self._arguments_model = self._build_arguments_model(parameter_descriptions)
         self.schema: Mapping[str, Any] = {
             "type": "function",
-            "function": {"name": self.name, "description": about, "parameters": self._parameters_schema()},
+            "function": {"name": self.name, "description": description, "parameters": self._parameters_schema()},
         }
         """What the model is told."""
 
     def parse_arguments(self, text: str, task: Task | None) -> dict[str, Any]:
         """What a call gives the function, from the JSON text that the model wrote."""
         try:
-            given = self._arguments_model.model_validate_json(text or "{}")
+            parsed = self._arguments_model.model_validate_json(text or "{}")
         except ValidationError as error:
-            wrong = "; ".join(_format_error(each) for each in error.errors(include_url=False, include_context=False))
-            raise InvalidToolCallError(f"`{self.name}` cannot be called with {text}: {wrong}") from None
-        found = {name: getattr(given, place) for name, place in self._field_names.items()}
-        return found | ({self._task_parameter: task} if self._task_parameter else {})
+            problems = "; ".join(
+                _format_error(problem) for problem in error.errors(include_url=False, include_context=False)
+            )
+            raise InvalidToolCallError(f"`{self.name}` cannot be called with {text}: {problems}") from None
+        arguments = {name: getattr(parsed, field_name) for name, field_name in self._field_names.items()}
+        return arguments | ({self._task_parameter: task} if self._task_parameter else {})
 
     def _build_arguments_model(self, descriptions: Mapping[str, str]) -> type[BaseModel]:
         """What reads a call: a field for each parameter."""
@@ -91,24 +93,26 @@ class FunctionTool:
                 f"knows by these names."
             ) from error
         fields: dict[str, Any] = {}
-        for each in parameters:
-            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+        for parameter in parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise PluginError(
-                    f"The tool `{self.name}` takes `{each.name}` as {each.kind.description}, and a model gives every "
-                    f"argument by its name. Leave it out."
+                    f"The tool `{self.name}` takes `{parameter.name}` as {parameter.kind.description}, and a model "
+                    f"gives every argument by its name. Leave it out."
                 )
-            if each.name not in hints:
+            if parameter.name not in hints:
                 raise PluginError(
-                    f"The tool `{self.name}` does not say of what type `{each.name}` is, so the model cannot be told. "
-                    f"Annotate it: `{each.name}: int`."
+                    f"The tool `{self.name}` does not say of what type `{parameter.name}` is, so the model cannot be "
+                    f"told. Annotate it: `{parameter.name}: int`."
                 )
-            if hints[each.name] is Task:
-                self._task_parameter = each.name
+            if hints[parameter.name] is Task:
+                self._task_parameter = parameter.name
                 continue
-            place = self._field_names[each.name] = f"given_{len(fields)}"
-            default: Any = ... if each.default is each.empty else each.default
-            about: dict[str, Any] = {"description": descriptions[each.name]} if each.name in descriptions else {}
-            fields[place] = (hints[each.name], Field(default, alias=each.name, **about))
+            field_name = self._field_names[parameter.name] = f"given_{len(fields)}"
+            default: Any = ... if parameter.default is parameter.empty else parameter.default
+            description: dict[str, Any] = (
+                {"description": descriptions[parameter.name]} if parameter.name in descriptions else {}
+            )
+            fields[field_name] = (hints[parameter.name], Field(default, alias=parameter.name, **description))
         try:
             return pydantic.create_model(self.name, __config__=_MODEL_CONFIG, **fields)
         except pydantic.PydanticUserError as error:
@@ -119,9 +123,9 @@ class FunctionTool:
             schema = self._arguments_model.model_json_schema(by_alias=True)
         except pydantic.PydanticUserError as error:
             raise PluginError(f"The tool `{self.name}` has a type that no JSON can be: {error.message}.") from error
-        plain: dict[str, Any] = _remove_titles(schema)
-        plain.pop("additionalProperties", None)
-        return {"type": "object", "properties": {}, **plain}
+        without_titles: dict[str, Any] = _remove_titles(schema)
+        without_titles.pop("additionalProperties", None)
+        return {"type": "object", "properties": {}, **without_titles}
 
 
 def format_result(result: Any) -> str:
@@ -139,36 +143,36 @@ def _format_error(error: Any) -> str:
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """What a docstring says of the function, and of each parameter by its name."""
-    about: list[str] = []
-    told: dict[str, list[str]] = {}
-    section, indent, last = "", "", ""
+    description: list[str] = []
+    parameters: dict[str, list[str]] = {}
+    section, indent, name = "", "", ""
     for line in text.splitlines():
-        if begins := _SECTION.match(line):
-            section, indent, last = begins[1].lower(), "", ""
-        elif named := _SPHINX_PARAMETER.match(line):
-            section, last = "field", named[1]
-            told[last] = [named[2]]
+        if heading := _SECTION.match(line):
+            section, indent, name = heading[1].lower(), "", ""
+        elif field := _SPHINX_PARAMETER.match(line):
+            section, name = "field", field[1]
+            parameters[name] = [field[2]]
         elif _SPHINX_OTHER.match(line):
-            section, last = "field", ""
+            section, name = "field", ""
         elif section in _PARAMETER_SECTIONS and (entry := _PARAMETER_ENTRY.match(line)) and indent in ("", entry[1]):
-            indent, last = entry[1], entry[2]
-            told[last] = [entry[3]]
-        elif last:
-            told[last].append(line.strip())
+            indent, name = entry[1], entry[2]
+            parameters[name] = [entry[3]]
+        elif name:
+            parameters[name].append(line.strip())
         elif not section:
-            about.append(line)
-    return "\n".join(about).strip(), {name: " ".join(words).strip() for name, words in told.items()}
+            description.append(line)
+    return "\n".join(description).strip(), {name: " ".join(lines).strip() for name, lines in parameters.items()}
 
 
-def _remove_titles(schema: Any, *, names: bool = False) -> Any:
+def _remove_titles(schema: Any, *, keys_are_names: bool = False) -> Any:
     """A schema without the titles that pydantic makes up. names: whether these keys are names and not words."""
     if isinstance(schema, list):
-        return [_remove_titles(each) for each in schema]
+        return [_remove_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    inner = ("properties", "$defs")
+    name_maps = ("properties", "$defs")
     return {
-        key: _remove_titles(value, names=not names and key in inner)
+        key: _remove_titles(value, keys_are_names=not keys_are_names and key in name_maps)
         for key, value in schema.items()
-        if names or key != "title"
+        if keys_are_names or key != "title"
     }

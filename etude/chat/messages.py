@@ -78,32 +78,32 @@ def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text:
     JSON value they are, or as text where the template wants that.
     """
     text = content_text(message.content)
-    form: dict[str, Any] = {"role": message.role}
+    data: dict[str, Any] = {"role": message.role}
     if text is None:
-        form["content"] = [_part_to_dict(part) for part in message.content if isinstance(part, ContentPart)]
+        data["content"] = [_part_to_dict(part) for part in message.content if isinstance(part, ContentPart)]
     else:
-        form["content"] = [{"type": "text", "text": text}] if parts else text
+        data["content"] = [{"type": "text", "text": text}] if parts else text
     if message.reasoning:
-        form["reasoning_content"] = message.reasoning
+        data["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        form["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
+        data["tool_calls"] = [_call_to_dict(call, arguments_as_text) for call in message.tool_calls]
     if message.tool_call_id:
-        form["tool_call_id"] = message.tool_call_id
+        data["tool_call_id"] = message.tool_call_id
     if message.name:
-        form["name"] = message.name
-    return form
+        data["name"] = message.name
+    return data
 
 
-def is_same_message(known: Message, given: Message) -> bool:
+def is_same_message(served: Message, returned: Message) -> bool:
     """Whether a message that came back is the one that was served. The rules are this file's."""
     return (
-        known.role == given.role
-        and known.name == given.name
-        and known.tool_call_id == given.tool_call_id
-        and _same_content(known.content, given.content)
-        and _same_reasoning(known.reasoning, given.reasoning)
-        and len(known.tool_calls) == len(given.tool_calls)
-        and all(_same_call(one, other) for one, other in zip(known.tool_calls, given.tool_calls, strict=True))
+        served.role == returned.role
+        and served.name == returned.name
+        and served.tool_call_id == returned.tool_call_id
+        and _same_content(served.content, returned.content)
+        and _same_reasoning(served.reasoning, returned.reasoning)
+        and len(served.tool_calls) == len(returned.tool_calls)
+        and all(_same_call(one, other) for one, other in zip(served.tool_calls, returned.tool_calls, strict=True))
     )
 
 
@@ -112,31 +112,31 @@ def message_hash(message: Message) -> int:
     chance alone, or where only their reasoning or the arguments of their calls differ."""
     text = content_text(message.content)
     calls = tuple((call.id, call.name) for call in message.tool_calls)
-    said = message.content if text is None else text
-    return hash((message.role, message.name, message.tool_call_id, said, calls))
+    content = message.content if text is None else text
+    return hash((message.role, message.name, message.tool_call_id, content, calls))
 
 
-def same_tools(known: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> bool:
+def same_tools(served: Sequence[Mapping[str, Any]], returned: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the same tools were offered."""
-    return len(known) == len(given) and all(_same_json(*pair) for pair in zip(known, given, strict=True))
+    return len(served) == len(returned) and all(_same_json(*pair) for pair in zip(served, returned, strict=True))
 
 
-def _same_reasoning(known: str, given: str) -> bool:
-    return given == known or given.strip() in known or "".join(given.split()) in "".join(known.split())
+def _same_reasoning(served: str, returned: str) -> bool:
+    return returned == served or returned.strip() in served or "".join(returned.split()) in "".join(served.split())
 
 
-def _same_content(known: str | tuple[ContentPart, ...], given: str | tuple[ContentPart, ...]) -> bool:
-    one, other = content_text(known), content_text(given)
-    return known == given if one is None or other is None else one == other
+def _same_content(served: str | tuple[ContentPart, ...], returned: str | tuple[ContentPart, ...]) -> bool:
+    one, other = content_text(served), content_text(returned)
+    return served == returned if one is None or other is None else one == other
 
 
-def _same_call(known: ToolCall, given: ToolCall) -> bool:
-    if (known.id, known.name) != (given.id, given.name):
+def _same_call(served: ToolCall, returned: ToolCall) -> bool:
+    if (served.id, served.name) != (returned.id, returned.name):
         return False
-    if known.arguments == given.arguments:
+    if served.arguments == returned.arguments:
         return True
     try:
-        return _same_json(json.loads(known.arguments), json.loads(given.arguments))
+        return _same_json(json.loads(served.arguments), json.loads(returned.arguments))
     except ValueError:
         return False
 
@@ -162,12 +162,12 @@ def _parse_content(content: Any) -> str | tuple[ContentPart, ...]:
     )
 
 
-def _parse_part(form: Mapping[str, Any]) -> ContentPart:
+def _parse_part(data: Mapping[str, Any]) -> ContentPart:
     """`{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
-    kind = str(form.get("type", "text"))
+    kind = str(data.get("type", "text"))
     if kind == "text":
-        return ContentPart("text", text=str(form.get("text", "")))
-    address = form.get("url") or form.get(kind) or ""
+        return ContentPart("text", text=str(data.get("text", "")))
+    address = data.get("url") or data.get(kind) or ""
     return ContentPart(kind.removesuffix("_url"), url=str(address["url"] if isinstance(address, Mapping) else address))
 
 
@@ -175,14 +175,14 @@ def _part_to_dict(part: ContentPart) -> dict[str, str]:
     return {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind, "url": part.url}
 
 
-def _parse_call(form: Mapping[str, Any]) -> ToolCall:
+def _parse_call(data: Mapping[str, Any]) -> ToolCall:
     """`{"id": …, "function": {"name": …, "arguments": …}}`, or the name and arguments alone."""
-    function = form.get("function") or form
+    function = data.get("function") or data
     if not isinstance(function.get("name"), str):
         raise ChatError("A tool call needs the function's name: {'function': {'name': …, 'arguments': …}}.")
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(form.get("id") or "", function["name"], text)
+    return ToolCall(data.get("id") or "", function["name"], text)
 
 
 def _call_to_dict(call: ToolCall, as_text: bool) -> dict[str, Any]:
@@ -192,5 +192,5 @@ def _call_to_dict(call: ToolCall, as_text: bool) -> dict[str, Any]:
             arguments = json.loads(call.arguments)
         except ValueError:
             arguments = call.arguments
-    named = {"id": call.id} if call.id else {}
-    return {**named, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    id_field = {"id": call.id} if call.id else {}
+    return {**id_field, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -43,7 +43,7 @@ class ParseHandler(Protocol):
     def reasoning(self, text: str) -> None:
         """Some of the thinking before it."""
 
-    def calls(self, found: ParsedCalls, written: str) -> None:
+    def calls(self, calls: ParsedCalls, text: str) -> None:
         """Calls that are whole; `written` is all the text since those before them, theirs included."""
 
 
@@ -62,98 +62,100 @@ class ParseBuffer:
         """Whether no more will come."""
         self._consumed: list[str] = []
 
-    def emit_content(self, upto: int) -> None:
+    def emit_content(self, end: int) -> None:
         """It is content, up to there."""
-        if upto:
-            self._handler.content(self._consume(upto))
+        if end:
+            self._handler.content(self._consume(end))
 
-    def emit_reasoning(self, upto: int) -> None:
+    def emit_reasoning(self, end: int) -> None:
         """It is reasoning, up to there."""
-        if upto:
-            self._handler.reasoning(self._consume(upto))
+        if end:
+            self._handler.reasoning(self._consume(end))
 
-    def skip_markup(self, upto: int) -> None:
+    def skip_markup(self, end: int) -> None:
         """It is nothing to be told, up to there."""
-        self._consume(upto)
+        self._consume(end)
 
-    def emit_calls(self, found: ParsedCalls) -> None:
+    def emit_calls(self, calls: ParsedCalls) -> None:
         """All that was read is these calls."""
         self._consume(self.position)
-        self._handler.calls(found, "".join(self._consumed))
+        self._handler.calls(calls, "".join(self._consumed))
         self._consumed.clear()
 
-    def _consume(self, upto: int) -> str:
-        gone, self.text, self.position = self.text[:upto], self.text[upto:], 0
-        self._consumed.append(gone)
-        return gone
+    def _consume(self, end: int) -> str:
+        consumed, self.text, self.position = self.text[:end], self.text[end:], 0
+        self._consumed.append(consumed)
+        return consumed
 
 
-def has_more(feed: ParseBuffer) -> Parser[bool]:
+def has_more(buffer: ParseBuffer) -> Parser[bool]:
     """Whether there is one more character."""
-    while feed.position >= len(feed.text):
-        if feed.is_complete:
+    while buffer.position >= len(buffer.text):
+        if buffer.is_complete:
             return False
         yield
     return True
 
 
-def match_literal(feed: ParseBuffer, word: str) -> Parser[bool]:
+def match_literal(buffer: ParseBuffer, word: str) -> Parser[bool]:
     """This word, or nothing: it is known at the first character that differs."""
-    while not feed.text.startswith(word, feed.position):
-        if feed.is_complete or not word.startswith(feed.text[feed.position : feed.position + len(word)]):
+    while not buffer.text.startswith(word, buffer.position):
+        if buffer.is_complete or not word.startswith(buffer.text[buffer.position : buffer.position + len(word)]):
             return False
         yield
-    feed.position += len(word)
+    buffer.position += len(word)
     return True
 
 
-def match_pattern(feed: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
+def match_pattern(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
     """As many characters of a kind as there are, perhaps none."""
-    start = feed.position
+    start = buffer.position
     while True:
-        found = pattern.match(feed.text, feed.position)
-        assert found is not None  # it matches nothing at all, too
-        feed.position = found.end()
-        if feed.position < len(feed.text) or feed.is_complete:
-            return feed.text[start : feed.position]
+        match = pattern.match(buffer.text, buffer.position)
+        assert match is not None  # it matches nothing at all, too
+        buffer.position = match.end()
+        if buffer.position < len(buffer.text) or buffer.is_complete:
+            return buffer.text[start : buffer.position]
         yield
 
 
-def read_until(feed: ParseBuffer, words: re.Pattern[str], longest: int) -> Parser[str | None]:
+def read_until(buffer: ParseBuffer, words: re.Pattern[str], max_length: int) -> Parser[str | None]:
     """The first of some words, and all that comes before it; None where none of them comes. longest: their length."""
-    start = look = feed.position
-    while (found := words.search(feed.text, look)) is None:
-        if feed.is_complete:
+    start = search_from = buffer.position
+    while (match := words.search(buffer.text, search_from)) is None:
+        if buffer.is_complete:
             return None
-        look = max(start, len(feed.text) - longest + 1)
+        search_from = max(start, len(buffer.text) - max_length + 1)
         yield
-    feed.position = found.end()
-    return found[0]
+    buffer.position = match.end()
+    return match[0]
 
 
-def find_literal(feed: ParseBuffer, word: str, lead: str = "") -> Parser[bool]:
+def find_literal(buffer: ParseBuffer, word: str, lead: str = "") -> Parser[bool]:
     """This word, with a `lead` that may stand before it. What comes before them is content, and told as such as soon as
     it cannot be their beginning; where the word never comes, that is all there is."""
-    while (at := feed.text.find(word, feed.position)) < 0:
-        feed.emit_content(len(feed.text) if feed.is_complete else partial_match_start(feed.text, lead + word, word))
-        if feed.is_complete:
+    while (start := buffer.text.find(word, buffer.position)) < 0:
+        buffer.emit_content(
+            len(buffer.text) if buffer.is_complete else partial_match_start(buffer.text, lead + word, word)
+        )
+        if buffer.is_complete:
             return False
         yield
-    feed.emit_content(at - len(lead) if lead and feed.text.endswith(lead, 0, at) else at)
-    feed.position = feed.text.index(word) + len(word)
+    buffer.emit_content(start - len(lead) if lead and buffer.text.endswith(lead, 0, start) else start)
+    buffer.position = buffer.text.index(word) + len(word)
     return True
 
 
 def partial_match_start(text: str, *words: str) -> int:
     """Where the longest beginning of one of the words starts at the end of a text; the text's length if there is
     none."""
-    tail = max(0, len(text) - max(map(len, words)) + 1)
-    found = _prefix_pattern(words).search(text, tail)
-    return found.start() if found else len(text)
+    search_from = max(0, len(text) - max(map(len, words)) + 1)
+    match = _prefix_pattern(words).search(text, search_from)
+    return match.start() if match else len(text)
 
 
 @cache
 def _prefix_pattern(words: tuple[str, ...]) -> re.Pattern[str]:
     """What ends in the beginning of one of the words; the leftmost of these is the longest."""
-    begun = {word[:length] for word in words for length in range(1, len(word))}
-    return re.compile(f"(?:{'|'.join(map(re.escape, sorted(begun, key=len, reverse=True)))})\\Z")
+    prefixes = {word[:length] for word in words for length in range(1, len(word))}
+    return re.compile(f"(?:{'|'.join(map(re.escape, sorted(prefixes, key=len, reverse=True)))})\\Z")

@@ -70,7 +70,9 @@ class ChatRenderer:
         """The ids of what a task asks: a text as it is, messages (or their JSON form) by the template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
-        return self.render([each if isinstance(each, Message) else message_from_dict(each) for each in prompt], tools)
+        return self.render(
+            [message if isinstance(message, Message) else message_from_dict(message) for message in prompt], tools
+        )
 
     @property
     def tool_format(self) -> str | None:
@@ -103,31 +105,33 @@ class ChatRenderer:
     ) -> TokenStreamParser:
         """Tells what the model says while it is sampled: in the end, exactly what `parse` says of the whole. Where no
         `calls` are looked for, they are text."""
-        teller = TextStreamParser(
+        text_parser = TextStreamParser(
             TOOL_PARSERS[self._tool_format] if self._tool_format is not None and parse_calls else None,
             tools,
-            reasons=self._supports_reasoning,
-            opened=None if prompt is None else self.opens_reasoning(prompt),
+            supports_reasoning=self._supports_reasoning,
+            reasoning_opened=None if prompt is None else self.opens_reasoning(prompt),
             seed=b"" if prompt is None else np.ascontiguousarray(prompt, np.int32).tobytes(),
         )
-        unseen = self._hidden_ids
+        hidden_ids = self._hidden_ids
         if sampling is not None and sampling.stop_ids:
-            unseen = unseen | (frozenset(sampling.stop_ids) - self._marker_ids)
-        return TokenStreamParser(teller, self.tokenizer, lambda id: id not in unseen, sampling)
+            hidden_ids = hidden_ids | (frozenset(sampling.stop_ids) - self._marker_ids)
+        return TokenStreamParser(text_parser, self.tokenizer, lambda id: id not in hidden_ids, sampling)
 
     def encode_answer(
         self, messages: Sequence[Message], answer: Message, tools: Tools = (), *, prompt_ids: Ids | None = None
     ) -> Ids:
         """The ids that the model would have to write to give this answer after these messages, the one that ends its
         turn among them. prompt_ids: what `render` gives for the messages, where it was called already."""
-        text = self._bind_template(tools)
-        asked, said = render_answer(text, messages, answer, self._supports_reasoning)
-        ends = self.tokenizer.eos_tokens
-        said, end = strip_turn_end(said, answer, list(ends))
-        if end is None:
-            end = self._find_turn_end([*messages, answer], text, bool(answer.tool_calls))
-        last = next(iter(self.tokenizer.eos_ids)) if end is None else ends[end]
-        return np.append(self.tokenizer.encode_after_text(asked, said, before_ids=prompt_ids), np.int32(last))
+        render_text = self._bind_template(tools)
+        prompt, answer_text = render_answer(render_text, messages, answer, self._supports_reasoning)
+        eos_tokens = self.tokenizer.eos_tokens
+        answer_text, turn_end = strip_turn_end(answer_text, answer, list(eos_tokens))
+        if turn_end is None:
+            turn_end = self._find_turn_end([*messages, answer], render_text, bool(answer.tool_calls))
+        last_id = next(iter(self.tokenizer.eos_ids)) if turn_end is None else eos_tokens[turn_end]
+        return np.append(
+            self.tokenizer.encode_after_text(prompt, answer_text, before_ids=prompt_ids), np.int32(last_id)
+        )
 
     def shows_reasoning(self) -> bool:
         """Whether an answer's reasoning is among what the model has to write for it."""
@@ -140,21 +144,23 @@ class ChatRenderer:
         """How a conversation is shown, up to where the assistant is to speak or to its end."""
         template = self._select_template(tools)
 
-        def text(messages: Sequence[Message], generate: bool) -> str:
+        def render_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
             check_roles(messages)
-            return template.render(messages, tools, add_generation_prompt=generate, **self._template_kwargs)
+            return template.render(
+                messages, tools, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+            )
 
-        return text
+        return render_text
 
-    def _find_turn_end(self, messages: Sequence[Message], text: RenderText, has_calls: bool) -> str | None:
+    def _find_turn_end(self, messages: Sequence[Message], render_text: RenderText, has_calls: bool) -> str | None:
         """The end that a template shows where somebody else speaks next, if it shows it only there."""
         after = Message("tool", "?") if has_calls else Message("user", "?")
         try:
-            whole, more = text(messages, False), text([*messages, after], True)
+            rendered, continued = render_text(messages, False), render_text([*messages, after], True)
         except ChatError:
             return None
-        rest = more[len(whole) :] if more.startswith(whole) else ""
-        return next((end for end in self.tokenizer.eos_tokens if rest.startswith(end)), None)
+        suffix = continued[len(rendered) :] if continued.startswith(rendered) else ""
+        return next((end for end in self.tokenizer.eos_tokens if suffix.startswith(end)), None)
 
     def start_conversation(self) -> Conversation:
         """A conversation that keeps the very ids it was served with."""
@@ -169,9 +175,9 @@ class ChatRenderer:
             return self._templates["tool_use"]
         if "default" not in self._templates:
             others = ", ".join(self._templates)
-            found = f"no chat template named default (only {others})" if others else "no chat template"
+            problem = f"no chat template named default (only {others})" if others else "no chat template"
             raise ConfigError(
-                f"The tokenizer in {self.tokenizer.directory} has {found}, so messages cannot be rendered: write one "
+                f"The tokenizer in {self.tokenizer.directory} has {problem}, so messages cannot be rendered: write one "
                 "into chat_template.jinja there, set `chat.template`, or give prompts as plain text."
             )
         return self._templates["default"]

@@ -22,16 +22,18 @@ class StopStringFilter:
         """
         if self.stopped:
             return ""
-        old = len(self._held)
+        num_held = len(self._held)
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        found = [
+            position for stop in self._stops if (position := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+        ]
         if found and can_stop:
             self.stopped = True
             self._held = ""
             return text[: min(found)]
-        begun = self._partial_start(text)
-        self._held = text[begun:]
-        return text[:begun]
+        partial_start = self._partial_start(text)
+        self._held = text[partial_start:]
+        return text[:partial_start]
 
     def finish(self) -> str:
         """What was held back for a stop string that did not come."""
@@ -40,8 +42,8 @@ class StopStringFilter:
 
     def _partial_start(self, text: str) -> int:
         """Where the longest beginning of a stop string at the end of the text begins."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for at in range(max(0, len(text) - longest), len(text)):
-            if any(stop.startswith(text[at:]) for stop in self._stops):
-                return at
+        max_length = max((len(stop) for stop in self._stops), default=1) - 1
+        for position in range(max(0, len(text) - max_length), len(text)):
+            if any(stop.startswith(text[position:]) for stop in self._stops):
+                return position
         return len(text)

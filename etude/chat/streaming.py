@@ -67,15 +67,15 @@ class TextStreamParser:
         tool_parser: ToolParser | None,
         tools: Tools = (),
         *,
-        reasons: bool = False,
-        opened: bool | None = None,
+        supports_reasoning: bool = False,
+        reasoning_opened: bool | None = None,
         seed: bytes = b"",
     ) -> None:
         """form: how the model calls tools. reasons: whether it thinks first, and `opened` whether its prompt has begun
         that (`reasoning`). seed: tells its calls apart from those of other answers."""
         self._collector = _DeltaCollector(tool_parser is not None, seed)
-        self._feed = ParseBuffer(self._collector)
-        self._parser = _parse_answer(self._feed, tool_parser, tools, reasons, opened)
+        self._buffer = ParseBuffer(self._collector)
+        self._parser = _parse_answer(self._buffer, tool_parser, tools, supports_reasoning, reasoning_opened)
 
     @property
     def message(self) -> Message:
@@ -84,13 +84,13 @@ class TextStreamParser:
 
     def push(self, text: str) -> list[MessageDelta]:
         """What this makes certain."""
-        self._feed.text += text
+        self._buffer.text += text
         next(self._parser)
         return self._collector.take_deltas()
 
     def finish(self) -> list[MessageDelta]:
         """What was held back, when no more text comes. After this there is nothing to push."""
-        self._feed.is_complete = True
+        self._buffer.is_complete = True
         for _ in self._parser:
             raise AssertionError("it waits for a text that has ended")
         self._collector.finish()
@@ -158,14 +158,14 @@ class TokenStreamParser:
 class _DeltaCollector:
     """Who is told what a text is, and keeps it for those who ask."""
 
-    def __init__(self, calls: bool, seed: bytes) -> None:
+    def __init__(self, parses_calls: bool, seed: bytes) -> None:
         self._seed = blake2b(seed, digest_size=16)
         self._pending: list[MessageDelta] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._held_space = ""  # that may turn out to be all there is around calls
-        self._has_content = not calls
+        self._has_content = not parses_calls
 
     def content(self, text: str) -> None:
         """Some of what is answered."""
@@ -182,16 +182,16 @@ class _DeltaCollector:
         self._reasoning.append(text)
         self._pending.append(ReasoningDelta(text))
 
-    def calls(self, found: ParsedCalls, written: str) -> None:
+    def calls(self, calls: ParsedCalls, text: str) -> None:
         """Calls that are whole."""
-        self._seed.update(written.encode(errors="surrogatepass"))
-        for name, arguments in found:
+        self._seed.update(text.encode(errors="surrogatepass"))
+        for name, arguments in calls:
             digest = self._seed.copy()
             digest.update(b"%d" % len(self._calls))
             id = b32encode(digest.digest()).decode()[:_ID_LENGTH].lower()
-            called = ToolCallDelta(len(self._calls), ToolCall(id, name, arguments))
-            self._calls.append(called.call)
-            self._pending.append(called)
+            delta = ToolCallDelta(len(self._calls), ToolCall(id, name, arguments))
+            self._calls.append(delta.call)
+            self._pending.append(delta)
 
     def finish(self) -> None:
         """Nothing more comes."""
@@ -214,29 +214,33 @@ class _DeltaCollector:
         )
 
 
-def _merge_deltas(pieces: Sequence[MessageDelta]) -> list[MessageDelta]:
+def _merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
     """The same with what belongs together in one piece."""
-    if len(pieces) < 2:
-        return list(pieces)
-    told: list[MessageDelta] = []
-    for kind, group in groupby(pieces, type):
+    if len(deltas) < 2:
+        return list(deltas)
+    merged: list[MessageDelta] = []
+    for kind, group in groupby(deltas, type):
         if kind is ToolCallDelta:
-            told += group
+            merged += group
         else:
-            text = "".join(each.text for each in group if not isinstance(each, ToolCallDelta))
-            told.append(ContentDelta(text) if kind is ContentDelta else ReasoningDelta(text))
-    return told
+            text = "".join(delta.text for delta in group if not isinstance(delta, ToolCallDelta))
+            merged.append(ContentDelta(text) if kind is ContentDelta else ReasoningDelta(text))
+    return merged
 
 
 def _parse_answer(
-    feed: ParseBuffer, tool_parser: ToolParser | None, tools: Tools, reasons: bool, opened: bool | None
+    buffer: ParseBuffer,
+    tool_parser: ToolParser | None,
+    tools: Tools,
+    supports_reasoning: bool,
+    reasoning_opened: bool | None,
 ) -> Parser[None]:
     """All of an answer."""
-    if reasons:
-        yield from parse_reasoning(feed, opened)
+    if supports_reasoning:
+        yield from parse_reasoning(buffer, reasoning_opened)
     if tool_parser is not None:
-        yield from tool_parser(feed, tools)
-    while not feed.is_complete:
-        feed.emit_content(len(feed.text))
+        yield from tool_parser(buffer, tools)
+    while not buffer.is_complete:
+        buffer.emit_content(len(buffer.text))
         yield
-    feed.emit_content(len(feed.text))
+    buffer.emit_content(len(buffer.text))

@@ -84,9 +84,9 @@ class ChatTemplate:
         """What the template sees of a message. Its reasoning has every name that templates know it by."""
         if isinstance(message, Message):
             message = message_to_dict(message, parts=self._parts, arguments_as_text=self._arguments_as_text)
-        form = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((form[key] for key in _REASONING_ORDER if key in form), None)
-        return form if reasoning is None else {"thinking": reasoning, **form, "reasoning_content": reasoning}
+        variables = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((variables[key] for key in _REASONING_ORDER if key in variables), None)
+        return variables if reasoning is None else {"thinking": reasoning, **variables, "reasoning_content": reasoning}
 
     def _wants_parts(self) -> bool:
         self._parts = self._arguments_as_text = False
@@ -162,10 +162,10 @@ class _Namespace(Namespace):
     """`namespace(…)` that keeps out of Python's inside."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        own, values = args[0], dict(*args[1:], **kwargs)
+        namespace, values = args[0], dict(*args[1:], **kwargs)
         for name in values:
             _check_name(name)
-        Namespace.__init__(own, values)
+        Namespace.__init__(namespace, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

@@ -59,17 +59,19 @@ class Tokenizer:
         directory = Path(directory)
         inner = _load_tokenizer(directory)
         config = _read_json(directory / "tokenizer_config.json")
-        named = {**_read_json(directory / "special_tokens_map.json"), **config}
+        special_config = {**_read_json(directory / "special_tokens_map.json"), **config}
         generation = _read_json(directory / "generation_config.json")
         for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if inner.token_to_id(token["content"]) is None:
                 inner.add_tokens([tokenizers.AddedToken(**token)])
-        specials = {name: _token_text(named[name]) for name in _SPECIAL_TOKEN_NAMES if named.get(name)}
-        bos = inner.token_to_id(specials["bos_token"]) if "bos_token" in specials else None
+        special_tokens = {
+            name: _token_text(special_config[name]) for name in _SPECIAL_TOKEN_NAMES if special_config.get(name)
+        }
+        bos = inner.token_to_id(special_tokens["bos_token"]) if "bos_token" in special_tokens else None
         return cls(
             inner,
-            special_tokens=specials,
-            eos_ids=_find_eos_ids(inner, specials, generation, directory),
+            special_tokens=special_tokens,
+            eos_ids=_find_eos_ids(inner, special_tokens, generation, directory),
             templates=_read_templates(directory, config),
             adds_bos=bos is not None and inner.encode("").ids[:1] == [bos],
             directory=directory,
@@ -98,8 +100,8 @@ class Tokenizer:
     @cached_property
     def vocab_hash(self) -> str:
         """A name for what its ids mean: alike where every token has the same id."""
-        words = sorted(self._inner.get_vocab(with_added_tokens=True).items())
-        return blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()
+        vocabulary = sorted(self._inner.get_vocab(with_added_tokens=True).items())
+        return blake2b(json.dumps(vocabulary).encode(), digest_size=8).hexdigest()
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -123,9 +125,9 @@ class Tokenizer:
         tokenizers that treat a text's beginning in a way of its own."""
         end = int(ids[-1]) if len(ids) and int(ids[-1]) in self.eos_ids else None
         if end is not None:
-            whole = self.encode(self.decode([end], keep_special_tokens=True) + text)
-            if len(whole) and whole[0] == end:
-                return whole[1:]
+            with_end = self.encode(self.decode([end], keep_special_tokens=True) + text)
+            if len(with_end) and with_end[0] == end:
+                return with_end[1:]
         return self.encode(text)
 
     def encode_after_text(
@@ -137,9 +139,9 @@ class Tokenizer:
         reach over the border, they are the text's own. known: the ids of the first, where they are.
         """
         first = self.encode(before, add_special_tokens) if before_ids is None else before_ids
-        whole = self.encode(before + text, add_special_tokens)
-        if len(first) <= len(whole) and np.array_equal(whole[: len(first)], first):
-            return whole[len(first) :]
+        joined = self.encode(before + text, add_special_tokens)
+        if len(first) <= len(joined) and np.array_equal(joined[: len(first)], first):
+            return joined[len(first) :]
         return self.encode(text)
 
     def decode(self, ids: Iterable[int], keep_special_tokens: bool = False) -> str:
@@ -149,8 +151,8 @@ class Tokenizer:
     @property
     def eos_tokens(self) -> dict[str, int]:
         """The texts of the tokens that end an answer, with their ids."""
-        named = {self.decode([id], keep_special_tokens=True): id for id in reversed(self.eos_ids)}
-        return {text: named[text] for text in reversed(named) if text}
+        tokens = {self.decode([id], keep_special_tokens=True): id for id in reversed(self.eos_ids)}
+        return {text: tokens[text] for text in reversed(tokens) if text}
 
     def id_to_token(self, id: int) -> str | None:
         """A token as it stands in the vocabulary, which for a special token is its text; None for an id it lacks."""
@@ -217,9 +219,9 @@ def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     if not directory.is_dir():
         raise ConfigError(f"There is no directory {directory} to read a tokenizer from; give a model's directory.")
     if not path.is_file():
-        found = ", ".join(sorted(each.name for each in directory.iterdir())) or "nothing"
+        files = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise ConfigError(
-            f"The tokenizer in {directory} has no tokenizer.json (there is: {found}). Make one: load the directory "
+            f"The tokenizer in {directory} has no tokenizer.json (there is: {files}). Make one: load the directory "
             "with transformers.AutoTokenizer.from_pretrained and write it back with save_pretrained."
         )
     try:
@@ -236,14 +238,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ConfigError(
-            f"{path} must hold a JSON object; it holds a value of type {type(found).__name__}. Fetch the file again."
+            f"{path} must hold a JSON object; it holds a value of type {type(data).__name__}. Fetch the file again."
         )
-    return found
+    return data
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:
@@ -254,35 +256,35 @@ def _token_text(token: str | Mapping[str, Any]) -> str:
 def _find_eos_ids(
     inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any], directory: Path
 ) -> tuple[int, ...]:
-    named = special_tokens.get("eos_token")
-    own = inner.token_to_id(named) if named is not None else None
-    if named is not None and own is None:
+    eos_token = special_tokens.get("eos_token")
+    eos_id = inner.token_to_id(eos_token) if eos_token is not None else None
+    if eos_token is not None and eos_id is None:
         raise ConfigError(
-            f"The tokenizer in {directory} names {named!r} as its end-of-sequence token, but its vocabulary has no "
+            f"The tokenizer in {directory} names {eos_token!r} as its end-of-sequence token, but its vocabulary has no "
             "such token. Correct `eos_token` in tokenizer_config.json."
         )
-    more = generation.get("eos_token_id")
-    ids = [own, *(more if isinstance(more, list) else [more])]
-    found = tuple(dict.fromkeys(id for id in ids if id is not None))
-    if not found:
+    generation_ids = generation.get("eos_token_id")
+    ids = [eos_id, *(generation_ids if isinstance(generation_ids, list) else [generation_ids])]
+    eos_ids = tuple(dict.fromkeys(id for id in ids if id is not None))
+    if not eos_ids:
         raise ConfigError(
             f"The tokenizer in {directory} has no end-of-sequence token, so no answer could end: write `eos_token` "
             "into tokenizer_config.json, or `eos_token_id` into generation_config.json."
         )
-    return found
+    return eos_ids
 
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name: files of their own come before those written into the tokenizer's configuration."""
-    written = config.get("chat_template")
-    if isinstance(written, str):
-        written = {"default": written}
-    elif isinstance(written, list):
-        written = {each["name"]: each["template"] for each in written}
-    templates: dict[str, str] = dict(written or {})
-    own = directory / "chat_template.jinja"
-    if own.is_file():
-        templates = {"default": own.read_text(encoding="utf-8")}
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        configured = {"default": configured}
+    elif isinstance(configured, list):
+        configured = {entry["name"]: entry["template"] for entry in configured}
+    templates: dict[str, str] = dict(configured or {})
+    template_file = directory / "chat_template.jinja"
+    if template_file.is_file():
+        templates = {"default": template_file.read_text(encoding="utf-8")}
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     return templates

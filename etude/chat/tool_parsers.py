@@ -49,43 +49,43 @@ _TEACHES_PYTHON = re.compile(r"\[\w+\(\w+=")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
-def hermes(feed: ParseBuffer, _tools: Tools) -> Parser[None]:
+def hermes(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, amid text: Hermes, Qwen 2.5, Qwen 3.
 
     The line break before a block belongs to it.
     """
-    yield from _parse_blocks(feed, _BLOCK, lambda feed: _as_list(_parse_json_call(feed, "arguments")), lead="\n")
+    yield from _parse_blocks(buffer, _BLOCK, lambda buffer: _as_list(_parse_json_call(buffer, "arguments")), lead="\n")
 
 
-def qwen_xml(feed: ParseBuffer, tools: Tools) -> Parser[None]:
+def qwen_xml(buffer: ParseBuffer, tools: Tools) -> Parser[None]:
     """`<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`: Qwen 3 Coder, Qwen 3.5 and on,
     Nemotron 3.
 
     A parameter is a text, unless the tools that were offered say that it is something else and it reads as JSON.
     """
-    yield from _parse_blocks(feed, _BLOCK, lambda feed: _as_list(_parse_function(feed, tools)), lead="\n")
+    yield from _parse_blocks(buffer, _BLOCK, lambda buffer: _as_list(_parse_function(buffer, tools)), lead="\n")
 
 
-def lfm2(feed: ParseBuffer, _tools: Tools) -> Parser[None]:
+def lfm2(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
     """`<|tool_call_start|>[f(a=1), g(b='x')]<|tool_call_end|>` amid text: LFM 2."""
-    yield from _parse_blocks(feed, _LFM2_BLOCK, _parse_python_calls)
+    yield from _parse_blocks(buffer, _LFM2_BLOCK, _parse_python_calls)
 
 
-def mistral(feed: ParseBuffer, _tools: Tools) -> Parser[None]:
+def mistral(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and what came after it, `[TOOL_CALLS]name[ARGS]{…}` any number
     of times: Mistral, after text or without."""
-    yield from _parse_blocks(feed, (_CALLS, ""), _parse_mistral_calls)
+    yield from _parse_blocks(buffer, (_CALLS, ""), _parse_mistral_calls)
 
 
-def llama3(feed: ParseBuffer, _tools: Tools) -> Parser[None]:
+def llama3(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
     """One `{"name": …, "parameters": {…}}` that is all of the text, perhaps after `<|python_tag|>`; and, after that
     alone, `name.call(a="x")`, as the tools are called that the model brings along: Llama 3.1 and on."""
-    yield from _parse_only_calls(feed, _parse_llama3_calls)
+    yield from _parse_only_calls(buffer, _parse_llama3_calls)
 
 
-def pythonic(feed: ParseBuffer, _tools: Tools) -> Parser[None]:
+def pythonic(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
     """`[f(a=1), g(b="x")]` that is all of the text: Llama 3.2 and Llama 4, where their template teaches it."""
-    yield from _parse_only_calls(feed, _parse_pythonic_calls)
+    yield from _parse_only_calls(buffer, _parse_pythonic_calls)
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {
@@ -113,153 +113,161 @@ def detect_tool_format(template: str) -> str | None:
     return None
 
 
-def _parse_blocks(feed: ParseBuffer, marks: tuple[str, str], parse_calls: _CallsParser, lead: str = "") -> Parser[None]:
+def _parse_blocks(
+    buffer: ParseBuffer, marks: tuple[str, str], parse_calls: _CallsParser, lead: str = ""
+) -> Parser[None]:
     """Text with calls in it, each between two marks. After a mark that begins none, text goes on."""
     opening, closing = marks
-    while (yield from find_literal(feed, opening, lead)):
-        begun = feed.position
-        yield from match_pattern(feed, SPACE)
-        found = yield from parse_calls(feed)
-        if found and closing:
-            yield from match_pattern(feed, SPACE)
-        if found and (yield from match_literal(feed, closing)):
-            feed.emit_calls(found)
+    while (yield from find_literal(buffer, opening, lead)):
+        start = buffer.position
+        yield from match_pattern(buffer, SPACE)
+        calls = yield from parse_calls(buffer)
+        if calls and closing:
+            yield from match_pattern(buffer, SPACE)
+        if calls and (yield from match_literal(buffer, closing)):
+            buffer.emit_calls(calls)
         else:
-            feed.emit_content(begun)
+            buffer.emit_content(start)
 
 
-def _parse_only_calls(feed: ParseBuffer, parse_calls: _CallsParser) -> Parser[None]:
+def _parse_only_calls(buffer: ParseBuffer, parse_calls: _CallsParser) -> Parser[None]:
     """A text that is calls and nothing else, or has none."""
-    yield from match_pattern(feed, SPACE)
-    found = yield from parse_calls(feed)
-    if found:
-        yield from match_pattern(feed, SPACE)
-    if found and not (yield from has_more(feed)):
-        feed.emit_calls(found)
+    yield from match_pattern(buffer, SPACE)
+    calls = yield from parse_calls(buffer)
+    if calls:
+        yield from match_pattern(buffer, SPACE)
+    if calls and not (yield from has_more(buffer)):
+        buffer.emit_calls(calls)
     while True:
-        feed.emit_content(len(feed.text))
-        if feed.is_complete:
+        buffer.emit_content(len(buffer.text))
+        if buffer.is_complete:
             return
         yield
 
 
-def _as_list(call: Parser[tuple[str, str] | None]) -> Parser[ParsedCalls]:
-    found = yield from call
-    return [] if found is None else [found]
+def _as_list(parser: Parser[tuple[str, str] | None]) -> Parser[ParsedCalls]:
+    call = yield from parser
+    return [] if call is None else [call]
 
 
-def _parse_llama3_calls(feed: ParseBuffer) -> Parser[ParsedCalls]:
-    tagged = yield from match_literal(feed, _PYTHON_TAG)
-    yield from match_pattern(feed, SPACE)
-    call = yield from _parse_json_call(feed, "parameters")
+def _parse_llama3_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
+    tagged = yield from match_literal(buffer, _PYTHON_TAG)
+    yield from match_pattern(buffer, SPACE)
+    call = yield from _parse_json_call(buffer, "parameters")
     if call is None and tagged:
-        own = yield from _parse_python_call(feed)
-        call = (own[0].removesuffix(".call"), own[1]) if own and own[0].endswith(".call") else None
+        python_call = yield from _parse_python_call(buffer)
+        call = (
+            (python_call[0].removesuffix(".call"), python_call[1])
+            if python_call and python_call[0].endswith(".call")
+            else None
+        )
     return [call] if call and call[0] else []
 
 
-def _parse_pythonic_calls(feed: ParseBuffer) -> Parser[ParsedCalls]:
-    begun = yield from match_literal(feed, _PYTHON[0])
-    yield from match_pattern(feed, SPACE)
-    found = yield from _parse_python_calls(feed)
-    if found and begun:
-        yield from match_pattern(feed, SPACE)
-        yield from match_literal(feed, _PYTHON[1])
-    return found
+def _parse_pythonic_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
+    has_start = yield from match_literal(buffer, _PYTHON[0])
+    yield from match_pattern(buffer, SPACE)
+    calls = yield from _parse_python_calls(buffer)
+    if calls and has_start:
+        yield from match_pattern(buffer, SPACE)
+        yield from match_literal(buffer, _PYTHON[1])
+    return calls
 
 
-def _parse_mistral_calls(feed: ParseBuffer) -> Parser[ParsedCalls]:
-    if (yield from match_literal(feed, "[")):
-        return (yield from _parse_list(feed, lambda feed: _parse_json_call(feed, "arguments")))
-    name = yield from match_pattern(feed, _NAME)
-    if (yield from match_literal(feed, _CALL_ID)):
-        yield from match_pattern(feed, _NAME)
-    if not name or not (yield from match_literal(feed, _ARGS)):
+def _parse_mistral_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
+    if (yield from match_literal(buffer, "[")):
+        return (yield from _parse_list(buffer, lambda buffer: _parse_json_call(buffer, "arguments")))
+    name = yield from match_pattern(buffer, _NAME)
+    if (yield from match_literal(buffer, _CALL_ID)):
+        yield from match_pattern(buffer, _NAME)
+    if not name or not (yield from match_literal(buffer, _ARGS)):
         return []
-    yield from match_pattern(feed, SPACE)
-    arguments = yield from parse_json_object(feed)
+    yield from match_pattern(buffer, SPACE)
+    arguments = yield from parse_json_object(buffer)
     return [(name, arguments)] if arguments is not None and _is_object(arguments) else []
 
 
 def _parse_list(
-    feed: ParseBuffer, parse_call: Callable[[ParseBuffer], Parser[tuple[str, str] | None]]
+    buffer: ParseBuffer, parse_call: Callable[[ParseBuffer], Parser[tuple[str, str] | None]]
 ) -> Parser[ParsedCalls]:
     """Calls with commas between them, up to a `]`."""
-    found: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
     while True:
-        yield from match_pattern(feed, SPACE)
-        call = yield from parse_call(feed)
+        yield from match_pattern(buffer, SPACE)
+        call = yield from parse_call(buffer)
         if call is None:
             return []
-        found.append(call)
-        yield from match_pattern(feed, SPACE)
-        if (yield from match_literal(feed, "]")):
-            return found
-        if not (yield from match_literal(feed, ",")):
+        calls.append(call)
+        yield from match_pattern(buffer, SPACE)
+        if (yield from match_literal(buffer, "]")):
+            return calls
+        if not (yield from match_literal(buffer, ",")):
             return []
 
 
-def _parse_python_calls(feed: ParseBuffer) -> Parser[ParsedCalls]:
+def _parse_python_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
     """`[f(a=1), g(b="x")]`."""
-    return (yield from _parse_list(feed, _parse_python_call)) if (yield from match_literal(feed, "[")) else []
+    return (yield from _parse_list(buffer, _parse_python_call)) if (yield from match_literal(buffer, "[")) else []
 
 
-def _parse_python_call(feed: ParseBuffer) -> Parser[tuple[str, str] | None]:
+def _parse_python_call(buffer: ParseBuffer) -> Parser[tuple[str, str] | None]:
     """`f(a=1, b="x")`: every argument has its name, and a value that JSON has too."""
-    name = yield from _parse_name(feed, _NAME)
-    if not name or not (yield from match_literal(feed, "(")):
+    name = yield from _parse_name(buffer, _NAME)
+    if not name or not (yield from match_literal(buffer, "(")):
         return None
-    given: dict[str, str] = {}
+    parsed: dict[str, str] = {}
     while True:
-        yield from match_pattern(feed, SPACE)
-        if (yield from match_literal(feed, ")")):
+        yield from match_pattern(buffer, SPACE)
+        if (yield from match_literal(buffer, ")")):
             break
-        key = yield from _parse_name(feed, _WORD)
-        yield from match_pattern(feed, SPACE)
-        if not key or key in given or not (yield from match_literal(feed, "=")):
+        key = yield from _parse_name(buffer, _WORD)
+        yield from match_pattern(buffer, SPACE)
+        if not key or key in parsed or not (yield from match_literal(buffer, "=")):
             return None
-        value = yield from parse_python_value(feed)
+        value = yield from parse_python_value(buffer)
         if value is None:
             return None
-        given[key] = value
-        yield from match_pattern(feed, SPACE)
-        if not (yield from match_literal(feed, ",")):
-            if not (yield from match_literal(feed, ")")):
+        parsed[key] = value
+        yield from match_pattern(buffer, SPACE)
+        if not (yield from match_literal(buffer, ",")):
+            if not (yield from match_literal(buffer, ")")):
                 return None
             break
-    arguments = f"{{{', '.join(f'{dump_json(key)}: {value}' for key, value in given.items())}}}"
+    arguments = f"{{{', '.join(f'{dump_json(key)}: {value}' for key, value in parsed.items())}}}"
     return (name, arguments) if _is_object(arguments) else None
 
 
-def _parse_name(feed: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
+def _parse_name(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
     """A name as Python has them, which does not begin with a digit; nothing if there is none."""
-    if (yield from has_more(feed)) and (feed.text[feed.position].isalpha() or feed.text[feed.position] == "_"):
-        return (yield from match_pattern(feed, pattern))
+    if (yield from has_more(buffer)) and (
+        buffer.text[buffer.position].isalpha() or buffer.text[buffer.position] == "_"
+    ):
+        return (yield from match_pattern(buffer, pattern))
     return ""
 
 
-def _parse_function(feed: ParseBuffer, tools: Tools) -> Parser[tuple[str, str] | None]:
+def _parse_function(buffer: ParseBuffer, tools: Tools) -> Parser[tuple[str, str] | None]:
     """The name of `<function=…>` and its parameters as JSON. A block ends at its first `</tool_call>`, wherever that
     stands."""
-    if not (yield from match_literal(feed, "<function=")):
+    if not (yield from match_literal(buffer, "<function=")):
         return None
-    name = yield from match_pattern(feed, _LINE)
-    if not name or not (yield from match_literal(feed, ">")):
+    name = yield from match_pattern(buffer, _LINE)
+    if not name or not (yield from match_literal(buffer, ">")):
         return None
-    declared, given = _parameter_schemas(name, tools), {}
+    schemas, parsed = _parameter_schemas(name, tools), {}
     while True:
-        yield from match_pattern(feed, SPACE)
-        if not (yield from match_literal(feed, "<parameter=")):
+        yield from match_pattern(buffer, SPACE)
+        if not (yield from match_literal(buffer, "<parameter=")):
             break
-        key = yield from match_pattern(feed, _LINE)
-        if not key or not (yield from match_literal(feed, ">")):
+        key = yield from match_pattern(buffer, _LINE)
+        if not key or not (yield from match_literal(buffer, ">")):
             return None
-        start = feed.position
-        if (yield from read_until(feed, _PARAMETER_ENDS, len("</parameter>"))) != "</parameter>":
+        start = buffer.position
+        if (yield from read_until(buffer, _PARAMETER_ENDS, len("</parameter>"))) != "</parameter>":
             return None
-        written = feed.text[start : feed.position - len("</parameter>")]
-        given[key] = _convert_parameter(written.removeprefix("\n").removesuffix("\n"), declared.get(key))
-    return (name, dump_json(given)) if (yield from match_literal(feed, "</function>")) else None
+        text = buffer.text[start : buffer.position - len("</parameter>")]
+        parsed[key] = _convert_parameter(text.removeprefix("\n").removesuffix("\n"), schemas.get(key))
+    return (name, dump_json(parsed)) if (yield from match_literal(buffer, "</function>")) else None
 
 
 _PARAMETER_ENDS = re.compile("</parameter>|</tool_call>")
@@ -276,14 +284,14 @@ def _parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
     return {}
 
 
-def _convert_parameter(written: str, schema: Any) -> Any:
+def _convert_parameter(text: str, schema: Any) -> Any:
     """What a parameter's text stands for; some templates write Python's words for true, false and null."""
     if "string" in _schema_types(schema):
-        return written
+        return text
     try:
-        return _CONSTANTS[written] if written in _CONSTANTS else load_json(written)
+        return _CONSTANTS[text] if text in _CONSTANTS else load_json(text)
     except ValueError:
-        return written
+        return text
 
 
 def _schema_types(schema: Any) -> set[Any]:
@@ -292,15 +300,15 @@ def _schema_types(schema: Any) -> set[Any]:
         return {"string"}
     if isinstance(schema.get("type"), str):
         return {schema["type"]}
-    several = schema.get("type") or schema.get("anyOf") or schema.get("oneOf")
-    if not isinstance(several, list | tuple) or not several:
+    alternatives = schema.get("type") or schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(alternatives, list | tuple) or not alternatives:
         return {"string"}
-    return set().union(*({kind} if isinstance(kind, str) else _schema_types(kind) for kind in several))
+    return set().union(*({kind} if isinstance(kind, str) else _schema_types(kind) for kind in alternatives))
 
 
-def _parse_json_call(feed: ParseBuffer, key: str) -> Parser[tuple[str, str] | None]:
+def _parse_json_call(buffer: ParseBuffer, key: str) -> Parser[tuple[str, str] | None]:
     """The name and the JSON text of the arguments of `{"name": …, key: {…}}`."""
-    text = yield from parse_json_object(feed)
+    text = yield from parse_json_object(buffer)
     if text is None:
         return None
     try:
@@ -315,12 +323,12 @@ def _parse_json_call(feed: ParseBuffer, key: str) -> Parser[tuple[str, str] | No
 def _is_object(text: str) -> bool:
     """Whether it is a JSON object, and one that can be sent: half a character, which JSON can write, cannot be."""
     try:
-        found = load_json(text)
+        value = load_json(text)
         if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except ValueError:
         return False
-    return isinstance(found, dict)
+    return isinstance(value, dict)
 
 
 def _split_members(text: str) -> dict[str, str]:
@@ -328,21 +336,21 @@ def _split_members(text: str) -> dict[str, str]:
     anybody reads."""
     decoder = json.JSONDecoder()
     members: dict[str, str] = {}
-    at = _skip_space(text, 1)
-    while text[at] != "}":
-        name, at = scanstring(text, _skip_space(text, at) + 1)
-        start = _skip_space(text, _skip_space(text, at) + 1)
+    position = _skip_space(text, 1)
+    while text[position] != "}":
+        name, position = scanstring(text, _skip_space(text, position) + 1)
+        start = _skip_space(text, _skip_space(text, position) + 1)
         try:
             _, stop = decoder.raw_decode(text, start)
         except RecursionError:
             raise ValueError("nested too deeply") from None
         members[name] = text[start:stop]
-        at = _skip_space(text, stop)
-        at = _skip_space(text, at + 1) if text[at] == "," else at
+        position = _skip_space(text, stop)
+        position = _skip_space(text, position + 1) if text[position] == "," else position
     return members
 
 
-def _skip_space(text: str, at: int) -> int:
-    space = _JSON_SPACE.match(text, at)
+def _skip_space(text: str, position: int) -> int:
+    space = _JSON_SPACE.match(text, position)
     assert space is not None  # it matches nothing at all, too
     return space.end()

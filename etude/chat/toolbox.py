@@ -100,14 +100,14 @@ class _ThreadCall:
     def run(self) -> None:
         """Make it."""
         try:
-            told: tuple[Any, Exception | None] = self._function(*self._args, **self._kwargs), None
+            outcome: tuple[Any, Exception | None] = self._function(*self._args, **self._kwargs), None
         except Exception as error:
-            told = None, error
+            outcome = None, error
         except BaseException as error:  # sys.exit() in somebody's function is a failure of that function
             raised = RuntimeError(f"{type(error).__name__} was raised")
-            told = None, raised.with_traceback(error.__traceback__)
+            outcome = None, raised.with_traceback(error.__traceback__)
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._set_result, told)
+            self._loop.call_soon_threadsafe(self._set_result, outcome)
 
     def _set_result(self, result: tuple[Any, Exception | None]) -> None:
         if not self.result.done():
@@ -150,22 +150,22 @@ class Toolbox:
         tool = self._tools.get(call.name)
         if tool is None:
             return f"{ERROR_PREFIX}there is no tool `{call.name}`; there are: {', '.join(self._tools)}."
-        bound = asyncio.timeout(self._timeout)
+        time_limit = asyncio.timeout(self._timeout)
         try:
-            given = tool.parse_arguments(call.arguments, task)
-            async with bound:
-                return format_result(await self._invoke(tool, given))
+            arguments = tool.parse_arguments(call.arguments, task)
+            async with time_limit:
+                return format_result(await self._invoke(tool, arguments))
         except InvalidToolCallError as error:
             return f"{ERROR_PREFIX}{error}"
         except EnvError:
             raise
         except (Exception, SystemExit) as error:
-            if bound.expired():
+            if time_limit.expired():
                 return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} seconds, and was given up."
             return f"{ERROR_PREFIX}`{tool.name}` raised {type(error).__name__}: {error}"
 
     async def _invoke(self, tool: FunctionTool, arguments: Mapping[str, Any]) -> Any:
         if tool.is_async:
             return await tool.function(**arguments)
-        with CallThread(f"etude-tool-{tool.name}") as aside:
-            return await aside.call(tool.function, **arguments)
+        with CallThread(f"etude-tool-{tool.name}") as call_thread:
+            return await call_thread.call(tool.function, **arguments)

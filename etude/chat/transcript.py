@@ -25,46 +25,48 @@ ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 def check_observation(content: Any) -> ObservationContent:
     """What is to be shown, as text or messages; messages may be given in their JSON form."""
     if isinstance(content, str):
-        found: ObservationContent = content
-    elif isinstance(content, Sequence) and all(isinstance(each, Message | Mapping) for each in content):
-        found = tuple(each if isinstance(each, Message) else message_from_dict(each) for each in content)
+        observation: ObservationContent = content
+    elif isinstance(content, Sequence) and all(isinstance(message, Message | Mapping) for message in content):
+        observation = tuple(
+            message if isinstance(message, Message) else message_from_dict(message) for message in content
+        )
     else:
         raise ChatError(
             f"What is shown is text or a list of messages; a value of type {type(content).__name__} was given."
         )
     try:
-        observation_text(found).encode()
+        observation_text(observation).encode()
     except UnicodeEncodeError as error:
         raise ChatError(f"What is shown has half a character in it ({error.reason}). Leave it out.") from None
-    return found
+    return observation
 
 
 def observation_text(content: ObservationContent) -> str:
     """All text of what is shown, without the names that calls were given."""
     if isinstance(content, str):
         return content
-    return "\n".join(f"{each.role}: {each.reasoning}{_text_in(each)}" for each in content)
+    return "\n".join(f"{message.role}: {message.reasoning}{_message_text(message)}" for message in content)
 
 
-def _text_in(message: Message) -> str:
+def _message_text(message: Message) -> str:
     """Its content and its calls."""
     content = message.content
-    said = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
-    return said + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
+    text = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
+    return text + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
 
 
 def decode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
     """What was said after the first prompt, in its order: by the model as it wrote it, by others as it was shown."""
-    told: list[dict[str, str]] = []
-    before = turns[0].prompt if turns else np.zeros(0, np.int32)
+    entries: list[dict[str, str]] = []
+    history = turns[0].prompt if turns else np.zeros(0, np.int32)
     for turn in turns:
-        goes_on = np.array_equal(turn.prompt[: len(before)], before)
-        shown = tokenizer.decode(turn.prompt[len(before) if goes_on else 0 :])
+        is_continued = np.array_equal(turn.prompt[: len(history)], history)
+        observed = tokenizer.decode(turn.prompt[len(history) if is_continued else 0 :])
         if turn.index:
-            told.append({"by": "environment", "text": shown})
-        told.append({"by": "model", "text": turn.completion.text})
-        before = np.concatenate([turn.prompt, turn.completion.ids])
-    return told
+            entries.append({"by": "environment", "text": observed})
+        entries.append({"by": "model", "text": turn.completion.text})
+        history = np.concatenate([turn.prompt, turn.completion.ids])
+    return entries
 
 
 class Transcript:

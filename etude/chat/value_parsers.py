@@ -39,18 +39,18 @@ class _Syntax(NamedTuple):
     """Whether a comma may come after the last."""
 
 
-def parse_json_object(feed: ParseBuffer) -> Parser[str | None]:
+def parse_json_object(buffer: ParseBuffer) -> Parser[str | None]:
     """A JSON object, to the letter."""
-    start = feed.position
-    if not (yield from has_more(feed)) or feed.text[feed.position] != "{":
+    start = buffer.position
+    if not (yield from has_more(buffer)) or buffer.text[buffer.position] != "{":
         return None
-    whole = yield from _parse_value(feed, _JSON)
-    return None if whole is None else feed.text[start : feed.position]
+    value = yield from _parse_value(buffer, _JSON)
+    return None if value is None else buffer.text[start : buffer.position]
 
 
-def parse_python_value(feed: ParseBuffer) -> Parser[str | None]:
+def parse_python_value(buffer: ParseBuffer) -> Parser[str | None]:
     """A value that stands in Python, as JSON."""
-    return (yield from _parse_value(feed, _PYTHON))
+    return (yield from _parse_value(buffer, _PYTHON))
 
 
 def load_json(text: str) -> Any:
@@ -75,136 +75,136 @@ def _reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def _parse_value(feed: ParseBuffer, syntax: _Syntax) -> Parser[str | None]:
+def _parse_value(buffer: ParseBuffer, syntax: _Syntax) -> Parser[str | None]:
     """One value, with all that is in it. What is open is a list, so that no depth can be too deep."""
-    told: list[str] = []
+    output: list[str] = []
     closers: list[str] = []
     while True:
-        first = yield from _peek(feed)
-        fresh = first in _CLOSERS
-        if fresh:
-            feed.position += 1
-            told.append(first)
+        first = yield from _peek(buffer)
+        is_first = first in _CLOSERS
+        if is_first:
+            buffer.position += 1
+            output.append(first)
             closers.append(_CLOSERS[first])
         else:
-            scalar = yield from _parse_scalar(feed, syntax, first)
+            scalar = yield from _parse_scalar(buffer, syntax, first)
             if scalar is None:
                 return None
-            told.append(scalar)
+            output.append(scalar)
         while closers:
-            due = yield from _parse_separator(feed, syntax, closers, told, fresh)
-            if due is None:
+            expects_value = yield from _parse_separator(buffer, syntax, closers, output, is_first)
+            if expects_value is None:
                 return None
-            if due:
+            if expects_value:
                 break
-            fresh = False
+            is_first = False
         else:
-            return "".join(told)
+            return "".join(output)
 
 
 def _parse_separator(
-    feed: ParseBuffer, syntax: _Syntax, closers: list[str], told: list[str], is_first: bool
+    buffer: ParseBuffer, syntax: _Syntax, closers: list[str], output: list[str], is_first: bool
 ) -> Parser[bool | None]:
     """What comes after a value, or after the beginning of what is fresh: whether another value is due, in an object
     after its key, or what was open is closed. None if it is neither."""
-    character = yield from _peek(feed)
+    character = yield from _peek(buffer)
     comma = character == "," and not is_first
     if comma:
-        feed.position += 1
-        character = yield from _peek(feed)
+        buffer.position += 1
+        character = yield from _peek(buffer)
     if character == closers[-1] and (syntax.allows_trailing_comma or not comma):
-        feed.position += 1
-        told.append(closers.pop())
+        buffer.position += 1
+        output.append(closers.pop())
         return False
     if not comma and not is_first:
         return None
     if comma:
-        told.append(", ")
+        output.append(", ")
     if closers[-1] == "]":
         return True
-    key = yield from syntax.string(feed)
-    if key is None or (yield from _peek(feed)) != ":":
+    key = yield from syntax.string(buffer)
+    if key is None or (yield from _peek(buffer)) != ":":
         return None
-    feed.position += 1
-    told += [key, ": "]
+    buffer.position += 1
+    output += [key, ": "]
     return True
 
 
-def _peek(feed: ParseBuffer) -> Parser[str]:
+def _peek(buffer: ParseBuffer) -> Parser[str]:
     """The next character that is no white space; nothing at the end."""
     while True:
-        while feed.position < len(feed.text):
-            if (character := feed.text[feed.position]) not in " \t\n\r":
+        while buffer.position < len(buffer.text):
+            if (character := buffer.text[buffer.position]) not in " \t\n\r":
                 return character
-            feed.position += 1
-        if feed.is_complete:
+            buffer.position += 1
+        if buffer.is_complete:
             return ""
         yield
 
 
-def _parse_scalar(feed: ParseBuffer, syntax: _Syntax, first: str) -> Parser[str | None]:
+def _parse_scalar(buffer: ParseBuffer, syntax: _Syntax, first: str) -> Parser[str | None]:
     if first and first in "\"'":
-        return (yield from syntax.string(feed))
+        return (yield from syntax.string(buffer))
     if not first.isalpha():
-        return syntax.number((yield from match_pattern(feed, _NUMERIC)))
-    for word, meant in syntax.constants.items():
-        if (yield from match_literal(feed, word)):
-            return meant
+        return syntax.number((yield from match_pattern(buffer, _NUMERIC)))
+    for word, constant in syntax.constants.items():
+        if (yield from match_literal(buffer, word)):
+            return constant
     return None
 
 
-def _parse_json_string(feed: ParseBuffer) -> Parser[str | None]:
-    start = feed.position
-    if not (yield from match_literal(feed, '"')):
+def _parse_json_string(buffer: ParseBuffer) -> Parser[str | None]:
+    start = buffer.position
+    if not (yield from match_literal(buffer, '"')):
         return None
     while True:
-        yield from match_pattern(feed, _PLAIN)
-        if not (yield from has_more(feed)):
+        yield from match_pattern(buffer, _PLAIN)
+        if not (yield from has_more(buffer)):
             return None
-        character = feed.text[feed.position]
-        feed.position += 1
+        character = buffer.text[buffer.position]
+        buffer.position += 1
         if character == '"':
-            return feed.text[start : feed.position]
-        if character != "\\" or not (yield from _parse_json_escape(feed)):
+            return buffer.text[start : buffer.position]
+        if character != "\\" or not (yield from _parse_json_escape(buffer)):
             return None
 
 
-def _parse_json_escape(feed: ParseBuffer) -> Parser[bool]:
+def _parse_json_escape(buffer: ParseBuffer) -> Parser[bool]:
     """What comes after a backslash."""
-    if not (yield from has_more(feed)):
+    if not (yield from has_more(buffer)):
         return False
-    kind = feed.text[feed.position]
-    feed.position += 1
+    kind = buffer.text[buffer.position]
+    buffer.position += 1
     if kind != "u":
         return kind in '"\\/bfnrt'
     for _ in range(4):
-        if not (yield from has_more(feed)) or feed.text[feed.position] not in _HEX:
+        if not (yield from has_more(buffer)) or buffer.text[buffer.position] not in _HEX:
             return False
-        feed.position += 1
+        buffer.position += 1
     return True
 
 
-def _parse_python_string(feed: ParseBuffer) -> Parser[str | None]:
+def _parse_python_string(buffer: ParseBuffer) -> Parser[str | None]:
     """A text in quotes of any of the four kinds. It may go over several lines in all of them: templates write it so."""
-    if not (yield from has_more(feed)) or feed.text[feed.position] not in _UNQUOTED:
+    if not (yield from has_more(buffer)) or buffer.text[buffer.position] not in _UNQUOTED:
         return None
-    quote = feed.text[feed.position]
-    close = quote * 3 if (yield from match_literal(feed, quote * 3)) else quote
-    feed.position += len(close) == 1
-    start = feed.position
+    quote = buffer.text[buffer.position]
+    close = quote * 3 if (yield from match_literal(buffer, quote * 3)) else quote
+    buffer.position += len(close) == 1
+    start = buffer.position
     while True:
-        yield from match_pattern(feed, _UNQUOTED[quote])
-        if not (yield from has_more(feed)):
+        yield from match_pattern(buffer, _UNQUOTED[quote])
+        if not (yield from has_more(buffer)):
             return None
-        if feed.text[feed.position] == "\\":
-            feed.position += 1
-            if not (yield from has_more(feed)):
+        if buffer.text[buffer.position] == "\\":
+            buffer.position += 1
+            if not (yield from has_more(buffer)):
                 return None
-            feed.position += 1
-        elif (yield from match_literal(feed, close)):
-            return dump_json(_ESCAPE.sub(_unescape, feed.text[start : feed.position - len(close)]))
+            buffer.position += 1
+        elif (yield from match_literal(buffer, close)):
+            return dump_json(_ESCAPE.sub(_unescape, buffer.text[start : buffer.position - len(close)]))
         else:
-            feed.position += 1
+            buffer.position += 1
 
 
 def _unescape(escape: re.Match[str]) -> str:

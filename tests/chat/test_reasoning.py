@@ -10,7 +10,7 @@ from etude.chat.streaming import TextStreamParser
 
 def told(text: str, opened: bool | None) -> tuple[str, str]:
     """The reasoning in a text, and its content."""
-    teller = TextStreamParser(None, reasons=True, opened=opened)
+    teller = TextStreamParser(None, supports_reasoning=True, reasoning_opened=opened)
     teller.push(text)
     teller.finish()
     return teller.message.reasoning, str(teller.message.content)

@@ -60,7 +60,11 @@ def test_bits_of_any_size_are_told_as_the_whole_is(
 ) -> None:
     def teller() -> TextStreamParser:
         return TextStreamParser(
-            TOOL_PARSERS[form] if form else None, [WEATHER], reasons=reasons, opened=opened, seed=b"asked"
+            TOOL_PARSERS[form] if form else None,
+            [WEATHER],
+            supports_reasoning=reasons,
+            reasoning_opened=opened,
+            seed=b"asked",
         )
 
     whole, letters, bits = teller(), teller(), teller()
@@ -156,7 +160,7 @@ def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | N
     ],
 )
 def test_thinking_is_told_as_it_is_thought(text: str, opened: bool, told: tuple[str, str]) -> None:
-    assert told_of("hermes", text, reasons=True, opened=opened) == told
+    assert told_of("hermes", text, supports_reasoning=True, reasoning_opened=opened) == told
 
 
 def test_calls_are_told_whole_at_their_last_character() -> None:
@@ -228,7 +232,7 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
     bits = [text[at * len(text) // 4000 : (at + 1) * len(text) // 4000] for at in range(4000)]
 
     def seconds(count: int) -> float:
-        teller = TextStreamParser(TOOL_PARSERS[form], reasons=True, opened=False)
+        teller = TextStreamParser(TOOL_PARSERS[form], supports_reasoning=True, reasoning_opened=False)
         start = time.thread_time()
         for bit in bits[:count]:
             teller.push(bit)

@@ -137,7 +137,7 @@ def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPat
         (session_module, "MAX_COUNTED_PROMPTS", 3),
     ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(answer_index, "KEPT", 3)
+    monkeypatch.setattr(answer_index, "MAX_ANSWERS", 3)
     attempt, calls = make_session(), [request(Message("user", str(n))) for n in range(5)]
     texts = [ModelRequest(model="policy", prompt=f"{n}: ") for n in range(5)]
 
@@ -155,7 +155,7 @@ def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_index, "KEPT_IDS", 100)
+    monkeypatch.setattr(answer_index, "MAX_IDS", 100)
     chat = chat_of()
     conversation, said = chat.start_conversation(), completion()
     for n in range(6):
