@@ -55,18 +55,20 @@ class EstimatedBatch:
 
 
 class AlgorithmConfig(Config):
-    """What is maximised, and how."""
+    """The objective of a run: advantage, loss, KL, corrections."""
 
-    advantage: Annotated[Advantage, Choice(ADVANTAGES)] = Field(GRPO(), description="how a rollout's worth is judged")
-    loss: Annotated[PolicyLoss, Choice(LOSSES)] = Field(PPO(), description="how the policy is pushed along it")
+    advantage: Annotated[Advantage, Choice(ADVANTAGES)] = Field(
+        GRPO(), description="estimator of each rollout's advantage"
+    )
+    loss: Annotated[PolicyLoss, Choice(LOSSES)] = Field(PPO(), description="policy loss that uses the advantage")
     kl: Annotated[KLTerm | None, Choice(KLS)] = Field(
-        None, description="what holds the policy to the reference, named by its gradient"
+        None, description="KL term that holds the policy to the reference, named by its gradient"
     )
     correction: CorrectionConfig = Field(
-        CorrectionConfig(), description="the mismatch between the trainer and the sampler"
+        CorrectionConfig(), description="corrections for the mismatch between trainer and sampler"
     )
     entropy: EntropyConfig = Field(
-        EntropyConfig(), description="the entropy bonus, and training on uncertain tokens only"
+        EntropyConfig(), description="entropy bonus, and training on the most uncertain tokens only"
     )
     overlong: OverlongPenalty | None = Field(None, description="DAPO's soft penalty on answers near the length limit")
     mask_truncated: bool = Field(
@@ -107,7 +109,7 @@ class AlgorithmConfig(Config):
         if self.correction.policies == "two" and "old_logp" not in read:
             raise ConfigError(
                 "`correction.policies=two` lets μ stand in for π_old, and nothing here reads π_old, so that it would "
-                "change nothing. Leave it at `three`: no forward pass is made for a column that nobody needs."
+                "change nothing. Leave it at `three`: no forward pass is made for a column that nothing needs."
             )
         judged = "reward" in self.advantage.required_columns()
         if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
@@ -129,7 +131,7 @@ class AlgorithmConfig(Config):
         return self
 
     def warnings(self) -> list[str]:
-        """What runs and yet may not be meant, a sentence each; whoever starts the run shows them."""
+        """Return a sentence for each setting that runs and is probably a mistake; the run's start shows them."""
         return [] if self.kl is None else list_warnings(self.kl, self.advantage)
 
     def required_columns(self) -> frozenset[str]:
@@ -159,7 +161,7 @@ class AlgorithmConfig(Config):
         return self.required_columns() if "old_logp" in first else self.required_columns() - {"old_logp"}
 
     def forward_outputs(self) -> frozenset[str]:
-        """What a forward pass has to compute: names of fields of `Outputs`."""
+        """Return the fields of `Outputs` that a forward pass must compute."""
         outputs = self.loss.forward_outputs() | self.entropy.forward_outputs()
         return outputs | self.kl.forward_outputs() if self.kl is not None else outputs
 
@@ -232,7 +234,7 @@ class AlgorithmConfig(Config):
     def compute_loss(
         self, batch: Batch, outputs: Outputs, denominators: Denominators, state: AlgorithmState
     ) -> LossValue:
-        """What is minimised, as this micro-batch's share of the update batch: policy, KL, entropy, ECHO.
+        """Return this micro-batch's share of the update batch's loss: policy, KL, entropy, ECHO.
 
         `state` is the one the batch was estimated under. Corrections act on the policy's part alone.
         """

@@ -1,4 +1,4 @@
-"""What every advantage estimator and every loss is: a frozen object that holds its own knobs and is called.
+"""The base of every advantage estimator and loss: a frozen object that holds its own options and is called.
 
 A new one is a subclass with its fields, `required_columns`, and one method. It is selected by its name in the table of
 its folder (`ADVANTAGES`, `LOSSES`), or from outside as `module:Name`.
@@ -41,7 +41,7 @@ CLAMP = 20.0
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """What algorithms carry from step to step. It goes into the checkpoint whole."""
+    """The state that algorithms carry from step to step. A checkpoint saves all of it."""
 
     kl_value: float | None = None
     """The adaptive KL coefficient; None before the first step."""
@@ -51,7 +51,7 @@ class AlgorithmState:
 
 @dataclass(frozen=True)
 class AdvantageEstimate:
-    """What an estimator found: one number for each action token [A], with everything it carries on."""
+    """The result of an estimator: one number for each action token [A], the next state, and metrics."""
 
     advantage: Tensor  # [A]
     returns: Tensor | None = None  # [A] the critic's target
@@ -76,7 +76,7 @@ class Advantage(Config, ABC):
         return frozenset({"reward"})
 
     def scales_with_group(self) -> bool:
-        """Whether it divides by, or switches on, a statistic of a group's rewards: what is added to them then weighs
+        """True if it divides by, or depends on, a statistic of a group's rewards: what is added to them then weighs
         differently from task to task."""
         return False
 
@@ -96,7 +96,7 @@ class Loss(Config, ABC):
         return frozenset()
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute for it: names of fields of `Outputs`."""
+        """Return the fields of `Outputs` that the forward pass must compute for it."""
         return frozenset({"logp"})
 
     @abstractmethod
@@ -107,11 +107,9 @@ class Loss(Config, ABC):
 class TokenLoss(Loss):
     """A loss that is one number a token [A], reduced in a way of your choice."""
 
-    reduction: Reduction = Field("token-mean", description="how the numbers of the tokens become one loss")
-    norm_length: float | None = Field(
-        None, gt=0, description="what `seq-mean-token-sum-norm` divides by: a length of your choice"
-    )
-    unit: Unit = Field("rollout", description="what a sequence is: all action tokens of a rollout, or of one turn")
+    reduction: Reduction = Field("token-mean", description="reduction of the tokens' losses to one number")
+    norm_length: float | None = Field(None, gt=0, description="length that `seq-mean-token-sum-norm` divides by")
+    unit: Unit = Field("rollout", description="extent of a sequence: all action tokens of a rollout, or of one turn")
 
     is_sequence_level: ClassVar[bool] = False
     """Whether its numbers are of whole units before any reduction, so that `unit` acts under each of them."""

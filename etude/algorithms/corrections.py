@@ -56,14 +56,14 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 """What a ratio is of: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
 
 CEILING: dict[ImportanceLevel, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
-"""Where a weight is truncated unless told. The geometric mean is as large as a token's ratio; its default is ours."""
+"""The default upper bound of a weight. The geometric mean is as large as a token's ratio; its default is ours."""
 MASK_BOUNDS = (0.5, 5.0)
 """IcePop's bounds."""
 
 
 @dataclass(frozen=True)
 class CorrectionResult:
-    """What a correction makes of each action token."""
+    """The result of a correction for each action token."""
 
     weight: Tensor | None = None  # [A]
     """Multiplies the policy loss; None where nothing is weighed."""
@@ -145,7 +145,7 @@ def opsm_mask(view: View, delta: float, unit: Unit) -> Tensor:
 
 
 def measure_mismatch(view: View) -> Metrics:
-    """How far apart μ and π_old are at the action tokens, D = KL(μ ‖ π_old): measured whenever both are known.
+    """Measure the distance D = KL(μ ‖ π_old) at the action tokens, whenever both are known.
 
     k1 = mean of −log ρ and k3 = mean of ρ − 1 − log ρ both estimate D; chi2 = mean of ρ² − 1. The effective sample size
     is (Σρ)²/(n Σρ²), a share of the tokens; the correlation is Pearson's, of the probabilities. Ratios are cut to
@@ -196,13 +196,13 @@ class RejectionRule(Config):
     """
 
     statistic: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="what is compared: ρ itself (k1), or how far log ρ is from 0 (k2 squared, k3 as a KL)"
+        "k1", description="statistic that is compared: k1 is ρ, k2 is ½ log²ρ, k3 is ρ − 1 − log ρ"
     )
     over: Literal["token", "seq_sum", "seq_mean", "seq_max"] = Field(
-        "token", description="each token by itself, or its rollout by the product or sum, the mean, or the worst token"
+        "token", description="level of the rule: each token, or its rollout by sum (product for k1), mean or maximum"
     )
-    low: float | None = Field(None, gt=0, description="the least ρ that is kept; none keeps all")
-    high: float | None = Field(None, gt=0, description="the most that is kept; none keeps all")
+    low: float | None = Field(None, gt=0, description="smallest ρ that is kept; none keeps all")
+    high: float | None = Field(None, gt=0, description="largest statistic that is kept; none keeps all")
 
     @model_validator(mode="after")
     def _bounds_make_sense(self) -> RejectionRule:
@@ -224,7 +224,7 @@ class RejectionRule(Config):
 
 
 class CorrectionConfig(Config):
-    """What is done about ρ = π_old/μ: weights, rejection, and whether there are three policies or two.
+    """The use of ρ = π_old/μ: weights, rejection, and three policies or two.
 
     truncate: min(ρ, high), high = 2 for tokens, 5 for sequences. mask: ρ·1[low ≤ ρ ≤ high], [0.5, 5].
     The weight is detached and multiplies the loss after PPO's maximum. Rejected tokens contribute 0 and still count in
@@ -234,14 +234,16 @@ class CorrectionConfig(Config):
     """
 
     policies: Literal["three", "two"] = Field(
-        "three", description="μ, π_old and π_θ; or two, where μ stands in for π_old and no pass is made to compute it"
+        "three", description="three: μ, π_old and π_θ; two: μ replaces π_old, which saves a forward pass"
     )
-    weight: Literal["none", "truncate", "mask"] = Field("none", description="what becomes of ρ as a weight")
+    weight: Literal["none", "truncate", "mask"] = Field(
+        "none", description="weight ρ on the loss: none; truncate: cut at `high`; mask: 0 outside the bounds"
+    )
     level: ImportanceLevel = Field(
-        "token", description="what the weight's ρ is of: a token, or a rollout by product or mean"
+        "token", description="level of the weight's ρ: a token, or a rollout by product or geometric mean"
     )
-    low: float | None = Field(None, ge=0, description="the least ρ that `mask` keeps; none is 0.5")
-    high: float | None = Field(None, gt=0, description="where the weight is cut; none is 2, 5 (sequence) or 5 (mask)")
+    low: float | None = Field(None, ge=0, description="smallest ρ that `mask` keeps; none is 0.5")
+    high: float | None = Field(None, gt=0, description="largest weight; none is 2, or 5 for sequences and for `mask`")
     normalize: Literal["none", "tokens", "rollouts"] = Field(
         "none", description="rescale the weights to mean 1 over the rollout batch's tokens, or over its rollouts"
     )

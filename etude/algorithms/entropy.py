@@ -39,7 +39,7 @@ class EntropyConfig(Config):
         return frozenset() if self.top_share is None else frozenset({"entropy"})
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute for it."""
+        """Return the fields of `Outputs` that the forward pass must compute for it."""
         return frozenset({"entropy"}) if self.coefficient else frozenset()
 
 

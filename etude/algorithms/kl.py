@@ -1,4 +1,4 @@
-"""What holds the policy to a reference: KL terms, each named by the gradient it gives.
+"""KL terms, which hold the policy to a reference; each is named by the gradient it gives.
 
 δ = log π_θ − log π_ref at an action token, w = π_θ/μ, sg(·) = no gradient through it. As a loss, the gradients are
 those of each token with the visited states held fixed:
@@ -76,7 +76,7 @@ def adapt_coefficient(value: float, *, kl: float, target: float, horizon: float,
 
 
 class KLController(Config, ABC):
-    """How the coefficient of a KL term moves from step to step. What it moves to is carried in the `AlgorithmState`."""
+    """The controller of a KL term's coefficient. The `AlgorithmState` carries its value from step to step."""
 
     @abstractmethod
     def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
@@ -84,7 +84,7 @@ class KLController(Config, ABC):
 
     @abstractmethod
     def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
-        """What the state holds next, after a step that measured `kl` over `rollouts`."""
+        """Return the next value, after a step that measured `kl` over `rollouts`."""
 
 
 class FixedKLController(KLController):
@@ -158,7 +158,7 @@ class KLTerm(Config, ABC):
 
     coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
     controller: Annotated[KLController, Choice(CONTROLLERS)] = Field(
-        FixedKLController(), description="whether the weight stays, or follows a target"
+        FixedKLController(), description="controller of the weight: `fixed`, or `adaptive` to reach a target KL"
     )
 
     in_reward: ClassVar[bool] = False
@@ -171,7 +171,7 @@ class KLTerm(Config, ABC):
         return frozenset({"old_logp", "ref_logp"})
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute for it."""
+        """Return the fields of `Outputs` that the forward pass must compute for it."""
         return frozenset({"logp"})
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What is computed from logits: a chunk [n, V], one row for each token to be judged.
+"""Values computed from logits, a chunk [n, V] with one row for each token to predict.
 
 Every function works in float32 or wider, divides the logits by the sampling temperature first, keeps the gradient, and
 bears logits of −inf (a token that cannot be chosen has probability 0 and no gradient). The chunk's width is the whole

@@ -37,7 +37,7 @@ class OverlongPenalty(Config):
 
     max_length: int = Field(gt=0, description="action tokens after which the sampler cuts an answer off")
     buffer: int | None = Field(
-        None, gt=0, description="how many tokens before the limit the penalty begins; none is a fifth of them all"
+        None, gt=0, description="tokens before the limit at which the penalty begins; none is a fifth of `max_length`"
     )
     factor: float = Field(1.0, gt=0, description="the penalty at the limit")
 

@@ -25,7 +25,7 @@ Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-
 
 @dataclass(frozen=True)
 class Denominators:
-    """What an update batch has to divide by: counts over all its micro-batches on all ranks."""
+    """The denominators of an update batch: counts over all its micro-batches on all ranks."""
 
     tokens: int
     """Action tokens."""
@@ -56,7 +56,7 @@ class Denominators:
         )
 
     def count_units(self, unit: Unit) -> int:
-        """How many units there are."""
+        """Return the number of units."""
         return self.rollouts if unit == "rollout" else self.turns
 
 

@@ -131,7 +131,7 @@ class _ReverseScan:
         self.active = longer[1:].tolist()
 
     def __call__(self, values: Tensor, behind: Tensor, decay: float, into: Tensor | None = None) -> Tensor:
-        """What each segment is worth at its first entry, given what lies behind it; `into` gets every entry's worth."""
+        """Return each segment's sum at its first entry, given `behind`; `into` gets every entry's."""
         worth = behind[self.order]
         for step, n in enumerate(self.active):
             at = self.ends[:n] - step

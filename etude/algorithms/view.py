@@ -1,4 +1,4 @@
-"""What an algorithm is written in terms of: the action tokens of a batch, packed together.
+"""A view of a batch for algorithms: its action tokens, packed together.
 
 Everything else in a batch is context, and context must teach nothing. The surest way is not to look: a `View` gathers
 the action tokens of each column into one flat column [A], in time order, and the formulas never meet another token. A
@@ -29,7 +29,7 @@ Unit = Literal["rollout", "turn"]
 
 
 class Ranks(Protocol):
-    """How a statistic of the whole rollout batch is taken when each rank holds some of its groups."""
+    """The reductions over ranks for statistics of the whole rollout batch; each rank holds some of its groups."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over ranks, entry by entry."""
@@ -44,17 +44,17 @@ class SingleRank:
     """The only rank: it holds the whole batch."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The values: there is nobody else."""
+        """Return the values: there is one rank."""
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The values: there is nobody else."""
+        """Return the values: there is one rank."""
         return values
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outputs:
-    """What the models said of a batch in this forward pass, with gradients: flat columns [T] like the batch's own.
+    """The outputs of the models for a batch in this forward pass, with gradients: flat columns [T].
 
     A loss declares which of them it needs in `forward_outputs`; the engine computes no others.
     """
@@ -80,13 +80,13 @@ class View:
     batch: Batch
     outputs: Outputs = field(default_factory=Outputs)
     ranks: Ranks = field(default_factory=SingleRank)
-    """Whoever holds the rest of the rollout batch; a statistic of all of it goes through here."""
+    """The ranks that share the rollout batch; every statistic of the whole batch goes through them."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What results are given in: float64 where the batch's log-probs are, else float32."""
-        told = self.batch.behavior_logp if self.batch.old_logp is None else self.batch.old_logp
-        return torch.float64 if told is not None and told.dtype == torch.float64 else torch.float32
+        """The dtype of results: float64 if the batch's log-probs are, else float32."""
+        logp = self.batch.behavior_logp if self.batch.old_logp is None else self.batch.old_logp
+        return torch.float64 if logp is not None and logp.dtype == torch.float64 else torch.float32
 
     @cached_property
     def action_index(self) -> Tensor:

@@ -21,9 +21,9 @@ def estimate_per_rollout(
     advantage: Tensor, view: View, metrics: Metrics, state: AlgorithmState | None = None
 ) -> AdvantageEstimate:
     """One number a rollout [U], given to each of its action tokens."""
-    told = advantage.to(view.dtype)
-    metrics.merge(measure_advantage(told, view.ranks, weight=view.rollouts.lengths))
-    return AdvantageEstimate(view.rollouts.broadcast(told), state=state, metrics=metrics)
+    value = advantage.to(view.dtype)
+    metrics.merge(measure_advantage(value, view.ranks, weight=view.rollouts.lengths))
+    return AdvantageEstimate(view.rollouts.broadcast(value), state=state, metrics=metrics)
 
 
 class RolloutAdvantage(Advantage):

@@ -62,7 +62,7 @@ def pass_at_k(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def pkpo(reward: Tensor, group: Tensor, *, k: int) -> Tensor:
-    """What each rollout adds to the maximum, summed over the sets of k that hold it, by the number of all sets of k.
+    """Each rollout's part of the maximum, summed over the sets of k that hold it, by the number of all sets of k.
 
     Groups of at least k, k ≥ 2.
     """
@@ -118,7 +118,7 @@ class PKPO(RolloutAdvantage):
     default k = 2 is ours. k = 1 would be RLOO divided by n, and is left to `rloo`. A group smaller than k is refused.
     """
 
-    k: int = Field(2, ge=2, description="how many tries the best is taken of")
+    k: int = Field(2, ge=2, description="number of tries of which the best counts")
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
         remedy = "Collect larger groups, or lower `k`."

@@ -1,4 +1,4 @@
-"""Where rewards stand: a rollout's own reward at its last action token, token rewards where they were paid.
+"""The places of rewards: a rollout's own at its last action token, token rewards where they were paid.
 
     final reward   R            →  r at the rollout's last action token
     token reward   at an action →  r there
@@ -25,19 +25,19 @@ __all__ = ["Rewards"]
 
 @dataclass(frozen=True, eq=False)
 class Rewards:
-    """What the rollouts of a view were paid: token rewards at action tokens, and each rollout's own at the end."""
+    """The rewards of a view's rollouts: token rewards at action tokens, and each rollout's own at the end."""
 
     view: View
 
     @cached_property
     def sparse_token_rewards(self) -> tuple[Tensor, Tensor]:
         """Token rewards in order: [E] their places among the action tokens (may repeat), [E] their float64 amounts."""
-        batch, told = self.view.batch, self.view.batch.token_reward
-        if told is None:
+        batch, rewards = self.view.batch, self.view.batch.token_reward
+        if rewards is None:
             nothing = torch.zeros(0, dtype=torch.float64, device=batch.device)
             return nothing.long(), nothing
-        at = flatnonzero((told != 0) & (batch.action | ~told.isnan()))
-        amount = told.index_select(0, at).double()
+        at = flatnonzero((rewards != 0) & (batch.action | ~rewards.isnan()))
+        amount = rewards.index_select(0, at).double()
         rollout = torch.searchsorted(batch.rollout_token_offsets, at, right=True) - 1
         place = torch.searchsorted(self.view.action_index, at, right=True) - 1  # the last action at or before it
         bad = (place < self.view.rollouts.offsets[rollout]) | ~torch.isfinite(amount)

@@ -48,7 +48,12 @@ class RAE(Advantage):
     step, which knows nothing of these rollouts and leaves the gradient unbiased. The first step has no baseline.
     """
 
-    decay: float = Field(0.95, ge=0, lt=1, description="how much of a role's average one more reward leaves in place")
+    decay: float = Field(
+        0.95,
+        ge=0,
+        lt=1,
+        description="the share of a role's average that each new reward keeps; larger moves more slowly",
+    )
 
     def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "role"})

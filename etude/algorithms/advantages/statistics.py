@@ -59,7 +59,7 @@ class GroupStatistics:
         return -self.max(-values)
 
     def above_min(self, values: Tensor) -> Tensor:
-        """How far each is above its group's least: exactly 0 throughout a level group, whatever its level.
+        """Return the distance of each value to its group's least: exactly 0 throughout a group of equal values.
 
         A baseline taken of this instead of the values themselves cannot leave a rounding error behind that a division
         by a tiny deviation would then blow up.
@@ -115,7 +115,7 @@ def measure_advantage(advantage: Tensor, ranks: Ranks, weight: Tensor | None = N
 
 
 def measure_rewards(reward: Tensor, group: Tensor) -> Metrics:
-    """What there is to compare: mean reward, the spread within groups, and the share of groups that teach nothing."""
+    """Measure the mean reward, the spread within groups, and the share of groups with zero variance."""
     groups = GroupStatistics(group)
     share = torch.where(groups.is_singleton, 0.0, 1 / groups.size)  # adds up to 1 over each group of two or more
     several = share.sum()

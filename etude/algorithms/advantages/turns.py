@@ -68,7 +68,7 @@ class TurnRewards:
 
     @cached_property
     def rewards(self) -> Rewards:
-        """What the rollouts were paid."""
+        """The rewards of the rollouts."""
         return Rewards(self.view)
 
     @cached_property
@@ -94,9 +94,9 @@ class TurnRewards:
 
     def estimate(self, values: Tensor) -> AdvantageEstimate:
         """One number a turn [S], given to each of its action tokens."""
-        view, told = self.view, values.to(self.view.dtype)
-        metrics = measure_advantage(told, view.ranks, weight=view.turns.lengths)
-        return AdvantageEstimate(view.turns.broadcast(told), metrics=metrics)
+        view, value = self.view, values.to(self.view.dtype)
+        metrics = measure_advantage(value, view.ranks, weight=view.turns.lengths)
+        return AdvantageEstimate(view.turns.broadcast(value), metrics=metrics)
 
 
 def subtract_others_mean(values: Tensor, turns: TurnRewards) -> Tensor:
@@ -136,9 +136,13 @@ class StepRewardAdvantage(Advantage):
     Ours: γ counts turns, not tokens; the baseline is one that knows nothing of the rollout.
     """
 
-    how: Literal["to_go", "final_to_all"] = Field("to_go", description="what of a rollout's rewards a turn is given")
+    how: Literal["to_go", "final_to_all"] = Field(
+        "to_go", description="rewards that a turn gets: those still to come, or the rollout's final reward"
+    )
     gamma: float = Field(1.0, ge=0, le=1, description="the discount of one turn, for `to_go`")
-    baseline: Literal["none", "group"] = Field("none", description="what is subtracted: nothing, or the group's others")
+    baseline: Literal["none", "group"] = Field(
+        "none", description="the baseline that is subtracted: nothing, or the mean of the group's other rollouts"
+    )
 
     @model_validator(mode="after")
     def _discount_has_an_effect(self) -> StepRewardAdvantage:
@@ -207,7 +211,7 @@ class MTGRPO(Advantage):
     Ours: any number of turns; a turn that no other rollout has adds nothing, and a group of one keeps its outcome.
     """
 
-    turn_weight: float = Field(1.0, ge=0, description="λ: how much a turn's own reward counts beside the outcome")
+    turn_weight: float = Field(1.0, ge=0, description="λ: weight of a turn's own reward beside the outcome")
 
     def scales_with_group(self) -> bool:
         """See `Advantage`."""
@@ -238,7 +242,7 @@ class GiGPO(Advantage):
     Ours: a rollout counts once in A^episode, however many turns it took; a group of one keeps A^episode = R.
     """
 
-    step_weight: float = Field(1.0, ge=0, description="ω: how much the comparison within a state counts")
+    step_weight: float = Field(1.0, ge=0, description="ω: weight of the comparison between steps from the same state")
     gamma: float = Field(0.95, ge=0, le=1, description="the discount of one turn in what a step is worth")
     normalize: bool = Field(False, description="divide each comparison by its standard deviation")
 

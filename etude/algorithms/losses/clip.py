@@ -66,8 +66,12 @@ class PPO(PolicyLoss):
     its advantage pushes has no gradient; one that left it the other way has all of its gradient.
     """
 
-    clip_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may fall while it lowers the loss")
-    clip_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may rise while it lowers the loss")
+    clip_low: float = Field(
+        0.2, gt=0, lt=1, description="lower clip range: the gradient stops when the ratio falls below 1 minus this"
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="upper clip range: the gradient stops when the ratio rises above 1 plus this"
+    )
     dual_clip: float | None = Field(
         None, gt=1, description="for A < 0, the ratio beyond which a token stops counting; none leaves it unbounded"
     )
@@ -102,8 +106,8 @@ class CISPO(PolicyLoss):
     Ours: the bounds are absolute ratios, [0, 5]; the paper writes 1 − ε and 1 + ε, and leaves the lower one open.
     """
 
-    low: float = Field(0.0, ge=0, description="the least weight a token's gradient gets")
-    high: float = Field(5.0, gt=0, description="the most weight a token's gradient gets")
+    low: float = Field(0.0, ge=0, description="lower bound of the weight of a token's gradient")
+    high: float = Field(5.0, gt=0, description="upper bound of the weight of a token's gradient")
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> CISPO:
@@ -128,8 +132,8 @@ class SAPO(PolicyLoss):
     all others up, is the noisier half. A token with A = 0 has no loss, so its τ is of no matter.
     """
 
-    tau_positive: float = Field(1.0, gt=0, description="how fast the gradient fades away from r = 1 where A > 0")
-    tau_negative: float = Field(1.05, gt=0, description="how fast the gradient fades away from r = 1 where A < 0")
+    tau_positive: float = Field(1.0, gt=0, description="rate at which the gradient fades as r leaves 1, where A > 0")
+    tau_negative: float = Field(1.05, gt=0, description="rate at which the gradient fades as r leaves 1, where A < 0")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

@@ -48,7 +48,7 @@ def kl_cov(logp: Tensor, old_logp: Tensor, advantage: Tensor, chosen: Tensor, *,
 
 
 def quota(share: float, tokens: int) -> int:
-    """How many of so many tokens a share is: rounded down, but one at least."""
+    """Return the number of tokens that a share is: rounded down, but at least one."""
     return max(1, int(share * tokens))
 
 
@@ -61,9 +61,13 @@ class ClipCov(PolicyLoss):
     Ours: picked once a step over all ranks by a hash of (seed, step, rollout, position).
     """
 
-    clip_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may fall while it lowers the loss")
-    clip_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may rise while it lowers the loss")
-    share: float = Field(2e-4, gt=0, le=1, description="how many tokens are left out, as a share of all action tokens")
+    clip_low: float = Field(
+        0.2, gt=0, lt=1, description="lower clip range: the gradient stops when the ratio falls below 1 minus this"
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="upper clip range: the gradient stops when the ratio rises above 1 plus this"
+    )
+    share: float = Field(2e-4, gt=0, le=1, description="share of all action tokens that is left out")
     cov_low: float = Field(1.0, description="the covariance above which a token may be left out")
     cov_high: float = Field(5.0, description="the covariance below which a token may be left out")
 
@@ -109,8 +113,8 @@ class KLCov(PolicyLoss):
     |log r| is not exponentiated and so not clamped.
     """
 
-    share: float = Field(2e-4, gt=0, le=1, description="how many tokens are held, as a share of all action tokens")
-    coefficient: float = Field(1.0, gt=0, description="how strongly they are held to π_old")
+    share: float = Field(2e-4, gt=0, le=1, description="share of all action tokens that is held to π_old")
+    coefficient: float = Field(1.0, gt=0, description="weight of the KL that holds these tokens to π_old")
 
     def required_columns(self) -> frozenset[str]:
         return super().required_columns() | {"rollout_id", "chosen"}

@@ -55,10 +55,14 @@ class DecoupledPPO(PolicyLoss):
     uses_behavior_logp = True
 
     prox: Literal["recomputed", "log_linear"] = Field(
-        "recomputed", description="where the proximal policy's log-probs come from: a forward pass, or interpolation"
+        "recomputed", description="source of the proximal policy's log-probs: a forward pass, or interpolation"
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="how far below 1 the ratio may fall while it lowers the loss")
-    clip_high: float = Field(0.2, gt=0, description="how far above 1 the ratio may rise while it lowers the loss")
+    clip_low: float = Field(
+        0.2, gt=0, lt=1, description="lower clip range: the gradient stops when the ratio falls below 1 minus this"
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="upper clip range: the gradient stops when the ratio rises above 1 plus this"
+    )
 
     def required_columns(self) -> frozenset[str]:
         columns = {"old_logp"} if self.prox == "recomputed" else {"version", "trainer_version"}

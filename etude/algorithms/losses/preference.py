@@ -63,8 +63,10 @@ class DPO(Loss):
 
     split_unit: ClassVar[Literal["rollout", "group"]] = "group"
 
-    beta: float = Field(0.1, gt=0, description="how strongly the policy is held to the reference")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="how often a stated preference is taken to be wrong")
+    beta: float = Field(
+        0.1, gt=0, description="strength with which the policy is held to the reference; larger stays closer"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="probability that a preference in the data is wrong")
 
     def required_columns(self) -> frozenset[str]:
         return frozenset({"reward", "ref_logp"})

@@ -42,9 +42,7 @@ class REINFORCE(PolicyLoss):
 
     uses_old_logp = False
 
-    cap: float | None = Field(
-        None, gt=0, description="the most that π_θ/μ may weigh a token; none does not weigh by it"
-    )
+    cap: float | None = Field(None, gt=0, description="upper bound of a token's weight π_θ/μ; none applies no weight")
 
     def required_columns(self) -> frozenset[str]:
         return super().required_columns() | ({"behavior_logp"} if self.cap is not None else set())
@@ -85,7 +83,7 @@ class DRO(PolicyLoss):
     the default β is our choice.
     """
 
-    beta: float = Field(1.0, gt=0, description="how strongly a token is pulled back to π_old")
+    beta: float = Field(1.0, gt=0, description="strength with which a token is pulled back to π_old")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")

@@ -75,9 +75,9 @@ class GSPO(PolicyLoss):
 
     is_sequence_level: ClassVar[bool] = True
 
-    reduction: Reduction = Field("seq-mean-token-mean", description="how the numbers of the tokens become one loss")
-    clip_low: float = Field(3e-4, gt=0, lt=1, description="how far below 1 the sequence's ratio may fall")
-    clip_high: float = Field(4e-4, gt=0, description="how far above 1 the sequence's ratio may rise")
+    reduction: Reduction = Field("seq-mean-token-mean", description="reduction of the tokens' losses to one number")
+    clip_low: float = Field(3e-4, gt=0, lt=1, description="lower clip range of the sequence's ratio")
+    clip_high: float = Field(4e-4, gt=0, description="upper clip range of the sequence's ratio")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         old, advantage = view.column("old_logp"), view.column("advantage")
@@ -101,9 +101,11 @@ class GMPO(PolicyLoss):
 
     weight_levels: ClassVar[frozenset[str]] = frozenset({"sequence", "geometric"})
 
-    reduction: Reduction = Field("seq-mean-token-mean", description="the mean over units; nothing else is taken")
+    reduction: Reduction = Field(
+        "seq-mean-token-mean", description="reduction to one loss; only the mean over units is allowed"
+    )
     clip: float = Field(
-        0.4, gt=0, lt=CLAMP, description="the most by which log r may leave 0 on the side its advantage points to"
+        0.4, gt=0, lt=CLAMP, description="largest |log r| in the direction that the advantage points to"
     )
 
     @model_validator(mode="after")
@@ -150,10 +152,14 @@ class VESPO(PolicyLoss):
     uses_old_logp = False
     uses_behavior_logp = True
 
-    power_positive: float = Field(2.0, ge=0, description="k for A > 0: how fast unlikely rollouts fade out")
-    decay_positive: float = Field(3.0, ge=0, description="λ for A > 0: how fast overweight rollouts fade out")
-    power_negative: float = Field(3.0, ge=0, description="k for A < 0: how fast unlikely rollouts fade out")
-    decay_negative: float = Field(2.0, ge=0, description="λ for A < 0: how fast overweight rollouts fade out")
+    power_positive: float = Field(2.0, ge=0, description="k for A > 0: larger makes unlikely rollouts fade out faster")
+    decay_positive: float = Field(
+        3.0, ge=0, description="λ for A > 0: larger makes overweight rollouts fade out faster"
+    )
+    power_negative: float = Field(3.0, ge=0, description="k for A < 0: larger makes unlikely rollouts fade out faster")
+    decay_negative: float = Field(
+        2.0, ge=0, description="λ for A < 0: larger makes overweight rollouts fade out faster"
+    )
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")

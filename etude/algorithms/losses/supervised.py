@@ -39,9 +39,9 @@ class SFT(TokenLoss):
     """
 
     def __call__(self, view: View, denominators: Denominators) -> LossValue:
-        told = view.logp
-        nll = Mean.over(-told.detach().sum(), len(told))
-        return LossValue(-self.reduce_terms(told, view, denominators), Metrics({"nll": nll}))
+        logp = view.logp
+        nll = Mean.over(-logp.detach().sum(), len(logp))
+        return LossValue(-self.reduce_terms(logp, view, denominators), Metrics({"nll": nll}))
 
 
 class ValueLoss(TokenLoss):
@@ -52,9 +52,7 @@ class ValueLoss(TokenLoss):
     gradient, one that moved away gets all of it.
     """
 
-    clip: float | None = Field(
-        0.2, gt=0, description="how far a value may move from the start of the step; none does not bound it"
-    )
+    clip: float | None = Field(0.2, gt=0, description="largest move of a value within a step; none does not bound it")
 
     def required_columns(self) -> frozenset[str]:
         return super().required_columns() | {"returns"} | ({"value"} if self.clip is not None else set())

@@ -75,14 +75,14 @@ class DPPO(PolicyLoss):
     uses_old_logp = False
     uses_behavior_logp = True
 
-    divergence: Divergence = Field("tv", description="how the distance from the sampler is measured")
+    divergence: Divergence = Field("tv", description="measure of the distance between policy and sampler")
     threshold_low: float | None = Field(
-        None, gt=0, description="how far a token may fall where A < 0; none is 0.2 for tv and 0.05 for kl"
+        None, gt=0, description="largest fall of a token's probability where A < 0; none is 0.2 for tv and 0.05 for kl"
     )
     threshold_high: float | None = Field(
-        None, gt=0, description="how far a token may rise where A > 0; none is 0.2 for tv and 0.05 for kl"
+        None, gt=0, description="largest rise of a token's probability where A > 0; none is 0.2 for tv and 0.05 for kl"
     )
-    cap: float = Field(20.0, gt=0, description="the most that π_θ/μ may weigh a token")
+    cap: float = Field(20.0, gt=0, description="upper bound of a token's weight π_θ/μ")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
         behavior, advantage = view.column("behavior_logp"), view.column("advantage")
@@ -106,7 +106,9 @@ class M2PO(PolicyLoss):
 
     uses_behavior_logp = True
 
-    bound: float = Field(0.04, gt=0, description="the most that the mean of (log π_old/μ)² over kept tokens may be")
+    bound: float = Field(
+        0.04, gt=0, description="upper bound of the mean of (log π_old/μ)² over the tokens that are kept"
+    )
 
     def required_columns(self) -> frozenset[str]:
         return super().required_columns() | {"chosen"}
