@@ -1,4 +1,4 @@
-"""Rewards: what an answer earns, from its text alone; and the judge, which computes them whatever they do.
+"""Reward functions, which score the text of an answer, and the judge, which runs them and contains their failures.
 
 judge = Judge(REWARDS["gsm8k"](), Judging(on_error="stop"))
 verdict = await judge.judge(task, "… #### 42")
@@ -56,4 +56,4 @@ REWARDS: dict[str, type[RewardFunction]] = {
     "nothing": NoReward,
     "environment": EnvironmentReward,
 }
-"""Every reward that a run may be given by name; those of `PARTS` may be parts of `combined`."""
+"""Every reward that a run can choose by name. Those of `COMBINABLE_REWARDS` can also be parts of `combined`."""

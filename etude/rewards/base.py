@@ -1,8 +1,8 @@
-"""What every reward is: a frozen object that holds its own options and is called with a task and the text of an answer.
+"""The base class of rewards: a frozen object that holds its own options and is called with a task and an answer.
 
-A reward reads text and nothing else: no logits, no token ids. It returns a number, or named parts (`parse_score` says
-what becomes of those). A new one is a subclass with its fields and `__call__`, chosen by its name in `REWARDS`, or from
-outside as `module:Name`; a function that has no options is chosen by `function` instead.
+A reward reads text only: no logits, no token ids. It returns a number or named parts; `parse_score` interprets them.
+A new reward is a subclass with its fields and `__call__`. A run chooses it by its name in `REWARDS`, or from outside
+as `module:Name`. A function without options is chosen by `function` instead.
 """
 
 from __future__ import annotations
@@ -24,82 +24,86 @@ from etude.records import Task
 __all__ = ["RewardFunction", "Score", "describe_task", "parse_score", "read_ground_truths"]
 
 MAX_VALUE_CHARS = 100
-"""Characters that are shown of a value which is no reward."""
+"""The most characters that an error shows of a value which is not a number."""
 Score: TypeAlias = float | Mapping[str, float]
 
 
 class RewardFunction(Config, ABC):
-    """What an answer earns."""
+    """A score for the text of an answer."""
 
     quick: ClassVar[bool] = False
-    """Whether it surely ends at once, whatever it reads: it is then called where it is, without a limit."""
+    """True where every call ends at once. The judge then calls it in the event loop, without a time limit."""
     default_workers: ClassVar[int] = 0
-    """In how many processes of its own it is computed, unless the run says otherwise."""
+    """The number of processes that compute it, unless the run sets `judging.workers`."""
     scores_answers: ClassVar[bool] = True
-    """Whether it says anything of an answer, and does not leave all to the environment."""
+    """False where all reward comes from the environment and none from the answer's text."""
 
     in_place: ClassVar[bool] = False
-    """Whether it is a coroutine that must run where the run is, because it keeps order among its own calls."""
+    """True for a coroutine that must run in the run's own process, because it orders its own calls."""
 
     @property
     def title(self) -> str:
-        """How sentences name it."""
+        """The name of this reward in messages."""
         return type(self).__name__.lower()
 
     @property
     def is_async(self) -> bool:
-        """Whether calling it makes a coroutine: it waits for others more than it computes."""
+        """True where a call returns a coroutine, which waits more than it computes."""
         return inspect.iscoroutinefunction(type(self).__call__)
 
     @property
     def max_seconds(self) -> float:
-        """Seconds within which it surely ends, with a reward also for an answer that takes too long; 0 where it makes
-        no such promise, and `judging.timeout` alone ends it."""
+        """The seconds within which a call ends and gives a reward, also for an answer that takes too long.
+
+        0 promises nothing: then only `judging.timeout` ends a call.
+        """
         return 0.0
 
     @property
     def max_batch_size(self) -> int:
-        """How many answers it computes as one, at most: none is there before all are, so each has the time of all."""
+        """The most answers that it computes as one batch. All end together, so each has the time of the whole batch."""
         return 1
 
     def throttle(self) -> AbstractAsyncContextManager[Any]:
-        """Where a call in place waits for its turn, for as long as that takes: it is not judging yet."""
+        """Wait until an in-place call may start. This wait does not count as judging time."""
         return nullcontext()
 
     def pop_metrics(self) -> Metrics:
-        """What its calls have cost since this was last asked, as metrics."""
+        """Return the cost of its calls since the last `pop_metrics`."""
         return Metrics()
 
     def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:  # noqa: ARG002
-        """The same reward, with the paths of its files as they are seen from anywhere."""
+        """Return the same reward with absolute paths to its files."""
         return self
 
     def files(self) -> list[Path]:
-        """The files that say how it judges."""
+        """Return the files that define how it judges."""
         return []
 
     def prepare(self) -> None:
-        """Load what it loads only once: what goes wrong here is the fault of no answer."""
+        """Load what is loaded only once. An error here is the fault of no answer."""
 
     def check(self, task: Task) -> None:
-        """Refuse a task to which it could judge no answer."""
+        """Refuse a task whose answers it could not judge."""
 
     @abstractmethod
     def __call__(self, task: Task, answer: str) -> Score | Awaitable[Score]:
-        """What this answer to this task earns."""
+        """Score an answer to a task."""
 
     def extract(self, answer: str) -> str | None:  # noqa: ARG002
-        """What it reads in a text as the answer, the same for texts that say the same: majorities are counted by it.
-        None where it reads nothing, or is no reward that looks for an answer."""
+        """Return the final answer that a text gives, equal for texts that mean the same. Majority votes count it.
+
+        None where the text gives no answer, or where this reward does not look for one.
+        """
         return None
 
 
 def parse_score(result: Any) -> tuple[float, dict[str, float]]:
-    """The reward and its named parts, from what a reward function returned.
+    """Return the reward and its named parts, from the result of a reward function.
 
-    A number (int, float, bool, a numpy scalar) is the reward. A mapping holds named parts: where one of them is called
-    `score`, that is the reward and the others are its parts (what is no number beside it, such as the text that was
-    extracted, is left out); where none is, each must be a number, and their sum is the reward.
+    A number (int, float, bool, a numpy scalar) is the reward. A mapping holds named parts. If one of them is called
+    `score`, it is the reward, and the other numbers are the parts; other values, such as extracted text, are left out.
+    Without `score` each part must be a number, and their sum is the reward.
     """
     if not isinstance(result, Mapping):
         return _parse_number(result, "it returned"), {}
@@ -118,7 +122,7 @@ def parse_score(result: Any) -> tuple[float, dict[str, float]]:
 
 
 def read_ground_truths(task: Task) -> list[str]:
-    """The answers that count as right: the task's `ground_truth`, which may be a list of them."""
+    """Return the accepted answers: the task's `ground_truth`, which is one value or a list of values."""
     value = task.fields.get("ground_truth")
     accepted = value if isinstance(value, list) else [value]
     if not accepted or any(not isinstance(truth, str | int | float) for truth in accepted):
@@ -134,7 +138,7 @@ def read_ground_truths(task: Task) -> list[str]:
 
 
 def describe_task(task: Task) -> str:
-    """How sentences name a task."""
+    """Return the name of a task in messages."""
     return f"task {task.ordinal}" + (f" of {task.source}" if task.source else "")
 
 
@@ -156,7 +160,7 @@ def _parse_number(value: Any, subject: str) -> float:
 
 
 def _format_value(value: Any) -> str:
-    """A value as it is shown in a sentence: not all of what may be a whole answer."""
+    """Return the text of a value for a message, shortened: a value can be a whole answer."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
 
@@ -166,5 +170,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _unwrap_scalar(value: Any) -> Any:
-    """What a scalar of numpy, or of another library of arrays, holds; anything else as it is."""
+    """Return the Python number of a scalar of numpy or another array library. Other values are returned unchanged."""
     return value.item() if getattr(value, "shape", None) == () else value

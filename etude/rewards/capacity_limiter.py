@@ -1,4 +1,4 @@
-"""A line to stand in: so many at a time, in whatever event loop they are."""
+"""A limit on the calls that run at the same time, in any event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ __all__ = ["CapacityLimiter"]
 
 
 class CapacityLimiter:
-    """Lets at most `places` through at a time, first come, first served. Loops that run side by side do not see each
-    other."""
+    """At most `limit` calls at a time, in order of arrival. Each event loop has its own limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -20,7 +19,7 @@ class CapacityLimiter:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a place, and hold it."""
+        """Wait for a free slot and hold it."""
         semaphore = self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._limit))
         async with semaphore:
             yield

@@ -1,10 +1,10 @@
-"""Several rewards as one: each a named part with a weight, and their sum the reward.
+"""A weighted sum of several rewards, each of which is a named part.
 
     reward: {name: combined, parts: {right: math, form: {name: format, tags: [think, answer]}}, weights: {form: 0.2}}
     reward=combined reward.parts.right=math reward.parts.form=format reward.weights.form=0.2
 
-Every part is judged where it would be judged alone: at once, awaited, on a thread or in processes of its own, all parts
-of an answer at the same time. Where one fails there is no reward, and the verdict says which it was.
+Every part runs on the executor that it would have alone: in place, awaited, on a thread or in worker processes. All
+parts of an answer run at the same time. If one part fails, there is no reward, and the verdict names that part.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class CombinedReward(RewardFunction):
     )
     weights: Mapping[str, float] = Field(
         default_factory=dict,
-        description="what the score of a part is multiplied by, by its name; 1 where not named",
+        description="factor of each part's score, by the part's name, 1 by default; larger counts more, negative "
+        "penalizes",
     )
 
     @model_validator(mode="after")
@@ -69,18 +70,18 @@ class CombinedReward(RewardFunction):
         for name in self.parts:
             if not name.strip() or name == "score" or "/" in name:
                 raise ConfigError(
-                    f"`parts` has one called '{name}', which means something else among named parts. Call it otherwise."
+                    f"`parts` has a part called '{name}', which is empty, is `score`, or has a '/'. Use another name."
                 )
         for name, weight in self.weights.items():
             if name not in self.parts:
                 raise ConfigError(
                     f"`weights` has one for '{name}', and the parts are {', '.join(self.parts)}. Name one of those, or "
-                    f"leave it out."
+                    f"leave the weight out."
                 )
             if not math.isfinite(weight) or weight == 0:
                 raise ConfigError(
-                    f"The weight of the part '{name}' is {weight:g}, with which it would count for nothing that can be "
-                    f"learned. Give another number, or leave the part out."
+                    f"The weight of the part '{name}' is {weight:g}, and a weight is a finite number other than 0. "
+                    f"Give another number, or leave the part out."
                 )
         return self
 
@@ -89,7 +90,7 @@ class CombinedReward(RewardFunction):
         return f"combined ({', '.join(self.parts)})"
 
     def apply_weight(self, name: str, score: float) -> float:
-        """What the score of a part counts."""
+        """Return the score of a part times its weight."""
         return self.weights.get(name, 1.0) * score
 
     def with_absolute_paths(self, absolute: Callable[[Path], Path]) -> Self:
@@ -109,7 +110,7 @@ class CombinedReward(RewardFunction):
             part.check(task)
 
     async def __call__(self, task: Task, answer: str) -> dict[str, float]:
-        """The weighted parts, one after the other and here. A judge has each judged in a place of its own instead."""
+        """Return the weighted parts, computed one after the other. A judge runs each on its own executor instead."""
         weighted = {}
         for name, part in self.parts.items():
             result = part(task, answer)
@@ -119,7 +120,7 @@ class CombinedReward(RewardFunction):
         return weighted
 
     def extract(self, answer: str) -> str | None:
-        """What the first part reads that reads an answer."""
+        """Return the answer that the first part which extracts one reads in the text."""
         return next(
             (extracted for part in self.parts.values() if (extracted := part.extract(answer)) is not None), None
         )

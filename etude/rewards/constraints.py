@@ -1,9 +1,9 @@
-"""Instructions that can be verified: what IFEval asks of a text, by IFEval's names, and a few of the same kind.
+"""Verifiable constraints on a text: those of IFEval under IFEval's names, and a few more of the same kind.
 
-Each is a function of the text and of its own arguments. Where the original leaves the reading of a language to a
-library, this page says what it does instead: sentences end at a mark that space or the end follows and that is no
-abbreviation's; words are runs of letters and digits; of `english_capital` and `english_lowercase` the case alone is
-verified, and `response_language` cannot be.
+Each is a function of the text and of its own arguments. IFEval uses language libraries for some of them; this module
+uses simpler rules. A sentence ends at a mark before a space or the end, if the mark ends no abbreviation. Words are
+runs of letters and digits. `english_capital` and `english_lowercase` check the case alone. `response_language` cannot
+be verified.
 
 Source: 2311.07911.
 """
@@ -19,10 +19,10 @@ from typing import Any
 __all__ = ["CONSTRAINTS", "LIST_ARGUMENTS", "UNVERIFIABLE", "is_satisfied", "list_arguments", "make_loose_variants"]
 
 LIST_ARGUMENTS = ("keywords", "forbidden_words")
-"""Arguments that are lists of text."""
+"""The arguments that are lists of strings."""
 
-UNVERIFIABLE = {"response_language": "to know a language takes a model, and there is none in this reward"}
-"""What is asked for in data and not verified here, with the reason."""
+UNVERIFIABLE = {"response_language": "detecting a language needs a model, which this reward does not have"}
+"""Constraints that occur in data and cannot be verified here, with the reason."""
 
 _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "at least": lambda count, bound: count >= bound,
@@ -32,22 +32,24 @@ _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
     "exactly": lambda count, bound: count == bound,
 }
 _ABBREVIATED = re.compile(r"\b(?:[A-Za-z]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|No|Fig|cf|al)\.$")
-# These begin where nothing of their kind stands before them, so that the search stays linear in the text.
+# A run of marks matches only from its first mark, so that the search stays linear in the text.
 _SENTENCE_END = re.compile(r"(?<![.!?…。！？])[.!?…。！？]++[\"'”’)\]*_]{0,4}(?=\s|$)|[。！？]")
 _DECIDED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _NAME_ENDS = re.compile(r"[.,?!'\"]")
 
 
 def make_loose_variants(text: str) -> list[str]:
-    """The text, and what it is without its first line, its last, or both, each also without asterisks: an introduction,
-    a closing word and emphasis are forgiven."""
+    """Return the text, and the text without its first line, its last line or both; each also without asterisks.
+
+    A loose check accepts any variant, and so forgives an introduction, a closing remark and emphasis.
+    """
     lines = text.split("\n")
     shortened = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
     return [text, *shortened, *(variant.replace("*", "") for variant in (text, *shortened))]
 
 
 def list_arguments(constraint: Callable[..., bool]) -> dict[str, bool]:
-    """What a constraint wants to know beside the text, each with whether it must be told."""
+    """Return the arguments of a constraint besides the text, each with True if it is required."""
     parameters = list(inspect.signature(constraint).parameters.values())[1:]
     return {parameter.name: parameter.default is inspect.Parameter.empty for parameter in parameters}
 
@@ -63,7 +65,7 @@ def _split_words(text: str) -> list[str]:
 
 
 def _count_sentences(text: str) -> int:
-    """How many sentences there are; what comes after the last mark is one too."""
+    """Count the sentences. Words after the last mark count as one more."""
     count, end = 0, 0
     for mark in _SENTENCE_END.finditer(text):
         if not _ABBREVIATED.search(text[max(mark.start() - 8, 0) : mark.start() + 1]) or mark.end() >= len(
@@ -77,22 +79,22 @@ def _count_sentences(text: str) -> int:
 
 
 def existence(text: str, keywords: Sequence[str]) -> bool:
-    """Every keyword occurs, in whatever case."""
+    """Every keyword occurs, in any case."""
     return all(keyword.lower() in text.lower() for keyword in keywords)
 
 
 def frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    """A keyword occurs so often."""
+    """A keyword occurs the given number of times."""
     return _compare(text.lower().count(keyword.lower()), frequency, relation)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    """None of these stands in it as a word."""
+    """None of these words occurs in the text as a word."""
     return not any(re.search(rf"(?i)(?<!\w){re.escape(word)}(?!\w)", text) for word in forbidden_words)
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
-    """A letter occurs so often, in whatever case."""
+    """A letter occurs the given number of times, in any case."""
     return _compare(text.lower().count(letter.lower()), let_frequency, let_relation)
 
 
@@ -100,27 +102,27 @@ def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: s
 
 
 def number_words(text: str, num_words: int, relation: str = "at least") -> bool:
-    """It has so many words."""
+    """The text has the given number of words."""
     return _compare(len(_split_words(text)), num_words, relation)
 
 
 def number_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
-    """It has so many sentences."""
+    """The text has the given number of sentences."""
     return _compare(_count_sentences(text), num_sentences, relation)
 
 
 def number_characters(text: str, num_characters: int, relation: str = "at most") -> bool:
-    """It has so many characters, spaces around it aside. (Not of IFEval.)"""
+    """The text has the given number of characters, without spaces around it. (Not in IFEval.)"""
     return _compare(len(text.strip()), num_characters, relation)
 
 
 def number_lines(text: str, num_lines: int, relation: str = "exactly") -> bool:
-    """It has so many lines that are not empty. (Not of IFEval.)"""
+    """The text has the given number of lines that are not empty. (Not in IFEval.)"""
     return _compare(sum(bool(line.strip()) for line in text.split("\n")), num_lines, relation)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """It has exactly so many paragraphs, divided by `***`."""
+    """The text has exactly the given number of paragraphs, separated by `***`."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     paragraphs = [part for part in parts if part.strip()]
     inner = parts[1:-1] if len(parts) > 2 else []
@@ -128,7 +130,7 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """It has exactly so many paragraphs, divided by empty lines, and one of them begins with this word."""
+    """The text has exactly `num_paragraphs`, separated by empty lines, and one of them begins with `first_word`."""
     parts = [part.strip() for part in text.split("\n\n")]
     paragraphs = [part for part in parts if part]
     if len(paragraphs) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(paragraphs):
@@ -141,29 +143,29 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """It has exactly so many points that begin with `*` or `-`."""
+    """The text has exactly the given number of bullets, which begin with `*` or `-`."""
     bullets = re.findall(r"(?m)^[^\S\n]*\*[^*\n].*$", text) + re.findall(r"(?m)^[^\S\n]*-.*$", text)
     return len(bullets) == int(num_bullets)
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """At least so many parts of it are emphasised, *so* or **so**."""
+    """The text has at least the given number of highlights, written *so* or **so**."""
     highlights = re.findall(r"\*[^\n*]*\*", text) + re.findall(r"\*\*[^\n*]*\*\*", text)
     return sum(bool(part.strip("*").strip()) for part in highlights) >= int(num_highlights)
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """It has at least so many sections, each under this word and a number."""
+    """The text has at least the given number of sections, each titled with `section_spliter` and a number."""
     return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= int(num_sections)
 
 
 def number_placeholders(text: str, num_placeholders: int) -> bool:
-    """It has at least so many placeholders in square brackets."""
+    """The text has at least the given number of placeholders in square brackets."""
     return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
 
 
 def json_format(text: str) -> bool:
-    """The whole of it is JSON, in a fence or not."""
+    """The whole text is JSON, in a fence or not."""
     content = re.sub(r"(?i)^```(?:json)?", "", text.strip()).removesuffix("```")
     try:
         json.loads(content)
@@ -173,29 +175,29 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """It has a title in double angular brackets."""
+    """The text has a title in double angular brackets."""
     return any(part.strip("<> ") for part in re.findall(r"<<(?!<)[^\n<>]+>>", text))
 
 
 def constrained_response(text: str) -> bool:
-    """It contains one of the three answers that IFEval allows."""
+    """The text contains one of the three answers that IFEval allows."""
     return any(decided in text for decided in _DECIDED)
 
 
 def two_responses(text: str) -> bool:
-    """It is two different texts, divided by six asterisks."""
+    """The text is two different texts, separated by six asterisks."""
     parts = text.split("******")
     responses = [part.strip() for part in parts if part.strip()]
     return len(responses) == 2 and responses[0] != responses[1] and all(part.strip() for part in parts[1:-1])
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """It begins with the request, word for word."""
+    """The text begins with the request, word for word."""
     return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """It has a postscript under this mark; `P.S.` and `P.P.S` may be spaced."""
+    """The text has a postscript after this marker. `P.S.` and `P.P.S` may contain spaces."""
     spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(spaced.get(postscript_marker) or re.escape(postscript_marker.lower()), text.lower()) is not None
 
@@ -204,38 +206,38 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 
 def starts_with(text: str, start_phrase: str) -> bool:
-    """It begins with this, in whatever case. (Not of IFEval.)"""
+    """The text begins with this phrase, in any case. (Not in IFEval.)"""
     return text.strip().lower().startswith(start_phrase.strip().lower())
 
 
 def end_checker(text: str, end_phrase: str) -> bool:
-    """It ends with this, in whatever case and in quotes or not."""
+    """The text ends with this phrase, in any case and in quotes or not."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def quotation(text: str) -> bool:
-    """The whole of it is in double quotes."""
+    """The whole text is in double quotes."""
     plain = text.strip()
     return len(plain) > 1 and plain[0] == plain[-1] == '"'
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
-    """So many of its words are in capitals."""
+    """The given number of words are in capitals."""
     return _compare(sum(word.isupper() for word in _split_words(text)), capital_frequency, capital_relation)
 
 
 def english_capital(text: str) -> bool:
-    """It is in capitals."""
+    """All letters are capitals."""
     return text.isupper()
 
 
 def english_lowercase(text: str) -> bool:
-    """It is in small letters."""
+    """All letters are lower case."""
     return text.islower()
 
 
 def no_comma(text: str) -> bool:
-    """It has no comma."""
+    """The text has no comma."""
     return "," not in text
 
 
@@ -271,5 +273,5 @@ CONSTRAINTS: Mapping[str, Callable[..., bool]] = {
 
 
 def is_satisfied(name: str, arguments: Mapping[str, Any], text: str) -> bool:
-    """Whether a text does what a constraint asks; an empty one does nothing that is asked."""
+    """Return True if a text satisfies a constraint. An empty text satisfies none."""
     return bool(text.strip()) and CONSTRAINTS[name](text, **arguments)

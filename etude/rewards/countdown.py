@@ -1,4 +1,4 @@
-"""Countdown: an expression that uses each of the given numbers once and equals the target."""
+"""The reward of Countdown, whose answer is an expression that uses each given number once and equals the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.rewards.base import RewardFunction, describe_task
 __all__ = ["Countdown", "evaluate_expression"]
 
 MAX_EXPRESSION_CHARS = 200
-"""Characters of an expression: all that eight numbers need, and short enough that reading it cannot take long."""
+"""The most characters of an expression: enough for eight numbers, and few enough to parse quickly."""
 _SECTION = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
@@ -31,12 +31,18 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 
 class Countdown(RewardFunction):
-    """1 where the expression in the last `<answer>…</answer>`, else on the last line, equals the target and uses every
-    number exactly once. What follows an equals sign is not read. The ground truth holds `target` and `numbers`.
+    """1 if the answer's expression equals the target and uses every number exactly once.
+
+    The expression is in the last `<answer>…</answer>`, else on the last line. Text after an equals sign is not read.
+    The ground truth holds `target` and `numbers`.
     """
 
     partial: float = Field(
-        0.0, ge=0, le=1, description="what an expression earns that uses other numbers or misses; TinyZero pays 0.1"
+        0.0,
+        ge=0,
+        le=1,
+        description="reward of an expression with another value or other numbers; larger pays more for the form "
+        "alone; TinyZero uses 0.1",
     )
 
     quick: ClassVar[bool] = True
@@ -53,13 +59,13 @@ class Countdown(RewardFunction):
         return 1.0 if value == target and used == Counter(numbers) else self.partial
 
     def extract(self, answer: str) -> str | None:
-        """The expression without its spaces."""
+        """Return the expression without spaces."""
         expression = _extract_expression(answer)
         return None if evaluate_expression(expression) is None else "".join(expression.split())
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, Counter[int]] | None:
-    """The value of an expression of whole numbers, and how often it uses each; None where it is none."""
+    """Return the value of an expression of whole numbers and the count of each number; None if it is not one."""
     if len(expression) > MAX_EXPRESSION_CHARS or not _EXPRESSION.fullmatch(expression):
         return None
     used: Counter[int] = Counter()
@@ -78,18 +84,18 @@ def _evaluate_node(node: ast.expr, used: Counter[int]) -> Fraction:
             return -_evaluate_node(inner, used)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
             return _OPERATIONS[type(operation)](_evaluate_node(left, used), _evaluate_node(right, used))
-    raise ValueError(f"{type(node).__name__} has no place in an expression of numbers")
+    raise ValueError(f"{type(node).__name__} is not allowed in an expression of numbers")
 
 
 def _extract_expression(answer: str) -> str:
-    """The expression that an answer ends in, as Python writes it."""
+    """Return the final expression of an answer, in Python's syntax."""
     sections = _SECTION.findall(answer)
     text = sections[-1] if sections else answer.rstrip().rpartition("\n")[2]
     return str(text).translate(_SIGNS).partition("=")[0].strip()
 
 
 def _read_problem(task: Task) -> tuple[Any, list[Any]]:
-    """The target and the numbers of a task."""
+    """Return the target and the numbers of a task."""
     truth: Any = task.fields.get("ground_truth")
     known = isinstance(truth, dict) and isinstance(truth.get("numbers"), list) and isinstance(truth.get("target"), int)
     if not known:

@@ -1,4 +1,4 @@
-"""The reward of a run whose environment pays for what is done in it."""
+"""The reward of a run whose environment gives all rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EnvironmentReward"]
 
 
 class EnvironmentReward(RewardFunction):
-    """Nothing beside what the environment pays, turn by turn."""
+    """0 for every answer, so that only the environment's rewards count, turn by turn."""
 
     quick: ClassVar[bool] = True
     scores_answers: ClassVar[bool] = False

@@ -1,6 +1,6 @@
-"""Where a reward is computed: in place, on a thread or in processes beside the run, or part by part.
+"""The executors of rewards: in place, on threads, in worker processes, or part by part.
 
-A place turns one call into a verdict, whatever the call does, and within its limit.
+An executor turns each call into a verdict within its time limit, also when the call fails or hangs.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from etude.rewards.worker_pool import ProcessWorker, ThreadWorker, Worker, Worke
 __all__ = ["RewardExecutor", "make_executor"]
 
 QUEUE_CHECK_INTERVAL_S = 1.0
-"""Seconds that a call waits for a seat before it is looked whether the others hang, so that one may be added."""
+"""Seconds that a call waits for a worker before the executor checks whether all workers hang and adds one."""
 MAX_THREADS = 16
-"""Calls of a function at a time on threads, where all but one hang."""
+"""The most threads of a function, when all threads but one hang."""
 AnyReward: TypeAlias = RewardFunction | FunctionAdapter
 
 
 class RewardExecutor(ABC):
-    """Somewhere a reward is computed. Any number of calls may be under way."""
+    """Runs the calls of one reward. Any number of calls may run at once."""
 
     one_by_one = False
-    """Whether it judges one answer at a time, though it might judge several."""
+    """True where it judges one answer at a time, though `judging.workers` would let it judge several."""
 
     @abstractmethod
     async def run(self, task: Task, answer: str) -> Verdict:
-        """What this answer earns, or why there is no telling."""
+        """Judge one answer. A failure is a verdict too."""
 
     def pop_metrics(self) -> Metrics:
-        """What its calls have cost since this was last asked."""
+        """Return the cost of its calls since the last `pop_metrics`."""
         return Metrics()
 
     def close(self) -> None:  # noqa: B027
-        """End its threads and processes, where it has any."""
+        """End its threads and processes, if it has any."""
 
 
 def make_executor(reward: AnyReward, workers: int | None, limit: float) -> RewardExecutor:
-    """The place that a reward needs. workers: processes for it, where the run says so. limit: seconds of one call."""
+    """Create the executor for a reward.
+
+    workers: the number of processes, or None for the reward's default. limit: the seconds of one call.
+    """
     if isinstance(reward, CombinedReward):
         return _make_combined_executor(reward, workers, limit)
     if isinstance(reward, RewardFunction) and reward.in_place:
@@ -72,7 +75,7 @@ def make_executor(reward: AnyReward, workers: int | None, limit: float) -> Rewar
 
 
 class _InlineExecutor(RewardExecutor):
-    """Called where it is, and awaited where it waits."""
+    """Calls the reward in the event loop, and awaits it if it is a coroutine function."""
 
     def __init__(self, reward: AnyReward, limit: float) -> None:
         self._reward, self._limit = reward, limit
@@ -107,7 +110,7 @@ class _InlineExecutor(RewardExecutor):
 
 
 class _PoolExecutor(RewardExecutor):
-    """Called at one of a few seats."""
+    """Calls the reward on one of the workers of a pool."""
 
     def __init__(self, pool: WorkerPool, *, one_by_one: bool = False) -> None:
         self._pool, self.one_by_one = pool, one_by_one
@@ -129,7 +132,7 @@ class _PoolExecutor(RewardExecutor):
 
 
 class _CombinedExecutor(RewardExecutor):
-    """Several rewards, each in its own place, judged at the same time."""
+    """Judges the parts of a combined reward at the same time, each on its own executor."""
 
     def __init__(self, reward: CombinedReward, executors: Mapping[str, RewardExecutor]) -> None:
         self._reward, self._executors = reward, executors
@@ -166,7 +169,7 @@ class _CombinedExecutor(RewardExecutor):
 
 
 def _make_combined_executor(reward: CombinedReward, workers: int | None, limit: float) -> RewardExecutor:
-    """A place for each part. `workers` are for those that can use them, and there must be one."""
+    """Create an executor for each part. The parts that can use `workers` get them; at least one part must."""
     if workers and all(part.in_place for part in reward.parts.values()):
         _check_inline_options(next(iter(reward.parts.values())), workers, limit)
     executors: dict[str, RewardExecutor] = {}
@@ -181,12 +184,12 @@ def _make_combined_executor(reward: CombinedReward, workers: int | None, limit: 
 
 
 def _check_inline_options(reward: RewardFunction, workers: int | None, limit: float) -> None:
-    """Refuse what a reward that keeps order among its own calls cannot have."""
+    """Refuse worker processes and a too short timeout for a reward that must run in the run's own process."""
     if workers:
         raise ConfigError(
-            f"`judging.workers={workers}` judges in processes, and the reward {reward.title} keeps order among its own "
-            "calls, which takes one. Leave `judging.workers` out; `reward.max_concurrency` says how many run side by "
-            "side."
+            f"`judging.workers={workers}` judges in several processes, and the reward {reward.title} must order its "
+            "own calls in one process. Leave `judging.workers` out; `reward.max_concurrency` sets how many calls run "
+            "at once."
         )
     if reward.max_seconds >= limit:
         raise ConfigError(
@@ -197,15 +200,15 @@ def _check_inline_options(reward: RewardFunction, workers: int | None, limit: fl
 
 
 def _pickle_reward(reward: AnyReward, limit: float) -> bytes:
-    """What a process is told first; refuses what another process could not find again."""
+    """Return the first message to a worker process; refuse a reward that another process cannot import."""
     target = reward.function if isinstance(reward, FunctionAdapter) else type(reward)
     remedy = "Put it in a file and name it as path/to/file.py:name, or set `judging.workers` to 0."
     if getattr(target, "__module__", "") == "__main__":
         raise ConfigError(
-            f"The reward {reward.title} is defined in the script that was started, where processes that judge cannot "
-            f"find it. {remedy}"
+            f"The reward {reward.title} is defined in the script that was started, which worker processes cannot "
+            f"import. {remedy}"
         )
     try:
         return pickle.dumps((reward, limit))
-    except Exception as error:  # pickling raises what it likes
+    except Exception as error:  # pickling may raise any exception
         raise ConfigError(f"The reward {reward.title} cannot be sent to another process: {error}. {remedy}") from error

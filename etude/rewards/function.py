@@ -1,10 +1,10 @@
-"""A reward function of your own: from a file, from a module, or handed over as it is.
+"""A user's reward function, from a file, from a module, or as a Python object.
 
     def my_reward(task, answer): ...                                            # Etude's signature
     def compute_score(data_source, solution_str, ground_truth, extra_info): ... # verl's
 
-Which of the two it is, the names of its parameters say. Either may be a coroutine function, and may return a number or
-named parts (`parse_score` says what becomes of those).
+The names of its parameters decide between the two signatures. Either may be a coroutine function. Either may return a
+number or named parts (`parse_score`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["FunctionAdapter", "FunctionReward"]
 ETUDE_PARAMETERS = ("task", "answer")
 VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 VERL_REQUIRED = frozenset({"solution_str", "ground_truth"})
-"""By these verl's signature is recognised; a function may do without the other two."""
+"""The parameters that identify verl's signature. A function may omit the other two."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _STARS: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 class FunctionAdapter:
-    """A user's function, called as its parameters ask for."""
+    """Calls a user's function with the arguments of its signature."""
 
     quick: ClassVar[bool] = False
     default_workers: ClassVar[int] = 0
@@ -47,15 +47,15 @@ class FunctionAdapter:
         self._argument_names = _match_signature(function, self.title)
 
     def prepare(self) -> None:
-        """It is here already."""
+        """Do nothing: the function is loaded already."""
 
     def check(self, task: Task) -> None:
-        """Refuse a task without a right answer where verl's signature asks for one."""
+        """Refuse a task without a right answer if the function takes `ground_truth`."""
         if "ground_truth" in self._argument_names:
             _read_ground_truth(task)
 
     def __call__(self, task: Task, answer: str) -> Any:
-        """What the function returns, which may be an awaitable."""
+        """Return the function's result, which may be an awaitable."""
         arguments = (
             _make_verl_arguments(task, answer)
             if "solution_str" in self._argument_names
@@ -65,14 +65,14 @@ class FunctionAdapter:
 
 
 class FunctionReward(RewardFunction):
-    """A reward function of your own; `etude.rewards.function` says what it may look like.
+    """A user's reward function. `etude.rewards.function` describes its signatures.
 
-    A coroutine function is awaited where the run is, many at a time. Any other is called on a thread beside the run,
-    one call at a time unless one hangs, or, with `judging.workers` above 0, in processes, where it may take the time it
-    needs.
+    A coroutine function is awaited in the run's process, many calls at a time. Any other function is called on a
+    thread, one call at a time unless one hangs. With `judging.workers` above 0 it is called in worker processes, where
+    it cannot slow the run.
     """
 
-    path: str = Field(description="path/to/file.py:name or module:name")
+    path: str = Field(description="the function, as path/to/file.py:name or module:name")
 
     @property
     def title(self) -> str:
@@ -101,7 +101,7 @@ class FunctionReward(RewardFunction):
 
 @cache
 def _load_function(path: str) -> FunctionAdapter:
-    """The function that a path names, loaded once in each process."""
+    """Load the function that a path names, once in each process."""
     function = load_object(path, "reward function", "reward.path=my_reward.py:score")
     if not callable(function):
         raise PluginError(f"The reward function '{path}' is of type {type(function).__name__}, which cannot be called.")
@@ -109,7 +109,7 @@ def _load_function(path: str) -> FunctionAdapter:
 
 
 def _match_signature(function: Callable[..., Any], title: str) -> tuple[str, ...]:
-    """The names of the arguments that a function takes, out of one signature or the other."""
+    """Return the names of the arguments that a function takes from Etude's signature or verl's."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -123,7 +123,7 @@ def _match_signature(function: Callable[..., Any], title: str) -> tuple[str, ...
         arguments = tuple(name for name in VERL_PARAMETERS if name in named or takes_any)
     else:
         taken = ", ".join(_STARS.get(parameter.kind, "") + parameter.name for parameter in parameters)
-        trl = " TRL's functions judge a list of completions; here one answer is judged at a time."
+        trl = " TRL's functions judge a list of completions; Etude judges one answer at a time."
         raise PluginError(
             f"The reward function {title} takes ({taken}), which is neither (task, answer) "
             f"nor verl's ({', '.join(VERL_PARAMETERS)}).{trl * ('completions' in named)} Name its parameters as in one "
@@ -137,14 +137,14 @@ def _match_signature(function: Callable[..., Any], title: str) -> tuple[str, ...
     missing = [parameter.name for parameter in required if parameter.name not in arguments]
     if missing:
         raise PluginError(
-            f"The reward function {title} also takes {', '.join(missing)}, which nobody gives. Give it a default, or "
-            f"leave it out."
+            f"The reward function {title} also takes {', '.join(missing)}, which Etude does not pass. Give each a "
+            f"default, or leave it out."
         )
     return arguments
 
 
 def _read_ground_truth(task: Task) -> Any:
-    """The right answer, which a function may want in whatever form it has; a task that has none is refused."""
+    """Return the right answer in the form that the data has. Refuse a task without one."""
     value = task.fields.get("ground_truth")
     return read_ground_truths(task) if value is None else value
 

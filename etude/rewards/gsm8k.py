@@ -1,7 +1,7 @@
-"""Grade-school mathematics: the final number of an answer, compared with the ground truth as a number.
+"""The reward of GSM8K: the final number of an answer, compared with the ground truth as a number.
 
 `1,000`, `1000.0` and `$1,000` are the same number; so are `3/4`, `0.75` and `\\frac{3}{4}`. A percent sign, a currency
-and a unit are words about a number and not part of it: `50%` is 50.
+and a unit do not change the number: `50%` is 50.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DIGITS = "[0-9]{1,30}"
 _UNSIGNED = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}}){{1,10}}(?:\.{_DIGITS})?|{_DIGITS}(?:\.{_DIGITS})?|\.{_DIGITS})"
 _AMOUNT = rf"(?:{_DIGITS} {_DIGITS}/{_DIGITS}|{_UNSIGNED}(?:/{_DIGITS})?)"
 _SIGN, _CURRENCY = r"[-+−–]", r"[$€£¥]"
-# A sign after a letter, a digit or a bracket is an operator or a hyphen; more digits, a third fraction bar or a second
-# point make a date, a version or a list, which are no numbers.
+# A sign after a letter, a digit or a bracket is an operator or a hyphen. More digits, a second fraction bar or a second
+# point make a date, a version or a list, which are not numbers.
 _NUMBER = re.compile(
     rf"(?:(?<![A-Za-z0-9.)\]}}])(?P<sign>{_SIGN}))?(?:{_CURRENCY}(?P<inner>{_SIGN})?)?"
     rf"(?<![A-Za-z0-9./])(?P<amount>{_AMOUNT})(?![0-9]|[.,/][0-9])"
@@ -34,10 +34,10 @@ _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
 class Gsm8k(RewardFunction):
-    """1 where the final number is the ground truth, which may be a whole solution that ends in `#### n`.
+    """1 if the final number is the ground truth, which may be a whole solution that ends in `#### n`.
 
-    `strict` wants the number right after the answer's last `####`, as GSM8K's own solutions have it; `flexible` takes
-    the last number of the text, wherever it stands.
+    `strict` reads the number right after the answer's last `####`, as in GSM8K's own solutions. `flexible` reads the
+    last number anywhere in the text.
     """
 
     method: Literal["strict", "flexible"] = Field(
@@ -58,7 +58,7 @@ class Gsm8k(RewardFunction):
         )
 
     def extract(self, answer: str) -> str | None:
-        """The number that it ends in, however it is written."""
+        """Return the final number in one normal form, whatever its notation."""
         number = extract_final_number(answer, strict=self.method == "strict")
         return None if number is None else str(number)
 
@@ -72,7 +72,7 @@ class Gsm8k(RewardFunction):
 
 
 def extract_final_number(text: str, *, strict: bool) -> Fraction | None:
-    """The number that an answer ends in; None where it has none."""
+    """Return the final number of an answer, or None if it has none."""
     plain = _normalize_latex(text)
     match: re.Match[str] | None
     if strict:
@@ -84,7 +84,7 @@ def extract_final_number(text: str, *, strict: bool) -> Fraction | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number, with its sign, currency, unit sign and separators; else None."""
+    """Return the value of a text that is one number, with sign, currency, percent sign and separators; else None."""
     match = _NUMBER.fullmatch(_normalize_latex(text).strip().rstrip("%. "))
     return _to_fraction(match) if match else None
 

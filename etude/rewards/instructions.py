@@ -1,7 +1,7 @@
-"""Following instructions that can be verified: how many words, which keywords, no comma (`etude.rewards.constraints`).
+"""A reward for following verifiable instructions: a number of words, keywords, no comma (`etude.rewards.constraints`).
 
-What a task asks for is in its columns `instruction_id_list` and `kwargs`, as IFEval has them, or in its right answer,
-as JSON text or as it is:
+The instructions of a task are in its columns `instruction_id_list` and `kwargs`, as in IFEval. They can also be its
+right answer, as an object or as JSON text:
 
     {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
      "kwargs": [{}, {"num_words": 20, "relation": "at least"}]}
@@ -37,15 +37,15 @@ _LISTS = ("instruction_id_list", "instruction_id")
 
 
 class Instructions(RewardFunction):
-    """1 where an answer follows every instruction of its task that can be verified, or the share that it follows."""
+    """1 if an answer follows every instruction of its task, or the share of the instructions that it follows."""
 
     score: Literal["all", "share"] = Field(
-        "all", description="`all`: 1 for following every instruction, else 0; `share`: the share that is followed"
+        "all", description="`all`: 1 if all instructions are followed, else 0; `share`: the share of them followed"
     )
     loose: bool = Field(
-        False, description="whether a first line, a last line and asterisks are forgiven, as in IFEval's loose accuracy"
+        False, description="forgive a first line, a last line and asterisks, as in IFEval's loose accuracy"
     )
-    after: str = Field("", description="only what follows the last of these is looked at, such as </think>")
+    after: str = Field("", description="judge only the text after the last occurrence of this, such as </think>")
 
     quick: ClassVar[bool] = True
 
@@ -69,7 +69,7 @@ class Instructions(RewardFunction):
 
 
 def read_instructions(task: Task) -> tuple[Instruction, ...]:
-    """What a task asks for, each by its name with its arguments; `DataError` where that cannot be told."""
+    """Return the instructions of a task, each a name with arguments. Raises `DataError` if they cannot be read."""
     content: Any = task.fields.get("ground_truth")
     if content is None:
         content = {name: task.fields.get(name) for name in (*_LISTS, "kwargs") if task.fields.get(name)}
@@ -77,22 +77,22 @@ def read_instructions(task: Task) -> tuple[Instruction, ...]:
         return _parse_instructions(content if isinstance(content, str) else json.dumps(content))
     except _UnreadableError as error:
         raise DataError(
-            f"The instructions of {describe_task(task)} cannot be used: {error}. They stand in the columns "
-            f"`instruction_id_list` and `kwargs`, or in the right answer; `data.columns.answer=…` names the column."
+            f"The instructions of {describe_task(task)} cannot be used: {error}. Put them in the columns "
+            f"`instruction_id_list` and `kwargs`, or in the right answer; `data.columns.answer=…` names its column."
         ) from None
 
 
 class _UnreadableError(Exception):
-    """Why something is no list of instructions, as a sentence ends."""
+    """A list of instructions that cannot be read. The message is the end of a sentence."""
 
 
 @lru_cache(maxsize=1024)
 def _parse_instructions(text: str) -> tuple[Instruction, ...]:
-    """The same instructions are read for every answer to a task."""
+    """Parse the instructions in a JSON text. The cache serves all answers to one task."""
     try:
         content = json.loads(text)
     except ValueError:
-        _refuse("the right answer is text, and no JSON")
+        _refuse("the right answer is text, and not JSON")
     instructions = tuple(
         instruction
         for part in (content if isinstance(content, list) else [content])
@@ -122,10 +122,10 @@ def _collect_instructions(content: Any) -> list[Instruction]:
 
 
 def _make_instruction(name: str, kwargs: Mapping[str, Any]) -> Instruction:
-    """One instruction, by the last word of IFEval's name for it. What is null was not given."""
+    """Check one instruction and return it under the last part of IFEval's name. Null arguments are left out."""
     short = str(name).rpartition(":")[2]
     if short in UNVERIFIABLE:
-        _refuse(f"`{name}` is asked for, and {UNVERIFIABLE[short]}")
+        _refuse(f"`{name}` cannot be verified: {UNVERIFIABLE[short]}")
     if short not in CONSTRAINTS:
         suggestions = get_close_matches(short, CONSTRAINTS, n=1)
         _refuse(
@@ -135,7 +135,7 @@ def _make_instruction(name: str, kwargs: Mapping[str, Any]) -> Instruction:
     arguments = {key: value for key, value in kwargs.items() if value is not None}
     known = list_arguments(CONSTRAINTS[short])
     if unknown := sorted(arguments.keys() - known.keys()):
-        _refuse(f"`{name}` is given {', '.join(unknown)}, and takes {', '.join(known) or 'nothing'}")
+        _refuse(f"`{name}` has the arguments {', '.join(unknown)}, and takes {', '.join(known) or 'nothing'}")
     if missing := [key for key, needed in known.items() if needed and key not in arguments]:
         _refuse(f"`{name}` lacks {', '.join(missing)}")
     if single := [key for key in LIST_ARGUMENTS if key in arguments and not isinstance(arguments[key], list)]:

@@ -1,13 +1,15 @@
-"""The judge: where a run's answers become rewards, whatever the reward function does.
+"""The judge, which turns a run's answers into rewards and contains every failure of the reward function.
 
     with Judge(run.reward, run.judging) as judge:
         verdict = await judge.judge(task, answer)
 
-Quick rewards are called in place. Coroutine functions are awaited in place, many at a time. Any other function runs
-beside the run: on a thread, where one call that hangs does not hold up the others, or in processes, as many as it asks
-for or as `JudgingConfig.workers` says. The parts of a combined reward have a place each (`etude.rewards.executors`). An
-exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward, and
-`JudgingConfig.on_error` says what becomes of it. The first of them are told at once.
+The judge calls quick rewards in place and awaits coroutine functions in place, many at a time. It runs any other
+function outside the event loop. On a thread, a call that hangs does not block the others. In worker processes, the
+reward or `JudgingConfig.workers` sets their number. Each part of a combined reward has an executor of its own
+(`etude.rewards.executors`).
+
+An exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward.
+`JudgingConfig.on_error` decides what happens to it. The judge logs the first failures at once.
 """
 
 from __future__ import annotations
@@ -32,24 +34,31 @@ from etude.rewards.verdict import Verdict
 __all__ = ["Judge", "JudgingConfig"]
 
 MAX_CONSECUTIVE_FAILURES = 64
-"""After so many failures in a row it is the reward function that is broken, not the answers, and the run stops."""
+"""The failures in a row that stop the run: then the reward function is broken, not the answers."""
 
 
 class JudgingConfig(Config):
-    """How rewards are computed, and what becomes of an answer that could not be judged."""
+    """Options of the computation of rewards, and of answers that could not be judged."""
 
     workers: int | None = Field(
         None,
         ge=0,
-        description="processes that judge; 0 is none, and one call at a time; null leaves it to the reward (2 for math "
-        "and regex)",
+        description="processes that judge; more judge more answers at once, 0 judges one at a time without processes; "
+        "null is the reward's default (2 for math and regex)",
     )
-    timeout: float = Field(30.0, gt=0, description="seconds one answer may take, its wait for a worker not counted")
+    timeout: float = Field(
+        30.0,
+        gt=0,
+        description="seconds of judging one answer, without its wait for a worker; larger lets slow rewards finish, "
+        "smaller ends hung calls sooner",
+    )
     on_error: Literal["drop", "score", "stop"] = Field(
-        "drop", description="an answer that could not be judged is left out, gets `error_score`, or stops the run"
+        "drop",
+        description="an answer that could not be judged: `drop` leaves it out, `score` gives it `error_score`, `stop` "
+        "stops the run",
     )
     error_score: float | None = Field(
-        None, allow_inf_nan=False, description="the reward of an answer that could not be judged, for on_error=score"
+        None, allow_inf_nan=False, description="reward of an answer that could not be judged, for on_error=score"
     )
 
     @model_validator(mode="after")
@@ -62,11 +71,11 @@ class JudgingConfig(Config):
 
 
 class Judge:
-    """Scores answers by one reward function. Any number of calls may be under way at once, in any event loop.
+    """Scores answers with one reward function. Any number of calls may run at once, in any event loop.
 
-    Consumes tasks and answers; produces verdicts; waits for a free worker and for the function, each call of which is
-    bounded by `JudgingConfig.timeout`. A function that blocks its event loop, or that holds the interpreter on a
-    thread, is beyond that bound: give it `workers`.
+    Consumes tasks and answers; produces verdicts; waits for a free worker and for the function.
+    `JudgingConfig.timeout` limits each call. It cannot end a function that blocks its event loop, or that holds the
+    interpreter lock on a thread: give such a function `workers`.
     """
 
     def __init__(self, reward: RewardFunction | Callable[..., Any], judging: JudgingConfig | None = None) -> None:
@@ -86,25 +95,25 @@ class Judge:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether it judges one answer at a time, though it might judge several."""
+        """True where it judges one answer at a time, though `judging.workers` would let it judge several."""
         return self._executor.one_by_one
 
     @property
     def scores_answers(self) -> bool:
-        """Whether its reward says anything of an answer, and does not leave all to the environment."""
+        """False where all reward comes from the environment and none from the answer's text."""
         return self._reward.scores_answers
 
     @property
     def has_reward(self) -> bool:
-        """Whether there is anything to earn."""
+        """False for a run without a reward."""
         return not isinstance(self._reward, NoReward)
 
     async def judge(self, task: Task, answer: str) -> Verdict:
-        """What this answer earns. Raises `RewardError` where a failure stops the run."""
+        """Judge one answer. Raises `RewardError` where a failure stops the run."""
         return self._apply_error_policy(await self._executor.run(task, answer))
 
     def pop_metrics(self) -> Metrics:
-        """What judging has cost since this was last asked, where it costs anything that is counted."""
+        """Return the cost of judging since the last `pop_metrics`, if the reward counts any."""
         return self._executor.pop_metrics()
 
     def close(self) -> None:
@@ -112,7 +121,7 @@ class Judge:
         self._executor.close()
 
     def _apply_error_policy(self, verdict: Verdict) -> Verdict:
-        """What becomes of a verdict by the policy on failures."""
+        """Apply `JudgingConfig.on_error` to a verdict: a failure stays, gets a score, or stops the run."""
         if verdict.outcome is Outcome.SUCCEEDED:
             self._failures = 0
             return verdict

@@ -1,12 +1,11 @@
-"""A model behind an OpenAI-compatible endpoint, asked over HTTP: patiently, at a bounded rate, and with a bill.
+"""The HTTP client of a model judge, for an OpenAI-compatible endpoint: it retries, limits its rate and counts the cost.
 
-What may pass is tried again: a connection that fails, an answer of 408, 409, 425, 429 or 5xx, a reply that cannot be
-used. Between tries it waits as long as the server says in `Retry-After`, else twice as long each time, with a part of
-that left to chance so that many callers do not come back at once. Where a server says for how long, nobody asks it
-before; where that is longer than `PATIENCE`, it is as good as gone.
+The client retries a failed connection, a status of 408, 409, 425, 429 or 5xx, and a reply that cannot be used. Between
+tries it waits as long as the server's `Retry-After` says. Without that header each wait doubles, and half of it is
+random, so that many callers do not return at once. Until `Retry-After` has passed, no call is sent. A `Retry-After`
+over `MAX_RETRY_AFTER_S` fails at once.
 
-Connections are kept while anybody asks, in any event loop, and closed when nobody does: there is nothing to close in
-the end.
+Connections stay open while calls run in their event loop. The last call closes them, so the client has no `close`.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from etude.rewards.capacity_limiter import CapacityLimiter
 __all__ = ["JudgeClient", "JudgeUsage", "UnusableReplyError"]
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""What a server answers when another try may succeed."""
+"""The HTTP statuses after which another try may succeed."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-"""Seconds of the first wait between two tries, and of the longest that is not asked for by the server."""
+"""Seconds of the first wait between two tries, and of the longest wait without a `Retry-After`."""
 MAX_RETRY_AFTER_S = 300.0
-"""Seconds of the longest wait that a server may ask for."""
+"""Seconds of the longest `Retry-After` that the client waits for."""
 MAX_QUOTED_CHARS = 200
-"""Characters of a server's answer that are told."""
+"""The most characters that an error quotes from a server's reply."""
 R = TypeVar("R")
 
 
 class UnusableReplyError(Exception):
-    """A reply that cannot be used; says why, as a sentence ends."""
+    """A failed try. The message is the end of a sentence about the endpoint."""
 
 
 @dataclass
 class JudgeUsage:
-    """What calls have cost since it was last asked."""
+    """The cost of the calls since the last `pop_metrics`."""
 
     requests: int = 0
     retries: int = 0
@@ -58,7 +57,7 @@ class JudgeUsage:
 
 @dataclass
 class JudgeClient:
-    """One endpoint, as one client sees it. Any number of calls may be under way, in any event loop."""
+    """The client of one endpoint. Any number of calls may run at once, in any event loop."""
 
     url: str
     key: str | None = field(repr=False)
@@ -79,16 +78,16 @@ class JudgeClient:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait until one may ask, for a place and for the rate. Whoever waits keeps the connections of the others."""
+        """Wait for a free slot and for the request rate. The connections stay open while a call waits."""
         async with self._client(), self._limiter.slot():
             await self._wait_for_rate()
             yield
 
     async def complete(self, body: Mapping[str, Any], read: Callable[[str], R]) -> R:
-        """Complete a chat, within a turn, and read the reply; `read` raises `UnusableReplyError` where it cannot be
-        used.
+        """Complete a chat within a `slot`, and return what `read` makes of the reply.
 
-        `RewardError` where it is refused, or does not succeed however often it is tried.
+        `read` raises `UnusableReplyError` for a reply that needs another try. Raises `RewardError` if the server
+        refuses the request, or after the last try.
         """
         async with self._client() as client:
             for attempt in range(self.retries + 1):
@@ -104,7 +103,7 @@ class JudgeClient:
         raise RewardError(f"{message.rstrip('.')}.")
 
     def pop_metrics(self, prices: tuple[float, float]) -> Metrics:
-        """What was spent since this was last asked; prices of a million tokens read, and of a million written."""
+        """Return the cost since the last `pop_metrics`. prices: of a million prompt tokens and completion tokens."""
         with self._lock:
             usage, self._usage = self._usage, JudgeUsage()
         if not usage.requests:
@@ -116,7 +115,7 @@ class JudgeClient:
     # -- one try ------------------------------------------------------------------------------------------------------
 
     async def _send_request(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> str:
-        """The text of one reply."""
+        """Send one request and return the text of the reply."""
         self._add_usage(requests=1)
         try:
             async with asyncio.timeout(self.timeout):
@@ -132,7 +131,7 @@ class JudgeClient:
             raise UnusableReplyError(f"it answered {response.status_code}: {self._quote(response.text)}")
         if response.status_code != httpx2.codes.OK:
             raise RewardError(
-                f"{mask_text(self.url)} refuses what is asked, with {response.status_code}: "
+                f"{mask_text(self.url)} refuses the request with {response.status_code}: "
                 f"{self._quote(response.text)}. Check `base_url`, `model` and `api_key`."
             )
         return self._read_reply(response)
@@ -142,18 +141,18 @@ class JudgeClient:
             reply = response.json()
             text = reply["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UnusableReplyError(f"it answered what is no completion: {self._quote(response.text)}") from error
+            raise UnusableReplyError(f"its reply is not a chat completion: {self._quote(response.text)}") from error
         usage = reply.get("usage")
         used = [_count_of(usage, name) for name in ("prompt_tokens", "completion_tokens")]
         self._add_usage(prompt_tokens=used[0], completion_tokens=used[1])
         if self.tokens_per_minute:
             self._next_start = max(self._next_start, time.monotonic()) + 60.0 * sum(used) / self.tokens_per_minute
         if not isinstance(text, str):
-            raise UnusableReplyError("it answered without a text")
+            raise UnusableReplyError("its reply has no text")
         return text
 
     def _quote(self, text: str) -> str:
-        """What a server said, short and without secrets."""
+        """Return a server's text for a message, shortened and without secrets."""
         plain = " ".join(text.split())
         plain = plain.replace(self.key, MASK) if self.key else plain
         return (
@@ -169,7 +168,7 @@ class JudgeClient:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _wait_for_rate(self) -> None:
-        """Wait for this request's place in time."""
+        """Wait until the rate limits and `Retry-After` allow this request."""
         now = time.monotonic()
         start = max(now, self._next_start, self._blocked_until)
         if self.requests_per_minute:
@@ -178,12 +177,12 @@ class JudgeClient:
             await asyncio.sleep(remaining)
 
     def _backoff_seconds(self, attempt: int) -> float:
-        """Seconds before a further try; half of them chance."""
+        """Return the seconds before another try, half of which are random."""
         longest: float = min(FIRST_BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S)
         return longest * (0.5 + self._random.random() / 2)
 
     def _apply_retry_after(self, header: str | None) -> None:
-        """Have nobody ask before the server wants it: in seconds, or at a date."""
+        """Block all requests until the server's `Retry-After` has passed, which is a number of seconds or a date."""
         if header is None:
             return
         try:
@@ -197,20 +196,19 @@ class JudgeClient:
             return
         if seconds > MAX_RETRY_AFTER_S:
             raise RewardError(
-                f"{mask_text(self.url)} wants nobody to ask for {seconds:.0f} seconds, and {MAX_RETRY_AFTER_S:.0f} are "
-                "waited at most. Ask less of it (`requests_per_minute`, `tokens_per_minute`), or go on with the run "
-                "later."
+                f"{mask_text(self.url)} asks for a wait of {seconds:.0f} seconds, and {MAX_RETRY_AFTER_S:.0f} is the "
+                "most that a judge waits. Lower `requests_per_minute` or `tokens_per_minute`, or resume the run later."
             )
         until = time.monotonic() + max(seconds, 0.0)
-        if until > self._blocked_until + 1.0 and seconds > 1.0:  # many callers are told the same
-            get_logger("rewards").warning("%s asks everybody to wait for %.0f seconds.", mask_text(self.url), seconds)
+        if until > self._blocked_until + 1.0 and seconds > 1.0:  # many calls get the same `Retry-After`
+            get_logger("rewards").warning("%s asks all clients to wait for %.0f seconds.", mask_text(self.url), seconds)
         self._blocked_until = max(self._blocked_until, until)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx2.AsyncClient]:
-        """The client of this event loop: made by the first who asks, closed by the last."""
+        """Open the HTTP client of this event loop for the first call, and close it after the last one."""
         loop = asyncio.get_running_loop()
         client, users = self._clients.get(loop) or (self._open_client(), 0)
         self._clients[loop] = client, users + 1
@@ -236,6 +234,6 @@ class JudgeClient:
 
 
 def _count_of(usage: Any, name: str) -> int:
-    """Tokens, as a server counts them; 0 where it does not."""
+    """Return a token count of a server's `usage`, or 0 if the server does not count."""
     value = usage.get(name) if isinstance(usage, Mapping) else None
     return value if isinstance(value, int) and value >= 0 else 0

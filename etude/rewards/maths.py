@@ -1,10 +1,11 @@
-"""Mathematics: the final expression of an answer, compared with the ground truth by math-verify.
+"""The reward of mathematics: the final expression of an answer, compared with the ground truth by math-verify.
 
-What counts as the final expression: the last `\\boxed{…}` of the text; where there is none, what the last line says
-after its last word (`The answer is 2x+1.`); where that is in dollars, or nothing, what math-verify finds in the text.
+The final expression is the last `\\boxed{…}` of the text. Without a box it is the rest of the last line after its last
+word (`The answer is 2x+1.`). If the text has dollar or LaTeX delimiters, or that rest is empty, math-verify searches
+the text.
 
-math-verify's own time limits need the main thread and a signal. They are off: the judge limits what runs in a process
-of its own by ending the process, which also stops what no signal could.
+math-verify's own time limits need the main thread and a signal, so they are off. The judge ends a worker process
+instead, which also stops code that no signal interrupts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ else:
 
 __all__ = ["Math", "extract_boxed", "extract_final_expression", "is_equal"]
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is wanted
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that its limits are off, which is intended
 
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
@@ -34,7 +35,7 @@ _DELIMITED = re.compile(r"\$|\\\(|\\\[")
 
 
 class Math(RewardFunction):
-    """1 where the final expression equals the ground truth: as numbers, symbols, sets, intervals or matrices."""
+    """1 if the final expression equals the ground truth: as numbers, symbols, sets, intervals or matrices."""
 
     default_workers: ClassVar[int] = 2
 
@@ -48,19 +49,19 @@ class Math(RewardFunction):
         return float(any(is_equal(truth, answer) for truth in read_ground_truths(task)))
 
     def extract(self, answer: str) -> str | None:
-        """The final expression as it is written, its spaces aside."""
+        """Return the final expression as the answer writes it, without spaces."""
         boxed = extract_boxed(answer)
         expression = _last_fragment(answer) if boxed is None else boxed
         return "".join(expression.strip().strip("$").split()) or None
 
 
 def is_equal(truth: str, answer: str) -> bool:
-    """Whether the final expression of an answer equals a ground truth."""
+    """Return True if the final expression of an answer equals a ground truth."""
     return bool(math_verify.verify(_parse_ground_truth(truth), extract_final_expression(answer), timeout_seconds=None))
 
 
 def extract_final_expression(answer: str) -> list[Any]:
-    """What an answer says in the end, as math-verify reads it; empty where it says nothing."""
+    """Parse the final expression of an answer with math-verify; empty if there is none."""
     boxed = extract_boxed(answer)
     if boxed is not None:
         return _parse_expression(boxed)
@@ -76,12 +77,12 @@ def _last_line(answer: str) -> str:
 
 
 def _last_fragment(answer: str) -> str:
-    """What the last line says after its last word."""
+    """Return the rest of the last line after its last word."""
     return _WORD.split(_last_line(answer))[-1].strip(" .:*`")
 
 
 def extract_boxed(text: str) -> str | None:
-    """What the last `\\boxed{…}` holds, its braces balanced; None where there is none that ends."""
+    """Return the content of the last `\\boxed{…}`, with balanced braces; None if no box is closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -101,7 +102,7 @@ def _parse_ground_truth(truth: str) -> list[Any]:
 
 
 def _parse_expression(text: str) -> list[Any]:
-    """A text that is one expression and nothing else."""
+    """Parse a text that is one expression and nothing else."""
     text = text.strip().strip("$")
     percent = _PERCENT.search(text)
     if percent:
@@ -116,5 +117,5 @@ def _parse(text: str) -> list[Any]:
 
 @cache
 def _extraction_configs() -> tuple[Any, ...]:
-    """The forms of an expression that math-verify looks for."""
+    """Return the notations that math-verify searches for: LaTeX and plain expressions."""
     return math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()

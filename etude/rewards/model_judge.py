@@ -1,8 +1,8 @@
-"""A model as judge: another model is asked what an answer is worth, and its reply is read as a number.
+"""A model as judge: the reward asks another model to grade an answer, and reads a score from its reply.
 
-The model is behind any endpoint that speaks as OpenAI's does (`etude.rewards.judge_client`). It is asked with a text in
-which {question}, {answer} and {reference} stand for what they say; its own words decide, so that nothing an answer says
-of scores is read as one.
+The model is served by any OpenAI-compatible endpoint (`etude.rewards.judge_client`). The prompt is a template with
+{question}, {answer} and {reference}. The score is read from the judge's reply alone, so a score that an answer claims
+for itself is never read.
 """
 
 from __future__ import annotations
@@ -51,49 +51,59 @@ SCORE_PATTERN = (
     r"(?im)^(?:[^\n]*[.!?]\s)?[^\w\n]{0,9}(?:\w{1,20}\s){0,2}score[^a-z\n:=]{0,20}[:=][^\w-]{0,9}"
     r"(-?\d+(?:\.\d+)?)(?:[\s/]{1,3}(?:out of )?\d+)?[^\w\n]{0,9}$"
 )
-"""A score that ends its line and is no part of a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
+"""A score at the end of a line and outside a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
 _PLACEHOLDERS = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")
-# Where a mark would begin, closed or not. What takes its place begins none, whatever it comes to stand beside.
+# The start of one of the prompt's tags, closed or not. Its replacement starts no tag, whatever text stands next to it.
 _TAGS = re.compile(r"(?i)<(?=\s*+/?\s*+(?:question|answer|reference)\b)")
 _FENCED = re.compile(r"```(?:json)?(.*?)```", re.DOTALL)
 
 
 class ModelJudge(RewardFunction):
-    """What another model says an answer is worth, brought to a number from 0 to 1."""
+    """The score that another model gives an answer, scaled to a number from 0 to 1."""
 
     base_url: str = Field(
-        min_length=1, description="the endpoint, such as https://api.openai.com/v1 or http://localhost:8000/v1"
+        min_length=1, description="URL of the endpoint, such as https://api.openai.com/v1 or http://localhost:8000/v1"
     )
-    model: str = Field(min_length=1, description="the model there that judges")
+    model: str = Field(min_length=1, description="name of the judging model at the endpoint")
     api_key: str | None = Field(
-        None, repr=False, description="what the endpoint asks for, best as '${oc.env:NAME}'; it is never written down"
+        None, repr=False, description="key of the endpoint, best as '${oc.env:NAME}'; it is never written to a file"
     )
     template: Path | None = Field(
-        None, description="a file with the text that is asked, with {question}, {answer} and {reference} in it"
+        None, description="file with the judge's prompt, which contains {question}, {answer} and {reference}"
     )
     read: Literal["pattern", "json"] = Field(
-        "pattern", description="how the score is read: by `pattern`, or as the field `json_field` of a JSON object"
+        "pattern", description="how to read the score: by `pattern`, or as the field `json_field` of a JSON object"
     )
-    pattern: str = Field(SCORE_PATTERN, description="its group is the score; the last match counts")
-    json_field: str = Field(
-        "score", min_length=1, description="the field of the reply that is the score, for read=json"
+    pattern: str = Field(
+        SCORE_PATTERN, description="regular expression whose group is the score; the last match counts"
     )
-    low: float = Field(0.0, allow_inf_nan=False, description="the score that earns 0")
-    high: float = Field(10.0, allow_inf_nan=False, description="the score that earns 1")
-    temperature: float | None = Field(0.0, ge=0, description="of the judge; null leaves it to the endpoint")
-    max_tokens: int | None = Field(1024, ge=1, description="longest reply; null leaves it to the endpoint")
+    json_field: str = Field("score", min_length=1, description="field of the reply with the score, for read=json")
+    low: float = Field(0.0, allow_inf_nan=False, description="score that gives the reward 0")
+    high: float = Field(10.0, allow_inf_nan=False, description="score that gives the reward 1")
+    temperature: float | None = Field(
+        0.0, ge=0, description="sampling temperature of the judge; larger varies more; null is the endpoint's default"
+    )
+    max_tokens: int | None = Field(
+        1024,
+        ge=1,
+        description="most tokens of a reply; smaller is cheaper but may cut off the score; null: endpoint's default",
+    )
     extra_body: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="further fields of the request, such as reasoning_effort"
+        default_factory=dict, description="more fields of the request, such as reasoning_effort"
     )
-    max_concurrency: int = Field(16, ge=1, description="answers that are judged at a time")
-    requests_per_minute: float | None = Field(None, gt=0, description="the most requests a minute; null is no limit")
+    max_concurrency: int = Field(
+        16, ge=1, description="answers judged at a time; larger is faster, as far as the endpoint keeps up"
+    )
+    requests_per_minute: float | None = Field(None, gt=0, description="most requests a minute; null is no limit")
     tokens_per_minute: float | None = Field(
-        None, gt=0, description="the most tokens a minute, read and written, as the endpoint counts them"
+        None,
+        gt=0,
+        description="most tokens a minute, prompts and replies, as the endpoint counts them; null is no limit",
     )
-    timeout: float = Field(25.0, gt=0, description="seconds of one try, all of which lie within `judging.timeout`")
-    retries: int = Field(4, ge=0, description="further tries where a reply fails or cannot be read")
+    timeout: float = Field(25.0, gt=0, description="seconds of one try; all tries together have `judging.timeout`")
+    retries: int = Field(4, ge=0, description="more tries after a reply that fails or has no score; 0 tries once")
     prices: tuple[float, float] = Field(
-        (0.0, 0.0), description="what a million tokens cost, read and written, for the metric judge/cost"
+        (0.0, 0.0), description="prices of a million prompt tokens and reply tokens, for the metric judge/cost"
     )
 
     in_place: ClassVar[bool] = True
@@ -105,7 +115,7 @@ class ModelJudge(RewardFunction):
                 f"`base_url` must begin with http:// or https:// and a host; '{self.base_url}' was given."
             )
         if self.low == self.high:
-            raise ConfigError(f"`low` and `high` are both {self.low:g}: no score could be told from another.")
+            raise ConfigError(f"`low` and `high` are both {self.low:g}. Set two different scores.")
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -118,7 +128,7 @@ class ModelJudge(RewardFunction):
             if name in self.extra_body:
                 raise ConfigError(f"`extra_body` may not set `{name}`, which this reward sets itself. Leave it out.")
         if any(price < 0 or not math.isfinite(price) for price in self.prices):
-            raise ConfigError("`prices` are two numbers that are not negative: of a million tokens read, and written.")
+            raise ConfigError("`prices` are two numbers from 0 up: of a million prompt tokens, and of reply tokens.")
         return self
 
     @property
@@ -139,7 +149,7 @@ class ModelJudge(RewardFunction):
 
     @cached_property
     def _template_text(self) -> str | None:
-        """The text of the template, if there is one."""
+        """Read the text of the template file, if there is one."""
         if self.template is None:
             return None
         try:
@@ -148,8 +158,8 @@ class ModelJudge(RewardFunction):
             raise ConfigError(f"The template {self.template} of the judge cannot be read: {error}.") from error
         if "{answer}" not in text:
             raise ConfigError(
-                f"The template {self.template} of the judge has no {{answer}}, so that every answer would earn the "
-                f"same. Write {{answer}} where the answer is to stand."
+                f"The template {self.template} of the judge has no {{answer}}, so that every answer would get the "
+                f"same score. Write {{answer}} in the place of the answer."
             )
         return text
 
@@ -186,7 +196,7 @@ class ModelJudge(RewardFunction):
         return score
 
     def _render_prompt(self, task: Task, answer: str) -> str:
-        """What the judge is asked. An answer cannot close the mark that it stands in."""
+        """Return the judge's prompt. The answer is escaped, so that it cannot close its own tag."""
         truth = task.fields.get("ground_truth")
         reference = "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
         values = {
@@ -204,19 +214,19 @@ class ModelJudge(RewardFunction):
         )
 
     def _parse_score(self, reply: str) -> float:
-        """The number in a reply, from 0 to 1."""
+        """Return the score of a reply, scaled to 0 to 1."""
         value = _find_json_field(reply, self.json_field) if self.read == "json" else _last_match(self.pattern, reply)
         try:
             score = float(str(value))
         except ValueError:
-            raise UnusableReplyError(f"its reply held no score: {_tail(reply)}") from None
+            raise UnusableReplyError(f"its reply has no score: {_tail(reply)}") from None
         if not min(self.low, self.high) <= score <= max(self.low, self.high):
             raise UnusableReplyError(f"its score was {score:g}, which is not from {self.low:g} to {self.high:g}")
         return (score - self.low) / (self.high - self.low)
 
 
 def _question_text(task: Task) -> str:
-    """What a task asks, as text."""
+    """Return the prompt of a task as text."""
     prompt = task.fields.get("prompt")
     if not isinstance(prompt, list):
         return str(prompt)
@@ -239,7 +249,7 @@ def _last_match(pattern: str, reply: str) -> str | None:
 
 
 def _find_json_field(reply: str, name: str) -> Any:
-    """A field of the JSON object that a reply is, or ends in, in a fence or not."""
+    """Return a field of the JSON object that is the whole reply or its last part, fenced or not."""
     fenced = _FENCED.findall(reply)
     for text in (reply, *reversed(fenced), reply[reply.find("{") : reply.rfind("}") + 1]):
         try:

@@ -1,4 +1,4 @@
-"""No reward at all, for algorithms that learn without one."""
+"""The absence of a reward, for algorithms that train without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["NoReward"]
 
 
 class NoReward(RewardFunction):
-    """0, whatever the answer: where a teacher says what is learned, there may be nothing to earn."""
+    """0 for every answer. A run that trains from a teacher's targets may need no reward."""
 
     quick: ClassVar[bool] = True
 

@@ -118,7 +118,7 @@ class Program(RewardFunction):
         except SandboxBrokenError as broken:
             passed = await self._count_passed_again(trial, code, until, broken)
         except SandboxLostError as error:
-            raise RewardError(f"the box of its program was lost: {error}") from error
+            raise RewardError(f"the sandbox of its program was lost: {error}") from error
         return passed / trial.count if self.score == "share" else float(passed == trial.count)
 
     async def _count_passed(self, tests: ProgramTests, code: str, until: float) -> int:
@@ -145,7 +145,7 @@ class Program(RewardFunction):
             get_logger("rewards").warning("A program ended its box twice, and passes no test: %s", broken)
             return 0
         except SandboxLostError as error:
-            raise RewardError(f"the box of its program was lost: {error}") from error
+            raise RewardError(f"the sandbox of its program was lost: {error}") from error
 
     def _limits(self) -> SandboxLimits:
         return SandboxLimits(self.cpu, self.memory_mb, self.disk_mb, self.output_kb, self.max_processes, self.packages)

@@ -1,4 +1,4 @@
-"""What became of judging one answer: a reward, or the sentence that says why there is none."""
+"""The result of judging one answer: a reward, or the error message that explains why there is none."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ __all__ = [
 
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 MAX_MESSAGE_CHARS = 300
-"""Characters of a foreign exception's message that are told."""
+"""The most characters quoted from the message of a user function's exception."""
 MAX_NAMES = 30
-"""Names of fields that are listed."""
+"""The most field names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One answer, judged."""
+    """The result of judging one answer."""
 
     reward: float
-    """NaN where there is none, so that it cannot pass for one."""
+    """The reward, or NaN if there is none, so that a missing reward is never used as a number."""
     parts: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = Outcome.SUCCEEDED
-    """`SUCCEEDED` where `reward` may be used; else how judging ended."""
+    """`SUCCEEDED` where `reward` is valid; otherwise the way in which judging failed."""
     error: str = ""
-    """What went wrong, in words that name the reward and the task; also where a fixed score took its place."""
+    """The error message, which names the reward and the task. It stays where a fixed score replaces the reward."""
     seconds: float = 0.0
-    """How long judging took, its wait for a free worker not counted."""
+    """The seconds that judging took, without the wait for a free worker."""
     extracted_answer: str | None = None
-    """What the reward reads as the answer, where it does."""
+    """The final answer that the reward extracts from the text, if it extracts one."""
     failed_part: str = ""
-    """The part of a combined reward that failed, where one did."""
+    """The name of the part of a combined reward that failed, if one did."""
 
     @classmethod
     def failure(cls, outcome: Outcome, error: str, seconds: float = 0.0) -> Self:
-        """A verdict without a reward."""
+        """Create a verdict without a reward."""
         return cls(math.nan, {}, outcome, error, seconds)
 
 
 def run_reward(
     reward: Callable[[Task, str], Any], title: str, task: Task, answer: str, runner: asyncio.Runner
 ) -> Verdict:
-    """Call a reward function, in a thread or a process of its own, and say what came of it. It never raises."""
+    """Call a reward function in a thread or a worker process, and return its verdict. It never raises."""
     began = time.perf_counter()
     try:
         result = reward(task, answer)
@@ -74,12 +74,12 @@ def run_reward(
 
 
 def extract_answer(reward: Callable[[Task, str], Any], answer: str) -> str | None:
-    """What a reward reads as the answer; a bare function reads none."""
+    """Return the final answer that a reward extracts from a text; None for a bare function."""
     return reward.extract(answer) if isinstance(reward, RewardFunction) else None
 
 
 def make_verdict(result: Any, title: str, task: Task, seconds: float, extracted: str | None = None) -> Verdict:
-    """The verdict on what a reward function returned, whatever that does when it is looked at."""
+    """Create the verdict from the result of a reward function. A result may raise when it is inspected."""
     try:
         reward, parts = parse_score(result)
     except RewardError as error:
@@ -91,13 +91,13 @@ def make_verdict(result: Any, title: str, task: Task, seconds: float, extracted:
 
 
 def make_failed_verdict(error: BaseException, title: str, task: Task, seconds: float) -> Verdict:
-    """The verdict on a reward function that raised."""
+    """Create the verdict for a reward function that raised."""
     failure = f"{describe_exception(error)}{_describe_fields(error, task)}"
     return Verdict.failure(Outcome.FAILED, f"The reward {title} failed on {describe_task(task)}: {failure}", seconds)
 
 
 def describe_exception(error: BaseException) -> str:
-    """Name what foreign code raised, and where."""
+    """Describe an exception of a user's code, with the file and line that raised it."""
     if isinstance(error, EtudeError):
         return str(error)
     stack = traceback.extract_tb(error.__traceback__)
@@ -107,7 +107,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _exception_message(error: BaseException) -> str:
-    """The message of an exception, on one line and no longer than is read; it may raise as well."""
+    """Return the message of an exception, on one line and shortened. Its `__str__` may raise as well."""
     try:
         message = " ".join(str(error).split())
     except Exception:
@@ -117,7 +117,7 @@ def _exception_message(error: BaseException) -> str:
 
 
 def _describe_fields(error: BaseException, task: Task) -> str:
-    """The fields of a task, for a function that asked for one that is not there."""
+    """Return a sentence with the fields of a task, if the error is a function's access to a missing field."""
     is_missing_field = isinstance(error, KeyError) or (
         isinstance(error, AttributeError) and isinstance(error.obj, Task)
     )
@@ -135,7 +135,7 @@ def _join_names(names: Iterable[str]) -> str:
 
 
 def describe_timeout(limit: float, batch_size: int = 1) -> str:
-    """What is said of a reward function that exceeded its limit; `together`, for so many answers at once."""
+    """Return the end of a sentence about a reward function that exceeded its limit, for a batch of answers or one."""
     per_batch = f" for each of {batch_size} answers at once" if batch_size > 1 else ""
     return f"took longer than `judging.timeout` = {limit:g} seconds{per_batch}"
 

@@ -1,8 +1,8 @@
-"""What runs in a process that judges: one answer after the other, until the pipe to the parent ends.
+"""The main function of a worker process, which judges one answer after the other until its pipe closes.
 
-The parent ends a process whose call takes too long. Should the parent itself be gone, the end of the pipe ends the
-process and all it started; and where a call holds the interpreter so fast that nothing is noticed, the system's alarm
-ends it soon after its limit.
+The parent kills a process whose call takes too long. If the parent itself has died, the pipe closes, and the process
+kills itself and all that it started. A call that holds the interpreter lock hides the closed pipe; then the system's
+alarm ends the process soon after the call's limit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from etude.rewards.verdict import run_reward
 __all__ = ["main"]
 
 ALARM_GRACE_S = 3.0
-"""Seconds after its limit at which a call is ended by the alarm: the parent, if there is one, has long done so."""
+"""Seconds between a call's limit and its alarm. A parent that still lives kills the process before that."""
 
 
 def main(descriptor: int) -> None:
-    """Judge what comes through the pipe of this descriptor: first the reward and its limit, then tasks and answers."""
+    """Judge the messages of the pipe at this descriptor: first the reward and its limit, then tasks with answers."""
     connection = Connection(descriptor)
     payload = connection.recv_bytes()
     calls: SimpleQueue[bytes] = SimpleQueue()
@@ -49,7 +49,7 @@ def main(descriptor: int) -> None:
 
 
 def _listen(connection: Connection[Any, Any], calls: SimpleQueue[bytes]) -> None:
-    """Take calls while there is somebody to make them."""
+    """Receive calls until the parent closes the pipe or dies; then kill this process group."""
     try:
         while True:
             calls.put(connection.recv_bytes())

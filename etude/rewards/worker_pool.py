@@ -1,8 +1,8 @@
-"""Where reward functions that may take long are called: on a thread beside the run, or in processes of their own.
+"""The worker pool for reward functions that may take long: workers are threads of this process, or processes.
 
-A `WorkerPool` has a few seats, each served by one thread of ours; on threads it adds one while all others hang. A call
-that exceeds its limit loses its seat: a process is killed, with all it started; a thread, which nothing can end, is
-left to itself. Either is replaced.
+A `WorkerPool` has a fixed number of workers, each served by one thread of the pool. A pool of thread workers adds one
+more while all others hang. A call that exceeds its limit costs its worker, and the pool starts another. A process is
+killed with all that it started. A thread cannot be killed and is abandoned.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from etude.rewards.verdict import Verdict, describe_timeout, run_reward
 __all__ = ["ProcessWorker", "ThreadWorker", "Worker", "WorkerLostError", "WorkerPool"]
 
 START_TIMEOUT_S = 120.0
-"""Seconds after which a process that does not come up is given up."""
+"""Seconds that a process may take to start."""
 EXIT_TIMEOUT_S = 2.0
-"""Seconds that a process may take to end, once it has closed its pipe."""
+"""Seconds that a process may take to end after its pipe has closed."""
 HANG_SECONDS = 5.0
-"""Seconds after which a call that only waits is taken for one that hangs, where another seat may be added."""
-_STDERR = 2  # what a user's function prints must not mix with what the run says on standard output
+"""Seconds after which a call that uses almost no processor time counts as hung."""
+_STDERR = 2  # the prints of a user's function must not mix with the run's standard output
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from etude.rewards.worker_main import main; main(int(sys.argv[1]))"
@@ -46,7 +46,7 @@ _BOOT = (
 
 
 class WorkerLostError(Exception):
-    """The call ended its seat."""
+    """The call ended its worker. The message is the middle of a sentence about the reward."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -54,12 +54,12 @@ class WorkerLostError(Exception):
 
 
 class Worker(ABC):
-    """A place where one call is made at a time."""
+    """A thread or a process that runs one call at a time."""
 
     @property
     @abstractmethod
     def is_lost(self) -> bool:
-        """Whether it ended between two calls."""
+        """True where the worker ended between two calls."""
 
     @property
     def is_hung(self) -> bool:
@@ -68,15 +68,15 @@ class Worker(ABC):
 
     @abstractmethod
     def call(self, task: Task, answer: str) -> Verdict:
-        """Judge one answer; raises `WorkerLostError` where that ends the seat."""
+        """Judge one answer. Raises `WorkerLostError` where the call ends the worker."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it. Any thread may; a call under way then raises `WorkerLostError`."""
+        """End the worker, from any thread. A running call then raises `WorkerLostError`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it and give back what it holds, when no call is under way."""
+        """End the worker and release its resources, when no call runs."""
 
 
 class ThreadWorker(Worker):
@@ -105,11 +105,11 @@ class ThreadWorker(Worker):
         except Empty:
             raise WorkerLostError(Outcome.TIMED_OUT, describe_timeout(self._limit)) from None
         if verdict is None:
-            raise WorkerLostError(Outcome.CANCELLED, "was left alone")
+            raise WorkerLostError(Outcome.CANCELLED, "was abandoned")
         return verdict
 
     def _cpu_seconds(self) -> float:
-        """Seconds that its thread has computed; where the system does not tell them, all of them."""
+        """Return the processor seconds of its thread, or the clock's seconds if the system does not measure them."""
         if self._thread.ident is None or not self._thread.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
             return time.monotonic()
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
@@ -128,7 +128,7 @@ class ThreadWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """A process that `etude.rewards.worker_main` runs in: spawned, so that it shares nothing with this one."""
+    """A process that runs `etude.rewards.worker_main`. It is spawned, so that it shares no state with this one."""
 
     def __init__(self, payload: bytes, limit: float) -> None:
         self._payload, self._limit = payload, limit
@@ -136,7 +136,7 @@ class ProcessWorker(Worker):
         self._connection, worker_end = Pipe()
         descriptor = worker_end.fileno()
         command = [sys.executable, "-c", _BOOT, str(descriptor), json.dumps(sys.path)]
-        # In a session of its own, so that Ctrl-C is the run's to answer, and killing it ends what it started.
+        # A new session, so that Ctrl-C reaches the run alone, and killing the process group ends its child processes.
         self._process = Popen(
             command, stdin=DEVNULL, stdout=_STDERR, pass_fds=[descriptor], start_new_session=True, close_fds=True
         )
@@ -182,11 +182,11 @@ class ProcessWorker(Worker):
         self._ready = True
 
     def _kill_all(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # it ended, and so did all that it started
+        with suppress(ProcessLookupError, PermissionError):  # the process has ended, with all that it started
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _describe_exit(self) -> str:
-        """How the process ended, or was ended because it no longer answers."""
+        """Return the exit code or signal of the process. A process that does not end in time is killed first."""
         try:
             code = self._process.wait(timeout=EXIT_TIMEOUT_S)
         except TimeoutExpired:
@@ -202,12 +202,12 @@ class _RewardCall(NamedTuple):
 
 
 class WorkerPool:
-    """A bounded number of seats, and the calls that wait for one. Any thread may submit; one closes."""
+    """A fixed number of workers and a queue of calls. Any thread may submit; one thread closes."""
 
     def __init__(
         self, workers: int, start_worker: Callable[[], Worker], title: str, max_workers: int | None = None
     ) -> None:
-        """most: how many there may be while calls hang; as many as there are by default."""
+        """max_workers: the most workers while calls hang; `workers` by default."""
         self._start_worker, self._title = start_worker, title
         self._num_workers, self._max_workers = workers, max_workers or workers
         self._has_grown = False
@@ -220,14 +220,14 @@ class WorkerPool:
             thread.start()
 
     def submit(self, task: Task, answer: str) -> Future[Verdict]:
-        """Judge one answer as soon as a seat is free. A future that is cancelled before that is not served."""
+        """Judge one answer as soon as a worker is free. A future that is cancelled before that is skipped."""
         assert not self._closed, "the judge is closed"
         call = _RewardCall(task, answer, Future())
         self._calls.put(call)
         return call.future
 
     def add_worker_if_hung(self) -> None:
-        """Add a seat, where those that are there are all held by calls that hang. It goes when one of these ends."""
+        """Add a worker if calls that hang hold all others. One worker leaves again when such a call ends."""
         with self._lock:
             if self._closed or len(self._threads) >= self._max_workers or len(self._active) < len(self._threads):
                 return
@@ -240,14 +240,14 @@ class WorkerPool:
                 return
             self._has_grown = True
         get_logger("rewards").warning(
-            "A call of the reward %s has waited for over %g seconds. Until it ends, other answers are judged beside "
-            "it, on another thread; `judging.workers=0` keeps to one at a time. To judge several at a time always, set "
-            "`judging.workers=2`, for processes, or make it a coroutine function. This is said once.",
+            "A call of the reward %s has waited for over %g seconds. Until it ends, another thread judges other "
+            "answers; `judging.workers=0` judges one answer at a time. To judge several at a time always, set "
+            "`judging.workers=2`, for processes, or make it a coroutine function. This warning appears once.",
             *(self._title, HANG_SECONDS),
         )
 
     def close(self) -> None:
-        """End every seat. What is under way or waits gets a verdict that says so."""
+        """End every worker. Calls that run or wait get a verdict of the outcome `CANCELLED`."""
         with self._lock:
             self._closed = True
             for _ in self._threads:
@@ -258,7 +258,7 @@ class WorkerPool:
             thread.join(timeout=5.0)
 
     def _serve(self) -> None:
-        """Keep one seat, taken at the first call, and serve one call after the other at it."""
+        """Serve one call after the other on one worker, which starts with the first call."""
         worker: Worker | None = None
         while (call := self._calls.get()) is not None:
             if not call.future.set_running_or_notify_cancel():
@@ -277,7 +277,7 @@ class WorkerPool:
                 call.future.set_result(self._failure(error, call.task, time.perf_counter() - began))
                 self._release_worker(worker)
                 worker = None
-            except BaseException as error:  # no seat could be had: the caller is told, and the next call tries again
+            except BaseException as error:  # no worker could start: the caller gets the error; the next call retries
                 call.future.set_exception(error)
                 self._release_worker(worker)
                 worker = None
@@ -286,7 +286,7 @@ class WorkerPool:
         self._release_worker(worker)
 
     def _retire_thread(self) -> bool:
-        """Take this thread, whose call hung, off the list where another stood in for it."""
+        """Remove this thread, whose call hung, if the pool has more threads than workers. True if it was removed."""
         with self._lock:
             if self._closed or len(self._threads) <= self._num_workers:
                 return False

@@ -104,7 +104,7 @@ def test_workers_are_for_those_that_can_use_them() -> None:
     with Judge(CombinedReward(parts=parts), JudgingConfig(workers=1)) as judge:
         verdict = asyncio.run(judge.judge(truth, "print(1)"))
     assert verdict.parts["process"] != os.getpid() and verdict.parts["program"] == 1.0
-    with pytest.raises(ConfigError, match=r"`judging\.workers=1` judges in processes"):
+    with pytest.raises(ConfigError, match=r"`judging\.workers=1` judges in several processes"):
         Judge(CombinedReward(parts={"program": Program()}), JudgingConfig(workers=1))
 
 
@@ -225,7 +225,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
             UnknownKeyError,
             r"reward\.parts\.right\.methd is not an option .*Did you mean reward\.parts\.right\.method\?",
         ),
-        (["reward.parts.score=math"], ConfigError, r"`parts` has one called 'score'"),
+        (["reward.parts.score=math"], ConfigError, r"`parts` has a part called 'score'"),
         (
             ["reward.parts.right=math", "reward.weights.rigt=2"],
             ConfigError,

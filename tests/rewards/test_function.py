@@ -81,7 +81,7 @@ def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
             r"takes \(question, reply\), which is neither \(task, answer\) nor verl's",
         ),
         (f"{MODULE}:many", r"takes \(prompts, completions, \*\*kwargs\).* TRL's functions judge a list of completions"),
-        (f"{MODULE}:owes_more", r"also takes tokenizer, which nobody gives"),
+        (f"{MODULE}:owes_more", r"also takes tokenizer, which Etude does not pass"),
     ],
 )
 def test_each_way_to_fail_has_its_sentence(path: str, sentence: str) -> None:

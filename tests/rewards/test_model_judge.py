@@ -163,7 +163,7 @@ def test_more_can_be_asked_for() -> None:
 )
 def test_a_score_within_a_sentence_is_none(text: str) -> None:
     with serving(lambda n, body: Reply(text)) as served:
-        assert "held no score" in judged(judge_at(served, retries=0), "x")[0].error
+        assert "has no score" in judged(judge_at(served, retries=0), "x")[0].error
 
 
 @pytest.mark.parametrize("unit", ["score ", "score: 1", " ", "a ", "a. ", "score (", "</answer", "< "])
@@ -204,9 +204,9 @@ def test_what_passes_is_tried_again(broken: Reply) -> None:
             Reply(status=503, body=b"busy with\nall"),
             r"gave no judgement in 3 tries; the last time it answered 503: busy with all\.",
         ),
-        (Reply("I would rather not."), r"its reply held no score: “…I would rather not\.”\."),
+        (Reply("I would rather not."), r"its reply has no score: “…I would rather not\.”\."),
         (Reply("Score: -1"), r"its score was -1, which is not from 0 to 10\."),
-        (Reply(body=b"<html>"), r"it answered what is no completion: <html>\."),
+        (Reply(body=b"<html>"), r"its reply is not a chat completion: <html>\."),
         (Reply(seconds=1.0), r"it did not answer within 0\.3 seconds\."),
     ],
     ids=["status", "score", "range", "garbage", "late"],
@@ -224,7 +224,7 @@ def test_what_is_refused_is_not_tried_again() -> None:
     with serving(lambda n, body: Reply(status=401, body=f"wrong key: {KEY}".encode())) as served:
         (verdict,) = judged(judge_at(served), "x")
     assert len(served.requests) == 1 and verdict.outcome is Outcome.FAILED
-    assert "refuses what is asked, with 401: wrong key: ***. Check `base_url`, `model` and `api_key`." in verdict.error
+    assert "refuses the request with 401: wrong key: ***. Check `base_url`, `model` and `api_key`." in verdict.error
 
 
 def test_an_endpoint_that_does_not_listen_is_reported() -> None:
@@ -270,10 +270,10 @@ def test_a_wait_is_reported_once_and_is_bounded(capsys: pytest.CaptureFixture[st
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "301"})) as served:
         (verdict,) = judged(judge_at(served), "x")
         assert verdict.outcome is Outcome.FAILED and len(served.requests) == 1
-        assert "wants nobody to ask for 301 seconds, and 300 are waited at most" in verdict.error
+        assert "asks for a wait of 301 seconds, and 300 is the most that a judge waits" in verdict.error
     with serving(lambda n, body: Reply(status=429, headers={"retry-after": "60"})) as served:
         judged(judge_at(served), "a", "b", "c", judging=JudgingConfig(timeout=0.5))
-    assert capsys.readouterr().err.count("asks everybody to wait for 60 seconds") == 1
+    assert capsys.readouterr().err.count("asks all clients to wait for 60 seconds") == 1
 
 
 # -- how much at a time, and what it costs ----------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_equal_options_are_equal_whatever_they_hold_open() -> None:
         ({"pattern": "("}, r"is no regular expression"),
         ({"pattern": "score"}, r"`pattern` has 0 groups, and one is the score"),
         ({"extra_body": {"messages": "x"}}, r"`extra_body` may not set `messages`"),
-        ({"prices": (-1.0, 0.0)}, r"`prices` are two numbers that are not negative"),
+        ({"prices": (-1.0, 0.0)}, r"`prices` are two numbers from 0 up"),
         ({"max_concurrency": 0}, r"max_concurrency must be at least 1"),
         ({"timeout": 0.0}, r"timeout must be greater than 0"),
         ({"requests_per_minute": 0.0}, r"requests_per_minute must be greater than 0"),
@@ -382,12 +382,12 @@ def test_a_template_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"The template .*ask\.txt of the judge cannot be read"):
         Judge(reward)
     file.write_text("How good is it?")
-    with pytest.raises(ConfigError, match=r"has no \{answer\}, so that every answer would earn the same"):
+    with pytest.raises(ConfigError, match=r"has no \{answer\}, so that every answer would get the same score"):
         Judge(reward)
 
 
 def test_a_judge_that_waits_needs_no_workers() -> None:
     with pytest.raises(
-        ConfigError, match=r"`judging\.workers=2` judges in processes, and the reward judge \(m\) keeps"
+        ConfigError, match=r"`judging\.workers=2` judges in several processes, and the reward judge \(m\) must order"
     ):
         Judge(ModelJudge(base_url="http://here/v1", model="m"), JudgingConfig(workers=2))

@@ -281,20 +281,25 @@ def test_a_sandbox_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.Mon
     with Judge(Program()) as judge:
         monkeypatch.setattr(sandbox_module, "_BOOT", "raise SystemExit('no room')")
         verdict = asyncio.run(judge.judge(task(SUM), "print(3)"))
-    assert verdict.outcome is Outcome.FAILED and "the box of its program was lost: it ended: no room" in verdict.error
+    assert (
+        verdict.outcome is Outcome.FAILED and "the sandbox of its program was lost: it ended: no room" in verdict.error
+    )
 
 
 @pytest.mark.parametrize(
     ("tests", "message"),
     later(
         [
-            ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be handed to the program"),
-            ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be handed to the program"),
-            ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "a `object` cannot be handed"),
-            ("assert np.allclose(add(1, 2), 3)", "they import what is not in the box (No module named 'numpy'"),
+            ("class Node:\n    pass\nassert add(Node(), 1) is None", "a `Node` cannot be sent to the program"),
+            ("assert add((n for n in range(2)), 1) is None", "a `generator` cannot be sent to the program"),
+            ("try:\n    add(object(), 1)\nexcept BaseException:\n    pass\nassert True", "`object` cannot be sent to"),
+            (
+                "assert np.allclose(add(1, 2), 3)",
+                "they import a module that is not in the sandbox (No module named 'numpy'",
+            ),
             (
                 "import pytest\nassert add(1, 2) == 3",
-                "they import what is not in the box (No module named 'pytest'; see `reward.packages`)",
+                "they import a module that is not in the sandbox (No module named 'pytest'; see `reward.packages`)",
             ),
         ],
         every=3,
@@ -302,7 +307,7 @@ def test_a_sandbox_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.Mon
 )
 def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, message: str) -> None:
     verdict = judged(RIGHT, tests)
-    assert verdict.outcome is Outcome.FAILED and "its tests cannot be put to a program: " in verdict.error
+    assert verdict.outcome is Outcome.FAILED and "its tests cannot run against a program: " in verdict.error
     assert message in verdict.error
     if "np." not in tests:
         assert scored("def add(a, b): return 0", f"assert add(1, 2) == 3\n{tests}") == 0, "it is wrong before that"
@@ -387,12 +392,12 @@ def test_the_processor_time_of_a_function_is_that_of_all_its_tests() -> None:
         (None, "nothing was found"),
         ([], "nothing was found"),
         (7, "is of type int"),
-        ({"answer": 1}, "there are none among answer"),
+        ({"answer": 1}, "there are none in the fields answer"),
         ({"inputs": ["1"], "outputs": []}, "there are 1 inputs and 0 outputs"),
-        ({"inputs": [], "outputs": []}, "must be lists that hold something"),
+        ({"inputs": [], "outputs": []}, "must be lists, and not empty"),
         ({"fn_name": "f", "inputs": [3], "outputs": [3]}, "the arguments of a call are a list"),
-        ([{"input": "1", "output": "1", "testtype": "functional"}], "give its name as `fn_name`"),
-        ("assert f(", "they are no Python"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "give the name as `fn_name`"),
+        ("assert f(", "they are not Python"),
         ("assert 1 == 1", "they use no name that a program could define"),
     ],
 )
@@ -409,7 +414,9 @@ def test_what_cannot_be_had_together_is_refused() -> None:
         ConfigError, match=r"may take 40 seconds .*`reward\.total_timeout`.* is 30\. Set `judging\.timeout` above 40"
     ):
         Judge(Program(total_timeout=40.0))
-    with pytest.raises(ConfigError, match=r"`judging\.workers=2` judges in processes.*`reward\.max_concurrency`"):
+    with pytest.raises(
+        ConfigError, match=r"`judging\.workers=2` judges in several processes.*`reward\.max_concurrency`"
+    ):
         Judge(Program(), JudgingConfig(workers=2))
     for wrong in (
         {"timeout": 0},

@@ -1,1 +1,1 @@
-"""The sandbox in which programs of a model run; `guest` is what runs inside it."""
+"""The sandbox for programs that a model writes. `guest` holds the code that runs inside it."""

@@ -1,17 +1,17 @@
-"""Test code cut into statements: which of them are tests, and what they take from a program.
+"""The parser of test code: it splits the code into statements, marks the tests, and finds the names of the program.
 
-A test is a statement that can fail because something is not as it should be: one that holds an `assert`, a `raise` or a
-call of the kind of `assert_allclose`, or that names a function which does. What a test runner would call is called:
+A test is a statement that can fail: one with an `assert`, a `raise` or a call such as `assert_allclose`, or one that
+names a function which contains these. The parser adds the calls that a test runner would make:
 
     def test_add(): …                      test_add()
     class TestAdd: def test_one(self): …   TestAdd().test_one()
-    class TestAdd(unittest.TestCase): …    each of its test methods, with what is set up for it
-    def check(candidate): …                check(add), where the task names its entry point
+    class TestAdd(unittest.TestCase): …    each of its test methods, with its setUp
+    def check(candidate): …                check(add), if the task names its entry point
 
-Code in which nothing is tested is refused: every program would pass it.
+Code without a test is refused, because every program would pass it.
 
-A module that tests use without importing it (`math.isclose(f(2), 0.5)`) is Python's, or the usual package's, and never
-what a program calls so.
+A module that tests use without importing it (`math.isclose(f(2), 0.5)`) is Python's, or a well-known package's. It is
+never an object of the program with the same name.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from typing import NamedTuple
 __all__ = ["ParsedTests", "parse_tests"]
 
 PROGRAM = "solution"
-"""The module as which tests import the program, where they do."""
+"""The module name under which tests import the program."""
 PACKAGES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy")}}
-"""Packages, by the names under which tests use them without an import."""
+"""The packages that tests may use without an import, by the names that tests use."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class ParsedTests(NamedTuple):
-    """Test code in its parts."""
+    """The parts of test code."""
 
     statements: tuple[tuple[str, bool], ...]
-    """Each with whether it is a test."""
+    """The statements, each with True if it is a test."""
     names: tuple[tuple[str, str], ...]
-    """The names that they use and do not define, each with what the program calls it."""
+    """The names that the statements use and do not define, each with the program's name for it."""
     modules: Mapping[str, tuple[str, tuple[str, ...]]]
-    """Of these names, those that look like modules: each with the module's path, and what is used of it."""
+    """The names of modules among them: each with the module's path and its used attributes."""
 
 
 def parse_tests(code: str, entry: str) -> ParsedTests:
-    """Cut test code into its statements. `ValueError`, as a sentence ends, where they test nothing.
+    """Parse test code. Raises `ValueError` if it tests nothing; the message is the end of a sentence.
 
-    entry: the function that is asked for, if the task names it.
+    entry: the function that the task asks for, if it names one.
     """
     try:
         body = list(_unwrap_main_guard(ast.parse(code).body))
@@ -56,15 +56,15 @@ def parse_tests(code: str, entry: str) -> ParsedTests:
         body += [node for call in _make_calls(body, entry) for node in ast.parse(call).body]
         names = _free_names(ast.unparse(ast.Module(body, [])), {entry, *imported})
     except (SyntaxError, ValueError) as error:
-        raise ValueError(str(error) if type(error) is ValueError else f"they are no Python: {error}") from error
+        raise ValueError(str(error) if type(error) is ValueError else f"they are not Python: {error}") from error
     if not names:
         raise ValueError("they use no name that a program could define")
     testing = _find_testing_names(body)
     statements = tuple((ast.unparse(node), _is_test(node, testing)) for node in body)
     if not any(is_test for _, is_test in statements):
         raise ValueError(
-            "nothing in them is tested, so that every program would pass: they hold no `assert`, and call none"
-            + ("; `check` is for a function that a column `entry_point` names" if "check" in testing else "")
+            "they test nothing, so that every program would pass: they have no `assert`, and call no function with one"
+            + ("; `check` needs a function that a column `entry_point` names" if "check" in testing else "")
         )
     known = {"candidate": entry} if entry else {}
     modules = _find_modules(body, [name for name in names if name not in imported and name != entry])
@@ -74,7 +74,7 @@ def parse_tests(code: str, entry: str) -> ParsedTests:
 
 
 def _unwrap_main_guard(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, with those that are run only where a file is run as a script, and without the calls of a runner."""
+    """Yield statements with those under `if __name__ == "__main__"`, and without calls of a test runner's main."""
     for node in body:
         if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
             yield from _unwrap_main_guard(node.body)
@@ -83,15 +83,15 @@ def _unwrap_main_guard(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _program_imports(node: ast.stmt) -> list[ast.alias]:
-    """What a statement imports from the program."""
+    """Return the names that a statement imports from the program."""
     return node.names if isinstance(node, ast.ImportFrom) and node.module == PROGRAM else []
 
 
-# -- what is called ---------------------------------------------------------------------------------------------------
+# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def _make_calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
-    """The calls that a runner of tests would add."""
+    """Yield the calls that a test runner would make."""
     used = {name for node in body for part in _executed_nodes(node) for name in _loaded_names(ast.walk(part))}
     cases: set[str] = set()
     for node in body:
@@ -110,7 +110,7 @@ def _make_calls(body: Sequence[ast.stmt], entry: str) -> Iterator[str]:
 
 
 def _executed_nodes(node: ast.stmt) -> Sequence[ast.AST]:
-    """What a statement does; of a class, all but what it is derived from, which does not call that."""
+    """Return the executed parts of a statement: for a class its body, without its bases, which it does not call."""
     return node.body if isinstance(node, ast.ClassDef) else [node]
 
 
@@ -126,26 +126,26 @@ def _make_class_calls(node: ast.ClassDef, *, case: bool) -> Iterator[str]:
         if case:
             yield f"__import__('unittest').TestSuite([{node.name}({test.name!r})]).debug()"
         elif any(function.name.startswith(("setup", "teardown")) for function in functions):
-            raise ValueError(f"`{node.name}` sets up what pytest would call; let it be a `unittest.TestCase`")
+            raise ValueError(f"`{node.name}` has a setup for pytest, which does not run; use a `unittest.TestCase`")
         else:
             yield f"{node.name}().{test.name}()"
 
 
 def _refuse_uncallable(test: _Function, num_arguments: int) -> None:
-    """Refuse a test that cannot be called as it stands."""
+    """Refuse a test that cannot be called without pytest."""
     needed = len(test.args.posonlyargs) + len(test.args.args) - len(test.args.defaults)
     needed += sum(default is None for default in test.args.kw_defaults)
     if isinstance(test, ast.AsyncFunctionDef):
-        raise ValueError(f"`{test.name}` is a coroutine function, and a program is asked without waiting")
+        raise ValueError(f"`{test.name}` is a coroutine function, and tests run without an event loop")
     if needed > num_arguments:
-        raise ValueError(f"`{test.name}` wants arguments, which only pytest would give it; call it with them")
+        raise ValueError(f"`{test.name}` takes arguments, which only pytest would pass; call it with them")
 
 
-# -- what is a test ---------------------------------------------------------------------------------------------------
+# -- tests ------------------------------------------------------------------------------------------------------------
 
 
 def _find_testing_names(body: Sequence[ast.stmt]) -> set[str]:
-    """The functions and classes that test something, by themselves or by another of them."""
+    """Return the functions and classes that test something, directly or through another of them."""
     defined = {node.name: node for node in body if isinstance(node, _Definition)}
     testing = {name for name, node in defined.items() if any(map(_can_fail, ast.walk(node)))}
     while added := {name for name, node in defined.items() if _loaded_names(ast.walk(node)) & testing} - testing:
@@ -161,7 +161,7 @@ def _is_test(node: ast.stmt, testing: set[str]) -> bool:
 
 
 def _walk_executed(node: ast.AST) -> Iterator[ast.AST]:
-    """A statement's parts, without the bodies of functions that it only defines."""
+    """Yield the parts of a statement, without the bodies of functions that it only defines."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _Definition):
@@ -169,7 +169,7 @@ def _walk_executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _can_fail(node: ast.AST) -> bool:
-    """Whether this is what fails where something is not as it should be."""
+    """Return True for an `assert`, a `raise`, or a call of a method whose name starts with `assert`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr.startswith("assert")
     return isinstance(node, ast.Assert | ast.Raise)
@@ -179,13 +179,15 @@ def _loaded_names(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> set[str]:
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
-# -- what is the program's --------------------------------------------------------------------------------------------
+# -- names of the program ---------------------------------------------------------------------------------------------
 
 
 def _free_names(code: str, intended: Collection[str]) -> list[str]:
-    """The names that code uses and does not define. What Python itself has is among them only where it is `meant`, or
-    where there is nothing else: tests of a function called `sum` mean the program's, and tests that use `abs` mean
-    Python's."""
+    """Return the names that code uses and does not define.
+
+    Python's builtins are among them only if they are `intended`, or if there are no other names. So tests of a function
+    called `sum` mean the program's, and tests that use `abs` besides mean Python's.
+    """
     tables = [symtable.symtable(code, "tests", "exec")]
     defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     used: set[str] = set()
@@ -200,8 +202,8 @@ def _free_names(code: str, intended: Collection[str]) -> list[str]:
     functions = sorted(name for name in free if not _is_exception(name))
     if len(functions) > 1:
         raise ValueError(
-            f"all that they use is Python's own ({', '.join(functions)}), and which of it a program is to define is "
-            "open; name it in a column `entry_point`"
+            f"they use only Python's builtins ({', '.join(functions)}), and do not say which of them a program "
+            "defines; name it in a column `entry_point`"
         )
     return functions
 
@@ -212,7 +214,7 @@ def _is_exception(name: str) -> bool:
 
 
 def _find_modules(body: Sequence[ast.stmt], names: Collection[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Of these names, those of modules: something is used of them, and they are not called."""
+    """Return the modules among these names: names of known modules with used attributes, which are not called."""
     parts = [part for node in body for part in ast.walk(node)]
     called = {part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
     modules: dict[str, tuple[str, tuple[str, ...]]] = {}

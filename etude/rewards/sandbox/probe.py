@@ -1,7 +1,7 @@
-"""What holds for programs in a box on this machine: not taken from a table, but tried out.
+"""The probe of the sandbox's protections on this machine: it tries them out and consults no table.
 
-A program does its best against each protection, and what it reaches is looked at from outside as well. A protection
-that one attempt gets through does not hold, whatever else stood in its way.
+A program attacks each protection, and its targets are checked from outside as well. A protection does not hold if one
+attempt gets through.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Protection = Literal["network", "files", "disk", "processes", "rights"]
 
 
 class ProtectionText(NamedTuple):
-    """The end of a sentence on programs that names a protection."""
+    """The ends of two sentences about programs, for a protection that holds and for one that does not."""
 
     when_present: str
     when_missing: str
@@ -51,21 +51,21 @@ PROTECTIONS: Mapping[Protection, ProtectionText] = {
     ),
     "rights": ProtectionText(
         "gain no rights over namespaces, mounts and the kernel's other interfaces",
-        "make namespaces or mounts of their own, or use interfaces that lead around what confines them",
+        "make namespaces or mounts of their own, or use kernel interfaces that bypass the sandbox",
     ),
 }
-"""The protections that may hold for programs in a sandbox."""
+"""The protections of a sandbox, by name."""
 
 _LIMITS = SandboxLimits(disk_mb=2)
 _SLACK = 64
-"""Processes by which a program may exceed its limit where others of its user come and go beside it."""
+"""The processes by which a program may exceed its limit, because other processes of the same user start and end."""
 
 
 @cache
 def probe_protections(without: Sequence[str] = ()) -> frozenset[Protection]:
-    """The protections that hold, tried out once. without: means of protection that are left out (`Sandbox`).
+    """Return the protections that hold. The result is cached. Raises `RewardError` if no program can run at all.
 
-    `RewardError` where programs cannot be run at all.
+    without: means of protection that are left out (`Sandbox`).
     """
     with ThreadPoolExecutor(1) as pool:  # there may be an event loop in this thread
         return pool.submit(asyncio.run, _run_probe(tuple(without))).result()
@@ -77,18 +77,18 @@ async def _run_probe(without: Sequence[str]) -> frozenset[Protection]:
             async with Sandbox(_PROBE, _LIMITS, without=without) as sandbox:
                 result = await sandbox.run(json.dumps(targets.describe()), START_TIMEOUT_S)
         except SandboxLostError as error:
-            raise RewardError(f"No program can be run here: the box that keeps it is lost, because {error}.") from error
+            raise RewardError(f"No program can run here: the sandbox could not start, because {error}.") from error
         broken = _read_broken(result) | targets.find_broken()
     return frozenset(name for name in PROTECTIONS if name not in broken)
 
 
 def _read_broken(result: ProgramResult) -> set[str]:
-    """The protections that the program says it got through."""
+    """Return the protections that the program reports as broken."""
     try:
         return set(json.loads(result.output))
     except ValueError:
         raise RewardError(
-            f"No program can be run here: one that does nothing wrong ended with {result.status} {result.exit_code}."
+            f"No program can run here: the probe's program ended with {result.status} {result.exit_code}."
         ) from None
 
 
@@ -101,7 +101,7 @@ class _Targets:
     bystander: subprocess.Popen[bytes]
 
     def describe(self) -> dict[str, object]:
-        """Where all this is, for the program."""
+        """Return the addresses of the targets, for the program."""
         addresses = {
             name: address if isinstance(address := listener.getsockname(), str) else _text(address)
             for name, listener in self.listeners.items()
@@ -118,7 +118,7 @@ class _Targets:
         }
 
     def find_broken(self) -> set[str]:
-        """The protections that do not hold, as far as that can be seen from here."""
+        """Return the protections that do not hold, as far as the targets show it from outside."""
         broken = set()
         if any(map(_was_reached, self.listeners.values())):
             broken.add("network")
@@ -130,7 +130,7 @@ class _Targets:
 
 
 def _text(address: object) -> object:
-    """An address as JSON can hold it; that of an abstract socket begins with a zero."""
+    """Return an address as a JSON value. The address of an abstract socket is bytes and begins with a zero."""
     return address.decode() if isinstance(address, bytes) else address
 
 
@@ -154,13 +154,13 @@ def _open_targets() -> Iterator[_Targets]:
             ("file", socket.AF_UNIX, socket.SOCK_STREAM, f"{directory}/stream"),
             ("file letters", socket.AF_UNIX, socket.SOCK_DGRAM, f"{directory}/letters"),
         ):
-            with suppress(OSError):  # a machine without that kind has nothing of it to reach
+            with suppress(OSError):  # a machine without this kind of socket has no such target
                 listeners[key] = stack.enter_context(_open_listener(family, kind, address))
         yield _Targets(directory, listeners, bystander)
 
 
 def _open_listener(family: int, kind: int, address: object) -> socket.socket:
-    """A socket that waits for whatever comes."""
+    """Open a socket that accepts connections or datagrams."""
     listener = socket.socket(family, kind)
     try:
         listener.bind(address)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def _open_listener(family: int, kind: int, address: object) -> socket.socket:
 
 
 def _was_reached(listener: socket.socket) -> bool:
-    """Return whether anything came to a socket."""
+    """Return True if a connection or a datagram has reached a socket."""
     try:
         if listener.type == socket.SOCK_STREAM:
             listener.accept()[0].close()

@@ -1,13 +1,12 @@
-"""The tests of a task that asks for a program: what they look like in data, and how a program is put to them.
+"""The tests of a task that asks for a program: their forms in data, and how they run against a program.
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                     a script, by its standard input and output
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}         a function, by its arguments and result
     ["assert add(1, 2) == 3"]                                      a program's names, by statements
 
-These are the forms of APPS, TACO, LiveCodeBench, MBPP and HumanEval, as mappings, lists or JSON text, in the ground
-truth or, where there is none, in columns of those names. Nothing that a program printed or returned is looked at here:
-it is compared in the sandbox, by a process of its own (`etude.rewards.sandbox.guest.test_runner`), and a verdict comes
-back.
+These are the forms of APPS, TACO, LiveCodeBench, MBPP and HumanEval, as mappings, lists or JSON text. They are in the
+ground truth or, without one, in columns of those names. This module never reads a program's output or results. A test
+runner in the sandbox compares them (`etude.rewards.sandbox.guest.test_runner`) and returns only verdicts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LISTS = ("test_list", "assert_case", "asserts")
 _NESTED = ("tests", "input_output")
 _TESTS = ("inputs", "test", *_LISTS, *_NESTED)
 _COLUMNS = (*_TESTS, "outputs", "fn_name", "entry_point", *_SETUPS)
-"""Columns in which tests may lie, and what belongs to them."""
+"""The columns of tests and of their settings."""
 
 
 class ProgramTests(ABC):
@@ -43,19 +42,19 @@ class ProgramTests(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many they are."""
+        """The number of tests."""
 
     @abstractmethod
     def run(self, sandbox: Sandbox, timeout: float, deadline: float) -> AsyncGenerator[bool, None]:
-        """Whether the program in a box passes, test by test, as far as it comes.
+        """Run the tests against the program in a sandbox, and yield True or False for each test that was run.
 
-        each: seconds of one test. until: when, by `time.monotonic`, all must be over.
+        timeout: seconds of one test. deadline: the time by `time.monotonic` at which all tests end.
         """
 
 
 @dataclass(frozen=True)
 class ScriptTests(ProgramTests):
-    """A script that reads what is asked and prints the answer."""
+    """Tests of a script, which reads its standard input and prints the answer."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -74,7 +73,7 @@ class ScriptTests(ProgramTests):
 
 @dataclass(frozen=True)
 class CallTests(ProgramTests):
-    """A function, or a method of a class `Solution`, that returns the answer."""
+    """Tests of a function, or of a method of a class `Solution`, which returns the answer."""
 
     name: str
     inputs: tuple[Sequence[Any], ...]
@@ -93,15 +92,17 @@ class CallTests(ProgramTests):
 
 @dataclass(frozen=True)
 class StatementTests(ProgramTests):
-    """Statements about a program's names, some of which are tests: they pass where they raise nothing. The others must
-    not raise either: the tests behind one that does are not passed."""
+    """Statements about a program's names, some of which are tests. A test passes if it raises nothing.
+
+    The other statements must not raise either: after one that does, the following tests are not passed.
+    """
 
     statements: tuple[tuple[str, bool], ...]
-    """Each with whether it is a test."""
+    """The statements, each with True if it is a test."""
     names: tuple[tuple[str, str], ...]
-    """The names that they use and do not define: what they call it, and what the program does."""
+    """The names that the statements use and do not define: the name in the tests, and the program's name for it."""
     modules: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
-    """Of these, the modules, which are never the program's: each with its path, and what is used of it."""
+    """The names of modules among them, which are never the program's: each with its path and its used attributes."""
 
     @property
     def count(self) -> int:
@@ -115,8 +116,8 @@ class StatementTests(ProgramTests):
             if self.statements[index][1]:
                 yield passed
         if results.invalid_reason:
-            raise RewardError(f"its tests cannot be put to a program: {results.invalid_reason}.")
-        if len(results.passed) > last:  # what stands behind the last test belongs to it
+            raise RewardError(f"its tests cannot run against a program: {results.invalid_reason}.")
+        if len(results.passed) > last:  # the statements after the last test belong to it
             yield all(results.passed[last:]) and len(results.passed) == len(self.statements)
 
 
@@ -124,11 +125,11 @@ class StatementTests(ProgramTests):
 
 
 def read_tests(task: Task) -> ProgramTests:
-    """The tests of a task; `DataError` where it has none that can be read."""
+    """Return the tests of a task. Raises `DataError` if it has none that can be read."""
     content: Any = task.fields.get("ground_truth")
     columns = {name: task.fields[name] for name in _COLUMNS if task.fields.get(name) is not None}
     holds_solution = content == task.fields.get("solution") and any(name in columns for name in _TESTS)
-    if content is None or holds_solution:  # what a column `solution` holds beside tests is a program, and no test
+    if content is None or holds_solution:  # beside columns of tests, a column `solution` holds a program, not tests
         content = columns
     try:
         return _parse_tests(
@@ -136,24 +137,27 @@ def read_tests(task: Task) -> ProgramTests:
         )
     except _UnreadableTestsError as error:
         raise DataError(
-            f"The tests of {describe_task(task)} cannot be used: {error}. They are inputs with outputs, or statements "
-            f"in Python, in the right answer or in columns of their own; `data.columns.answer=…` names the column."
+            f"The tests of {describe_task(task)} cannot be used: {error}. Tests are inputs with outputs, or Python "
+            f"statements, in the right answer or in columns such as `test_list`; `data.columns.answer=…` names the "
+            f"column of the right answer."
         ) from None
 
 
 class _UnreadableTestsError(Exception):
-    """Why something is no trial, as a sentence ends."""
+    """Tests that cannot be read. The message is the end of a sentence."""
 
 
 @lru_cache(maxsize=1024)
 def _parse_tests(text: str, entry: str) -> ProgramTests:
-    """The same tests are read for every answer to a task."""
+    """Parse the tests in a JSON text. The cache serves all answers to one task."""
     return _tests_from_data(from_json(text), entry)
 
 
 def _tests_from_data(content: Any, entry: str) -> ProgramTests:
-    """A trial from plain data in one of the known forms; `entry` is the function that it is about, where it does not
-    say so itself."""
+    """Create the tests from JSON data in one of the known forms.
+
+    entry: the name of the tested function, for data that does not name it.
+    """
     if isinstance(content, str):
         parsed = from_json(content)
         return _tests_from_data(parsed, entry) if isinstance(parsed, list | dict) else _tests_from_code(content, entry)
@@ -163,7 +167,7 @@ def _tests_from_data(content: Any, entry: str) -> ProgramTests:
         if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in content):
             name = content[0].get("fn_name") or entry
             if not name and str(content[0].get("testtype", content[0].get("type", ""))).startswith("func"):
-                _refuse("they call a function and do not name it; give its name as `fn_name`")
+                _refuse("they call a function without its name; give the name as `fn_name`")
             return _tests_from_pairs([item["input"] for item in content], [item["output"] for item in content], name)
     if isinstance(content, dict) and content:
         entry = str(content.get("entry_point") or entry)
@@ -178,7 +182,7 @@ def _tests_from_data(content: Any, entry: str) -> ProgramTests:
         for name in _NESTED:
             if content.get(name):
                 return _tests_from_data(content[name], entry)
-        _refuse(f"there are none among {', '.join(sorted(map(str, content)))}")
+        _refuse(f"there are none in the fields {', '.join(sorted(map(str, content)))}")
     _refuse(f"what was found is of type {type(content).__name__}" if content else "nothing was found")
 
 
@@ -188,7 +192,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _tests_from_pairs(inputs: Any, outputs: Any, name: str) -> ProgramTests:
     if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs):
-        _refuse("`inputs` and `outputs` must be lists that hold something")
+        _refuse("`inputs` and `outputs` must be lists, and not empty")
     if len(inputs) != len(outputs):
         _refuse(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
     if name:
@@ -197,7 +201,7 @@ def _tests_from_pairs(inputs: Any, outputs: Any, name: str) -> ProgramTests:
 
 
 def _parse_arguments(arguments: Any) -> Sequence[Any]:
-    """The arguments of one call: a list of them, or text with one in JSON on each line."""
+    """Return the arguments of one call, from a list or from text with one JSON value on each line."""
     if isinstance(arguments, str):
         return [from_json(line) for line in arguments.splitlines() if line.strip()]
     if not isinstance(arguments, list):
@@ -206,7 +210,7 @@ def _parse_arguments(arguments: Any) -> Sequence[Any]:
 
 
 def _join_lines(value: Any) -> str:
-    """What is read or printed: text, or lines of it."""
+    """Return an input or an output as text, from text or from a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -1,13 +1,13 @@
-"""A box: a process that keeps one program which nobody trusts, as far apart from this machine as the kernel grants.
+"""The sandbox of one untrusted program: processes that are isolated from this machine as far as the kernel allows.
 
-    async with Box(code, Limits()) as box:
-        passed = await box.prints("3 4", wanted="7", seconds=5)         # as a script
-        found = await box.examine(tests, count=len(tests), seconds=5)   # its functions, by tests that it cannot reach
+    async with Sandbox(code, SandboxLimits()) as sandbox:
+        passed = await sandbox.check_output("3 4", expected="7", seconds=5)      # as a script
+        results = await sandbox.run_tests(tests, count=len(tests), seconds=5)    # its functions, by hidden tests
 
-`etude.rewards.sandbox.guest` is what runs there: a fresh interpreter without site packages, with an environment that
-holds nothing, in a directory that is removed. It is spoken to over a pipe, and gone, with all that it started, when the
-box is closed. What a program prints or returns stays there and is compared there; a verdict of bounded length comes
-back. Which protections hold on this machine, `etude.rewards.sandbox.probe` tries out.
+The sandbox runs `etude.rewards.sandbox.guest`: a fresh interpreter without site packages, with a minimal environment,
+in a temporary directory. The trainer talks to it over a pipe. Closing the sandbox ends it with all that it started.
+The output and the results of a program stay in the sandbox and are compared there. Only a verdict of bounded length
+comes back. `etude.rewards.sandbox.probe` finds out which protections hold on this machine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from etude.rewards.sandbox.guest.test_runner import INVALID, PASSED
 __all__ = ["ProgramResult", "ProgramTestResults", "Sandbox", "SandboxBrokenError", "SandboxLimits", "SandboxLostError"]
 
 CLOSE_TIMEOUT_S = 4.0
-"""Seconds that a box has to end all that its program started; then its process group is killed."""
+"""Seconds that a sandbox may take to end all that its program started; then its process group is killed."""
 START_TIMEOUT_S = 20.0
-"""Seconds within which a box is there, on however busy a machine."""
+"""Seconds that a sandbox may take to start, also on a busy machine."""
 COMPARE_TIMEOUT_S = 5.0
-"""Seconds that comparing what a script printed may take; a program whose output takes longer has failed."""
+"""Seconds of comparing a script's output. A program whose output takes longer has failed."""
 _MAX_REPLY_BYTES = 4096
-"""Bytes of an answer that holds no more than how something ended."""
+"""The most bytes of a reply that holds only a status."""
 _MAX_STDERR_CHARS = 300
-"""Characters of what a box said in the end that are told."""
+"""The most characters of a sandbox's last error line that a message quotes."""
 _BOOT = """
 import sys, types
 for name, path in (("etude", ""), ("etude.rewards", "/rewards"), ("etude.rewards.sandbox", "/rewards/sandbox")):
@@ -55,37 +55,37 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class SandboxLostError(Exception):
-    """There is no box: the program is to blame for nothing that is known."""
+    """The sandbox could not start. The program is not to blame."""
 
 
 class SandboxBrokenError(SandboxLostError):
-    """A box that was there ended when its program could run: by the machine, or by the program."""
+    """The sandbox ended while its program could run: the machine or the program ended it."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use."""
+    """The limits of a program."""
 
     cpu: int = 5
-    """Seconds of a processor, for each process and each test."""
+    """Processor seconds of each process, for each test."""
     memory_mb: int = 1024
-    """Megabytes of address space, for each process."""
+    """Megabytes of address space of each process."""
     disk_mb: int = 64
-    """Megabytes that may be written."""
+    """Megabytes that the program may write."""
     output_kb: int = 1024
-    """Kilobytes of output that are read; a program that writes more has failed."""
+    """Kilobytes of output that are kept. A program that writes more has failed."""
     processes: int = 8
     """Processes and threads at a time."""
     packages: bool = False
-    """Whether the packages that are installed here may be imported."""
+    """True if the program may import the packages that are installed here."""
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a run ended, and what it wrote."""
+    """The status and the output of a run."""
 
     status: Literal["exit", "signal", "late", "flood"]
-    """By itself, by a signal, not in time, or with more output than is read."""
+    """The end of the run: by exit, by a signal, by the time limit, or with more output than `output_kb`."""
     exit_code: int
     """The exit code, or minus the signal's number."""
     output: str
@@ -93,7 +93,7 @@ class ProgramResult:
 
     @property
     def is_success(self) -> bool:
-        """Whether it ended as programs should."""
+        """True for exit code 0."""
         return self.status == "exit" and self.exit_code == 0
 
 
@@ -101,16 +101,17 @@ class ProgramTestResults(NamedTuple):
     """The results of tests."""
 
     passed: tuple[bool, ...]
-    """Test by test, as far as they came."""
+    """The result of each test that was run, in order."""
     invalid_reason: str
-    """Why no program can be put to the next one, where that is so."""
+    """The reason why the next test cannot run against any program; empty if there is none."""
 
 
 class Sandbox:
-    """One program, kept. Open it once; runs follow each other. `SandboxLostError` where the box cannot be had, and
-    `SandboxBrokenError` where it ends before it is closed.
+    """A sandbox with one program. Open it once; its runs follow each other.
 
-    without: means of protection that are left out, to try what holds without them.
+    Raises `SandboxLostError` if it cannot start, and `SandboxBrokenError` if it ends before it is closed.
+
+    without: means of protection that are left out, to test the others alone.
     """
 
     def __init__(self, code: str, limits: SandboxLimits, *, without: Sequence[str] = ()) -> None:
@@ -147,13 +148,13 @@ class Sandbox:
             await asyncio.to_thread(_remove_directory, self._directory)
 
     async def run(self, text: str, seconds: float) -> ProgramResult:
-        """Run the program as a script, with this on its standard input, and return what it printed."""
+        """Run the program as a script with `text` on its standard input, and return its status and output."""
         result = await self._run(text, seconds)
-        max_bytes = _MAX_REPLY_BYTES + 6 * (self._limits.output_kb << 10)  # a letter may become six in a message
+        max_bytes = _MAX_REPLY_BYTES + 6 * (self._limits.output_kb << 10)  # JSON may escape a letter with six
         return replace(result, output=(await self._request({"do": "output"}, 0.0, max_bytes=max_bytes))["output"])
 
     async def check_output(self, text: str, expected: str, seconds: float) -> bool:
-        """Run the program as a script, and have what it printed compared there with what is wanted."""
+        """Run the program as a script, compare its output in the sandbox with `expected`, and return True if equal."""
         if not (await self._run(text, seconds)).is_success:
             return False
         request = {"do": "compare", "seconds": COMPARE_TIMEOUT_S, "cpu": self._limits.cpu}
@@ -161,10 +162,10 @@ class Sandbox:
         return str(reply["found"]) == PASSED
 
     async def run_tests(self, tests: Mapping[str, Any], count: int, seconds: float) -> ProgramTestResults:
-        """Have the program's functions put to so many tests (`etude.rewards.sandbox.guest.test_runner`).
+        """Run `count` tests against the program's functions (`etude.rewards.sandbox.guest.test_runner`).
 
-        The tests leave this process only when the program is loaded in one of its own. That one process is there for
-        all of them, and may use the processor time of all, as far as the seconds allow.
+        The program is loaded in its own process before the tests leave this one. That process serves all tests, and
+        may use the processor time of all, as far as `seconds` allow.
         """
         cpu = max(self._limits.cpu, min(self._limits.cpu * count, math.ceil(seconds)))
         await self._request({"do": "load", "cpu": cpu}, 0.0)
@@ -182,9 +183,12 @@ class Sandbox:
     async def _request(
         self, request: Mapping[str, Any], seconds: float, *expected: Any, max_bytes: int = _MAX_REPLY_BYTES
     ) -> Any:
-        """The answer to a request. expected: what follows it, for an examiner alone to read. most: bytes of the answer;
-        a longer one is refused before it is read."""
-        assert self._process is not None and self._process.stdout is not None, "the box is not open"
+        """Send a request and return the reply.
+
+        expected: messages after the request, which only a test runner reads. max_bytes: the most bytes of the reply; a
+        longer one is refused before it is read.
+        """
+        assert self._process is not None and self._process.stdout is not None, "the sandbox is not open"
         try:
             async with asyncio.timeout(START_TIMEOUT_S + seconds):
                 for message in (request, *expected):
@@ -199,7 +203,7 @@ class Sandbox:
             raise SandboxBrokenError(f"it did not answer within {START_TIMEOUT_S + seconds:g} seconds") from error
 
     async def _read_last_error(self) -> str:
-        """What a box said in the end, to be put behind a sentence."""
+        """Return the last error line of the sandbox as the end of a sentence."""
         assert self._process is not None and self._process.stderr is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -224,7 +228,7 @@ def _command() -> list[str]:
 def _make_start_message(
     code: str, limits: SandboxLimits, directory: Path, without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The first message to a keeper."""
+    """Return the first message to the init process."""
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if limits.packages else []
     spec = SandboxSpec(
         str(directory),
@@ -238,7 +242,7 @@ def _make_start_message(
 
 
 async def _close_process(process: asyncio.subprocess.Process) -> None:
-    """Have a box end what it holds, and itself; kill it where it does not."""
+    """Close a sandbox's pipe, on which it ends all its processes and itself. Kill it if it does not end in time."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -251,14 +255,14 @@ async def _close_process(process: asyncio.subprocess.Process) -> None:
 
 
 def _remove_directory(directory: Path) -> None:
-    """Remove a directory, however deep a program has made it and whatever it has forbidden."""
+    """Remove a directory, also if a program has nested it deeply or removed its permissions."""
     while directory.exists():
         for path in list(directory.iterdir()):
             if path.is_dir() and not path.is_symlink():
                 path.chmod(0o700)
                 for inner in list(path.iterdir()):
                     if inner.is_dir() and not inner.is_symlink():
-                        inner.chmod(0o700)  # a directory is not moved by those who may not write in it
+                        inner.chmod(0o700)  # moving a directory needs the right to write in it
                     inner.rename(directory / f"{uuid4().hex}")
                 path.rmdir()
             else:

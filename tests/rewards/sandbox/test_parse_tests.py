@@ -79,14 +79,14 @@ def test_a_reference_solution_is_no_test() -> None:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("f(1)", "every program would pass: they hold no `assert`, and call none"),
+        ("f(1)", "every program would pass: they have no `assert`, and call no function"),
         ("def run():\n    f(1)\nrun()", "every program would pass"),
         ("def check(candidate):\n    assert candidate(1) == g", "a column `entry_point` names"),
-        ("assert abs(sum([0.1]) - 0.1) < 1", "all that they use is Python's own (abs, sum)"),
+        ("assert abs(sum([0.1]) - 0.1) < 1", "they use only Python's builtins (abs, sum)"),
         ("if True:\n    def inner():\n        assert f(1)", "every program would pass"),
-        ("def test_f(fixture):\n    assert f(fixture)", "`test_f` wants arguments"),
+        ("def test_f(fixture):\n    assert f(fixture)", "`test_f` takes arguments"),
         ("async def test_f():\n    assert await f()", "is a coroutine function"),
-        ("class TestF:\n    def setup_method(self): ...\n    def test_f(self): assert f()", "what pytest would call"),
+        ("class TestF:\n    def setup_method(self): ...\n    def test_f(self): assert f()", "has a setup for pytest"),
     ],
 )
 def test_code_that_tests_nothing_is_refused(code: str, message: str) -> None:

@@ -444,12 +444,10 @@ def test_a_sandbox_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sandbox_module, "_BOOT", "raise SystemExit('no room here')")
     with pytest.raises(SandboxLostError, match=r"it ended"):
         run("print(1)")
-    with pytest.raises(
-        RewardError, match=r"No program can be run here: the box that keeps it is lost, because it ended"
-    ):
+    with pytest.raises(RewardError, match=r"No program can run here: the sandbox could not start, because it ended"):
         asyncio.run(probe._run_probe(()))
     monkeypatch.setattr(probe, "_PROBE", "print('nonsense')")
     monkeypatch.undo()
     monkeypatch.setattr(probe, "_PROBE", "print('nonsense')")
-    with pytest.raises(RewardError, match=r"one that does nothing wrong ended with exit 0"):
+    with pytest.raises(RewardError, match=r"the probe's program ended with exit 0"):
         asyncio.run(probe._run_probe(()))

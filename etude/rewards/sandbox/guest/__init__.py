@@ -1,5 +1,5 @@
-"""What runs in a box, on the far side of its pipe: the keeper of a program that nobody trusts.
+"""The code inside a sandbox, at the other end of its pipe, which runs an untrusted program.
 
-These files are loaded by an interpreter of their own, without the rest of Etude, and keep to the standard library:
-`etude.rewards.sandbox.sandbox` says how they are started, and `init_process` what they do.
+A separate interpreter loads these files without the rest of Etude, so they use the standard library alone.
+`etude.rewards.sandbox.sandbox` starts them. `init_process` is their main module.
 """

@@ -1,7 +1,7 @@
-"""Compare what a program printed or returned with what is expected: in a process of the sandbox, not in the trainer.
+"""The comparison of a program's output or results with the expected ones, in a process of the sandbox.
 
-A value from a program may be built to take forever, or to raise, wherever it is compared, hashed or shown. Here that
-costs the program its test.
+A program can build a value that hangs or raises when it is compared, hashed or shown. In the sandbox that fails the
+program's test, and the trainer is safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["from_json", "outputs_match", "values_match"]
 
 TOLERANCE = 1e-6
-"""By how much, of itself or of 1, a number may differ that is written with a point or an exponent."""
+"""The relative or absolute tolerance of numbers that are written with a point or an exponent."""
 _FRACTIONAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 
 
@@ -29,9 +29,11 @@ def from_json(text: str) -> Any:
 
 
 def outputs_match(expected: str, actual: str) -> bool:
-    """Whether a script printed what it should: line by line, lines at the end aside. Spaces count only before lines,
-    and only where what is wanted has some there: it is then a shape that is to be drawn. A number that is written with
-    a point or an exponent may differ by a millionth."""
+    """Return True if a script printed the expected output, compared line by line without empty lines at the end.
+
+    Indentation counts only if an expected line has some, because the output is then a drawn shape. Other spaces do not
+    count. A number that is written with a point or an exponent may differ by a millionth.
+    """
     expected_lines, actual_lines = _lines(expected), _lines(actual)
     if expected_lines == actual_lines:
         return True
@@ -70,9 +72,11 @@ def _same_word(expected: str, actual: str) -> bool:
 
 
 def values_match(expected: Any, actual: Any) -> bool:
-    """Whether a function returned what it should, which JSON cannot quite say: tuples and lists are alike, keys are
-    text, a result may stand in a list of its own, and text may be what it says or what it holds as JSON. Numbers with a
-    fraction may differ by a millionth."""
+    """Return True if a function returned the expected result, which comes from JSON and so is less exact.
+
+    Tuples equal lists, and keys are text. The expected result may be in a list of one. An expected text also stands for
+    the JSON value that it holds. Floats may differ by a millionth.
+    """
     candidates = [expected, from_json(expected)] if isinstance(expected, str) else [expected]
     candidates += [candidate[0] for candidate in candidates if isinstance(candidate, list) and len(candidate) == 1]
     return any(_same(candidate, actual) for candidate in candidates)
@@ -96,7 +100,7 @@ def _same(expected: Any, actual: Any) -> bool:
         try:
             return _near(expected, float(actual))
         except OverflowError:
-            return False  # a whole number beyond all that have a fraction
+            return False  # an integer larger than any float
     return bool(expected == actual) and isinstance(expected, bool) == isinstance(actual, bool)
 
 

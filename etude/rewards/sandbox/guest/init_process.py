@@ -1,14 +1,15 @@
-"""Keeps one program: starts it, once for each run, ends all that it started, and tells what it said.
+"""The init process of a sandbox: it starts the program for each run, ends all its processes, and reports the result.
 
-    parent ═pipe═ warden ── keeper ─┬─ program      a script with its input, or functions that are asked for
-                                    └─ examiner     what a script should print, or the tests of those functions
+    parent ═pipe═ outer process ── init ─┬─ program        a script with its input, or functions that tests call
+                                         └─ test runner    the expected output of a script, or the tests of functions
 
-The warden only waits, so that somebody outside the program's namespaces buries what is left. The keeper is the first
-process within them. It and all that it starts have no rights (`confine`), and it holds nothing that is worth stealing:
-an examiner reads from the parent's pipe itself what it is to expect, so that this never lies in the memory from which
-programs are forked. An examiner writes its verdict, a letter for each test, to a file without a name that the keeper
-made after the program was started: no program has a descriptor of it, or of the parent's pipe. When the parent closes
-the pipe, or is gone, the keeper ends everything and itself.
+The outer process only waits. It stays outside the program's namespaces and reaps the processes that are left. The init
+process is the first process inside the namespaces. It and its children have no privileges (`confine`).
+
+The init process holds no secret. A test runner reads the expected results from the parent's pipe itself, so they are
+never in the memory from which programs are forked. It writes its verdict, one letter for each test, to an unnamed file.
+The init process creates that file after the program has started, so no program has a descriptor of it, or of the
+parent's pipe. When the parent closes the pipe or dies, the init process ends all processes and itself.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = ["main"]
 
 IN, OUT = 0, 1
 KILL_TIMEOUT_S = 2.0
-"""Seconds in which all that a program started must be gone."""
+"""Seconds that killing all processes of a program may take."""
 UNLINKED_FILE = "etude-nameless"
 FIRST_SPARE_FD = 100
-"""Descriptors are moved up here while those below are dealt out."""
+"""The first descriptor number used to hold descriptors while those from 0 are assigned."""
 
 
 class ParentClosedError(Exception):
@@ -44,7 +45,7 @@ class ParentClosedError(Exception):
 
 
 def main() -> NoReturn:
-    """Be the warden of a program, and in a child its keeper, and in that one's children the program itself."""
+    """Run the outer process. Its child is the init process, whose children run the program and the test runner."""
     sys.argv[:] = [PROGRAM_FILE]
     handlers = _ignore_signals()
     start = receive(IN)
@@ -63,10 +64,10 @@ def main() -> NoReturn:
 
 
 def _ignore_signals() -> dict[int, Any]:
-    """Take no notice of signals: a program can send them to the keeper. Returns what was done about each before."""
+    """Ignore all signals, because a program can send them to the init process. Return the previous handlers."""
     handlers: dict[int, Any] = {}
     for number in signal.valid_signals() - {signal.SIGCHLD}:
-        with suppress(OSError):  # that of which notice must be taken
+        with suppress(OSError):  # a signal that cannot be ignored
             handlers[number] = signal.signal(number, signal.SIG_IGN)
     return handlers
 
@@ -76,11 +77,11 @@ def _run_init(isolation: Isolation, code: str, handlers: Mapping[int, Any]) -> N
         kernel.become_subreaper()
     isolation.drop_privileges()
     with suppress(OSError):
-        kernel.set_parent_death_signal()  # what went before would have undone it
+        kernel.set_parent_death_signal()  # after the change of user, which would clear it
     sys.path += isolation.spec.readable
     init = _SandboxInit(isolation, code, handlers)
     try:
-        send(OUT, {})  # it is there, and nothing of the program has run
+        send(OUT, {})  # the sandbox is ready, and no code of the program has run
         while True:
             send(OUT, init.handle(init.receive_request()))
     except ParentClosedError:
@@ -97,7 +98,7 @@ class _SandboxInit:
         self._program_pipes = -1, -1
         self._output_file = -1
         self._expected: Any = None
-        """The expected results, which only the examiner's process holds."""
+        """The expected results, which only the test runner's process holds."""
         self._children: list[int] = []
         self._wakeup_pipe, wakeup_write = os.pipe()
         for end in (self._wakeup_pipe, wakeup_write):
@@ -107,14 +108,14 @@ class _SandboxInit:
         os.umask(0o077)
 
     def receive_request(self) -> Any:
-        """What the parent asks for next."""
+        """Receive the parent's next request."""
         try:
             return receive(IN)
         except EOFError:
             raise ParentClosedError from None
 
     def handle(self, request: Any) -> Any:
-        """Do it."""
+        """Perform a request and return the reply."""
         match request["do"]:
             case "run":
                 return self._run(request["input"], request["seconds"], request["output"], request["cpu"])
@@ -128,7 +129,7 @@ class _SandboxInit:
                 return self._run_tests(request["count"], request["seconds"], request["cpu"])
 
     def _run(self, text: str, seconds: float, max_output_bytes: int, cpu: int) -> Any:
-        """Run the program as a script on this input, and keep so much of what it prints."""
+        """Run the program as a script on this input, and keep at most `max_output_bytes` + 1 of its output."""
         input_file = _create_memory_file(text.encode(errors="replace"))
         self._close_output()
         self._output_file = _create_memory_file()
@@ -143,7 +144,7 @@ class _SandboxInit:
         return {**result, **flood}
 
     def _read_output(self) -> bytes:
-        """The output of the last run."""
+        """Return the output of the last run."""
         return _read(self._output_file, os.fstat(self._output_file).st_size)
 
     def _close_output(self) -> None:
@@ -152,13 +153,13 @@ class _SandboxInit:
             self._output_file = -1
 
     def _compare(self, seconds: float, cpu: int) -> Any:
-        """Have what the last run printed compared with what it should have, by a process that alone knows that."""
+        """Compare the output of the last run with the expected output, in a process that alone holds the latter."""
         return self._run_test_runner(
             [self._output_file], lambda expected: check_output(3, 4, expected), 1, seconds, cpu
         )
 
     def _load(self, cpu: int) -> Any:
-        """Have the program loaded by a process that will be asked for its functions."""
+        """Load the program in a process that will serve calls of its functions."""
         request_read, request_write = os.pipe()
         reply_read, reply_write = os.pipe()
         standard_streams = [self._devnull] * 3
@@ -169,7 +170,7 @@ class _SandboxInit:
         return {}
 
     def _run_tests(self, count: int, seconds: float, cpu: int) -> Any:
-        """Have the loaded program tried by a process that holds the tests."""
+        """Test the loaded program from a process that holds the tests."""
         verdict = self._run_test_runner(
             self._program_pipes, lambda tests: run_tests(3, 4, 5, tests), count, seconds, cpu
         )
@@ -180,7 +181,7 @@ class _SandboxInit:
     def _run_test_runner(
         self, descriptors: Sequence[int], work: Callable[[Any], int], count: int, seconds: float, cpu: int
     ) -> Any:
-        """Start a process that reads from the parent what it is to expect, and return the letters that it writes."""
+        """Start a process that reads the expected results from the parent, and return the letters that it writes."""
         result_file, devnull = _create_memory_file(), self._devnull
         ready_read, ready_write = os.pipe()
         test_runner = self._start(
@@ -190,9 +191,7 @@ class _SandboxInit:
             reads_expected=True,
         )
         os.close(ready_write)
-        os.read(
-            ready_read, 1
-        )  # it ends when the examiner has closed it, and the pipe to the parent is this process's again
+        os.read(ready_read, 1)  # returns when the test runner has read its message and closed its descriptors
         os.close(ready_read)
         result = self._wait_for(test_runner, seconds)
         self.kill_all()
@@ -203,9 +202,11 @@ class _SandboxInit:
     def _start(
         self, descriptors: Sequence[int], work: Callable[[], int], cpu: int, *, reads_expected: bool = False
     ) -> int:
-        """Start a process that has these descriptors, counted from 0, and no others. What it does returns its exit
-        code, and from whatever else it may do it does not come back. cpu: seconds of a processor that it may use up.
-        asks: it first reads a message of the parent."""
+        """Start a child process with these descriptors, numbered from 0, and no others.
+
+        The child's exit code is the result of `work`, or 1 if `work` raises. cpu: the child's processor seconds.
+        reads_expected: True if the child first reads the expected results from the parent.
+        """
         child = os.fork()
         if child:
             self._children.append(child)
@@ -227,13 +228,13 @@ class _SandboxInit:
             os._exit(code)
 
     def _restore_signals(self) -> str:
-        """The program's code, in a process that takes notice of signals again as any does."""
+        """Restore the signal handlers from before `_ignore_signals`, and return the program's code."""
         for number, handler in self._signal_handlers.items():
             signal.signal(number, handler)
         return self._code
 
     def _wait_for(self, process: int, seconds: float) -> Any:
-        """How a process ended: by itself, by a signal, or not in time."""
+        """Wait for a process and return its status: an exit, a signal, or late."""
         began = time.monotonic()
         while True:
             elapsed = time.monotonic() - began
@@ -245,25 +246,28 @@ class _SandboxInit:
                 return {"ended": "late", "code": 0, "took": elapsed}
             ready, _, _ = select.select([self._wakeup_pipe, IN], [], [], seconds - elapsed)
             if IN in ready:
-                raise ParentClosedError  # nothing is asked while something runs
+                raise ParentClosedError  # the parent sends no request while a process runs
             if ready:
                 os.read(self._wakeup_pipe, 4096)
 
     def kill_all(self) -> None:
-        """Kill every process that the program has started, wherever it went."""
+        """Kill every process that the program has started, also those that left their session."""
         _kill_and_reap(self._kill_targets)
         self._children.clear()
 
     def _kill_targets(self) -> list[int]:
-        """Whoever is to be killed: all that this process may signal but itself, where those are of its box alone; else
-        its descendants; where no /proc tells those, the groups that it started."""
+        """Return the targets of `kill`.
+
+        -1, all processes that this one may signal, if only the sandbox's are among them. Otherwise its descendants, or
+        without /proc the process groups that it started.
+        """
         if os.getpid() == 1 or os.geteuid() >= FIRST_SANDBOX_UID:
             return [-1]
         return _descendants() if os.path.isdir("/proc/self") else [-process for process in self._children]
 
 
 def _kill_and_reap(targets: Callable[[], list[int]]) -> None:
-    """Kill whoever can be reached until nobody is left, and bury them. Who loses a parent comes here for that."""
+    """Kill and reap the targets until none is left. Orphans become children of this process, which reaps them too."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         for process in targets():
@@ -278,7 +282,7 @@ def _kill_and_reap(targets: Callable[[], list[int]]) -> None:
 
 
 def _descendants() -> list[int]:
-    """Whoever descends from this process: who lost their parent is its child, because it takes orphans."""
+    """Return the descendants of this process. Orphans are its children, because it is their subreaper."""
     children: dict[int, list[int]] = {}
     with suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -291,7 +295,7 @@ def _descendants() -> list[int]:
 
 
 def _reap_child() -> tuple[int, int] | None:
-    """A child that has ended, with its status; None where none has."""
+    """Reap a child that has ended and return its number and status, or None if none has ended."""
     try:
         process, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -300,7 +304,7 @@ def _reap_child() -> tuple[int, int] | None:
 
 
 def _read(descriptor: int, count: int) -> bytes:
-    """So much of a file, from its beginning."""
+    """Read at most `count` bytes of a file, from its beginning."""
     parts = bytearray()
     while len(parts) < count and (part := os.pread(descriptor, count - len(parts), len(parts))):
         parts += part
@@ -308,7 +312,7 @@ def _read(descriptor: int, count: int) -> bytes:
 
 
 def _create_memory_file(text: bytes = b"") -> int:
-    """A file that has no name, with this in it."""
+    """Create an unnamed file with this content."""
     if sys.platform == "linux":
         descriptor = os.memfd_create("etude")
     else:

@@ -1,12 +1,12 @@
-"""How far a process can be set apart from the rest of the machine, and how much it may use.
+"""The isolation of a process from the rest of the machine, and its resource limits.
 
-Nothing here fails where the kernel refuses: what is refused is done without, by the next best means, and in the end a
-program tries it out (`etude.rewards.sandbox.probe.probe_protections`). In this order:
+A refusal of the kernel is not an error: isolation goes on with the next best means, and in the end a program tries out
+the result (`etude.rewards.sandbox.probe.probe_protections`). The means, in this order:
 
-    namespaces    a network of its own without a device in it, processes of its own, a root of its own in memory
-    a stranger    where an administrator runs this: a user that nobody else is, without rights
-    Landlock      where the root is not its own: no other file, no TCP, no signal to others
-    seccomp       no socket, no other process's memory, no mounts; where others are in sight, no signals to them
+    namespaces    a separate network without devices, separate processes, a separate root in memory
+    a stranger    if root runs this: a user id that no other process has, without privileges
+    Landlock      without a separate root: no other file, no TCP, no signal to other processes
+    seccomp       no socket, no other process's memory, no mounts; without separate processes, no signals to others
     limits        memory, CPU seconds, bytes written, processes: always
 """
 
@@ -24,20 +24,20 @@ __all__ = ["Isolation", "SandboxSpec"]
 
 NOBODY = 65534
 FIRST_SANDBOX_UID = 0x70000000
-"""From here on users are counted that are one box each, where there are so many."""
+"""The first of the user ids that each belong to one sandbox, if the system has so many ids."""
 SANDBOX_PROCESSES = 3
-"""Processes of a box beside the program's: warden, keeper, examiner."""
+"""The processes of a sandbox besides the program's: outer process, init process, test runner."""
 OPEN_FILES = 64
 MAX_FILES = 4096
-"""How many files a program may leave in its directory, where that is in memory."""
+"""The most files in a program's directory, if the directory is in memory."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/lib", "/lib64", "/bin", "/usr/lib", "/usr/lib64", "/usr/bin", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WORK = "/box"
-"""The working directory, seen from within a root of its own."""
+"""The working directory inside a separate root."""
 
 
 class SandboxSpec:
-    """What a program may use."""
+    """The isolation and the limits that a program gets."""
 
     def __init__(
         self,
@@ -48,17 +48,19 @@ class SandboxSpec:
         readable: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> None:
-        """directory: an empty one of this box's own. memory: bytes of address space, for each process. disk: bytes of a
-        file; of all, where the directory is in memory. processes: processes and threads at a time. readable:
-        directories that may be read, beside Python's own and the system's libraries. without: means that are left out,
-        as if the kernel had refused them: `namespaces`, `stranger`, `landlock`, `filter`.
+        """directory: the sandbox's own empty directory. memory: bytes of address space of each process.
+
+        disk: bytes of each file, or of all files if the directory is in memory. processes: processes and threads at a
+        time. readable: readable directories besides those of Python and of the system's libraries. without: means that
+        are left out, as if the kernel had refused them: `namespaces`, `stranger`, `landlock`, `filter`.
         """
         self.directory, self.readable, self.without = directory, list(readable), list(without)
         self.memory, self.disk, self.processes = memory, disk, processes
 
 
 class Isolation:
-    """A process on its way out. The warden calls `leave`, the keeper `settle`, what the keeper starts `confine`."""
+    """The steps of isolation. The outer process calls `enter_namespaces`, the init process `drop_privileges`, and each
+    process that the init process starts calls `confine`."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
@@ -70,11 +72,11 @@ class Isolation:
 
     @property
     def has_pid_namespace(self) -> bool:
-        """Whether it sees no process of others."""
+        """True if it sees only processes of its own sandbox."""
         return "processes" in self._granted
 
     def enter_namespaces(self) -> None:
-        """Go into namespaces of its own, as far as they are granted."""
+        """Enter new namespaces, as far as the kernel grants them."""
         if "namespaces" not in self.spec.without:
             self._unshare()
         if self._was_root and "stranger" not in self.spec.without and self._is_python_readable():
@@ -83,7 +85,7 @@ class Isolation:
             kernel.make_undumpable()
 
     def drop_privileges(self) -> None:
-        """Take the root, and then every right that is left, away from the keeper."""
+        """Change to a separate root if there is one, and drop all privileges of the init process."""
         if self._was_root and not self._is_mapped_uid(self.user):
             self.user = self.group = NOBODY
         if not self._has_own_process_limit():
@@ -108,7 +110,7 @@ class Isolation:
                 step()
 
     def confine(self, cpu: int) -> None:
-        """Bind this process to its limits and its directory, for good. cpu: seconds of a processor."""
+        """Confine this process to its limits and its directory, permanently. cpu: processor seconds."""
         spec = self.spec
         if self.work != WORK and "landlock" not in spec.without:
             with suppress(OSError):
@@ -129,7 +131,8 @@ class Isolation:
     # -- namespaces ---------------------------------------------------------------------------------------------------
 
     def _unshare(self) -> None:
-        """All at once, or those that are granted one by one. Who is no administrator becomes one of a namespace."""
+        """Enter all namespaces at once, or those that are granted one by one. A user other than root also enters a user
+        namespace, which it administers."""
         flags = kernel.NAMESPACES
         first = {} if self._was_root else {"user": kernel.USER}
         attempts = [{**first, **flags}, *([first] if first else []), *({name: flags[name]} for name in flags)]
@@ -158,7 +161,7 @@ class Isolation:
                 os.close(descriptor)
 
     def _mount_own_root(self) -> None:
-        """A root in memory that shows Python, the system's libraries and a few devices, and has one place to write."""
+        """Mount a root in memory with Python, the system's libraries, a few devices and one writable directory."""
         root, spec = self.spec.directory, self.spec
         owner = f"uid={self.user},gid={self.group}"
         kernel.make_mounts_private()
@@ -176,13 +179,13 @@ class Isolation:
     # -- users --------------------------------------------------------------------------------------------------------
 
     def _is_python_readable(self) -> bool:
-        """Whether a user without rights can still load modules."""
+        """Return True if a user without privileges can still load Python's modules."""
         own_root = "mounts" in self._granted
         directories = filter(os.path.isdir, [*_python_paths(), *self.spec.readable])
         return all(_is_world_readable(directory, own_root=own_root) for directory in directories)
 
     def _has_own_process_limit(self) -> bool:
-        """Whether the kernel counts the processes of this box apart from all others of its user."""
+        """Return True if the kernel counts this sandbox's processes apart from all others of the same user."""
         return self.user >= FIRST_SANDBOX_UID or ("user" in self._granted and _kernel_version() >= (5, 14))
 
     def _is_mapped_uid(self, user: int) -> bool:
@@ -195,14 +198,14 @@ class Isolation:
 
 
 def _python_paths() -> list[str]:
-    """Where Python and its own modules lie."""
+    """Return the directories of Python and of its standard library."""
     prefixes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix))
     paths = [f"{prefix}/{part}" for prefix in prefixes for part in ("lib", "lib64", "bin")]
     return [*paths, *(["/nix/store"] if sys.base_prefix.startswith("/nix/") else [])]
 
 
 def _outermost(paths: Sequence[str]) -> Iterator[str]:
-    """Of paths that are there, those that lie in no other."""
+    """Yield the paths that exist and are inside no other of them."""
     existing = sorted({path for path in paths if os.path.lexists(path)})
     for path in existing:
         if not any(path.startswith(f"{other}/") for other in existing if not os.path.islink(other)):
@@ -210,7 +213,7 @@ def _outermost(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _bind_into_root(path: str, root: str) -> None:
-    """Make a path of the old root be there in the new one."""
+    """Show a path of the old root in the new root."""
     target = root + path
     os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if os.path.islink(path):
@@ -224,7 +227,7 @@ def _bind_into_root(path: str, root: str) -> None:
 
 
 def _is_world_readable(path: str, *, own_root: bool) -> bool:
-    """Whether everybody may look into a directory; `alone`, whatever lies above it."""
+    """Return True if every user may read a directory. own_root: ignore the permissions of its parent directories."""
     directories = [path]
     while not own_root and os.path.dirname(directories[-1]) != directories[-1]:
         directories.append(os.path.dirname(directories[-1]))
@@ -232,7 +235,7 @@ def _is_world_readable(path: str, *, own_root: bool) -> bool:
 
 
 def _count_threads(user: int) -> int:
-    """How many threads a user has on this machine, as far as can be seen; room for as many limits is left to them."""
+    """Count the visible threads of a user on this machine. The process limit is raised by this number."""
     count = 0
     with suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -243,10 +246,10 @@ def _count_threads(user: int) -> int:
 
 
 def _kernel_version() -> tuple[int, ...]:
-    """The version of the kernel."""
+    """Return the major and minor version of the kernel."""
     return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
 
 
 def _limit(resource_id: int, soft: int, hard: int) -> None:
-    with suppress(OSError, ValueError):  # a system that does not know it, or a lower one that holds already
+    with suppress(OSError, ValueError):  # the system does not know this limit, or already has a lower one
         resource.setrlimit(resource_id, (soft, hard))

@@ -1,8 +1,8 @@
-"""Plain values as JSON and back: all that crosses between a program and those who examine it.
+"""The JSON encoding of plain values: all messages between a program under test and the test runner use it.
 
-None, truth, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings, ranges and slices become
-themselves again, whatever subclass they were of: so that a value compares as what it is, and not as a program would
-like it to. Anything else stays where it is, and is spoken of by a reference.
+None, booleans, numbers, text, bytes, dates and times, lists, tuples, deques, sets, mappings, ranges and slices are
+copied. A subclass becomes its base type, so that values compare by Python's rules and not by a program's. Any other
+value stays in its process, and messages hold a reference to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ReferenceHook = Callable[[Any], Any]
 
 
 class NotEncodableError(Exception):
-    """A value that cannot cross, or a message that is none."""
+    """A value that cannot be encoded, or a message that is not a value."""
 
 
 def encode(value: Any, encode_reference: ReferenceHook, depth: int = 0) -> Any:
-    """A value as what JSON can hold; `refer` gives the mapping that stands for one that is not plain."""
+    """Encode a value for JSON. `encode_reference` returns the mapping that refers to a value that is not plain."""
     if depth > MAX_DEPTH:
         raise NotEncodableError(f"a value is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | str):
@@ -57,7 +57,7 @@ def encode(value: Any, encode_reference: ReferenceHook, depth: int = 0) -> Any:
 
 
 def decode(message: Any, decode_reference: ReferenceHook, depth: int = 0) -> Any:
-    """The value that `encode` wrote; `find` takes any mapping that is not one of its own."""
+    """Decode a value of `encode`. `decode_reference` receives the mappings that are references."""
     if message is None or isinstance(message, bool | str | int | float):
         return message
     if depth > 2 * MAX_DEPTH:
@@ -65,14 +65,14 @@ def decode(message: Any, decode_reference: ReferenceHook, depth: int = 0) -> Any
     if isinstance(message, list):
         return [decode(item, decode_reference, depth + 1) for item in message]
     if not isinstance(message, dict) or len(message) != 1:
-        raise NotEncodableError("a message is no value")
+        raise NotEncodableError("a message is not a value")
     ((kind, content),) = message.items()
     if kind not in _DECODERS:
         return decode_reference(message)
     try:
         return _DECODERS[kind](decode(content, decode_reference, depth + 1))
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise NotEncodableError(f"no {kind}: {error}") from error
+        raise NotEncodableError(f"not a {kind}: {error}") from error
 
 
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {

@@ -1,4 +1,4 @@
-"""Messages over a pipe: four bytes of length, then JSON."""
+"""Messages on a pipe: four bytes of length, then JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = [
 
 HEAD = 4
 MAX_MESSAGE_BYTES = 256 << 20
-"""Bytes of the longest message with tests; what claims to be longer ends the conversation."""
+"""The most bytes of a message with tests. A longer message ends the connection."""
 MAX_PROGRAM_MESSAGE_BYTES = 16 << 20
-"""The same of a message from a program."""
+"""The most bytes of a message from a program."""
 
 
 def pack_message(message: Any) -> bytes:
-    """A message as bytes."""
+    """Encode a message as bytes."""
     text = json.dumps(message).encode()
     return len(text).to_bytes(HEAD, "big") + text
 
 
 def unpack_message(text: bytes) -> Any:
-    """The message that these bytes behind the length are; `ValueError` where they are none."""
+    """Decode the bytes after the length. Raises `ValueError` if they are not a message."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -38,14 +38,14 @@ def unpack_message(text: bytes) -> Any:
 
 
 def send(descriptor: int, message: Any) -> None:
-    """Write one message, whole."""
+    """Write one whole message."""
     rest = memoryview(pack_message(message))
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def receive(descriptor: int) -> Any:
-    """Read one message and not a byte more; `EOFError` where the other end is closed."""
+    """Read one message and not a byte more. Raises `EOFError` if the other end is closed."""
     length = int.from_bytes(_exactly(descriptor, HEAD), "big")
     if length > MAX_MESSAGE_BYTES:
         raise EOFError(f"a message of {length} bytes")

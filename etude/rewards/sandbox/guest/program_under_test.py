@@ -1,7 +1,7 @@
-"""The program itself: run as a script, or loaded and then asked, one question at a time.
+"""The process of the program under test: it runs as a script, or is loaded and serves one request at a time.
 
-What it says is never believed. A script's output is read by whoever knows what it should be; of one that is asked, only
-plain values get across, and all else stays here and is spoken of by number (`json_values`, `test_runner`).
+The test runner trusts none of its replies. It compares a script's output itself. From a loaded program it receives
+plain values; any other object stays in this process, and messages refer to it by number (`json_values`, `test_runner`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ __all__ = ["run_script", "serve"]
 
 PROGRAM_FILE = "answer.py"
 MAX_TEXT_CHARS = 10_000
-"""Characters of an exception's text that get across."""
+"""The most characters of an exception's text in a reply."""
 
 
 def run_script(code: str) -> int:
-    """Run a program as Python runs a script, to the exit code that it would have.
+    """Run a program as Python runs a script, and return its exit code.
 
-    What Python does in the end is done as far as it can be seen from outside: to take a whole interpreter down takes
-    longer than most programs.
+    Of Python's shutdown it does only the steps with visible effects: a full shutdown takes longer than most programs.
     """
     status = 0
     try:
@@ -48,24 +47,23 @@ def run_script(code: str) -> int:
 
 
 def serve(code: str, request_fd: int, reply_fd: int) -> int:
-    """Load a program, and do with its names what is asked for over one pipe, until nobody asks any more; answers go to
-    the other."""
+    """Load a program and serve the requests of one pipe until it closes. Replies go to the other pipe."""
     _ProgramServer(request_fd, reply_fd, vars(_execute(code, "answer"))).run()
     return 0
 
 
 def _run_exit_handlers() -> None:
-    """Wait for threads, do what was to be done in the end, and have everything written."""
+    """Join the threads, run the exit handlers, and flush all output."""
     for thread in list_threads():
         if thread is not current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    vars(sys.modules["__main__"]).clear()  # files that only it knows are closed by that
+    vars(sys.modules["__main__"]).clear()  # this closes files that only the module refers to
     sys.stdout.flush()
 
 
 def _execute(code: str, name: str) -> ModuleType:
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` would have brought
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` would define them, and is not loaded
     module = ModuleType(name)
     module.__dict__["__file__"] = PROGRAM_FILE
     sys.modules[name] = module
@@ -74,14 +72,14 @@ def _execute(code: str, name: str) -> ModuleType:
 
 
 class _ProgramServer:
-    """Answers questions about what a program made. It runs within reach of the program, and so keeps nothing secret."""
+    """Serves requests on the objects of a program. The program can reach its memory, so it holds no secret."""
 
     def __init__(self, request_fd: int, reply_fd: int, names: dict[str, Any]) -> None:
         self._request_fd, self._reply_fd, self._names = request_fd, reply_fd, names
         self._objects: list[Any] = []
 
     def run(self) -> None:
-        """Answer until the line ends."""
+        """Serve requests until the pipe closes."""
         while True:
             try:
                 request = receive(self._request_fd)
@@ -98,7 +96,7 @@ class _ProgramServer:
             reply = {"value": encode(result, self._encode_reference)}
             after = [encode(operand, self._encode_reference) for operand in operands]
             return reply if after == request["on"] else reply | {"after": after}
-        except BaseException as error:  # it ends a test, and the next one asks again
+        except BaseException as error:  # it fails one test, and the next test sends a new request
             return _encode_exception(error)
 
     def _look_up(self, name: str) -> Any:
@@ -112,7 +110,7 @@ class _ProgramServer:
         )
 
     def _encode_reference(self, value: Any) -> Any:
-        """Stands for what is not plain. Numbers and tables of numpy say themselves how they are."""
+        """Encode a value that is not plain: numpy's scalars and arrays as lists, any other object by its number."""
         if hasattr(value, "tolist") and not isinstance(value, type):
             return encode(value.tolist(), self._encode_reference)
         for number, known in enumerate(self._objects):
@@ -130,7 +128,7 @@ class _ProgramServer:
         return self._make_callback(message["callback"])
 
     def _make_callback(self, number: int) -> Callable[..., Any]:
-        """A function of the examiner's that was handed over."""
+        """Return a function that calls a function of the test runner."""
 
         def callback(*arguments: Any) -> Any:
             send(
@@ -146,7 +144,7 @@ class _ProgramServer:
 
 
 def _encode_exception(error: BaseException) -> Any:
-    """Name the exception of a program as Python does; its own text may raise as well."""
+    """Encode an exception by its nearest builtin class and its text. Its `__str__` may raise as well."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     try:
         text = str(error)[:MAX_TEXT_CHARS]
@@ -160,7 +158,7 @@ def _call(function: Callable[..., Any], arguments: list[Any], keywords: dict[str
 
 
 def _next(iterator: Iterator[Any]) -> list[Any]:
-    """The next item in a list, which is empty at the end."""
+    """Return the next item in a list, or an empty list at the end."""
     for item in iterator:
         return [item]
     return []

@@ -1,7 +1,7 @@
-"""The calls into Linux by which a process gives rights up: namespaces, mounts, capabilities, Landlock, seccomp.
+"""The Linux system calls by which a process gives up privileges: namespaces, mounts, capabilities, Landlock, seccomp.
 
-Each function is one request. Where this kernel, or who runs it, does not grant it, that is an `OSError`; so is any call
-on another system.
+Each function makes one request. It raises `OSError` if the kernel or its administrator refuses the request, and on any
+other system.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NAMESPACES = {
     "ipc": 0x08000000,
     "host": 0x04000000,
 }
-"""What a process may have to itself, by the name used here."""
+"""The flags of the namespaces, by the names used here."""
 
 _RDONLY, _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
 _DETACH, _RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _DEATH_SIGNAL, _DUMPABLE, _NO_NEW_PRIVILEGES, _SUBREAPER, _SECCOMP = 1, 4, 38, 36, 22
 
 _REFUSED_CALLS: dict[str, tuple[int, ...]] = {
-    # the number of each call on x86_64, and on aarch64, which has left some out
+    # the number of each call on x86_64 and on aarch64
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -107,7 +107,7 @@ _REFUSED_CALLS: dict[str, tuple[int, ...]] = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
 }
-"""Calls that reach a network, other processes' memory, more rights, or memory that no limit counts."""
+"""Calls that reach a network, other processes' memory, more privileges, or memory that no limit counts."""
 _SIGNALS: dict[str, tuple[int, ...]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -121,11 +121,13 @@ _REFUSED_BY_ARGUMENT: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fcntl": ((72, 25), (8, 10, 15)),
     "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412)),
 }
-"""Calls that have a file send signals to the process that is named, or type into a terminal; each with the second
-arguments by which they do."""
+"""Calls that make a file send signals to a named process, or that type into a terminal.
+
+Each with its numbers, and with the second arguments that do so.
+"""
 _CLONE, _CLONE3, _SOCKETPAIR = (56, 220), (435, 435), (53, 199)
 _NEW_NAMESPACES = 0x7E020000
-"""The flags by which `clone` makes a namespace."""
+"""The flags of `clone` that create a namespace."""
 _LOCAL, _STREAM, _KIND_OF_SOCKET = 1, 1, 0xF
 _FILE_CALLS: dict[str, tuple[int, ...]] = {
     "chmod": (90,),
@@ -149,13 +151,13 @@ _FILE_CALLS: dict[str, tuple[int, ...]] = {
     "truncate": (76, 45),
     "inotify_add_watch": (254, 27),
 }
-"""Calls that change or watch what is noted of a file, which Landlock lets pass anywhere, or did at first."""
+"""Calls that change or watch a file's metadata, which Landlock, or its first versions, allow for any file."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Of each machine its column above, and its name for seccomp."""
+"""The column of each machine in the tables above, and the machine's number for seccomp."""
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces of these kinds for new ones; processes, from the next child on."""
+    """Enter new namespaces of these kinds. A new process namespace holds from the next child on."""
     _call_libc("unshare", flags)
 
 
@@ -165,22 +167,22 @@ def become_subreaper() -> None:
 
 
 def make_undumpable() -> None:
-    """Let nobody of the same user read this process, or the descriptors that it holds; its children neither."""
+    """Stop other processes of the same user from reading this process, its descriptors and its children's."""
     _prctl(_DUMPABLE, 0)
 
 
 def set_no_new_privileges() -> None:
-    """Let no program that is started from here have more rights than this one."""
+    """Stop programs that are started from here from gaining privileges."""
     _prctl(_NO_NEW_PRIVILEGES, 1)
 
 
 def set_parent_death_signal() -> None:
-    """Be killed when the parent ends, however it ends."""
+    """Let the kernel kill this process when its parent ends."""
     _prctl(_DEATH_SIGNAL, 9)
 
 
 def drop_capabilities() -> None:
-    """Give up every right of an administrator, also within a namespace."""
+    """Give up every capability of root, also within a namespace."""
     header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _call_libc("capset", header, none)
 
@@ -189,17 +191,17 @@ def drop_capabilities() -> None:
 
 
 def make_mounts_private() -> None:
-    """Have nothing that is mounted from here on be seen outside."""
+    """Hide all later mounts from other mount namespaces."""
     _call_libc("mount", None, b"/", None, _REC | _PRIVATE, None)
 
 
 def mount_tmpfs(path: str, options: str) -> None:
-    """Mount an empty file system in memory."""
+    """Mount an empty in-memory file system."""
     _call_libc("mount", b"tmpfs", path.encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
 
 
 def bind_mount(source: str, target: str) -> None:
-    """Show a file or a directory, with what is mounted below it, at a second place."""
+    """Show a file or a directory, with the mounts below it, at a second path."""
     _call_libc("mount", source.encode(), target.encode(), None, _BIND | _REC, None)
 
 
@@ -210,12 +212,12 @@ def make_mounts_read_only(path: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """Take a mount away, with all below it."""
+    """Remove a mount with all mounts below it."""
     _call_libc("umount2", path.encode(), _DETACH)
 
 
 def pivot_root(path: str) -> None:
-    """Make a mount the root, and let go of what was it."""
+    """Make a mount the root, and unmount the old root."""
     os.chdir(path)
     _call_by_name("pivot_root", b".", b".")
     _call_libc("umount2", b".", _DETACH)
@@ -230,9 +232,9 @@ _TRUNCATE, _TALK_TO_DEVICE = 1 << 14, 1 << 15
 
 
 def apply_landlock(readable: Sequence[str], devices: Sequence[str], writable: Sequence[str]) -> int:
-    """Reach no other file than these, and, as far as this kernel knows how, no network and no process outside.
+    """Allow only these files, and forbid TCP and signals to processes outside, as far as this kernel can.
 
-    Returns what it knows: 1 files, 4 and above TCP, 6 and above signals.
+    Returns the version of Landlock: 1 and above restricts files, 4 and above TCP, 6 and above signals.
     """
     version = _call_by_number(_LANDLOCK_CREATE, None, 0, 1)
     bits = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
@@ -255,7 +257,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there need not be reached
+        return  # a path that does not exist needs no rule
     if not os.path.isdir(path):
         rights &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _TALK_TO_DEVICE
     try:
@@ -270,14 +272,14 @@ _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x4
 _ALLOWED, _REFUSED, _UNKNOWN = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _OTHER_TABLE = 0x40000000
-"""From here on x86_64 counts the calls of a second table, which would lead around the filter."""
+"""The first number of a second table of calls on x86_64, whose calls would bypass the filter."""
 
 
 def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> None:
-    """Refuse the calls that reach a network, other processes, or more rights; for good, and for all children.
+    """Refuse the calls that reach a network, other processes or more privileges: permanently, and for all children.
 
-    alone: no process outside is in sight. Where others are, signals reach none but this process. rooted: no file
-    outside is in sight. Where others are, no file's owner, rights and times are changed.
+    has_pid_namespace: no outside process is visible. Otherwise this process may send signals only to itself.
+    has_own_root: no outside file is visible. Otherwise no call may change a file's owner, permissions or times.
     """
     column, architecture = _architecture()
     code = [
@@ -289,7 +291,7 @@ def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> No
     for numbers in [*_REFUSED_CALLS.values(), *({} if has_own_root else _FILE_CALLS).values()]:
         if column < len(numbers):
             code += _match_call(numbers[column], _instruction(_RETURN, _REFUSED))
-    # Its flags lie in memory, where a filter cannot look. Without it the C library uses `clone`.
+    # A filter cannot read the flags of `clone3`, which are in memory. Without `clone3` the C library uses `clone`.
     code += _match_call(_CLONE3[column], _instruction(_RETURN, _UNKNOWN))
     code += _match_call(_CLONE[column], *_unless_any_bit(_NEW_NAMESPACES))
     code += _match_call(_SOCKETPAIR[column], *_only_local_streams())
@@ -304,7 +306,7 @@ def install_seccomp_filter(*, has_pid_namespace: bool, has_own_root: bool) -> No
 
 
 def _match_call(number: int, *steps: bytes) -> list[bytes]:
-    """Steps for one call, in the last of which it is allowed or refused."""
+    """Return instructions for one call, the last of which allows or refuses it."""
     return [_instruction(_EQUALS, number, 0, len(steps)), *steps]
 
 
@@ -315,7 +317,7 @@ def _unless_any_bit(flags: int) -> list[bytes]:
 
 
 def _unless_second(refused: Sequence[int]) -> list[bytes]:
-    """Refuse a call with one of these as its second argument."""
+    """Refuse a call with one of these values as its second argument."""
     tests = [_instruction(_EQUALS, value, len(refused) - index, 0) for index, value in enumerate(refused)]
     return [
         _instruction(_LOAD, _SECOND_ARGUMENT),
@@ -326,7 +328,7 @@ def _unless_second(refused: Sequence[int]) -> list[bytes]:
 
 
 def _only_itself() -> list[bytes]:
-    """Refuse a call that acts on another process than this one, which 0 names too."""
+    """Refuse a call on another process. This process is its own number or 0."""
     own = [_instruction(_EQUALS, 0, 2, 0), _instruction(_EQUALS, os.getpid(), 1, 0)]
     return [
         _instruction(_LOAD, _FIRST_ARGUMENT),
@@ -337,7 +339,7 @@ def _only_itself() -> list[bytes]:
 
 
 def _only_local_streams() -> list[bytes]:
-    """Refuse pairs of sockets but those that stay a pair: of datagrams, each end can send to any address."""
+    """Refuse socket pairs other than local streams: an end of a datagram pair can send to any address."""
     local = [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_EQUALS, _LOCAL, 0, 3)]
     stream = [
         _instruction(_LOAD, _SECOND_ARGUMENT),
@@ -361,7 +363,7 @@ def _architecture() -> tuple[int, int]:
 
 
 def look_up_syscall_numbers(*names: str) -> dict[str, int]:
-    """The numbers of calls on this machine, where they are known."""
+    """Return the numbers of calls on this machine; empty on an unknown machine."""
     if _LIBC is None or _MACHINE not in _ARCHITECTURES:
         return {}
     known = {**_REFUSED_CALLS, "clone": _CLONE}
@@ -369,7 +371,7 @@ def look_up_syscall_numbers(*names: str) -> dict[str, int]:
 
 
 def _call_libc(name: str, *arguments: int | bytes | None) -> int:
-    """A function of the C library that tells failure by -1."""
+    """Call a function of the C library that returns -1 for a failure."""
     if _LIBC is None:
         raise OSError(errno.ENOSYS, f"{name} is not known on {sys.platform}")
     function = getattr(_LIBC, name)

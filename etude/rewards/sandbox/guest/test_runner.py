@@ -1,14 +1,14 @@
-"""The examiner: a process that holds the tests of a program, out of the program's reach, and compares.
+"""The test runner: a process that holds a program's tests, out of the program's reach, and compares its results.
 
-What a script printed lies in a file to which nothing is written any more. A program's functions are tried while it
-runs: a name of the program is a `RemoteObject` in a test. What is done with it is asked for over a pipe, and what comes
-back is plain, or a `RemoteObject` again. So a test's `assert` compares values of this process by the rules of this
-process; a program that redefines `==`, replaces builtins or ends itself changes nothing but its own answers. A
-`RemoteObject` equals another `RemoteObject` where the program says so, and never a plain value.
+A script's output is in a file that no process writes any more. A program's functions are tested while its process
+runs. In a test, a name of the program is a `RemoteObject`. Operations on it are sent over a pipe, and the result is a
+plain value or another `RemoteObject`. So a test's `assert` compares values of this process by the rules of this
+process. A program that redefines `==`, replaces builtins or ends itself changes only its own replies. A `RemoteObject`
+equals another `RemoteObject` if the program says so, and never equals a plain value.
 
-Whatever a value does here, where it is compared, hashed or shown, fails its test and nothing else. So does a value
-that cannot be handed over once the program has answered: it may be of a type that the program chose. Of each test one
-letter is written down, for the keeper to read when all has ended.
+A value that raises or hangs here, when it is compared, hashed or shown, fails its test and nothing else. So does a
+value that cannot be sent to the program after the program has replied: the program may have chosen its type. The test
+runner writes one letter for each test, and the init process reads them when all has ended.
 """
 
 from __future__ import annotations
@@ -43,31 +43,38 @@ __all__ = [
 ]
 
 PASSED, FAILED, INVALID = "1", "0", "?"
-"""What is written of a test; behind the last, why no program can be put to it."""
+"""The letters of a test's result. After `INVALID` comes the reason why the test cannot run against any program."""
 MAX_REASON_BYTES = 400
-"""Bytes of that sentence at most."""
+"""The most bytes of that reason."""
 SHARED_MODULES = ("builtins", "math", "operator", "_operator")
-"""Modules whose functions a test may hand to a program by name."""
+"""Modules whose functions a test may send to a program by name."""
 _USUAL = (Exception, SystemExit, KeyboardInterrupt)
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 class InvalidTestError(BaseException):
-    """A test does what cannot be done with a program that is elsewhere. It goes the same way as `ProgramLostError`."""
+    """A test does something that is impossible with a program in another process.
+
+    It passes a test's `except Exception`, as `ProgramLostError` does.
+    """
 
 
 class AbortedTestError(BaseException):
-    """A test fails, and may not take that for something else: the program raised what ends a loop of Python's, or
-    answered with what cannot be handed back."""
+    """A test fails, and must not catch the failure as something else.
+
+    The program raised an exception that ends loops, or replied with a value that cannot be sent back to it.
+    """
 
 
 class ProgramLostError(BaseException):
-    """The program has ended, says what makes no sense, or took too long: nothing more can be asked, and no test passes
-    any more. Like an interrupt it goes through a test's `except Exception`."""
+    """The program has ended, sent an invalid message, or took too long, so that no later test can pass.
+
+    Like an interrupt it passes a test's `except Exception`.
+    """
 
 
 def check_output(output_fd: int, result_fd: int, expected: str) -> int:
-    """Compare what lies in a file with what a script should have printed."""
+    """Compare the output of a script, which is in a file, with the expected output."""
 
     def matches() -> bool:
         with open(output_fd, "rb", closefd=False) as file:
@@ -79,8 +86,7 @@ def check_output(output_fd: int, result_fd: int, expected: str) -> int:
 
 
 def run_tests(reply_fd: int, request_fd: int, result_fd: int, tests: Any) -> int:
-    """Run the tests against the program at the other ends of two pipes, and write what comes of each to a third
-    descriptor."""
+    """Run the tests against the program at the other ends of two pipes, and write the results to a third descriptor."""
     program = ProgramConnection(reply_fd, request_fd, tests["seconds"])
     with suppress(ProgramLostError):
         if "call" in tests:
@@ -91,7 +97,7 @@ def run_tests(reply_fd: int, request_fd: int, result_fd: int, tests: Any) -> int
 
 
 def _run_calls(program: ProgramConnection, result_fd: int, tests: Any) -> None:
-    """Call one function with each list of arguments, and compare what it returns."""
+    """Call one function with each list of arguments, and compare its results."""
     for arguments, expected in zip(tests["given"], tests["wanted"], strict=True):
         program.begin_test()
         passed = _passes(lambda: values_match(expected, program.look_up_function(tests["call"])(*arguments)))  # noqa: B023
@@ -99,8 +105,7 @@ def _run_calls(program: ProgramConnection, result_fd: int, tests: Any) -> None:
 
 
 def _run_statements(program: ProgramConnection, result_fd: int, tests: Any) -> None:
-    """Run statements in their order, and write down whether they passed; none behind one that is no test and did
-    not."""
+    """Run statements in order and write their results. Stop after a statement that is not a test and fails."""
     names: dict[str, Any] = {"__name__": "tests"}
     try:
         modules = {name: _module(name, *used) for name, used in tests["modules"].items()}
@@ -130,7 +135,7 @@ def _run_statements(program: ProgramConnection, result_fd: int, tests: Any) -> N
 
 
 def _run_statement(text: str, names: dict[str, Any], program: ProgramConnection, *, is_setup: bool) -> bool:
-    """Run a statement. imports: where it is an import and fails, no program has a part in that."""
+    """Run a statement. is_setup: True if it is not a test; a failed import is then the tests' fault."""
     try:
         exec(compile(text, "tests", "exec"), names)
     except ImportError as error:
@@ -141,8 +146,10 @@ def _run_statement(text: str, names: dict[str, Any], program: ProgramConnection,
 
 
 def _module(name: str, path: str, attributes: list[str]) -> ModuleType | None:
-    """The module of Python's own, or of a package, that a test uses without importing it. None where there is none of
-    Python's own with what is used of it: then a program's class or object is meant that has its name."""
+    """Import a module that a test uses without importing it.
+
+    None if the standard library's module lacks a used attribute: then the test means the program's object of that name.
+    """
     if name not in sys.stdlib_module_names:
         return importlib.import_module(path)
     try:
@@ -156,11 +163,11 @@ def _module(name: str, path: str, attributes: list[str]) -> ModuleType | None:
 
 
 def _describe_import_error(error: ImportError) -> str:
-    return f"they import what is not in the box ({error}; see `reward.packages`)"
+    return f"they import a module that is not in the sandbox ({error}; see `reward.packages`)"
 
 
 def _passes(test: Callable[[], bool]) -> bool:
-    """Return whether a test passes. Its exceptions stay inside, except that the program has ended."""
+    """Return True if a test passes. An exception fails it; only `ProgramLostError` is raised again."""
     try:
         return test()
     except ProgramLostError:
@@ -174,7 +181,7 @@ def _write(result_fd: int, text: str) -> None:
 
 
 class ProgramConnection:
-    """The questions that can be put to a program. Each test has so many seconds for all of its questions."""
+    """The requests to a program. `seconds` limit all requests of one test together."""
 
     def __init__(self, reply_fd: int, request_fd: int, seconds: float) -> None:
         self._reply_fd, self._request_fd, self._seconds = reply_fd, request_fd, seconds
@@ -183,13 +190,13 @@ class ProgramConnection:
         self._deadline = time.monotonic() + seconds
         self._callbacks: list[Any] = []
         self.is_lost = False
-        """Whether it said its last; also where a test took no notice."""
+        """True after the program's last reply, also if a test caught the exception."""
         self.invalid_reason = ""
-        """Why no program can be put to a test; also where that took no notice."""
+        """The reason why a test cannot run against any program, also if the test caught the exception."""
         self.is_aborted = False
-        """Whether a `AbortedTestError` was raised in this test; also where that took no notice."""
+        """True if this test raised an `AbortedTestError`, also if the test caught it."""
         self._answered = False
-        """Whether anything came back that the program chose."""
+        """True after the first reply whose value the program could choose."""
 
     def begin_test(self) -> None:
         """Begin a test."""
@@ -197,7 +204,7 @@ class ProgramConnection:
         self._deadline = time.monotonic() + self._seconds
 
     def look_up(self, name: str) -> Any:
-        """What the program calls by a name; `LookupError` where there is no such name."""
+        """Return the program's object of a name. Raises `LookupError` if there is none."""
         reply = self._request({"name": name})
         if "absent" in reply:
             raise LookupError(name)
@@ -211,14 +218,14 @@ class ProgramConnection:
         return value
 
     def look_up_function(self, name: str) -> Any:
-        """A function by its name, or a method of the class `Solution`."""
+        """Return the function of a name, or the method of that name of the class `Solution`."""
         try:
             return self.look_up(name)
         except LookupError:
             return getattr(self.look_up("Solution")(), name)
 
     def perform(self, operation: str, *operands: Any) -> Any:
-        """Have one operation done on values and things, and change the plain ones that it changed."""
+        """Perform one operation in the program, and copy its changes back to the plain operands."""
         try:
             request = {"do": operation, "on": [encode(operand, self._encode_reference) for operand in operands]}
         except InvalidTestError as error:
@@ -233,7 +240,7 @@ class ProgramConnection:
             _copy_changes(before, after)
         return value
 
-    # -- small parts --------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def _reply_value(self, reply: Any) -> Any:
         if "raised" in reply:
@@ -241,7 +248,7 @@ class ProgramConnection:
         return self._decode(reply.get("value"))
 
     def _make_exception(self, name: str, text: str) -> BaseException:
-        """The program's exception, as one of this process."""
+        """Create an exception of this process for the program's exception."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             kind = Exception
@@ -250,7 +257,7 @@ class ProgramConnection:
             return AbortedTestError(text)
         try:
             return kind(text)
-        except TypeError:  # its kind wants more than a text
+        except TypeError:  # its constructor takes more than a text
             error = kind.__new__(kind)
             error.args = (text,)
             return error
@@ -279,8 +286,8 @@ class ProgramConnection:
             return {"raised": f"{type(error).__name__}: {error}"}
 
     def _encode_reference(self, value: Any) -> Any:
-        """Stands for what is not plain: a thing by its number, what Python itself has by its name, functions by the
-        number at which they are called back."""
+        """Encode a value that is not plain: a program's object by its number, a builtin by its name, and a function by
+        the number of its callback."""
         if isinstance(value, RemoteObject):
             return {"thing": _number(value)}
         if isinstance(value, type | BuiltinFunctionType | MethodDescriptorType):
@@ -291,11 +298,11 @@ class ProgramConnection:
             self._callbacks.append(value)
             return {"callback": len(self._callbacks) - 1}
         kind = value.__name__ if isinstance(value, type) else type(value).__name__
-        raise InvalidTestError(f"a `{kind}` cannot be handed to the program, which takes plain values and functions")
+        raise InvalidTestError(f"a `{kind}` cannot be sent to the program, which takes plain values and functions")
 
     def _decode_reference(self, message: Any) -> Any:
         if not isinstance(number := message.get("thing"), int):
-            raise NotEncodableError("a message is no value")
+            raise NotEncodableError("a message is not a value")
         return RemoteObject(self, number)
 
     def _send(self, message: Any) -> None:
@@ -318,7 +325,7 @@ class ProgramConnection:
         except ValueError as error:
             raise self._mark_lost(str(error)) from error
         if not isinstance(reply, dict):
-            raise self._mark_lost("a message is no answer")
+            raise self._mark_lost("a message is not a reply")
         return reply
 
     def _exactly(self, count: int) -> bytes:
@@ -346,7 +353,7 @@ class ProgramConnection:
 
 
 class RemoteObject:
-    """Something that a program made and that is not plain: a function, a class, an object of one."""
+    """An object of the program that is not a plain value: a function, a class, or an instance."""
 
     __slots__ = ("_etude_connection", "_etude_number")
     _etude_connection: ProgramConnection
@@ -364,7 +371,7 @@ class RemoteObject:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):
-            raise AttributeError(name)  # numpy would read memory of this process at the address that it is given
+            raise AttributeError(name)  # numpy would read this process's memory at the program's address
         return self._etude_do("getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -377,7 +384,7 @@ class RemoteObject:
         self._etude_do("setitem", key, value)
 
     def __contains__(self, item: Any) -> bool:
-        return any(element == item for element in self)  # a program that were asked would be told what is looked for
+        return any(element == item for element in self)  # sending the item would reveal it to the program
 
     def __iter__(self) -> Iterator[Any]:
         items = self._etude_do("iter")
@@ -408,11 +415,11 @@ class RemoteObject:
 
 
 class _PositionalArguments(list[Any]):
-    """The arguments of a call: a list of what is the test's, and itself nobody's."""
+    """The positional arguments of a call. The items are the test's, and the list is not."""
 
 
 class _KeywordArguments(dict[str, Any]):
-    """The same of those that are given by name."""
+    """The keyword arguments of a call. The values are the test's, and the mapping is not."""
 
 
 def _number(value: RemoteObject) -> int:
@@ -420,7 +427,7 @@ def _number(value: RemoteObject) -> int:
 
 
 def _copy_changes(before: Any, after: Any) -> None:
-    """Do to a value what was done to its copy."""
+    """Apply the changes of a copy to the original value."""
     if isinstance(before, _PositionalArguments) and isinstance(after, list):
         for before_item, after_item in zip(before, after, strict=False):
             _copy_changes(before_item, after_item)
