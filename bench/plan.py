@@ -38,7 +38,7 @@ from etude.tools.plan.dry_run import dry_run, real_run
 DIVIDED = ("ranks=2", "train.weights=divided")
 LARGE = {"hidden": 256, "layers": 8}
 LITTLE = (
-    *("data.max_prompt_length=16", "sampling.max_tokens=16", "collect.tasks=4", "train.micro_tokens=128"),
+    *("data.max_prompt_length=16", "sampling.max_tokens=16", "collect.tasks=4", "train.max_tokens_per_micro_batch=128"),
     "collect.group_size=4",
 )
 COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
@@ -49,7 +49,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
         ["train.precision=fp32", "data.max_prompt_length=256", "sampling.max_tokens=512", "collect.group_size=2"],
     ),
     "one micro-batch": ({}, ["train.precision=fp32", "collect.tasks=1"]),
-    "large micro-batches": ({}, ["train.precision=bf16", "train.micro_tokens=4096"]),
+    "large micro-batches": ({}, ["train.precision=bf16", "train.max_tokens_per_micro_batch=4096"]),
     "checkpointing": ({}, ["train.precision=bf16", "train.activation_checkpointing=true"]),
     "lora": ({}, ["train.precision=bf16", "lora.rank=8"]),
     "reference": ({}, ["train.precision=fp32", "kl=reverse"]),
@@ -70,7 +70,7 @@ COLLECTING: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "divided, bf16": ({}, ["train.precision=bf16", *DIVIDED]),
     "divided, large": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE]),
     "divided, large, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE]),
-    "divided beside servers": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE, "rollout=vllm", "updates=2"]),
+    "divided beside servers": (LARGE, ["train.precision=fp32", *DIVIDED, *LITTLE, "rollout=vllm", "mini_batches=2"]),
     "divided beside servers, bf16": (LARGE, ["train.precision=bf16", *DIVIDED, *LITTLE, "rollout=vllm"]),
     "divided, reference, critic": (
         LARGE,
@@ -90,7 +90,7 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
     "sft, mesh.tensor": ("sft", ["ranks=2", "mesh.tensor=2"]),
     "sft, divided": ("sft", ["train.precision=bf16", *DIVIDED]),
     "dpo": ("dpo", []),
-    "dpo, large micro-batches": ("dpo", ["train.micro_tokens=4096"]),
+    "dpo, large micro-batches": ("dpo", ["train.max_tokens_per_micro_batch=4096"]),
     "reward-model": ("reward-model", ["train.precision=fp32"]),
     "distill": ("distill", ["teacher.path={model}", "teacher.top=16"]),
 }
@@ -104,14 +104,14 @@ CASES = (*COLLECTING, *LEARNING, *TRAINED)
 SIZES: dict[str, Any] = {"vocab_size": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
     *("data.max_prompt_length=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
-    *("train.micro_tokens=1024", "rollout.max_running=32"),
+    *("train.max_tokens_per_micro_batch=1024", "rollout.max_running=32"),
 )
 ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
 REAL = (
     *("steps=2", "reward=function", f"reward.path={Path(__file__).with_name('grpo_worker.py')}:judge"),
     *("observe.console=off", "observe.level=error"),
 )
-EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.micro_tokens=1024", "device=cpu")
+EXAMPLES = ("data.max_tokens=128", "batch_size=32", "train.max_tokens_per_micro_batch=1024", "device=cpu")
 WITHIN = 0.10
 
 

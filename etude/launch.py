@@ -35,7 +35,7 @@ RUN_OPTIONS = {
     "steps": "steps",
     "tasks": "collect.tasks",
     "group_size": "collect.group_size",
-    "updates": "updates",
+    "mini_batches": "mini_batches",
     "learning_rate": "train.learning_rate",
     "precision": "train.precision",
     "max_prompt_length": "data.max_prompt_length",
@@ -63,7 +63,7 @@ def train(
     steps: int | None = None,
     tasks: int | None = None,
     group_size: int | None = None,
-    updates: int | None = None,
+    mini_batches: int | None = None,
     learning_rate: float | None = None,
     precision: Literal["bf16", "fp32", "fp16", "fp64"] | None = None,
     max_prompt_length: int | None = None,
@@ -93,7 +93,7 @@ def train(
         steps: training steps; each collects rollouts and trains on them.
         tasks: tasks of a step; more give a less noisy gradient and take longer.
         group_size: answers for each task, compared with each other; more give better baselines and take longer.
-        updates: optimizer steps per training step; from the second on the data is off-policy.
+        mini_batches: optimizer steps per training step; from the second on the data is off-policy.
         learning_rate: peak learning rate of AdamW; larger learns faster and less stably.
         precision: dtype of the model's computation.
         max_prompt_length: longest prompt, in tokens.

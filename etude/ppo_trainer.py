@@ -67,7 +67,7 @@ SUPPORTED_OPTIONS = frozenset(
     ["advantage", "loss", "kl", "correction", "entropy", "overlong", "mask_truncated", "critic.warmup"]
 ) | {
     *("critic.loss", "critic.loss.clip", "critic.loss.reduction", "critic.train", "critic.train.learning_rate"),
-    *("train", "rollout", "sampling", "judging", "steps", "updates", "epochs", "seed", "collect.tasks"),
+    *("train", "rollout", "sampling", "judging", "steps", "mini_batches", "ppo_epochs", "seed", "collect.tasks"),
     "collect.group_size",
 }
 """The options of a run that also have an effect here. A name without a dot covers all options below it."""
@@ -95,9 +95,9 @@ class RLConfig:
     learning_rate: float | None = None
     clip_epsilon: float | None = None
     """Clip range of the probability ratio to the old policy, around 1; larger allows larger policy changes."""
-    updates: int | None = None
+    mini_batches: int | None = None
     """Optimizer steps per training step; from the second on the data is off-policy."""
-    epochs: int | None = None
+    ppo_epochs: int | None = None
     """Passes over the answers of a step; more reuse the data, and are more off-policy."""
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Longest answer, in tokens; more takes more memory and time."""
@@ -111,8 +111,8 @@ class RLConfig:
         "group_size": ("collect.group_size",),
         "learning_rate": ("train.learning_rate",),
         "clip_epsilon": ("loss.clip_low", "loss.clip_high"),
-        "updates": ("updates",),
-        "epochs": ("epochs",),
+        "mini_batches": ("mini_batches",),
+        "ppo_epochs": ("ppo_epochs",),
         "max_tokens": ("sampling.max_tokens",),
         "temperature": ("sampling.temperature",),
         "seed": ("seed",),
@@ -224,7 +224,7 @@ class PPOTrainer:
             raise ConfigError("A PPOTrainer samples within its own process: leave `rollout` at `embedded`.")
         self._engine = self._exit_stack.enter_context(closing(TorchEngine(model, self._tokenizer, self.run.rollout)))
         crew = self._exit_stack.enter_context(closing(LocalCrew(_worker(self.run, model, self._engine))))
-        self._learners = Learners(crew, checks.model_columns(self.run), self.run.updates, self.run.loss.split_unit)
+        self._learners = Learners(crew, checks.model_columns(self.run), self.run.mini_batches, self.run.loss.split_unit)
         self._loop_runner = asyncio.Runner()  # one event loop for all calls: a reward's clients may belong to it
         self._exit_stack.callback(run_outside_event_loop, self._loop_runner.close)
         self._judge: Judge | None = None
@@ -393,7 +393,9 @@ def _worker(run: Run, model: Model, engine: TorchEngine) -> PolicyWorker:
     """Build the worker that trains the policy. The reference and the critic begin as copies of the model."""
     reference = critic = None
     if checks.uses_reference(run):
-        reference = FrozenModel(model.copy(), run.train.micro_tokens, temperature=run.sampling.temperature)
+        reference = FrozenModel(
+            model.copy(), run.train.max_tokens_per_micro_batch, temperature=run.sampling.temperature
+        )
     if checks.uses_critic(run):
         critic = copy_with_score_head(model, model.dtype)
         trained = run.critic.train.model_copy(update={"precision": run.train.precision})

@@ -57,7 +57,7 @@ def main(directory: Path) -> None:
             "sampling.max_tokens=2",
             "collect.tasks=1",
             "collect.group_size=64",
-            "updates=4",
+            "mini_batches=4",
             "train.precision=fp32",
             "train.learning_rate=2e-3",
             "steps=10",

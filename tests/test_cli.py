@@ -29,8 +29,8 @@ from etude.recipes.run.config import Run
 from tests.commands import composed, in_turn, root_of
 
 ETUDE = [sys.executable, "-c", "import sys; from etude.cli import main; sys.exit(main())"]
-SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "updates=2"]
-ONE_STEP = ["steps=1", "updates=1"]
+SHORT = ["demo", "algorithms", "steps=2", "groups=2", "group_size=4", "mini_batches=2"]
+ONE_STEP = ["steps=1", "mini_batches=1"]
 Captured = pytest.CaptureFixture[str]
 
 

@@ -155,18 +155,18 @@ def test_any_preset_may_be_asked_for(algorithm: str, gpt2: Path, trainers: list[
     for _ in range(2):
         trajectories = practice.collect_rollouts()
         told = practice.optimize(trajectories, practice.compute_rewards(trajectories))
-    assert told["optimizer_steps"] == practice.run.updates
+    assert told["optimizer_steps"] == practice.run.mini_batches
     assert ("critic/loss" in told) == (algorithm == "ppo") and ("kl" in told) == (algorithm == "reinforce_pp")
 
 
 def test_a_schedule_ends_with_the_steps_in_which_the_policy_learns(gpt2: Path, trainers: list[PPOTrainer]) -> None:
-    options = {"steps": 3, "critic.warmup": 1, "train.schedule": "linear"}
+    options = {"steps": 3, "critic.warmup": 1, "train.lr_scheduler": "linear"}
     practice = trainer(trainers, small(algorithm="ppo", learning_rate=0.01, options=options), env(gpt2, reward=digits))
     told = []
     for _ in range(3):
         trajectories = practice.collect_rollouts()
         told.append(practice.optimize(trajectories, practice.compute_rewards(trajectories)))
-    updates = practice.run.updates * practice.run.epochs
+    updates = practice.run.mini_batches * practice.run.ppo_epochs
     rates = [step.get("learning_rate") for step in told]
     assert rates == [None, *(pytest.approx(0.01 * (1 - (n * updates - 1) / (2 * updates))) for n in (1, 2))]
 
@@ -178,15 +178,15 @@ def test_each_field_stands_for_an_option() -> None:
         group_size=5,
         learning_rate=0.5,
         clip_epsilon=0.25,
-        updates=2,
-        epochs=4,
+        mini_batches=2,
+        ppo_epochs=4,
         max_tokens=9,
         temperature=0.75,
         seed=11,
         options={"kl": "reverse", "kl.coefficient": 0.125},
     )
     run = config.compose_run()
-    assert (run.collect.tasks, run.collect.group_size, run.updates, run.epochs, run.seed) == (3, 5, 2, 4, 11)
+    assert (run.collect.tasks, run.collect.group_size, run.mini_batches, run.ppo_epochs, run.seed) == (3, 5, 2, 4, 11)
     assert run.train.learning_rate == 0.5 and run.sampling.max_tokens == 9 and run.sampling.temperature == 0.75
     assert run.kl is not None and run.kl.coefficient == 0.125
     assert (run.loss.clip_low, run.loss.clip_high) == (0.25, 0.25)  # type: ignore[attr-defined]

@@ -31,7 +31,9 @@ class DemoRun(AlgorithmConfig):
     steps: int = Field(32, ge=1, description="how often rollouts are collected and trained on")
     groups: int = Field(8, ge=1, description="groups a step; the prompts take turns")
     group_size: int = Field(8, ge=1, description="rollouts in a group, all of one prompt")
-    updates: int = Field(6, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
+    mini_batches: int = Field(
+        6, ge=1, description="optimizer steps a step; from the second on, the policy is off its data"
+    )
     micro_batches: int = Field(2, ge=1, description="parts that an update is computed in; they change nothing")
     learning_rate: float = Field(0.1, gt=0, description="of Adam")
     lag: int = Field(0, ge=0, description="how many steps older than the trainer's the sampler's policy is")
@@ -41,11 +43,11 @@ class DemoRun(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _rollouts_suffice(self) -> DemoRun:
-        rollouts, parts = self.groups * self.group_size, self.updates * self.micro_batches
+        rollouts, parts = self.groups * self.group_size, self.mini_batches * self.micro_batches
         if rollouts < parts:
             raise ConfigError(
-                f"A step has {rollouts} rollouts, fewer than `updates` × `micro_batches` = {parts} parts. "
-                f"Raise `groups` or `group_size`, or lower `updates` or `micro_batches`."
+                f"A step has {rollouts} rollouts, fewer than `mini_batches` × `micro_batches` = {parts} parts. "
+                f"Raise `groups` or `group_size`, or lower `mini_batches` or `micro_batches`."
             )
         return self
 
@@ -73,7 +75,7 @@ def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
             batch = policy.annotate(batch, run.required_columns())
             found = run.estimate(batch, state, seed=run.seed, step=step)
             at.add(found.metrics)
-            for part in found.batch.split(run.updates, by=run.loss.split_unit):
+            for part in found.batch.split(run.mini_batches, by=run.loss.split_unit):
                 at.add(update(run, policy, optimizer, part, found.state))
                 _refuse_nonfinite(run, policy, step)
             state = found.next_state

@@ -88,7 +88,7 @@ def _introduce(console: Console, run: DemoRun, compared: Sequence[ComparedRun]) 
     lines = [
         "Two prompts, three tokens, thirty answers: a world in which the expected reward J is known exactly.",
         f"A table of logits learns in it from sampled answers, {what}: {run.steps} steps of "
-        f"{run.groups} groups of {run.group_size}, {run.updates} updates a step.",
+        f"{run.groups} groups of {run.group_size}, {run.mini_batches} updates a step.",
         "`gained` is how much of the way from the first J to the optimum was made.",
     ]
     for line in [*lines, *run.warnings()]:

@@ -32,7 +32,7 @@ PAD, END = "<pad>", "<end>"
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 2, 96, 4, 2, 24, 256, 32
 STEPS, BATCH = 300, 128
 TRAINING = TrainConfig(
-    precision="fp32", learning_rate=3e-3, schedule="cosine", warmup=30, weight_decay=0.01, betas=(0.9, 0.95)
+    precision="fp32", learning_rate=3e-3, lr_scheduler="cosine", warmup_steps=30, weight_decay=0.01, betas=(0.9, 0.95)
 )
 
 

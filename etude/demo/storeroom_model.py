@@ -52,7 +52,7 @@ is to be said again, and what it cannot do no reward teaches it."""
 STEPS, BATCH = 300, 64
 DILIGENT, HALFWAY = 0.25, 0.25
 """How often the teacher does it right, and how often it guesses once it knows the shelf."""
-TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=20)
+TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=20)
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:

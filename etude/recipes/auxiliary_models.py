@@ -38,7 +38,9 @@ def load_reference(
     whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
     """
     if path is None and run.lora.rank:
-        return FrozenModel(policy, run.train.micro_tokens, temperature=temperature, disable_adapters=True, mesh=mesh)
+        return FrozenModel(
+            policy, run.train.max_tokens_per_micro_batch, temperature=temperature, disable_adapters=True, mesh=mesh
+        )
     full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
     return load_frozen(run, policy, "reference", path, temperature, mesh=mesh, keep_resident=full_kl)
 
@@ -64,7 +66,7 @@ def build_policy_worker(
     critic: Model | None = None,
 ) -> PolicyWorker:
     """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
-    warmup, updates = run.critic.warmup if critic is not None else 0, run.updates * run.epochs
+    warmup, updates = run.critic.warmup if critic is not None else 0, run.mini_batches * run.ppo_epochs
     learner = Learner(
         policy,
         run.train,
@@ -85,7 +87,7 @@ def build_policy_worker(
         run,
         learner,
         seed=run.seed,
-        epochs=run.epochs,
+        epochs=run.ppo_epochs,
         auxiliary=auxiliary,
         engine=engine,
         max_total_tokens=max_total_tokens,
@@ -112,7 +114,9 @@ def load_frozen(
     if path is None and run.lora.path is not None:
         model = adapt(model, run.lora, seed=run.seed)
     compute_device = policy.device if offloaded else None
-    return FrozenModel(model, run.train.micro_tokens, temperature=temperature, compute_device=compute_device, mesh=mesh)
+    return FrozenModel(
+        model, run.train.max_tokens_per_micro_batch, temperature=temperature, compute_device=compute_device, mesh=mesh
+    )
 
 
 def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:

@@ -99,7 +99,7 @@ class Recipe(Config):
 
     def schedules(self) -> dict[str, str]:
         """The schedule of each model that learns, by its option."""
-        return {"train.schedule": self.train.schedule}
+        return {"train.lr_scheduler": self.train.lr_scheduler}
 
     def double_length_option(self, steps: int) -> str:
         """The option, with its value, that asks for as much again as a run of so many steps has done."""

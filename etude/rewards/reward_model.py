@@ -32,7 +32,9 @@ class RewardModelScore(RewardFunction):
 
     path: Path = Field(description="the directory of a reward model: config.json, weights with a score head, tokenizer")
     precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="what it computes in")
-    micro_tokens: int = Field(16384, ge=1, description="tokens it computes at once; fewer need less memory")
+    max_tokens_per_micro_batch: int = Field(
+        16384, ge=1, description="tokens it computes at once; fewer need less memory"
+    )
     max_concurrency: int = Field(
         64, ge=1, description="answers that are scored together, and have the `judging.timeout` of all of them"
     )

@@ -21,14 +21,16 @@ class TrainConfig(Config):
         "bf16", description="what the model computes in; half precisions keep float32 weights beside it to step on"
     )
     learning_rate: float = Field(1e-6, ge=0, description="AdamW's rate, at its highest")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="how the rate goes on after warm-up: as it is, or down to 0 after the last update"
     )
-    warmup: int = Field(0, ge=0, description="updates over which the rate rises from 0")
+    warmup_steps: int = Field(0, ge=0, description="updates over which the rate rises from 0")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay of matrices; biases and norms have none")
     betas: tuple[float, float] = Field((0.9, 0.999), description="how long AdamW remembers gradients and their squares")
-    clip: float | None = Field(1.0, gt=0, description="the largest norm that a gradient may have; none does not clip")
-    micro_tokens: int = Field(16384, ge=1, description="tokens computed at once; fewer need less memory")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="the largest norm that a gradient may have; none does not clip"
+    )
+    max_tokens_per_micro_batch: int = Field(16384, ge=1, description="tokens computed at once; fewer need less memory")
     activation_checkpointing: bool = Field(
         False, description="compute activations again for the backward pass: less memory, a third more work"
     )

@@ -23,7 +23,7 @@ class FrozenModel:
     def __init__(
         self,
         model: Model,
-        micro_tokens: int,
+        max_tokens_per_micro_batch: int,
         *,
         temperature: float = 1.0,
         pack: Callable[[Batch], Pack] = pack_prefix_tree,
@@ -37,7 +37,7 @@ class FrozenModel:
         if not disable_adapters:
             for weight in model.parameters():
                 weight.requires_grad_(False)
-        self.model, self._micro_tokens = model, micro_tokens
+        self.model, self._max_tokens_per_micro_batch = model, max_tokens_per_micro_batch
         self._adapter_context = model.without_adapters if disable_adapters else nullcontext
         self._pack, self._temperature, self._compute_device, self._mesh = (
             pack,
@@ -51,7 +51,7 @@ class FrozenModel:
         """[T]: the log-prob of each action token, NaN elsewhere."""
         model, forward = self._on_compute_device()
         found = torch.full((batch.num_tokens,), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        for micro, at in iterate_micro_batches(batch, self._micro_tokens, "rollout", model.device):
+        for micro, at in iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device):
             with torch.no_grad(), self._adapter_context():
                 found[at[ColumnKind.TOKEN]] = forward(micro, frozenset({"logp"})).columns["logp"].to(found)
         return found.to(batch.device)
@@ -63,7 +63,7 @@ class FrozenModel:
         logp = torch.full(
             (batch.num_tokens, count), torch.nan, dtype=torch.promote_types(self.model.dtype, torch.float32)
         )
-        for micro, at in iterate_micro_batches(batch, self._micro_tokens, "rollout", model.device):
+        for micro, at in iterate_micro_batches(batch, self._max_tokens_per_micro_batch, "rollout", model.device):
             with torch.no_grad(), self._adapter_context():
                 found, told = forward.top_tokens(micro, count, among)
             ids[at[ColumnKind.TOKEN]], logp[at[ColumnKind.TOKEN]] = found.to(ids), told.to(logp)

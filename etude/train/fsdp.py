@@ -281,7 +281,7 @@ class Learner:
     def _micro_batches(
         self, batch: Batch, by: Literal["rollout", "group"]
     ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
-        return iterate_micro_batches(batch, self._config.micro_tokens, by, self.model.device)
+        return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
 
     def _passes(
         self, micros: Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]
@@ -311,8 +311,9 @@ class Learner:
             also = "" if self._config.activation_checkpointing else switch
             raise TrainingError(
                 f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
-                f"{micro.num_tokens} tokens; the weights are as they were. Lower `{self._option}.micro_tokens`, now "
-                f"{self._config.micro_tokens}{also}. ({told})"
+                f"{micro.num_tokens} tokens; the weights are as they were. Lower "
+                f"`{self._option}.max_tokens_per_micro_batch`, now {self._config.max_tokens_per_micro_batch}{also}. "
+                f"({told})"
             ) from error
 
     # -- measuring ------------------------------------------------------------------------------------------------
@@ -402,10 +403,11 @@ def _check_learner(model: Model, config: TrainConfig, temperature: float, steps:
             f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
             f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
         )
-    if config.schedule != "constant" and steps is not None and config.warmup >= steps:
+    if config.lr_scheduler != "constant" and steps is not None and config.warmup_steps >= steps:
         raise ConfigError(
-            f"`{option}.warmup={config.warmup}` leaves nothing of the {steps} updates for `{option}.schedule="
-            f"{config.schedule}`. Shorten the warm-up, or choose `{option}.schedule=constant`."
+            f"`{option}.warmup_steps={config.warmup_steps}` leaves nothing of the {steps} updates for "
+            f"`{option}.lr_scheduler={config.lr_scheduler}`. Shorten the warm-up, or choose "
+            f"`{option}.lr_scheduler=constant`."
         )
     if temperature <= 0:
         raise ConfigError(

@@ -51,13 +51,13 @@ FIRST_SCALE, LARGEST_SCALE, GROW_AFTER = 2.0**16, 2.0**24, 500
 
 def compute_learning_rate(config: TrainConfig, update: int, updates: int | None) -> float:
     """The learning rate of an update, counted from 0, out of so many; a constant one need not know how many."""
-    if update < config.warmup:
-        return config.learning_rate * (update + 1) / config.warmup
-    if config.schedule == "constant":
+    if update < config.warmup_steps:
+        return config.learning_rate * (update + 1) / config.warmup_steps
+    if config.lr_scheduler == "constant":
         return config.learning_rate
     assert updates is not None, "a schedule that falls has to know where it ends"
-    done = min((update - config.warmup) / max(updates - config.warmup, 1), 1.0)
-    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    done = min((update - config.warmup_steps) / max(updates - config.warmup_steps, 1), 1.0)
+    left = 1 - done if config.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.learning_rate * left
 
 
@@ -163,8 +163,8 @@ class MixedPrecisionOptimizer:
         if not math.isfinite(norm):
             return self._handle_overflow(norm)
         factor = 1 / float(self.scale)
-        if self._config.clip is not None and norm > self._config.clip:
-            factor *= self._config.clip / (norm + 1e-6)
+        if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
+            factor *= self._config.max_grad_norm / (norm + 1e-6)
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         for group in self._adam.param_groups:

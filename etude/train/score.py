@@ -30,10 +30,12 @@ class ModelScorer:
     What several sequences begin with alike is computed once.
     """
 
-    def __init__(self, model: Model, micro_tokens: int, *, pack: Callable[[Batch], Pack] = pack_prefix_tree) -> None:
+    def __init__(
+        self, model: Model, max_tokens_per_micro_batch: int, *, pack: Callable[[Batch], Pack] = pack_prefix_tree
+    ) -> None:
         for weight in model.parameters():
             weight.requires_grad_(False)
-        self._model, self._micro_tokens = model, micro_tokens
+        self._model, self._max_tokens_per_micro_batch = model, max_tokens_per_micro_batch
         self._forward = ForwardPass(model, pack, 1.0)
         self._waiting: list[tuple[Sequence[Ids], asyncio.Future[NDArray[np.float64]]]] = []
         self._working: asyncio.Task[None] | None = None
@@ -55,7 +57,7 @@ class ModelScorer:
             rollouts.append(Rollout(place, place, 0, 0.0))
         found = torch.empty(len(sequences), dtype=torch.float64)
         for micro, at in iterate_micro_batches(
-            Batch.from_records(rows, rollouts), self._micro_tokens, "rollout", self._model.device
+            Batch.from_records(rows, rollouts), self._max_tokens_per_micro_batch, "rollout", self._model.device
         ):
             with torch.no_grad():
                 found[at[ColumnKind.UNIT]] = self._forward(micro, frozenset({"score"})).columns["score"].to(found)

@@ -139,7 +139,7 @@ class Resuming:
         common = {"seed": run.seed, "dataset": self._dataset, "order": order, "judge": self._judge, "store": store}
         common |= {"runner": self._runner, "keep": self._crew.put}
         source = _engine_source(run, self._chat, self._engine, None, common)
-        learners = Learners(self._crew, checks.model_columns(run), run.updates, run.loss.split_unit)
+        learners = Learners(self._crew, checks.model_columns(run), run.mini_batches, run.loss.split_unit)
         kept = CheckpointManager(directory / "checkpoints", run.checkpoint.keep)
         done = resume_run(run.checkpoint, kept, learners, source, run.steps)
         read_last_step(directory)

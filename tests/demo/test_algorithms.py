@@ -18,7 +18,7 @@ from etude.errors import ConfigError
 from etude.observe import JsonlSink, RunInfo, RunLog
 from tests.sweeps import sweep
 
-SMALL = ["steps=2", "groups=4", "group_size=4", "updates=2"]
+SMALL = ["steps=2", "groups=4", "group_size=4", "mini_batches=2"]
 OFF = ["lag=1", "noise=0.2"]
 
 
@@ -95,7 +95,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., float]:
         ["lag=0"],
         ["noise=0"],
         ["learning_rate=0.3"],
-        ["updates=3"],
+        ["mini_batches=3"],
         ["groups=6"],
         ["group_size=6"],
         ["seed=1"],
@@ -135,8 +135,10 @@ def test_the_mismatch_of_a_noisy_sampler_is_measured(tmp_path: Path) -> None:
 
 
 def test_more_parts_than_rollouts_are_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"A step has 4 rollouts, fewer than `updates` × `micro_batches` = 16 parts"):
-        compose(DemoRun, ["groups=2", "group_size=2", "updates=8"])
+    with pytest.raises(
+        ConfigError, match=r"A step has 4 rollouts, fewer than `mini_batches` × `micro_batches` = 16 parts"
+    ):
+        compose(DemoRun, ["groups=2", "group_size=2", "mini_batches=8"])
 
 
 @pytest.mark.parametrize("rate", ["1e308", pytest.param("1e307", marks=pytest.mark.slow)])

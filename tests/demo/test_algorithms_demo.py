@@ -17,7 +17,7 @@ from etude.demo.algorithms_demo import run_demo
 from etude.demo.compare import ComparedRun
 from tests.components import require
 
-SHORT = ["loss=ppo", "steps=1", "groups=2", "group_size=4", "updates=2"]
+SHORT = ["loss=ppo", "steps=1", "groups=2", "group_size=4", "mini_batches=2"]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from etude.demo.compare import build_report, new_directory, select_runs, train_r
 from etude.errors import ConfigError, EtudeError
 from etude.observe import JsonlSink, RunInfo
 
-SHORT = ["steps=2", "groups=2", "group_size=4", "updates=2"]
+SHORT = ["steps=2", "groups=2", "group_size=4", "mini_batches=2"]
 
 
 def test_every_loss_is_an_entry_with_its_own_run() -> None:
@@ -32,7 +32,7 @@ def test_what_every_loss_refuses_is_told_once() -> None:
 def test_a_file_is_asked_whether_it_chooses_the_loss(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("steps: 2\n")
     (tmp_path / "chosen.yaml").write_text("steps: 2\nloss: {name: cispo}\n")
-    assert len(select_runs(["updates=2"], tmp_path / "short.yaml", sweep=False)) == len(LOSSES)
+    assert len(select_runs(["mini_batches=2"], tmp_path / "short.yaml", sweep=False)) == len(LOSSES)
     assert [entry.name for entry in select_runs([], tmp_path / "chosen.yaml", sweep=False)] == ["cispo"]
 
 

@@ -108,7 +108,7 @@ def test_every_name_that_is_typed_by_habit_is_answered_with_ours(table: Mapping[
     [
         *(
             ("rollout.n", "collect.group_size"),
-            ("actor.ppo_epochs", "epochs"),
+            ("actor.ppo_epochs", "ppo_epochs"),
             ("trainer.save_freq", "checkpoint.every"),
         ),
         *(("train_batch_size", "collect.tasks"), ("timeout_seconds", "agent.timeout"), ("n_runners", "agent.runners")),

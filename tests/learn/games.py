@@ -82,7 +82,7 @@ def make_speaker(directory: Path, steps: int = 200) -> Path:
         tokenizer.vocab_size, layers=1, hidden=48, heads=4, kv_heads=1, head_dim=12, intermediate=96, context=48
     )
     model = create(config, seed=0, dtype=torch.float32)
-    training = TrainConfig(precision="fp32", learning_rate=1e-2, schedule="cosine", warmup=10)
+    training = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=10)
     learner, shown = Learner(model, training, steps=steps), _shown(tokenizer)
     for _ in range(steps):
         learner.update(next(shown), LossObjective(SFT()))

@@ -26,7 +26,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ppo": ONE_EACH | {"critic.train.precision": "fp32", "critic.train.learning_rate": 1e-3},
     "reinforce_pp": ONE_EACH,
     "remax": ONE_EACH,
-    "scalerl": {"train.warmup": 0},
+    "scalerl": {"train.warmup_steps": 0},
 }
 """What a preset needs besides, on answers of a few tokens and in ten steps."""
 

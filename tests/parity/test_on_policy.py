@@ -71,7 +71,7 @@ def gap(batch: Batch) -> float:
 )
 def test_trainer_and_sampler_agree(family: str, temperature: float) -> None:
     model = create(tiny_config(VOCABULARY, family=family, layers=2, hidden=32, heads=4, kv_heads=2), seed=1)
-    learner = Learner(model, TrainConfig(precision="fp32", micro_tokens=64), temperature=temperature)
+    learner = Learner(model, TrainConfig(precision="fp32", max_tokens_per_micro_batch=64), temperature=temperature)
     with engine_of(model) as engine:
         batch, completions = collected(engine, temperature)
     assert gap(learner.annotate(batch, frozenset({"old_logp"}))) < TOLERANCE["fp32"]
@@ -122,7 +122,7 @@ def test_they_agree_on_adapters_added_as_products_and_as_weights(family: str, me
             if ".lora_B." in name:
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
                 weight.copy_(0.02 * noise)
-    learner = Learner(model, TrainConfig(precision=precision, micro_tokens=64))  # type: ignore[arg-type]
+    learner = Learner(model, TrainConfig(precision=precision, max_tokens_per_micro_batch=64))  # type: ignore[arg-type]
     with engine_of(model, merge=merge) as engine:
         batch, _ = collected(engine, 1.0)
     told = learner.annotate(batch, frozenset({"old_logp"}))

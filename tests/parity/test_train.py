@@ -28,7 +28,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("model")
     save(model("fp32", request.param, heads=4, kv_heads=2), directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float64).eval()
-    config = TrainConfig(precision="fp64", learning_rate=0.0, clip=None, micro_tokens=60)
+    config = TrainConfig(precision="fp64", learning_rate=0.0, max_grad_norm=None, max_tokens_per_micro_batch=60)
     return Learner(load(directory, dtype=torch.float64), config, temperature=0.8), theirs
 
 

@@ -62,7 +62,7 @@ def make_examples(directory: Path) -> None:
 
 
 def options(recipe: str, world: Path, **changes: Any) -> list[str]:
-    """The options of a short run; `train__warmup` stands for `train.warmup`, None leaves one out."""
+    """The options of a short run; `train__warmup_steps` stands for `train.warmup_steps`, None leaves one out."""
     of_pairs = recipe in ("dpo", "reward-model")
     chosen: dict[str, Any] = {
         "model.path": world / "model",

@@ -21,7 +21,7 @@ TALKS: dict[str, Any] = {
     "collect.tasks": 4,
     "collect.group_size": 4,
     "steps": 1,
-    "train.clip": 1e9,
+    "train.max_grad_norm": 1e9,
 }
 """The options of a short run by `talker`."""
 PLAYED: list[tuple[int, int]] = []

@@ -59,7 +59,7 @@ class Pupil:
         **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
-        config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "clip": 0.5, **options})
+        config = TrainConfig(precision=precision, **{"learning_rate": 1e-2, "max_grad_norm": 0.5, **options})
         shape, learns = Mesh(mesh, timeout=60), policy(precision)
         other = learns if learns.has_adapters else model(precision, seed=7)
         self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, mesh=shape)

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.xdist_group("divided")  # what its tests share takes lo
 
 TENSOR, BOTH = MeshConfig(tensor=2), MeshConfig(tensor=2, sequence=2)
 LEARNERS: dict[str, dict[str, Any]] = {
-    "everything": {"algorithm": EVERYTHING, "epochs": 2, "micro_tokens": 60},
-    "float32": {"precision": "fp32", "micro_tokens": 60},
+    "everything": {"algorithm": EVERYTHING, "epochs": 2, "max_tokens_per_micro_batch": 60},
+    "float32": {"precision": "fp32", "max_tokens_per_micro_batch": 60},
     "half precision, and activations made twice": {"precision": "bf16", "activation_checkpointing": True},
     "biases": {"policy": partial(model, family="qwen2")},
     "another family's own layers": {"policy": partial(model, family="gpt2"), "activation_checkpointing": True},
@@ -95,7 +95,7 @@ def test_ranks_with_nothing_to_compute_bring_every_layer_all_the_same(crews: dic
     """Fewer groups than ranks, update batches with nothing for some of them, micro-batches without an action."""
     found = []
     for weights in ("whole", "divided"):
-        crew = begun(crews, "4", weights=weights, algorithm=EVERYTHING, micro_tokens=1)
+        crew = begun(crews, "4", weights=weights, algorithm=EVERYTHING, max_tokens_per_micro_batch=1)
         practised(crew, 2, groups=1, updates=3)
         crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts().select(torch.tensor([0, 1, 2, 3, 4, 5, 8])))])
         for seen in (1, 0):
@@ -157,7 +157,7 @@ def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(cre
 def test_a_pass_without_gradients_takes_one_micro_batch_after_the_other(crews: dict[int, ProcessCrew]) -> None:
     told = []
     for weights in ("whole", "divided"):
-        crew = begun(crews, "2", weights=weights, micro_tokens=20)
+        crew = begun(crews, "2", weights=weights, max_tokens_per_micro_batch=20)
         told.append(crew.call(Pupil.ordered, rollouts(groups=4)).entropy)
     assert told[0] is not None and told[1] is not None
     assert torch.equal(told[0].nan_to_num(), told[1].nan_to_num())

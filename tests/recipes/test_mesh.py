@@ -46,14 +46,17 @@ SMALL = 2048
 """Bytes of a bucket that holds less than most weights here, as the usual one holds less than those of real models."""
 SPREAD = [shape for shape in SHAPES if "dp2" in shape]
 LEARNERS: dict[str, dict[str, Any]] = {
-    "everything": {"algorithm": EVERYTHING, "epochs": 2, "micro_tokens": 60},
+    "everything": {"algorithm": EVERYTHING, "epochs": 2, "max_tokens_per_micro_batch": 60},
     "biases, and activations made twice": {"policy": partial(model, family="qwen2"), "activation_checkpointing": True},
     "windows": {"policy": partial(model, family="mistral", sliding_window=4)},
     "adapters, held to what they adapt": {
         "policy": adapted,
         "algorithm": AlgorithmConfig(kl=KLS["reverse"](coefficient=0.3)),
     },
-    "whole distributions": {"algorithm": AlgorithmConfig(kl=KLS["full"](coefficient=0.3)), "micro_tokens": 40},
+    "whole distributions": {
+        "algorithm": AlgorithmConfig(kl=KLS["full"](coefficient=0.3)),
+        "max_tokens_per_micro_batch": 40,
+    },
 }
 NEAR = 1e-10
 SHORT = [
@@ -96,8 +99,8 @@ def meshed(crews: dict[int, ProcessCrew], shape: str, **options: Any) -> Process
 )
 def test_a_gradient_is_that_of_one_rank(crews: dict[int, ProcessCrew], shape: str, bucket: int) -> None:
     """And its norm, clipped or not."""
-    for clip in (None, 1e-3):
-        one, many = alone(clip=clip), meshed(crews, shape, clip=clip, bucket=bucket)
+    for max_grad_norm in (None, 1e-3):
+        one, many = alone(max_grad_norm=max_grad_norm), meshed(crews, shape, max_grad_norm=max_grad_norm, bucket=bucket)
         told = []
         for crew in (one, many):
             batch = crew.call(Pupil.ready, rollouts())
@@ -175,7 +178,7 @@ def test_scores_and_values_are_those_of_one_rank(crews: dict[int, ProcessCrew], 
 def test_a_micro_batch_of_a_few_tokens_leaves_some_ranks_without_any(crews: dict[int, ProcessCrew]) -> None:
     """One action among all, or none, and update batches with nothing for some of the blocks."""
     for shape in ("sp4", "tp2 x dp2"):
-        one, many = alone(micro_tokens=1), meshed(crews, shape, micro_tokens=1)
+        one, many = alone(max_tokens_per_micro_batch=1), meshed(crews, shape, max_tokens_per_micro_batch=1)
         for crew in (one, many):
             practised(crew, 1, groups=1, updates=3)
             for seen in () if "dp2" in shape else (1, 0):
@@ -186,7 +189,7 @@ def test_a_micro_batch_of_a_few_tokens_leaves_some_ranks_without_any(crews: dict
 def test_models_of_other_families_are_cut_along_the_sequence_alone(crews: dict[int, ProcessCrew]) -> None:
     for family, near in (("gemma2", 1e-5), ("gpt2", NEAR)):  # Gemma's norms compute in float32
         policy = partial(model, family=family)
-        one, many = alone(policy=policy, clip=None), meshed(crews, "sp2", policy=policy, clip=None)
+        one, many = alone(policy=policy, max_grad_norm=None), meshed(crews, "sp2", policy=policy, max_grad_norm=None)
         for crew in (one, many):
             crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts())])
         wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)

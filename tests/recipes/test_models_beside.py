@@ -38,7 +38,7 @@ def other_model(world: Path, directory: Path, seed: int = 0) -> Path:
 
 def test_a_critic_learns_beside_the_policy(world: Path, tmp_path: Path) -> None:
     """A policy that stands still is foreseen better and better."""
-    still = {"collect.tasks": 8, "train.learning_rate": 0.0, "epochs": 3}
+    still = {"collect.tasks": 8, "train.learning_rate": 0.0, "ppo_epochs": 3}
     steps = measured(train(world, tmp_path / "run", steps=6, **PPO | still | {"critic.train.learning_rate": 0.03}))
     assert steps[0]["critic/value_loss"] > 0 and steps[0]["critic/grad_norm"] > 0
     assert steps[0]["explained_variance"] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
@@ -71,7 +71,8 @@ def test_what_a_critic_says_changes_what_is_learned(
 ) -> None:
     """Each of its options acts through a run; and the whole is no GRPO."""
     kept = {
-        name: weights(train(world, tmp_path / name, steps=2, updates=2, **options)) for name, options in asked.items()
+        name: weights(train(world, tmp_path / name, steps=2, mini_batches=2, **options))
+        for name, options in asked.items()
     }
     alike = [pair for pair in combinations(kept, 2) if same(kept[pair[0]], kept[pair[1]])]
     assert not alike
@@ -94,9 +95,9 @@ def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -
 
 
 def test_a_run_with_a_critic_goes_on_bit_for_bit(world: Path, tmp_path: Path) -> None:
-    whole = train(world, tmp_path / "whole", steps=2, updates=2, **PPO)
-    half = train(world, tmp_path / "half", steps=1, updates=2, **PPO)
-    train(world, half, steps=2, updates=2, **PPO)
+    whole = train(world, tmp_path / "whole", steps=2, mini_batches=2, **PPO)
+    half = train(world, tmp_path / "half", steps=1, mini_batches=2, **PPO)
+    train(world, half, steps=2, mini_batches=2, **PPO)
     assert same(weights(whole), weights(half))
     assert measured(whole)[-1]["critic/loss"] == measured(half)[-1]["critic/loss"]
 
@@ -121,7 +122,10 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
         ({"teacher.path": world / "model"}, "Choose `advantage=distillation`"),
         (TAUGHT, "give a model directory with `teacher.path=…`"),
         (PPO | {"critic.path": tmp_path / "nowhere"}, "`critic.path="),
-        (PPO | {"critic.train.schedule": "linear", "critic.train.warmup": 9}, "`critic.train.warmup=9` leaves nothing"),
+        (
+            PPO | {"critic.train.lr_scheduler": "linear", "critic.train.warmup_steps": 9},
+            "`critic.train.warmup_steps=9` leaves nothing",
+        ),
         (PPO | {"critic.train.offload": "true"}, "`critic.train.offload` keeps the optimizer"),
         (TAUGHT | {"teacher.path": tmp_path / "nowhere"}, "`teacher.path="),
     ):

@@ -20,11 +20,11 @@ SUMMED = {"loss.reduction": "seq-mean-token-sum"}
 BASE: dict[str, Any] = {
     "reward.path": f"{REWARDS}:mixed",
     "collect.tasks": 6,
-    "updates": 2,
+    "mini_batches": 2,
     "steps": 1,
     "train.precision": "bf16",  # sampler and trainer differ a little, as they do on a GPU
     "train.learning_rate": 0.003,
-    "train.clip": None,
+    "train.max_grad_norm": None,
 }
 OF_TURNS = {"step_rewards", "turn_baseline", "turn_baseline_biased", "gigpo", "mt_grpo"}
 """Advantages that differ from others only where an answer has several turns."""
@@ -32,7 +32,7 @@ OF_TURNS = {"step_rewards", "turn_baseline", "turn_baseline_biased", "gigpo", "m
 
 def moment(world: Path, directory: Path, **options: Any) -> Tensor:
     """What AdamW remembers of the gradients of a short run: all of them, end to end."""
-    with build(run_of(world, directory=directory, **BASE | {"train.clip": 1e9} | options)) as parts:
+    with build(run_of(world, directory=directory, **BASE | {"train.max_grad_norm": 1e9} | options)) as parts:
         run_loop(parts)
         kept = parts.learners.crew.call(PolicyWorker.tensors)["exp_avg"]
         return torch.cat([value.flatten() for value in kept.values()])
@@ -94,8 +94,8 @@ def test_every_reduction_and_knob_of_a_loss(world: Path, tmp_path: Path) -> None
             "dual clip": clip | {"loss.dual_clip": 1.03},
             "clip low": clip | {"loss.clip_low": 0.01},
             "clip high": clip | {"loss.clip_high": 0.01},
-            "updates": clip | {"updates": 3},
-            "epochs": clip | {"epochs": 2},
+            "mini_batches": clip | {"mini_batches": 3},
+            "ppo_epochs": clip | {"ppo_epochs": 2},
             "entropy": clip | {"entropy.coefficient": 0.1},
             "top entropy": clip | {"entropy.top_share": 0.3},
             "overlong": clip | {"overlong.max_length": 6, "overlong.buffer": 3},
@@ -111,7 +111,7 @@ def test_every_correction(world: Path, tmp_path: Path) -> None:
     clip = {
         "loss.clip_low": 0.01,
         "loss.clip_high": 0.01,
-        "updates": 6,
+        "mini_batches": 6,
         "train.learning_rate": 0.01,
     }  # two policies are clipped around the sampler
     every(

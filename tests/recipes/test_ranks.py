@@ -107,7 +107,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 )
 def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: AlgorithmConfig, precision: str) -> None:
     """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
-    options: dict[str, Any] = {"precision": precision, "algorithm": algorithm, "epochs": 2, "micro_tokens": 60}
+    options: dict[str, Any] = {
+        "precision": precision,
+        "algorithm": algorithm,
+        "epochs": 2,
+        "max_tokens_per_micro_batch": 60,
+    }
     one = alone(**options)
     many.call(Pupil.begin, **options)
     before = one.call(Pupil.weights)[0]
@@ -133,7 +138,7 @@ def test_ranks_without_a_rollout_take_part(many: ProcessCrew) -> None:
 
 
 def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(many: ProcessCrew) -> None:
-    options = {"algorithm": AlgorithmConfig(), "micro_tokens": 1}
+    options = {"algorithm": AlgorithmConfig(), "max_tokens_per_micro_batch": 1}
     one = alone(**options)
     many.call(Pupil.begin, **options)
     lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one

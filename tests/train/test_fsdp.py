@@ -40,7 +40,7 @@ def update(
     batch: Batch, algorithm: AlgorithmConfig, pack: object = pack_prefix_tree, **options: object
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradient of one update of a fresh learner."""
-    given = {"learning_rate": 0.0, "clip": None, **options}
+    given = {"learning_rate": 0.0, "max_grad_norm": None, **options}
     by = Learner(model("fp64"), TrainConfig(precision="fp64", **given), pack=pack)
     metrics = by.update(ready(by, algorithm, batch), Improve(algorithm)).reduce()
     return metrics["loss"], gradient(by)
@@ -53,10 +53,10 @@ def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: AlgorithmConfig) 
     loss, found = update(batch, algorithm)
     assert max(float(value.abs().max()) for value in found.values()) > 1e-3
     for options in (
-        {"micro_tokens": 1},
-        {"micro_tokens": 40},
+        {"max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40},
         {"pack": Pack.from_batch},
-        {"pack": Pack.from_batch, "micro_tokens": 40},
+        {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40},
         {"activation_checkpointing": True},
     ):
         other, again = update(batch, algorithm, **options)
@@ -66,7 +66,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(algorithm: AlgorithmConfig) 
 
 def test_an_update_does_not_depend_on_the_order_of_its_groups() -> None:
     batch = rollouts()
-    by = [learner(clip=None) for _ in range(2)]
+    by = [learner(max_grad_norm=None) for _ in range(2)]
     estimated = ready(by[0], EVERYTHING, batch)
     turned = estimated.select(torch.arange(batch.num_rollouts).roll(4))
     losses = [
@@ -80,7 +80,7 @@ def test_columns_do_not_depend_on_how_they_are_computed() -> None:
     batch = rollouts()
     columns = frozenset({"old_logp", "entropy", "sum_pi_squared"})
     found = learner().annotate(batch, columns)
-    again = learner(micro_tokens=1).annotate(batch, columns)
+    again = learner(max_tokens_per_micro_batch=1).annotate(batch, columns)
     for name in columns:
         one, other = found.require(name), again.require(name)
         assert bool(torch.isfinite(one[batch.action]).all())
@@ -111,7 +111,7 @@ def test_the_log_probs_are_those_of_the_temperature() -> None:
 def test_a_group_loss_sees_whole_groups() -> None:
     batch = rollouts(groups=4, size=3)
     objective = Imitate(SFT(), split_unit="group")
-    metrics = learner(micro_tokens=1).update(batch, objective).reduce()
+    metrics = learner(max_tokens_per_micro_batch=1).update(batch, objective).reduce()
     assert metrics["micro_batches"] == len(objective.seen) == 4
     assert all(micro.num_rollouts == 3 and micro.num_groups == 1 for micro in objective.seen)
 
@@ -128,7 +128,7 @@ def test_distillation_learns_from_the_teachers_likeliest_tokens() -> None:
     by = learner()
     losses = [by.update(batch, Imitate(TopKDistillation())).reduce()["loss"] for _ in range(12)]
     assert losses[-1] < 0.7 * losses[0]
-    cut = learner(micro_tokens=30)
+    cut = learner(max_tokens_per_micro_batch=30)
     assert cut.update(batch, Imitate(TopKDistillation())).reduce()["loss"] == pytest.approx(losses[0], abs=1e-9)
 
 
@@ -237,17 +237,17 @@ def test_every_option_has_an_effect() -> None:
     told, plain = after()
     for options in (
         {"learning_rate": 2e-2},
-        {"schedule": "linear"},
-        {"schedule": "cosine"},
-        {"warmup": 2},
+        {"lr_scheduler": "linear"},
+        {"lr_scheduler": "cosine"},
+        {"warmup_steps": 2},
         {"weight_decay": 0.1},
         {"betas": (0.8, 0.999)},
         {"betas": (0.9, 0.9)},
-        {"clip": 0.1},
+        {"max_grad_norm": 0.1},
     ):
         _, other = after(**options)
         assert not close(other, plain, 1e-6), options
-    assert after(micro_tokens=20)[0]["micro_batches"] > told["micro_batches"] == 1
+    assert after(max_tokens_per_micro_batch=20)[0]["micro_batches"] > told["micro_batches"] == 1
     assert dict(learner("bf16").weights())["model.norm.weight"].dtype == torch.bfloat16
     assert saved_bytes(learner(activation_checkpointing=True), batch) < 0.6 * saved_bytes(learner(), batch)
 
@@ -288,7 +288,9 @@ def test_errors_name_the_options_that_a_learner_was_given_by() -> None:
     by = Learner(model(), TrainConfig(precision="fp64"), option="critic.train")
     with pytest.raises(TrainingError, match=r"or lower `critic\.train\.learning_rate`"):
         by.update(poisoned(rollouts()), Improve(AlgorithmConfig()))
-    with pytest.raises(TrainingError, match=r"`critic\.train\.micro_tokens`.* `critic\.train\.activation_check"):
+    with pytest.raises(
+        TrainingError, match=r"`critic\.train\.max_tokens_per_micro_batch`.* `critic\.train\.activation_check"
+    ):
         by.update(rollouts(), OutOfMemory(SFT()))
 
 
@@ -319,7 +321,7 @@ def test_fp16_lowers_its_scale_and_skips() -> None:
             lambda: Learner(model("fp32"), TrainConfig(precision="bf16")),
             "computes in torch.bfloat16, and the model was",
         ),
-        (lambda: learner(schedule="cosine", warmup=10, steps=10), "leaves nothing of the 10 updates"),
+        (lambda: learner(lr_scheduler="cosine", warmup_steps=10, steps=10), "leaves nothing of the 10 updates"),
         (lambda: Learner(model(), TrainConfig(precision="fp64"), temperature=0.0), "greedy answers have no log-prob"),
         (lambda: TrainConfig(betas=(0.9, 1.0)), "shares of what is remembered"),
         (lambda: learner().annotate(rollouts(), frozenset({"ref_logp"})), "`ref_logp` cannot be told by this model"),
@@ -369,13 +371,16 @@ assert all(torch.equal(weight, before[name]) for name, weight in by.weights())
 def test_running_out_of_memory_names_the_knobs() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, cwd=Path.cwd(), timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Lower `train.micro_tokens`, now 16384, or set `train.activation_checkpointing=true`" in done.stdout
+    assert (
+        "Lower `train.max_tokens_per_micro_batch`, now 16384, or set `train.activation_checkpointing=true`"
+        in done.stdout
+    )
 
 
 # -- stopping and going on -------------------------------------------------------------------------------------------
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-PLAN = {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1}
+PLAN = {"lr_scheduler": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
 def resume(by: Learner, directory: Path) -> None:
@@ -416,7 +421,7 @@ def test_a_model_takes_the_weights_of_a_checkpoint(precision: str, tmp_path: Pat
 
 
 def test_a_learner_without_an_end_follows_no_schedule() -> None:
-    by = Learner(model(), TrainConfig(precision="fp64", schedule="cosine", warmup=1))
+    by = Learner(model(), TrainConfig(precision="fp64", lr_scheduler="cosine", warmup_steps=1))
     by.annotate(rollouts(), frozenset({"old_logp"}))
     by.update(rollouts(), Imitate(SFT()))
     with pytest.raises(AssertionError, match="has to know where it ends"):

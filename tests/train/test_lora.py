@@ -27,7 +27,7 @@ def adapted(precision: str = "fp64", family: str = "qwen3") -> Model:
 
 
 def learner(precision: str = "fp64", family: str = "qwen3", **options: object) -> Learner:
-    given = {"learning_rate": 1e-2, "clip": None, **options}
+    given = {"learning_rate": 1e-2, "max_grad_norm": None, **options}
     return Learner(adapted(precision, family), TrainConfig(precision=precision, **given), steps=10)
 
 
@@ -35,7 +35,7 @@ def learner(precision: str = "fp64", family: str = "qwen3", **options: object) -
 def test_however_a_batch_is_cut_the_gradient_is_the_same(family: str) -> None:
     algorithm, found = AlgorithmConfig(), []
     for tokens in (10_000, 40, 1):
-        by = learner(family=family, micro_tokens=tokens)
+        by = learner(family=family, max_tokens_per_micro_batch=tokens)
         by.update(ready(by, algorithm, rollouts()), Improve(algorithm))
         found.append(gradient(by))
     assert found[0].keys() == {name for name, _ in by.model.named_weights() if ".lora_" in name}

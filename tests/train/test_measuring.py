@@ -27,11 +27,11 @@ def thoughts(of: Model, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     return torch.where(pack.source[:, None] < 0, torch.nan, said[pack.source])
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize("max_tokens_per_micro_batch", [1, 40, 10_000])
 @pytest.mark.parametrize("among", [VOCABULARY, 20])
-def test_a_teacher_tells_its_likeliest_tokens(micro_tokens: int, among: int) -> None:
+def test_a_teacher_tells_its_likeliest_tokens(max_tokens_per_micro_batch: int, among: int) -> None:
     batch, teacher = rollouts(), model(seed=1)
-    ids, logp = FrozenModel(teacher, micro_tokens, temperature=0.7).top_tokens(batch, 5, among)
+    ids, logp = FrozenModel(teacher, max_tokens_per_micro_batch, temperature=0.7).top_tokens(batch, 5, among)
     cut = (thoughts(teacher, batch, 0.7)[:, :among]).log_softmax(1)
     wanted = cut[batch.action].topk(5)
     assert torch.equal(ids[batch.action], wanted.indices)
@@ -46,14 +46,14 @@ def test_a_teacher_has_nothing_to_tell_of_context() -> None:
     assert ids.shape == logp.shape == (batch.num_tokens, 3) and torch.isnan(logp).all()
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 40, 10_000])
-def test_what_is_measured_is_what_an_update_would_begin_with(micro_tokens: int) -> None:
+@pytest.mark.parametrize("max_tokens_per_micro_batch", [1, 40, 10_000])
+def test_what_is_measured_is_what_an_update_would_begin_with(max_tokens_per_micro_batch: int) -> None:
     batch, objective = rollouts(), LossObjective(SFT())
-    by = learner(micro_tokens=micro_tokens)
+    by = learner(max_tokens_per_micro_batch=max_tokens_per_micro_batch)
     before = weights(by)
     found = by.measure(batch, objective).reduce()
     assert by.version == 0 and all(torch.equal(before[name], after) for name, after in weights(by).items())
-    updated = learner(micro_tokens=micro_tokens).update(batch, objective).reduce()
+    updated = learner(max_tokens_per_micro_batch=max_tokens_per_micro_batch).update(batch, objective).reduce()
     assert found["loss"] == pytest.approx(updated["loss"], abs=1e-12) and found["nll"] == updated["nll"]
     nll = -thoughts(by.model, batch).gather(1, batch.ids.long()[:, None])[:, 0][batch.action].mean()
     assert found["loss"] == pytest.approx(float(nll), abs=1e-9)
@@ -66,7 +66,7 @@ def test_pairs_stay_together_and_are_told_of_as_they_are_measured() -> None:
         seen.append(micro.num_groups)
         return micro.replace(ref_logp=reference.logp(micro))
 
-    cut = learner(micro_tokens=1).measure(batch, LossObjective(DPO()), annotated).reduce()
+    cut = learner(max_tokens_per_micro_batch=1).measure(batch, LossObjective(DPO()), annotated).reduce()
     whole = learner().measure(annotated(batch), LossObjective(DPO())).reduce()
     assert seen[:-1] == [1] * 4 and cut == pytest.approx(whole, abs=1e-9)
 

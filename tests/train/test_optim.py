@@ -33,9 +33,11 @@ def pull(parameters: dict[str, nn.Parameter], step: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("precision", "dtype", "tolerance"), [("fp64", torch.float64, 1e-12), ("fp32", torch.float32, 1e-6)]
 )
-@pytest.mark.parametrize("clip", [None, 1.5])
-def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float, clip: float | None) -> None:
-    config = TrainConfig(precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), clip=clip)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.5])
+def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float, max_grad_norm: float | None) -> None:
+    config = TrainConfig(
+        precision=precision, learning_rate=0.05, weight_decay=0.1, betas=(0.8, 0.95), max_grad_norm=max_grad_norm
+    )
     ours, theirs = leaves(dtype), leaves(dtype)
     masters = MixedPrecisionOptimizer(ours.items(), config)
     decayed, plain = [theirs["matrix"], theirs["embedding"]], [theirs["bias"]]
@@ -52,7 +54,7 @@ def test_it_is_torchs_adamw(precision: str, dtype: torch.dtype, tolerance: float
         taken = masters.step(compute_learning_rate(config, step, 8))
         adam.zero_grad()
         pull(theirs, step).backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip is not None else math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), max_grad_norm if max_grad_norm is not None else math.inf)
         adam.step()
         assert taken.norm == pytest.approx(float(norm), rel=1e-6)
         for name, parameter in ours.items():
@@ -140,8 +142,10 @@ def test_schedules() -> None:
         return [round(compute_learning_rate(config, update, 10), 6) for update in range(11)]
 
     assert rates() == [1.0] * 11
-    assert rates(warmup=4) == [0.25, 0.5, 0.75] + [1.0] * 8
-    assert rates(schedule="linear", warmup=2) == [0.5] + [round(1 - i / 8, 6) for i in (-0, 0, 1, 2, 3, 4, 5, 6, 7, 8)]
+    assert rates(warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 8
+    assert rates(lr_scheduler="linear", warmup_steps=2) == [0.5] + [
+        round(1 - i / 8, 6) for i in (-0, 0, 1, 2, 3, 4, 5, 6, 7, 8)
+    ]
     cosine = [round(0.5 * (1 + math.cos(math.pi * i / 10)), 6) for i in range(11)]
-    assert rates(schedule="cosine") == cosine
-    assert rates(schedule="linear")[-1] == 0
+    assert rates(lr_scheduler="cosine") == cosine
+    assert rates(lr_scheduler="linear")[-1] == 0

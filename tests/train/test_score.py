@@ -43,10 +43,12 @@ def some(seed: int, count: int = 6) -> Sequences:
     return [made[place] for place in chance.permutation(len(made))]
 
 
-@given(seed=st.integers(0, 99), micro_tokens=st.sampled_from([1, 12, 1000]), shared=st.booleans())
-def test_a_score_is_what_it_would_be_alone(seed: int, micro_tokens: int, shared: bool) -> None:
+@given(seed=st.integers(0, 99), max_tokens_per_micro_batch=st.sampled_from([1, 12, 1000]), shared=st.booleans())
+def test_a_score_is_what_it_would_be_alone(seed: int, max_tokens_per_micro_batch: int, shared: bool) -> None:
     model, sequences = judge(), some(seed)
-    found = ModelScorer(model, micro_tokens, pack=pack_prefix_tree if shared else Pack.from_batch).score_now(sequences)
+    found = ModelScorer(
+        model, max_tokens_per_micro_batch, pack=pack_prefix_tree if shared else Pack.from_batch
+    ).score_now(sequences)
     assert np.allclose(found, [alone(model, ids) for ids in sequences], atol=1e-9)
 
 

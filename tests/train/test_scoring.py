@@ -23,7 +23,7 @@ def judge(seed: int = 0) -> Model:
 
 
 def learner(of: Model | None = None, **options: object) -> Learner:
-    given = {"learning_rate": 0.0, "clip": None, "precision": "fp64", **options}
+    given = {"learning_rate": 0.0, "max_grad_norm": None, "precision": "fp64", **options}
     pack = given.pop("pack", pack_prefix_tree)
     return Learner(of or judge(), TrainConfig(**given), pack=pack)  # type: ignore[arg-type]
 
@@ -50,7 +50,9 @@ def _rows(batch: Batch) -> list[Tensor]:
     return [(batch.unit == rollout).nonzero()[:, 0] for rollout in range(batch.num_rollouts)]
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_tokens": 1}, {"pack": Pack.from_batch, "micro_tokens": 40}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_tokens_per_micro_batch": 1}, {"pack": Pack.from_batch, "max_tokens_per_micro_batch": 40}]
+)
 def test_values_are_read_before_each_token_and_after_the_last(options: dict[str, object]) -> None:
     """However the batch is cut; a rollout without a row has none."""
     batch = rollouts()
@@ -70,7 +72,12 @@ def test_an_update_does_not_depend_on_how_it_is_cut(loss: ValueLoss | RewardMode
         earned = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         batch = valued.replace(returns=earned)
     found = []
-    for options in ({}, {"micro_tokens": 1}, {"pack": Pack.from_batch}, {"activation_checkpointing": True}):
+    for options in (
+        {},
+        {"max_tokens_per_micro_batch": 1},
+        {"pack": Pack.from_batch},
+        {"activation_checkpointing": True},
+    ):
         by = learner(**options)
         told = by.update(batch, Imitate(loss, loss.split_unit)).reduce()
         found.append((told["loss"], gradient(by)))
@@ -106,10 +113,10 @@ def test_the_full_kl_holds_a_policy_to_its_reference() -> None:
     batch, reference = rollouts(), model("fp64", seed=7)
     algorithm = AlgorithmConfig(kl=KLS["full"](coefficient=1.0))
     found = []
-    for options in ({}, {"micro_tokens": 1}):
+    for options in ({}, {"max_tokens_per_micro_batch": 1}):
         by = Learner(
             model("fp64"),
-            TrainConfig(precision="fp64", learning_rate=0.0, clip=None, **options),
+            TrainConfig(precision="fp64", learning_rate=0.0, max_grad_norm=None, **options),
             reference=FrozenModel(reference, 10_000),
         )
         held = batch.replace(

@@ -420,7 +420,7 @@ def model_columns(run: Run) -> frozenset[str]:
     columns |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()
     if run.correction.policies == "two":
         return columns
-    single_update = run.updates * run.epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
+    single_update = run.mini_batches * run.ppo_epochs == 1 and not columns & POLICY_COLUMNS - {"old_logp"}
     return (
         columns - {"old_logp"}
         if single_update and "old_logp" not in run.columns_before_estimate()

@@ -39,7 +39,7 @@ class Learners:
     crew: Crew
     columns: frozenset[str]
     """What the model itself must tell of a batch before advantages can be estimated."""
-    updates: int
+    mini_batches: int
     """Into how many update batches a step's batch is cut, before each of them is shared out over the ranks."""
     split_unit: Literal["rollout", "group"]
     """What no update batch has a part of."""
@@ -57,7 +57,7 @@ class Learners:
 
     def update(self, batch: Batch) -> Metrics:
         """Every optimizer step that this batch is good for."""
-        return self.crew.call(PolicyWorker.update, batch.split(self.updates, by=self.split_unit))
+        return self.crew.call(PolicyWorker.update, batch.split(self.mini_batches, by=self.split_unit))
 
     def facts(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of them in plain numbers."""

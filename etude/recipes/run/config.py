@@ -35,8 +35,14 @@ __all__ = ["CHANGEABLE_OPTIONS", "CriticConfig", "Run"]
 
 CHANGEABLE_OPTIONS = (
     *("steps", "directory", "observe", "evaluate", "data.val", "checkpoint", "collect.timeout", "judging.timeout"),
-    *("judging.workers", "train.micro_tokens", "train.activation_checkpointing", "train.compile", "train.offload"),
-    *("critic.train.micro_tokens", "critic.train.activation_checkpointing"),
+    *(
+        "judging.workers",
+        "train.max_tokens_per_micro_batch",
+        "train.activation_checkpointing",
+        "train.compile",
+        "train.offload",
+    ),
+    *("critic.train.max_tokens_per_micro_batch", "critic.train.activation_checkpointing"),
     *("train.weights", "critic.train.weights"),
     *("critic.train.compile", "critic.train.offload", "ranks", "mesh", "cluster", "device", "crew.heartbeat_timeout"),
     "crew.timeout",
@@ -115,13 +121,15 @@ class Run(Recipe, AlgorithmConfig):
     evaluate: EvaluationConfig = Field(EvaluationConfig(), description="scoring the policy on `data.val` as it learns")
 
     steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
-    updates: int = Field(1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data")
-    epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
+    mini_batches: int = Field(
+        1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data"
+    )
+    ppo_epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
     max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
 
     def schedules(self) -> dict[str, str]:
         """The policy's and the critic's."""
-        return {**super().schedules(), "critic.train.schedule": self.critic.train.schedule}
+        return {**super().schedules(), "critic.train.lr_scheduler": self.critic.train.lr_scheduler}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:
@@ -136,9 +144,9 @@ class Run(Recipe, AlgorithmConfig):
                 f"Shorten it, or ask for more steps."
             )
         rollouts = self.collect.tasks * self.collect.group_size
-        if rollouts < self.updates:
+        if rollouts < self.mini_batches:
             raise ConfigError(
-                f"A step has {rollouts} rollouts, fewer than `updates` = {self.updates}. Raise `collect.tasks` or "
-                f"`collect.group_size`, or lower `updates`."
+                f"A step has {rollouts} rollouts, fewer than `mini_batches` = {self.mini_batches}. Raise "
+                f"`collect.tasks` or `collect.group_size`, or lower `mini_batches`."
             )
         return self

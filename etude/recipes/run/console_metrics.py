@@ -12,7 +12,9 @@ __all__ = ["failure_metrics", "headline"]
 
 def headline(run: Run) -> list[str]:
     """The metrics on the line of a step; all the others are in metrics.jsonl."""
-    once = run.updates * run.epochs == 1  # where one update leaves loss and policy_kl at 0, whatever is learned
+    once = (
+        run.mini_batches * run.ppo_epochs == 1
+    )  # where one update leaves loss and policy_kl at 0, whatever is learned
     learned = ["grad_norm", "zero_variance_groups"] if once else ["loss", "policy_kl"]
     return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
 

@@ -50,7 +50,7 @@ def encode_prompt_and_answer(chat: ChatRenderer, prompt: str | Sequence[Mapping[
 def _load_reward_model(reward: RewardModelScore, device: torch.device) -> RewardModelScore:
     check_model(reward.path, "reward.path")
     model = load(reward.path, dtype=PRECISIONS[reward.precision], device=device, head="score")
-    chat, scorer = ChatRenderer(Tokenizer.load(reward.path)), ModelScorer(model, reward.micro_tokens)
+    chat, scorer = ChatRenderer(Tokenizer.load(reward.path)), ModelScorer(model, reward.max_tokens_per_micro_batch)
 
     async def score_answer(task: Task, answer: str) -> float:
         prompt: Any = task.fields["prompt"]

@@ -23,7 +23,16 @@ from etude.train import TrainConfig
 __all__ = ["CHANGEABLE_OPTIONS", "SupervisedRun", "ValidationConfig"]
 
 CHANGEABLE_OPTIONS = (
-    *("steps", "epochs", "directory", "observe", "evaluate", "data.val", "checkpoint", "train.micro_tokens"),
+    *(
+        "steps",
+        "epochs",
+        "directory",
+        "observe",
+        "evaluate",
+        "data.val",
+        "checkpoint",
+        "train.max_tokens_per_micro_batch",
+    ),
     *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
     *("train.weights", "crew.heartbeat_timeout", "crew.timeout"),
 )

@@ -113,7 +113,7 @@ class _DryRun:
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
         self.offload = run.train.offload
         rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
-        changes: dict[str, Any] = {"train": rests, "epochs": 1, "steps": run.steps * run.epochs}
+        changes: dict[str, Any] = {"train": rests, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
         self.run = run.model_copy(update=changes)
         self.mesh = models.build_mesh(run)
         apart = run.placement.layout == "split"
@@ -179,10 +179,12 @@ class _DryRun:
 
     def _frozen(self, role: str, path: Any) -> FrozenModel:
         if role == "reference" and path is None and self.run.lora.rank:
-            return FrozenModel(self.policy, self.run.train.micro_tokens, disable_adapters=True, mesh=self.mesh)
+            return FrozenModel(
+                self.policy, self.run.train.max_tokens_per_micro_batch, disable_adapters=True, mesh=self.mesh
+            )
         with self.tracker.labeled_as(role):
             model = create_empty(path or self._path, dtype=self.policy.dtype)
-        return FrozenModel(model, self.run.train.micro_tokens, mesh=self.mesh)
+        return FrozenModel(model, self.run.train.max_tokens_per_micro_batch, mesh=self.mesh)
 
     @property
     def _path(self) -> Any:
@@ -245,7 +247,7 @@ class _DryRun:
         if "critic" in here:
             critic = self._critic()
             with ledger.labeled_as("optimizer"), self._loading():
-                steps = run.steps * run.updates
+                steps = run.steps * run.mini_batches
                 learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
             batch = run.estimate(batch, AlgorithmState()).batch
             with self.fake_device, ledger.labeled_as("activations"):
@@ -266,7 +268,9 @@ class _DryRun:
                 self.tracker.phase("scoring"),
                 self.tracker.labeled_as("activations"),
             ):
-                for micro, _ in iterate_micro_batches(batch, reward.micro_tokens, "rollout", model.device):
+                for micro, _ in iterate_micro_batches(
+                    batch, reward.max_tokens_per_micro_batch, "rollout", model.device
+                ):
                     forward(micro, frozenset({"score"}))
             self.kept_alive = self.kept_alive, model
 
@@ -280,9 +284,9 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
     long as it may be."""
     prompt, answer = row
-    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.updates * run.ranks))
+    rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
-    enough = MICRO_BATCHES * max(1, run.train.micro_tokens // (prompt + size * answer))
+    enough = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (prompt + size * answer))
     groups = min(-(-rollouts // size), enough)
     action = np.arange(prompt + answer) >= prompt
     nothing = np.zeros(prompt + answer, np.int32)

@@ -234,7 +234,7 @@ def _candidates(run: Recipe, device: torch.device, played: DryRunResult) -> list
     """Options that could make a run smaller, each with the run that has it."""
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
     wanted: list[tuple[str, object, bool]] = [
-        ("train.micro_tokens", max(train.micro_tokens // 2, 1), True),
+        ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
         ("train.activation_checkpointing", True, not train.activation_checkpointing),
         ("train.offload", True, gpu and not train.offload),
         ("train.precision", "bf16", train.precision in ("fp32", "fp64")),

@@ -89,7 +89,7 @@ def estimate_step_time(
     return StepTime(
         sampling=max(each / size * forward / width / operations, moved / read),
         annotating=passes * groups * forward / operations,
-        updating=run.epochs * groups * cost.update(pack, judged) / operations,
+        updating=run.ppo_epochs * groups * cost.update(pack, judged) / operations,
         flops_per_second=operations,
         bytes_per_second=read,
     )

@@ -44,7 +44,7 @@ class SupervisedDryRun:
         """on: within, what computes believes itself on the device that is planned for."""
         self.fake_device, self.tracker = fake_device, tracker
         rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
-        steps = run.steps or run.train.warmup + 1  # how many there are is known of the files alone
+        steps = run.steps or run.train.warmup_steps + 1  # how many there are is known of the files alone
         self.run = run.model_copy(update={"train": rests, "steps": steps, "epochs": None})
         self.mesh = models.build_mesh(run)
         with tracker.labeled_as("weights"), loading_phase(tracker, run.train):
@@ -69,7 +69,7 @@ class SupervisedDryRun:
 
     def _frozen_model(self) -> FrozenModel | None:
         """The reference or the teacher, where there is one."""
-        run, micro = self.run, self.run.train.micro_tokens
+        run, micro = self.run, self.run.train.max_tokens_per_micro_batch
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             if run.reference.path is None and run.lora.rank:
                 return FrozenModel(self.model, micro, disable_adapters=True, mesh=self.mesh)
@@ -87,7 +87,7 @@ class SupervisedDryRun:
 def worst_case_examples(run: SupervisedRun, longest: int, count: int) -> Batch:
     """So many examples at their worst, or as many of them as fill a few micro-batches."""
     sides = 2 if isinstance(run.data, PreferenceDataConfig) else 1
-    enough = MICRO_BATCHES * max(1, run.train.micro_tokens // (sides * longest))
+    enough = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (sides * longest))
     nothing = np.zeros(longest, np.int32)
     row = TokenRow(nothing, np.arange(longest) >= 1, nothing.astype(np.int16))
     return batch_of([((row,),) * sides] * min(count, enough))

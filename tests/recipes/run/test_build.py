@@ -319,9 +319,9 @@ def test_memory_that_runs_out_is_told_with_the_knob_and_the_run_goes_on(
     world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = refused_run(capsys, world, tmp_path / "run", steps=1, loss="tests.recipes.run.test_build:Hungry")
-    assert "Memory ran out" in told and "Lower `train.micro_tokens`" in told
+    assert "Memory ran out" in told and "Lower `train.max_tokens_per_micro_batch`" in told
     monkeypatch.setattr("tests.recipes.run.test_build.Hungry.hungry", False)
-    assert main(["train", "--resume", str(tmp_path / "run"), "train.micro_tokens=64"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "train.max_tokens_per_micro_batch=64"]) == 0
     assert measured(tmp_path / "run")[0]["replayed"] == 1 and measured(tmp_path / "run")[0]["micro_batches"] > 1
 
 
@@ -404,8 +404,8 @@ def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) 
         ({"reference.path": "somewhere"}, "nothing here compares with one"),
         ({"advantage": "gigpo"}, "which an environment tells"),
         ({"max_staleness": 1}, "not built yet"),
-        ({"updates": 13}, "fewer than `updates`"),
-        ({"train.schedule": "cosine", "train.warmup": 5}, "warm-up"),
+        ({"mini_batches": 13}, "fewer than `mini_batches`"),
+        ({"train.lr_scheduler": "cosine", "train.warmup_steps": 5}, "warm-up"),
     ],
 )
 def test_what_a_run_cannot_do_is_told(

@@ -45,8 +45,8 @@ def test_every_column_that_something_needs_is_collected_told_or_refused(world: P
 
 def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
     assert model_columns(run_of(world)) == frozenset(), "the step's one update tells"
-    assert model_columns(run_of(world, updates=2)) == model_columns(run_of(world, epochs=2)) == {"old_logp"}
-    assert model_columns(run_of(world, updates=2, **{"correction.policies": "two"})) == frozenset()
+    assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}
+    assert model_columns(run_of(world, mini_batches=2, **{"correction.policies": "two"})) == frozenset()
     assert model_columns(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
     assert model_columns(run_of(world, advantage="gae")) == {"value"}
     assert model_columns(run_of(world, kl="full")) == {"old_logp", "ref_logp"}

@@ -214,11 +214,11 @@ def test_every_run_knows_its_defaults() -> None:
 
 
 def test_more_steps_are_the_same_run_only_under_a_constant_schedule(world: Path) -> None:
-    for whose, schedule, same in (
+    for whose, scheduler, same in (
         *(("train", "constant", True), ("train", "linear", False)),
         *(("critic.train", "constant", True), ("critic.train", "linear", False)),
     ):
-        given = {"advantage": "gae", f"{whose}.schedule": schedule}
+        given = {"advantage": "gae", f"{whose}.lr_scheduler": scheduler}
         before, after = (run_of(world, steps=n, **given) for n in (2, 3))
         assert (not differences(before, after)) is same
 
@@ -282,16 +282,16 @@ def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
 
 
 def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path) -> None:
-    write_options(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine"]))
+    write_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine"]))
     with pytest.raises(ConfigError) as caught:
         check_same_options(
-            tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "train.learning_rate=1e-3"])
+            tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "train.learning_rate=1e-3"])
         )
     told = str(caught.value)
     assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in told
     assert f"`etude export {tmp_path} my-model`" in told and "`model.path=my-model`" in told and len(told) < 600
     with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
-        check_same_options(tmp_path, compose(Run, ["model.path=m", "train.schedule=cosine", "steps=7"]))
+        check_same_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "steps=7"]))
 
 
 @pytest.mark.parametrize(

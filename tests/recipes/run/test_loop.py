@@ -114,7 +114,7 @@ def test_grpo_learns_from_a_preset(world: Path, tmp_path: Path) -> None:
 
 def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> None:
     """The refill drops groups, the penalty changes rewards, the upper clip is used; each against DAPO without it."""
-    common = {"overlong.buffer": 4, "updates": 2, "train.learning_rate": 0.1, "steps": 1}
+    common = {"overlong.buffer": 4, "mini_batches": 2, "train.learning_rate": 0.1, "steps": 1}
     common |= {"collect.tasks": 6, "collect.group_size": 2}
     whole = train(world, tmp_path / "dapo", "dapo", **common)
     without = {

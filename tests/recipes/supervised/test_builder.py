@@ -51,7 +51,7 @@ def test_a_reference_is_the_policy_without_its_adapters(school: Path, tmp_path: 
 
 def test_two_ranks_learn_what_one_does(school: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {
-        **{"train.precision": "fp64", "train.clip": "null", "steps": 2},
+        **{"train.precision": "fp64", "train.max_grad_norm": "null", "steps": 2},
         **{"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "evaluate.every": 1},
     }
     one = learned("dpo", school, tmp_path / "one", **given)

@@ -75,8 +75,8 @@ def test_a_prompt_that_a_pair_shares_is_computed_once(school: Path, tmp_path: Pa
     """What counts as one micro-batch are packed tokens: a pair of 7 + 7 with 4 in common fits into 10."""
     rows = [{"prompt": "1+2=", "chosen": "33", "rejected": "44"}] * 8
     given = {"data.train": f"[{write(tmp_path / 'a.jsonl', rows)}]", "steps": 1}
-    apart = measured(learned("dpo", school, tmp_path / "apart", train__micro_tokens=10, **given))
-    joined = measured(learned("dpo", school, tmp_path / "joined", train__micro_tokens=20, **given))
+    apart = measured(learned("dpo", school, tmp_path / "apart", train__max_tokens_per_micro_batch=10, **given))
+    joined = measured(learned("dpo", school, tmp_path / "joined", train__max_tokens_per_micro_batch=20, **given))
     assert apart[0]["trained_tokens"] == 8 * 14 and (apart[0]["micro_batches"], joined[0]["micro_batches"]) == (8, 4)
 
 

@@ -116,7 +116,8 @@ def test_a_run_learns_and_says_what_it_measured(recipe: str, school: Path, finis
 def test_the_weights_do_not_depend_on_how_a_batch_is_cut(recipe: str, school: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"train.precision": "fp64", "steps": 1}
     whole, cut = (
-        weights(learned(recipe, school, tmp_path / str(size), train__micro_tokens=size, **given)) for size in (9000, 1)
+        weights(learned(recipe, school, tmp_path / str(size), train__max_tokens_per_micro_batch=size, **given))
+        for size in (9000, 1)
     )
     assert all((whole[name] - cut[name]).abs().max() < 1e-9 for name in whole)
 
@@ -164,7 +165,7 @@ def test_a_run_that_goes_on_is_the_run_that_nobody_stopped(
 
 
 def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    given: dict[str, Any] = {"train.schedule": "cosine", "steps": None, "checkpoint.every": 1, "batch_size": 16}
+    given: dict[str, Any] = {"train.lr_scheduler": "cosine", "steps": None, "checkpoint.every": 1, "batch_size": 16}
     whole = learned("sft", school, tmp_path / "whole", **given)
     run = tmp_path / "run"
     with suppress(Killed), build(run_of("sft", school, directory=run, **given)) as parts:
@@ -423,7 +424,7 @@ def test_what_cannot_be_is_told(school: Path, tmp_path: Path, capsys: Captured) 
         ({"data.max_tokens": 4000}, "does not fit into this model's context of 128"),
         ({"epochs": 2}, "both say how long the run is"),
         ({"data.sampler": "curriculum"}, "there is no 'curriculum'"),
-        ({"train.schedule": "linear", "train.warmup": 2}, "leaves nothing of the 2 updates"),
+        ({"train.lr_scheduler": "linear", "train.warmup_steps": 2}, "leaves nothing of the 2 updates"),
     ]
     for changes, told in given:
         assert told in refusal(capsys, "sft", school, tmp_path / "run", **changes), changes

@@ -33,7 +33,7 @@ def worker_of(run: Run) -> LocalCrew:
     """A crew of one worker for a run."""
     model, _ = load_policy(run)
     learner = Learner(model, run.train, steps=100)
-    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs))
+    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, epochs=run.ppo_epochs))
 
 
 def batch_of(groups: int = 2, size: int = 4) -> Batch:
@@ -55,18 +55,18 @@ def stepped(crew: LocalCrew, run: Run, step: int = 1) -> Metrics:
     batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
     batch = crew.call(PolicyWorker.estimate, batch, step)
     assert batch.advantage is not None
-    return crew.call(PolicyWorker.update, batch.split(run.updates))
+    return crew.call(PolicyWorker.update, batch.split(run.mini_batches))
 
 
-@pytest.mark.parametrize(("updates", "epochs"), [(1, 1), (4, 1), (2, 3)])
-def test_a_step_makes_as_many_updates_as_were_asked_for(updates: int, epochs: int, world: Path) -> None:
-    run = run_of(world, updates=updates, epochs=epochs)
+@pytest.mark.parametrize(("mini_batches", "ppo_epochs"), [(1, 1), (4, 1), (2, 3)])
+def test_a_step_makes_as_many_updates_as_were_asked_for(mini_batches: int, ppo_epochs: int, world: Path) -> None:
+    run = run_of(world, mini_batches=mini_batches, ppo_epochs=ppo_epochs)
     crew = worker_of(run)
     found = stepped(crew, run).reduce()
     learner = crew.call(PolicyWorker.tensors)["learner"]
-    assert int(learner["version"]) == updates * epochs == found["micro_batches"]
-    assert found["trained_tokens"] == epochs * batch_of().num_tokens
-    if updates * epochs > 1:
+    assert int(learner["version"]) == mini_batches * ppo_epochs == found["micro_batches"]
+    assert found["trained_tokens"] == ppo_epochs * batch_of().num_tokens
+    if mini_batches * ppo_epochs > 1:
         assert found["policy_kl"] > 0, "from the second update on, the policy is off its data"
     else:
         assert found["policy_kl"] == pytest.approx(0, abs=1e-6)
@@ -74,7 +74,7 @@ def test_a_step_makes_as_many_updates_as_were_asked_for(updates: int, epochs: in
 
 LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")] + [
     {"advantage": "gae", "critic.train.precision": "fp64"},
-    {"mask_truncated": True, "entropy.coefficient": 0.01, "train.micro_tokens": 9},
+    {"mask_truncated": True, "entropy.coefficient": 0.01, "train.max_tokens_per_micro_batch": 9},
 ]
 
 
@@ -108,8 +108,8 @@ def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], worl
 
 def test_what_reads_it_before_has_it_before(world: Path) -> None:
     for changes in (
-        {"updates": 2},
-        {"epochs": 2},
+        {"mini_batches": 2},
+        {"ppo_epochs": 2},
         {"loss": "kl_cov"},
         {"kl": "reverse"},
         {"correction.weight": "truncate"},
@@ -145,7 +145,7 @@ def test_annotated_are_the_action_tokens(world: Path) -> None:
 
 
 def test_a_worker_that_was_restored_goes_on_like_the_one_that_was_saved(world: Path) -> None:
-    run = run_of(world, advantage="reinforce++", updates=2)
+    run = run_of(world, advantage="reinforce++", mini_batches=2)
     one, other = worker_of(run), worker_of(run)
     stepped(one, run)
     tensors: Any = {
@@ -202,7 +202,7 @@ def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
     long = SamplingParams(max_tokens=100, min_tokens=100)
     with ThreadPoolExecutor(1) as others, closing(Held(run)) as engine:
         learner = Learner(engine.model, run.train, steps=100)
-        worker = PolicyWorker(run, learner, seed=run.seed, epochs=run.epochs, engine=engine)
+        worker = PolicyWorker(run, learner, seed=run.seed, epochs=run.ppo_epochs, engine=engine)
         told = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, on_start=engine.hold))
         assert engine.inside.wait(30)
         yield LocalCrew(worker), told

@@ -113,7 +113,7 @@ def test_every_kind_of_memory_has_its_name(model: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "kind"),
     [
-        ("train.micro_tokens=256", "activations"),
+        ("train.max_tokens_per_micro_batch=256", "activations"),
         ("train.activation_checkpointing=true", "activations"),
         ("lora.rank=4", "optimizer"),
         ("rollout.kv_gib=0.0015", "kv"),
@@ -204,7 +204,7 @@ def test_divided_weights_are_whole_as_they_are_loaded_and_while_an_engine_sample
 @pytest.mark.integration
 def test_divided_weights_are_nowhere_while_servers_sample(deeper: Path) -> None:
     common = ("train.precision=fp32", "gpus=2", "ranks=2", "train.weights=divided", "rollout.url=http://127.0.0.1:1")
-    found = served(deeper, *common, "rollout=vllm", "updates=2", "sampling.max_tokens=8")
+    found = served(deeper, *common, "rollout=vllm", "mini_batches=2", "sampling.max_tokens=8")
     phases, every = found.devices[0].phases, found.parameters
     assert phases["sampling"].kinds.get("weights", 0) < 0.01 * 4 * every
     assert phases["sampling"].kinds["masters"] == pytest.approx(4 * every / 2, rel=0.01)
