@@ -57,16 +57,19 @@ def options_of(kind: str, directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def started(
-    kind: str, model: Path, directory: Path, *, plugged: bool = False, adapter_rank: int = 0
+    kind: str, model: Path, directory: Path, *, with_plugin: bool = False, adapter_rank: int = 0
 ) -> Iterator[ServerPool]:
-    """A server of this kind. plugged: one that carriers can bring weights to; with an adapter's rank, one that is
+    """A server of this kind. with_plugin: a server that can receive weights; with an adapter's rank, one that is
     brought adapters."""
     options = options_of(kind, directory) | ({"adapters": "only"} if adapter_rank else {})
     config: ServerConfig = VllmConfig(**options) if kind == "vllm" else SglangConfig(**options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AT_START.items():
             patch.setenv(name, value)
-        more: dict[str, Any] = {"plugged": install_plugin(directory) if plugged else None, "adapter_rank": adapter_rank}
+        more: dict[str, Any] = {
+            "plugin_path": install_plugin(directory) if with_plugin else None,
+            "adapter_rank": adapter_rank,
+        }
         tokenizer = Tokenizer.load(model)
         engine = start_servers(config, model, tokenizer, dtype="float32", device="cpu", logs=directory / "logs", **more)
     with engine:

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KEYS", "AttentionGroup", "QueryChunks", "group_chunks", "split_into_chunks"]
+__all__ = ["KEY_CHUNK", "AttentionGroup", "QueryChunks", "group_chunks", "split_into_chunks"]
 
-KEYS = 128
+KEY_CHUNK = 128
 """Keys are shared, and values summed, by so many at a time."""
 CHUNK_TOKENS = 128
 """Prompts attend in pieces of so many tokens: a piece reads no keys behind its end."""
-FETCH = 16 << 20
+MAX_FETCH_BYTES = 16 << 20
 """A group is split so that it fetches about so many bytes at once,"""
-SCORES = 3 << 17
+MAX_SCORES = 3 << 17
 """and has about so many scores: what is made for one product stays in the processor's cache until the next."""
 
 IntArray = NDArray[np.int64]
@@ -41,8 +41,8 @@ class QueryChunks:
     def __len__(self) -> int:
         return len(self.row)
 
-    def __getitem__(self, which: Any) -> QueryChunks:
-        return QueryChunks(self.row[which], self.count[which], self.end[which], self.slot[which])
+    def __getitem__(self, index: Any) -> QueryChunks:
+        return QueryChunks(self.row[index], self.count[index], self.end[index], self.slot[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,76 +57,82 @@ class AttentionGroup:
 
 
 def split_into_chunks(
-    row: IntArray, start: IntArray, stop: IntArray, slot: IntArray, piece: int = CHUNK_TOKENS
+    row: IntArray, start: IntArray, stop: IntArray, slot: IntArray, max_tokens: int = CHUNK_TOKENS
 ) -> QueryChunks:
     """The pieces of runs of tokens `start` to `stop` of contexts, the long ones cut."""
-    parts = -(-(stop - start) // piece)
-    which = np.repeat(np.arange(len(row)), parts)
-    ahead = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * piece
-    count = np.minimum(stop[which] - start[which] - ahead, piece)
-    return QueryChunks(row[which] + ahead, count, start[which] + ahead + count, slot[which])
+    num_chunks = -(-(stop - start) // max_tokens)
+    source = np.repeat(np.arange(len(row)), num_chunks)
+    offset = (np.arange(len(source)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)) * max_tokens
+    count = np.minimum(stop[source] - start[source] - offset, max_tokens)
+    return QueryChunks(row[source] + offset, count, start[source] + offset + count, slot[source])
 
 
 def group_chunks(
-    chunks: QueryChunks, table: IntArray, *, size: int, block_bytes: int, heads: int, shares: bool = True
+    chunks: QueryChunks, table: IntArray, *, size: int, block_bytes: int, heads: int, allow_prefix_groups: bool = True
 ) -> Iterator[AttentionGroup]:
     """Every piece in one group, in families only if it `shares`. `table` has each slot's blocks of `size` tokens, of
     `block_bytes` in one layer."""
-    alone = np.ones(len(chunks), dtype=bool)
-    for members, shared in _find_prefix_groups(chunks, table, size) if shares else ():
-        widest = max(len(family) for family in members)
-        filled = np.array([family + family[-1:] * (widest - len(family)) for family in members])
-        real = np.arange(widest) < np.array([len(family) for family in members])[:, None]
-        own = int(chunks.end[filled].max()) - shared
-        bytes_, scores = block_bytes * (shared + widest * own) // size, widest * (shared + own) * heads
-        most = max(1, min(FETCH // bytes_, SCORES // scores))
-        for begin in range(0, len(members), most):
-            part = filled[begin : begin + most]
-            yield AttentionGroup(chunks[part.reshape(-1)], real[begin : begin + most].reshape(-1), len(part), shared)
-        alone[filled] = False
-    left = np.flatnonzero(alone)
-    order = left[np.lexsort((chunks.row[left], chunks.end[left], chunks.count[left]))]
+    ungrouped = np.ones(len(chunks), dtype=bool)
+    for groups, shared in _find_prefix_groups(chunks, table, size) if allow_prefix_groups else ():
+        group_size = max(len(group) for group in groups)
+        padded = np.array([group + group[-1:] * (group_size - len(group)) for group in groups])
+        real = np.arange(group_size) < np.array([len(group) for group in groups])[:, None]
+        own_keys = int(chunks.end[padded].max()) - shared
+        num_bytes = block_bytes * (shared + group_size * own_keys) // size
+        scores = group_size * (shared + own_keys) * heads
+        max_groups = max(1, min(MAX_FETCH_BYTES // num_bytes, MAX_SCORES // scores))
+        for start in range(0, len(groups), max_groups):
+            part = padded[start : start + max_groups]
+            yield AttentionGroup(
+                chunks[part.reshape(-1)], real[start : start + max_groups].reshape(-1), len(part), shared
+            )
+        ungrouped[padded] = False
+    rest = np.flatnonzero(ungrouped)
+    order = rest[np.lexsort((chunks.row[rest], chunks.end[rest], chunks.count[rest]))]
     blocks = -(-chunks.end[order] // size)
-    for begin, end in _split_by_padding(
-        chunks.count[order].tolist(), blocks.tolist(), FETCH // block_bytes, SCORES // (size * heads)
+    for start, end in _split_by_padding(
+        chunks.count[order].tolist(), blocks.tolist(), MAX_FETCH_BYTES // block_bytes, MAX_SCORES // (size * heads)
     ):
-        yield AttentionGroup(chunks[order[begin:end]], np.ones(end - begin, dtype=bool), end - begin, 0)
+        yield AttentionGroup(chunks[order[start:end]], np.ones(end - start, dtype=bool), end - start, 0)
 
 
 def _find_prefix_groups(chunks: QueryChunks, table: IntArray, size: int) -> Iterator[tuple[list[list[int]], int]]:
     """Families of like size that share as many keys, and how many. Each piece is in the one where it shares most."""
-    if KEYS % size or not bool(((chunks.count == 1) & (chunks.end > KEYS)).sum() > 1):
+    if KEY_CHUNK % size or not bool(((chunks.count == 1) & (chunks.end > KEY_CHUNK)).sum() > 1):
         return
-    single = np.flatnonzero((chunks.count == 1) & (chunks.end > KEYS))
-    deep = np.arange(1, int(chunks.end[single].max() - 1) // KEYS + 1)
-    marks = table[chunks.slot[single]][:, deep * (KEYS // size) - 1]  # the last block of each run of KEYS
-    inside = deep * KEYS < chunks.end[single][:, None]
-    _, where, holders = np.unique(np.where(inside, marks, -1), return_inverse=True, return_counts=True)
-    common = (holders[where.reshape(marks.shape)] > 1) & inside
-    depth = np.where(common, deep, 0).max(1)
+    decoding = np.flatnonzero((chunks.count == 1) & (chunks.end > KEY_CHUNK))
+    depths = np.arange(1, int(chunks.end[decoding].max() - 1) // KEY_CHUNK + 1)
+    last_columns = depths * (KEY_CHUNK // size) - 1  # of the last block in each run of KEY_CHUNK keys
+    last_blocks = table[chunks.slot[decoding]][:, last_columns]
+    inside = depths * KEY_CHUNK < chunks.end[decoding][:, None]
+    _, inverse, counts = np.unique(np.where(inside, last_blocks, -1), return_inverse=True, return_counts=True)
+    shared = (counts[inverse.reshape(last_blocks.shape)] > 1) & inside
+    depth = np.where(shared, depths, 0).max(1)
     by_block: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for piece, level, row in zip(single.tolist(), depth.tolist(), marks, strict=True):
-        if level:
-            by_block[level, int(row[level - 1])].append(piece)
-    alike: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
-    for (level, _), family in by_block.items():
-        if len(family) > 1:
-            alike[level, len(family).bit_length()].append(family)
-    for (level, _), members in alike.items():
-        yield members, level * KEYS
+    for chunk, chunk_depth, row in zip(decoding.tolist(), depth.tolist(), last_blocks, strict=True):
+        if chunk_depth:
+            by_block[chunk_depth, int(row[chunk_depth - 1])].append(chunk)
+    by_size: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    for (chunk_depth, _), group in by_block.items():
+        if len(group) > 1:
+            by_size[chunk_depth, len(group).bit_length()].append(group)
+    for (chunk_depth, _), groups in by_size.items():
+        yield groups, chunk_depth * KEY_CHUNK
 
 
-def _split_by_padding(counts: list[int], blocks: list[int], most: int, products: int) -> Iterator[tuple[int, int]]:
+def _split_by_padding(
+    counts: list[int], blocks: list[int], max_blocks: int, max_products: int
+) -> Iterator[tuple[int, int]]:
     """Runs of sorted pieces with little padding: at most a quarter unless it is small, at most `most` blocks, and at
     most `products` of queries and blocks."""
-    begin = real = 0
-    for place in range(len(counts)):
-        padded = (place - begin + 1) * max(blocks[place], blocks[begin])
-        wasteful = (padded - real - blocks[place]) * 4 > padded and padded * 8 > most
-        large = padded > most or padded * counts[place] > products
-        if place > begin and (large or wasteful or counts[place] > 2 * counts[begin]):
-            yield begin, place
-            begin, real = place, 0
-        real += blocks[place]
+    start = real = 0
+    for index in range(len(counts)):
+        padded = (index - start + 1) * max(blocks[index], blocks[start])
+        wasteful = (padded - real - blocks[index]) * 4 > padded and padded * 8 > max_blocks
+        large = padded > max_blocks or padded * counts[index] > max_products
+        if index > start and (large or wasteful or counts[index] > 2 * counts[start]):
+            yield start, index
+            start, real = index, 0
+        real += blocks[index]
     if counts:
-        yield begin, len(counts)
+        yield start, len(counts)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from etude.models.prepack import prepacked_linear
 from etude.observe import get_logger
-from etude.rollout.attention_groups import CHUNK_TOKENS, KEYS
+from etude.rollout.attention_groups import CHUNK_TOKENS, KEY_CHUNK
 
 if TYPE_CHECKING:
     from etude.models import Model
@@ -51,7 +51,7 @@ MIN_KEYS = 32
 """The fewest keys of an attention product."""
 MAX_TRIAL_PRODUCTS = 2**30
 """Multiplications that one batch of a trial may take, unless it is among the smallest."""
-TRIAL_KEYS = (MIN_KEYS, 100, KEYS + 1, 300)
+TRIAL_KEYS = (MIN_KEYS, 100, KEY_CHUNK + 1, 300)
 """The numbers of keys that the queries of a trial see."""
 MAX_EXTRA_KEYS = 700
 """The most keys that a trial's batch has beyond these."""
@@ -99,8 +99,8 @@ class AttentionPadding:
     key_multiple: int = 1
     """The number of keys is a multiple of this one."""
     fixed: bool = False
-    """True if every product has the fewest queries that `query_multiple` allows, and `KEYS` keys."""
-    keys_per_sum: int | None = KEYS
+    """True if every product has the fewest queries that `query_multiple` allows, and `KEY_CHUNK` keys."""
+    keys_per_sum: int | None = KEY_CHUNK
     """The number of keys over which values are summed at a time; None for all."""
 
     @property
@@ -126,7 +126,7 @@ class AttentionPadding:
         """[N, M, D], [N, L, D] → [N, M, L]"""
         if not self.fixed:
             return torch.bmm(queries, keys.transpose(1, 2))
-        parts = torch.split(keys, KEYS, 1)
+        parts = torch.split(keys, KEY_CHUNK, 1)
         return torch.cat([torch.bmm(queries, part.transpose(1, 2)) for part in parts], -1)
 
     def weighted_sums(self, weights: Tensor, values: Tensor, total: Tensor | None = None) -> Tensor:
@@ -156,7 +156,7 @@ ATTENTION_PADDINGS = (
     AttentionPadding(4),
     AttentionPadding(8, 8, 16),
     AttentionPadding(16, 16, 32),
-    AttentionPadding(16, 16, KEYS, fixed=True),
+    AttentionPadding(16, 16, KEY_CHUNK, fixed=True),
 )
 """The paddings that are tried, in order."""
 UNPADDED_SHAPES = ProductShapes(RowPadding(), AttentionPadding(keys_per_sum=None), batch_invariant=False)
@@ -169,7 +169,7 @@ _tested_paddings: dict[object, RowPadding | None] = {}
 
 def max_context_padding(block_size: int) -> int:
     """Return how many tokens padding may add to the longest context, for blocks of `block_size` tokens."""
-    return MIN_KEYS + math.lcm(KEYS, block_size)
+    return MIN_KEYS + math.lcm(KEY_CHUNK, block_size)
 
 
 def find_batch_invariant_shapes(model: Model) -> ProductShapes:
@@ -350,7 +350,7 @@ def _find_attention_padding(
     del threads  # a part of the cache's key
     with torch.inference_mode():
         entries = max(min_entries, *(batch[0] for batch in TRIAL_BATCHES))
-        num_keys = max(TRIAL_KEYS) + MAX_EXTRA_KEYS + KEYS
+        num_keys = max(TRIAL_KEYS) + MAX_EXTRA_KEYS + KEY_CHUNK
         keys, values = (_random(1, num_keys, head_dim, seed=seed).to(device).repeat(entries, 1, 1) for seed in (1, 2))
         rows = AttentionPadding(16, 16).pad_tokens(CHUNK_TOKENS, group_size) * group_size
         queries = _random(1, rows, head_dim, seed=3).to(device).repeat(entries, 1, 1)

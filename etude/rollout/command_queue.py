@@ -43,19 +43,19 @@ class CommandQueue:
 
     def call(self, command: Callable[[], T]) -> T:
         """Have this done, and wait for what comes of it."""
-        asked = self._submit_call(command)
+        future = self._submit_call(command)
         try:
-            return asked.result(CALL_TIMEOUT)
+            return future.result(CALL_TIMEOUT)
         except TimeoutError:
-            return _late_result(asked)
+            return _late_result(future)
 
     async def call_async(self, command: Callable[[], T]) -> T:
         """The same, on an event loop. Who cancels the wait does not cancel the act."""
-        asked = self._submit_call(command)
+        future = self._submit_call(command)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_TIMEOUT)
+            return await asyncio.wait_for(asyncio.wrap_future(future), CALL_TIMEOUT)
         except TimeoutError:
-            return _late_result(asked)
+            return _late_result(future)
 
     def run_pending(self, has_work: Callable[[], bool], on_idle: Callable[[], None]) -> bool:
         """Do what was posted, after a wait where there is nothing else to do; False once there will be no more."""
@@ -63,13 +63,13 @@ class CommandQueue:
             while not (self._commands or self._closed or has_work()):
                 on_idle()
                 self._changed.wait()
-            posted, closed = len(self._commands), self._closed
-        for _ in range(posted):
-            act, waiting = self._commands.popleft()
+            count, closed = len(self._commands), self._closed
+        for _ in range(count):
+            command, futures = self._commands.popleft()
             try:
-                act()
+                command()
             except BaseException as error:
-                _fail_futures(waiting, error)
+                _fail_futures(futures, error)
         return not closed
 
     def close(self) -> None:
@@ -82,9 +82,9 @@ class CommandQueue:
         """Take nothing more, and tell those whose act will not be done."""
         with self._changed:
             self._closed = self._closed or str(error)
-            posts, self._commands = self._commands, deque()
-        for _, waiting in posts:
-            _fail_futures(waiting, error)
+            commands, self._commands = self._commands, deque()
+        for _, futures in commands:
+            _fail_futures(futures, error)
 
     def _submit_call(self, command: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

@@ -102,17 +102,26 @@ class ServerConfig(RolloutConfig):
 
     @field_validator("url", "arguments", mode="before")
     @classmethod
-    def _wrap_single_value(cls, given: Any) -> Any:
+    def _wrap_single_value(cls, value: Any) -> Any:
         """One may stand without brackets."""
-        return (given,) if isinstance(given, str) else given
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        fresh = type(self).model_fields
+        fields = type(self).model_fields
         if self.url:
-            started = ("python", "replicas", "tensor_parallel", "nodes", "rendezvous", "devices", "memory", "kv_gib")
-            for name in (*started, "restarts", "arguments"):
-                if getattr(self, name) != fresh[name].default:
+            launch_options = (
+                "python",
+                "replicas",
+                "tensor_parallel",
+                "nodes",
+                "rendezvous",
+                "devices",
+                "memory",
+                "kv_gib",
+            )
+            for name in (*launch_options, "restarts", "arguments"):
+                if getattr(self, name) != fields[name].default:
                     raise ConfigError(
                         f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "
                         f"Leave one of them out."
@@ -127,11 +136,11 @@ class ServerConfig(RolloutConfig):
                 "`rollout.arguments` holds an `--api-key`, and servers that are started get keys of their own. Leave "
                 "it out."
             )
-        wanted = self.replicas * self.tensor_parallel // self.nodes
-        if self.devices and len(self.devices) != wanted:
+        needed = self.replicas * self.tensor_parallel // self.nodes
+        if self.devices and len(self.devices) != needed:
             raise ConfigError(
                 f"`rollout.devices` names {len(self.devices)} GPUs, and `rollout.replicas` x "
-                f"`rollout.tensor_parallel` / `rollout.nodes` wants {wanted}. Name as many."
+                f"`rollout.tensor_parallel` / `rollout.nodes` wants {needed}. Name as many."
             )
         if self.nodes > 1 and (self.tensor_parallel % self.nodes or self.replicas > 1):
             raise ConfigError(
@@ -139,7 +148,7 @@ class ServerConfig(RolloutConfig):
                 f"and a `rollout.tensor_parallel` that {self.nodes} divides."
             )
         for name in ("bucket_mib", "running", "update_timeout"):
-            if self.weight_transport == "files" and getattr(self, name) != fresh[name].default:
+            if self.weight_transport == "files" and getattr(self, name) != fields[name].default:
                 raise ConfigError(
                     f"`rollout.{name}` is for carriers that bring weights in buckets, and "
                     "`rollout.weight_transport=files` has none. Leave it out, or choose "
@@ -156,7 +165,7 @@ class ServerConfig(RolloutConfig):
                 f"`rollout.weight_transport={self.weight_transport}` they do not. Leave it out, or choose "
                 "`rollout.weight_transport=gloo` or `nccl`."
             )
-        if self.nodes == 1 and self.rendezvous != fresh["rendezvous"].default:
+        if self.nodes == 1 and self.rendezvous != fields["rendezvous"].default:
             raise ConfigError("`rollout.rendezvous` is where several `rollout.nodes` meet. Leave it out, or set those.")
         return self
 

@@ -68,14 +68,14 @@ class FailoverRouter(Router):
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation, by one server or by several that followed each other."""
-        done: Completion | None = None
+        completion: Completion | None = None
         async with aclosing(
             self._stream_with_failover(self._begin_completion(prompt, sampling, on_start), streaming=False)
         ) as deltas:
             async for delta in deltas:
-                done = delta.completion
-        assert done is not None, "what does not end whole is an error"
-        return done
+                completion = delta.completion
+        assert completion is not None, "what does not end whole is an error"
+        return completion
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """The same, as it comes."""
@@ -107,46 +107,48 @@ class FailoverRouter(Router):
         return self.accepts_requests(engine) and self._load[engine] < self.limits[engine].limit
 
     def _has_room(self) -> bool:
-        there = [engine for engine in range(len(self.servers)) if self.accepts_requests(engine)]
-        free = sum(max(0, self.limits[engine].limit - self._load[engine]) for engine in there)
+        engines = [engine for engine in range(len(self.servers)) if self.accepts_requests(engine)]
+        free = sum(max(0, self.limits[engine].limit - self._load[engine]) for engine in engines)
         return self._slots_taken - sum(self._load) < free  # of those let in, some are on their way yet
 
     def _begin_completion(
         self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
     ) -> PartialCompletion:
-        return next((each for each in self.servers if each.is_up), self.servers[0]).begin_completion(
+        return next((server for server in self.servers if server.is_up), self.servers[0]).begin_completion(
             prompt, sampling, on_start
         )
 
-    async def _stream_with_failover(self, answer: PartialCompletion, *, streaming: bool) -> AsyncGenerator[Delta, None]:
+    async def _stream_with_failover(
+        self, partial: PartialCompletion, *, streaming: bool
+    ) -> AsyncGenerator[Delta, None]:
         """The answer as it comes. shown: whether somebody reads along, so that nothing can be taken back."""
-        for tried in range(1, MAX_TRIES + 1):
-            async with self._hold_slot(retry=tried > 1):
-                with self._choose_engine(answer.prompt) as chosen:
-                    server = self.servers[chosen]
-                    if not streaming and (answer.version_uncertain or answer.version not in (None, server.version)):
-                        answer.restart()
+        for attempt in range(1, MAX_TRIES + 1):
+            async with self._hold_slot(retry=attempt > 1):
+                with self._choose_engine(partial.prompt) as engine:
+                    server = self.servers[engine]
+                    if not streaming and (partial.version_uncertain or partial.version not in (None, server.version)):
+                        partial.restart()
                         self.restarted += 1
-                    elif tried > 1 and answer.ids:
+                    elif attempt > 1 and partial.ids:
                         self.resumed += 1
                     try:
-                        async with aclosing(server.continue_completion(answer)) as deltas:
+                        async with aclosing(server.continue_completion(partial)) as deltas:
                             async for delta in deltas:
                                 yield delta
                         return
                     except StreamInterruptedError as error:
-                        if (streaming or not answer.version_uncertain) and answer.finish_if_complete():
-                            yield answer.take_delta()
+                        if (streaming or not partial.version_uncertain) and partial.finish_if_complete():
+                            yield partial.take_delta()
                             return
-                        if tried == MAX_TRIES:
+                        if attempt == MAX_TRIES:
                             raise
-                        self._mark_down(server, error, len(answer.ids))
+                        self._mark_down(server, error, len(partial.ids))
 
-    def _mark_down(self, server: ServerEngine, error: StreamInterruptedError, gained: int) -> None:
+    def _mark_down(self, server: ServerEngine, error: StreamInterruptedError, num_tokens: int) -> None:
         """Ask this one no more, until it is known to be well."""
-        first, server.is_up = server.is_up, False
-        told = "%s Its answers go on elsewhere, or once it is back; of this one there are %d tokens."
-        get_logger("rollout").log(logging.WARNING if first else logging.DEBUG, told, error, gained)
+        was_up, server.is_up = server.is_up, False
+        message = "%s Its answers go on elsewhere, or once it is back; of this one there are %d tokens."
+        get_logger("rollout").log(logging.WARNING if was_up else logging.DEBUG, message, error, num_tokens)
 
     @asynccontextmanager
     async def _hold_slot(self, *, retry: bool) -> AsyncIterator[None]:

@@ -21,7 +21,7 @@ from etude.errors import DataError, EngineError
 
 __all__ = ["EndpointNotFoundError", "HttpClient", "ServerUnreachableError"]
 
-CONNECT = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds to reach a server."""
 MAX_ERROR_CHARACTERS = 400
 """Characters of what a server says that an error repeats."""
@@ -58,7 +58,7 @@ class HttpClient:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
         return httpx2.AsyncClient(
             limits=limits,
-            timeout=httpx2.Timeout(self._read_timeout, connect=CONNECT),
+            timeout=httpx2.Timeout(self._read_timeout, connect=CONNECT_TIMEOUT),
             trust_env=False,
             headers={"authorization": f"Bearer {self._key}"} if self._key else {},
         )
@@ -69,26 +69,26 @@ class HttpClient:
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
         """Ask for something to be done; what the server says of it, as data or in words; None where that is nothing."""
-        said = await self._request("POST", path, {} if body is None else body, timeout)
+        text = await self._request("POST", path, {} if body is None else body, timeout)
         try:
-            return json.loads(said) if said.strip() else None
+            return json.loads(text) if text.strip() else None
         except ValueError:
-            return said
+            return text
 
     async def stream_events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Ask for something that comes piece by piece. Closing the iteration tells the server to stop."""
         async with self._open("POST", path, body, None) as response:
-            held = bytearray()
+            buffer = bytearray()
             try:
                 async for chunk in response.aiter_bytes():
-                    held += chunk
-                    begin = 0
-                    for end in _EVENT_SEPARATOR.finditer(held):
-                        event, begin = bytes(held[begin : end.start()]), end.end()
+                    buffer += chunk
+                    start = 0
+                    for end in _EVENT_SEPARATOR.finditer(buffer):
+                        event, start = bytes(buffer[start : end.start()]), end.end()
                         data = event.removeprefix(b"data:").strip()
                         if data and data != b"[DONE]":
                             yield self._parse_event(data)
-                    del held[:begin]
+                    del buffer[:start]
             except httpx2.HTTPError as error:
                 raise self._unreachable(error) from error
 
@@ -101,9 +101,9 @@ class HttpClient:
 
     @asynccontextmanager
     async def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, read_timeout: float | None
     ) -> AsyncIterator[httpx2.Response]:
-        timeout = self._client.timeout if seconds is None else httpx2.Timeout(seconds)
+        timeout = self._client.timeout if read_timeout is None else httpx2.Timeout(read_timeout)
         request = self._client.build_request(method, f"{self.url}{path}", json=body, timeout=timeout)
         try:
             response = await self._client.send(request, stream=True)
@@ -111,13 +111,13 @@ class HttpClient:
             raise self._unreachable(error) from error
         try:
             if response.status_code >= 400:
-                said = self._redact((await response.aread()).decode(errors="replace"))
-                told = f"The server at {self.url} answered {response.status_code} to {path}: {said}"
+                text = self._redact((await response.aread()).decode(errors="replace"))
+                message = f"The server at {self.url} answered {response.status_code} to {path}: {text}"
                 if response.status_code in AUTH_ERROR_CODES:
-                    told += " It wants another key: name the variable that holds it with `rollout.key_from`."
+                    message += " It wants another key: name the variable that holds it with `rollout.key_from`."
                 if response.status_code == 404:
-                    raise EndpointNotFoundError(told)
-                raise DataError(told) if response.status_code in CLIENT_ERROR_CODES else EngineError(told)
+                    raise EndpointNotFoundError(message)
+                raise DataError(message) if response.status_code in CLIENT_ERROR_CODES else EngineError(message)
             yield response
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
@@ -125,19 +125,19 @@ class HttpClient:
             await asyncio.shield(response.aclose())
 
     def _parse_event(self, data: bytes) -> dict[str, Any]:
-        told = self._parse_json(data)
-        if not isinstance(told, dict):
-            raise EngineError(f"The server at {self.url} answered what is no object: {self._redact(str(told))}")
-        if told.get("error"):
-            raise EngineError(f"The server at {self.url} says: {self._redact(str(told['error']))}")
-        return told
+        event = self._parse_json(data)
+        if not isinstance(event, dict):
+            raise EngineError(f"The server at {self.url} answered what is no object: {self._redact(str(event))}")
+        if event.get("error"):
+            raise EngineError(f"The server at {self.url} says: {self._redact(str(event['error']))}")
+        return event
 
     def _parse_json(self, data: str | bytes) -> Any:
         try:
             return json.loads(data)
         except ValueError as error:
-            said = data.decode(errors="replace") if isinstance(data, bytes) else data
-            raise EngineError(f"The server at {self.url} answered what is not JSON: {self._redact(said)!r}") from error
+            text = data.decode(errors="replace") if isinstance(data, bytes) else data
+            raise EngineError(f"The server at {self.url} answered what is not JSON: {self._redact(text)!r}") from error
 
     def _redact(self, text: str) -> str:
         """What an error may repeat."""

@@ -56,16 +56,16 @@ class KVCache:
         shape = (model.num_layers, 2, self.heads * blocks * size, self.width)
         self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
         """[layer, keys or values, head · block · place, D]"""
-        self.fetched = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.scratch_memory = torch.empty(0, dtype=self.dtype, device=self.device)
         heads = torch.arange(self.heads)
         self.head_tokens = heads * blocks * size  # where each head's tokens begin
         self.half_blocks = (torch.arange(2)[:, None] * self.heads + heads) * blocks  # where its key and value blocks do
 
     def scratch(self, elements: int) -> Tensor:
         """Memory to fetch into, the same for every layer."""
-        if self.fetched.numel() < elements:
-            self.fetched = torch.empty(elements, dtype=self.dtype, device=self.device)
-        return self.fetched[:elements]
+        if self.scratch_memory.numel() < elements:
+            self.scratch_memory = torch.empty(elements, dtype=self.dtype, device=self.device)
+        return self.scratch_memory[:elements]
 
 
 @dataclass
@@ -115,16 +115,14 @@ class ForwardBatch:
         self.sampled = [work for work in works if work.samples_token]
         """Those whose next token is drawn, and in `last` the flat rows of the hidden states it is drawn from."""
         row_of = {id(work): row for work, row in zip(computed, first.tolist(), strict=True)}
-        last = [
-            row_of[id(w.duplicate_of or w)] + (w.duplicate_of or w).stop - (w.duplicate_of or w).start - 1
-            for w in self.sampled
-        ]
+        computing = [work.duplicate_of or work for work in self.sampled]
+        last = [row_of[id(work)] + work.stop - work.start - 1 for work in computing]
         self.last_rows = self._to(np.array(last + [0] * (-len(last) % shapes.rows.multiple), dtype=np.int64))
         self._source: Tensor | None = None
         self._write = self._write_slots(np.repeat(slot, stop - start), positions, row_of, table)
-        pieces = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
+        chunks = split_into_chunks(first, start, stop, slot, shapes.attention.chunk_tokens(cache.queries_per_kv_head))
         sizes = {"size": cache.size, "block_bytes": cache.block_bytes, "heads": cache.heads * cache.queries_per_kv_head}
-        groups = group_chunks(pieces, table, shares=shapes.attention.allows_prefix_groups, **sizes)
+        groups = group_chunks(chunks, table, allow_prefix_groups=shapes.attention.allows_prefix_groups, **sizes)
         self._batches = [self._batch(group, table) for group in groups]
 
     def _write_slots(
@@ -145,27 +143,29 @@ class ForwardBatch:
                 positions = np.concatenate([positions, tail])
         if len(slots) > self.tokens:
             self._source = self._to(np.concatenate(source))
-        place = torch.from_numpy(table[slots, positions // size] * size + positions % size)
-        return (place[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
+        address = torch.from_numpy(table[slots, positions // size] * size + positions % size)
+        return (address[:, None] + self.cache.head_tokens).reshape(-1).to(self.cache.device)
 
     def _batch(self, group: AttentionGroup, table: NDArray[np.int64]) -> _AttentionBatch:
-        cache, pieces = self.cache, group.chunks
-        families, size, shared = group.prefix_groups, cache.size, group.prefix_length
-        count = self.shapes.attention.pad_tokens(int(pieces.count.max()), cache.queries_per_kv_head)
-        first, blocks = shared // size, self.shapes.attention.padded_blocks(int(pieces.end.max()) - shared, size)
-        counts = pieces.count[:, None]
-        inside = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
-        rows = (pieces.row[:, None] + inside).reshape(-1)
+        cache, chunks = self.cache, group.chunks
+        num_groups, size, prefix_length = group.prefix_groups, cache.size, group.prefix_length
+        count = self.shapes.attention.pad_tokens(int(chunks.count.max()), cache.queries_per_kv_head)
+        shared_blocks = prefix_length // size
+        blocks = self.shapes.attention.padded_blocks(int(chunks.end.max()) - prefix_length, size)
+        counts = chunks.count[:, None]
+        index = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
+        rows = (chunks.row[:, None] + index).reshape(-1)
         real = ((np.arange(count) < counts) & group.real[:, None]).reshape(-1)
-        held = torch.from_numpy(table[pieces.slot, : first + blocks])
-        common = held[:: len(pieces) // families, :first]
-        fetch = [cache.half_blocks[:, None, :, None] + of[None, :, None, :] for of in (common, held[:, first:])]
+        block_ids = torch.from_numpy(table[chunks.slot, : shared_blocks + blocks])
+        shared_ids = block_ids[:: len(chunks) // num_groups, :shared_blocks]
+        parts = (shared_ids, block_ids[:, shared_blocks:])
+        fetch = [cache.half_blocks[:, None, :, None] + ids[None, :, None, :] for ids in parts]
         return _AttentionBatch(
             rows=slice(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else self._to(rows),
             real_rows=None if bool(real.all()) else self._to(np.flatnonzero(real)),
-            shape=(families, len(pieces) // families, count, shared, blocks * size),
-            fetch=torch.cat([of.reshape(-1) for of in fetch]).to(cache.device),
-            query_positions=self._to(pieces.end[:, None] - counts + inside),
+            shape=(num_groups, len(chunks) // num_groups, count, prefix_length, blocks * size),
+            fetch=torch.cat([ids.reshape(-1) for ids in fetch]).to(cache.device),
+            query_positions=self._to(chunks.end[:, None] - counts + index),
         )
 
     def __call__(
@@ -182,11 +182,11 @@ class ForwardBatch:
             return self._attend(self._batches[0], q, blocks, scale, window, softcap)
         out = torch.zeros_like(q)
         for batch in self._batches:
-            found = self._attend(batch, q, blocks, scale, window, softcap)
+            output = self._attend(batch, q, blocks, scale, window, softcap)
             if batch.real_rows is None:
-                out[batch.rows] = found
+                out[batch.rows] = output
             else:
-                out[batch.rows[batch.real_rows]] = found[batch.real_rows]
+                out[batch.rows[batch.real_rows]] = output[batch.real_rows]
         return out
 
     def _attend(
@@ -194,58 +194,59 @@ class ForwardBatch:
     ) -> Tensor:
         """[F · U · n, Hq, D]: what the queries of a batch find."""
         cache = self.cache
-        families, each, count, shared, own = batch.shape
-        pieces, heads, rows = families * each, cache.heads, count * cache.queries_per_kv_head
+        num_groups, chunks_per_group, count, num_shared, num_own = batch.shape
+        num_chunks, heads, rows = num_groups * chunks_per_group, cache.heads, count * cache.queries_per_kv_head
         fetched = cache.scratch(len(batch.fetch) * blocks.shape[1]).view(len(batch.fetch), -1)
         torch.index_select(blocks, 0, batch.fetch, out=fetched)
-        common = 2 * families * heads * shared // cache.size
-        keys, values = fetched[common:].view(2, pieces * heads, own, cache.width)
-        asked = q[batch.rows].view(pieces, count, heads, cache.queries_per_kv_head, cache.width).transpose(1, 2)
-        asked = asked.reshape(pieces * heads, rows, cache.width)
-        scores = self.shapes.attention.scores(asked, keys)
-        if shared:
-            common_keys, common_values = fetched[:common].view(2, families * heads, shared, cache.width)
-            together = self.shapes.attention.scores(_group_by_prefix(asked, families, heads), common_keys)
-            scores = torch.cat([_split_by_chunk(together, families, each), scores], -1)
-        scores = scores.view(pieces, heads, count, cache.queries_per_kv_head, shared + own)
+        num_shared_blocks = 2 * num_groups * heads * num_shared // cache.size
+        keys, values = fetched[num_shared_blocks:].view(2, num_chunks * heads, num_own, cache.width)
+        queries = q[batch.rows].view(num_chunks, count, heads, cache.queries_per_kv_head, cache.width).transpose(1, 2)
+        queries = queries.reshape(num_chunks * heads, rows, cache.width)
+        scores = self.shapes.attention.scores(queries, keys)
+        if num_shared:
+            shared_shape = (2, num_groups * heads, num_shared, cache.width)
+            common_keys, common_values = fetched[:num_shared_blocks].view(shared_shape)
+            of_groups = self.shapes.attention.scores(_group_by_prefix(queries, num_groups, heads), common_keys)
+            scores = torch.cat([_split_by_chunk(of_groups, num_groups, chunks_per_group), scores], -1)
+        scores = scores.view(num_chunks, heads, count, cache.queries_per_kv_head, num_shared + num_own)
         if softcap is None:
             weights = torch.add(batch.mask(window), scores, alpha=scale)
         else:
             weights = torch.tanh(scores.float() * (scale / softcap)).mul_(softcap).add_(batch.mask(window))
-        weights = torch.softmax(weights, -1).to(cache.dtype).view(pieces * heads, rows, shared + own)
-        found = None
-        if shared:
-            together = self.shapes.attention.weighted_sums(
-                _group_by_prefix(weights[:, :, :shared], families, heads), common_values
+        weights = torch.softmax(weights, -1).to(cache.dtype).view(num_chunks * heads, rows, num_shared + num_own)
+        sums = None
+        if num_shared:
+            of_groups = self.shapes.attention.weighted_sums(
+                _group_by_prefix(weights[:, :, :num_shared], num_groups, heads), common_values
             )
-            found = _split_by_chunk(together, families, each)
-        found = self.shapes.attention.weighted_sums(weights[:, :, shared:], values, found)
-        found = found.view(pieces, heads, count, cache.queries_per_kv_head, cache.width).transpose(1, 2)
-        return found.reshape(pieces * count, heads * cache.queries_per_kv_head, cache.width)
+            sums = _split_by_chunk(of_groups, num_groups, chunks_per_group)
+        sums = self.shapes.attention.weighted_sums(weights[:, :, num_shared:], values, sums)
+        sums = sums.view(num_chunks, heads, count, cache.queries_per_kv_head, cache.width).transpose(1, 2)
+        return sums.reshape(num_chunks * count, heads * cache.queries_per_kv_head, cache.width)
 
     def _to(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.cache.device)
 
 
-def _group_by_prefix(rows: Tensor, families: int, heads: int) -> Tensor:
+def _group_by_prefix(rows: Tensor, num_groups: int, heads: int) -> Tensor:
     """[F · U · Hk, M, X] → [F · Hk, U · M, X]"""
-    each = len(rows) // (families * heads)
-    split = rows.view(families, each, heads, *rows.shape[1:]).transpose(1, 2)
-    return split.reshape(families * heads, each * rows.shape[1], rows.shape[2])
+    per_group = len(rows) // (num_groups * heads)
+    split = rows.view(num_groups, per_group, heads, *rows.shape[1:]).transpose(1, 2)
+    return split.reshape(num_groups * heads, per_group * rows.shape[1], rows.shape[2])
 
 
-def _split_by_chunk(rows: Tensor, families: int, each: int) -> Tensor:
+def _split_by_chunk(rows: Tensor, num_groups: int, per_group: int) -> Tensor:
     """[F · Hk, U · M, X] → [F · U · Hk, M, X]"""
-    heads = len(rows) // families
-    split = rows.view(families, heads, each, -1, rows.shape[2]).transpose(1, 2)
-    return split.reshape(families * each * heads, -1, rows.shape[2])
+    heads = len(rows) // num_groups
+    split = rows.view(num_groups, heads, per_group, -1, rows.shape[2]).transpose(1, 2)
+    return split.reshape(num_groups * per_group * heads, -1, rows.shape[2])
 
 
 def count_blocks(model: Model, config: TorchEngineConfig) -> int:
     """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
     bytes_of_block = block_bytes(model, config.block_size)
-    useful = config.max_running * -(-model.context_length // config.block_size)
-    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, useful)
+    max_useful = config.max_running * -(-model.context_length // config.block_size)
+    blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, max_useful)
     if blocks == 0:
         raise ConfigError(
             f"kv_gib={config.kv_gib:g} does not hold one block: {config.block_size} tokens of this model take "

@@ -38,8 +38,8 @@ def start_servers(
     device: Device,
     logs: Path,
     threads: int = 1,
-    sleeps: bool = False,
-    plugged: Path | None = None,
+    enable_sleep: bool = False,
+    plugin_path: Path | None = None,
     adapter_rank: int = 0,
     console: Console | None = None,
 ) -> ServerPool:
@@ -50,35 +50,35 @@ def start_servers(
     that they start.
     """
     shape = ModelShape.read(model)
-    dialect = config.create_backend()
-    asked: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
+    backend = config.create_backend()
+    targets: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
     key = key_from(config.key_from, "the servers in `rollout.url`")
     if not config.url:
         python = find_python(config, device, console)
-        known = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
-        started = known(sleeps=sleeps, plugged=plugged, adapter_rank=adapter_rank)
-        asked = [("http://127.0.0.1", launch) for launch in started]
+        make_specs = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
+        launches = make_specs(enable_sleep=enable_sleep, plugin_path=plugin_path, adapter_rank=adapter_rank)
+        targets = [("http://127.0.0.1", launch) for launch in launches]
 
     def replicas() -> list[Replica]:
         return [
             Replica(
                 ServerEngine(
                     url,
-                    dialect,
+                    backend,
                     shape,
                     tokenizer=tokenizer,
                     ranks=config.tensor_parallel,
                     key=key if launch is None else launch.key,
                 ),
                 launch,
-                logs / f"{dialect.name}-{place}.log",
+                logs / f"{backend.name}-{index}.log",
                 max_restarts=config.restarts,
                 start_timeout=config.start_timeout,
             )
-            for place, (url, launch) in enumerate(asked)
+            for index, (url, launch) in enumerate(targets)
         ]
 
-    name = f"{len(asked)} {dialect.package} server{'s' if len(asked) > 1 else ''}"
+    name = f"{len(targets)} {backend.package} server{'s' if len(targets) > 1 else ''}"
     return ServerPool(replicas, name=name, max_running=config.max_running, max_waiting=config.line, console=console)
 
 
@@ -91,12 +91,12 @@ def launch_specs(
     dtype: Dtype,
     device: Device,
     threads: int = 1,
-    sleeps: bool = False,
-    plugged: Path | None = None,
+    enable_sleep: bool = False,
+    plugin_path: Path | None = None,
     adapter_rank: int = 0,
 ) -> list[LaunchSpec]:
     """How each replica is started."""
-    width = config.tensor_parallel // config.nodes
+    devices_per_node = config.tensor_parallel // config.nodes
     return [
         LaunchSpec(
             model=model.resolve(),
@@ -104,7 +104,7 @@ def launch_specs(
             port=0,
             dtype=dtype,
             device=device,
-            devices=config.devices[place * width : (place + 1) * width],
+            devices=config.devices[index * devices_per_node : (index + 1) * devices_per_node],
             max_running=config.max_running,
             tensor_parallel=config.tensor_parallel,
             nodes=config.nodes,
@@ -112,24 +112,24 @@ def launch_specs(
             memory=config.memory,
             kv_gib=config.kv_gib,
             kv_tokens=None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[dtype]),
-            enable_sleep=sleeps,
+            enable_sleep=enable_sleep,
             threads=threads,
             arguments=config.arguments,
-            plugin_path=plugged,
+            plugin_path=plugin_path,
             adapter_rank=adapter_rank,
             key=secrets.token_hex(32),
         )
-        for place in range(config.replicas)
+        for index in range(config.replicas)
     ]
 
 
 def find_python(config: ServerConfig, device: Device, console: Console | None = None) -> Path:
     """The Python that has the server's packages: one's own, or that of an environment, made if it is not there."""
     if config.python is not None:
-        found = config.python.expanduser().absolute()
-        if not found.is_file():
+        python = config.python.expanduser().absolute()
+        if not python.is_file():
             raise ConfigError(f"`rollout.python={config.python}` is no file. Name the Python of an environment.")
-        return found
+        return python
     if device not in config.environment_names:
         raise ConfigError(
             f"There is no environment of {config.create_backend().package} for a {device}. Name the Python of one of "

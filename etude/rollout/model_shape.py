@@ -16,9 +16,9 @@ __all__ = ["ModelShape"]
 class ModelShape:
     """The sizes of a model."""
 
-    vocabulary: int
+    vocab_size: int
     """Ids from 0 to one below this are known to it; a server may end over any other."""
-    context: int
+    context_length: int
     kv_values_per_token: int
     """Numbers that the keys and values of one token are."""
 
@@ -26,13 +26,15 @@ class ModelShape:
     def read(cls, directory: Path) -> ModelShape:
         """The shape of the model in a directory."""
         try:
-            told: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            told = told.get("text_config") or told
-            heads = int(told["num_attention_heads"])
-            width = int(told.get("head_dim") or told["hidden_size"] // heads)
-            kept = int(told.get("num_key_value_heads") or heads)
-            layers = int(told["num_hidden_layers"])
-            return cls(int(told["vocab_size"]), int(told["max_position_embeddings"]), 2 * layers * kept * width)
+            config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            config = config.get("text_config") or config
+            heads = int(config["num_attention_heads"])
+            head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            layers = int(config["num_hidden_layers"])
+            return cls(
+                int(config["vocab_size"]), int(config["max_position_embeddings"]), 2 * layers * kv_heads * head_dim
+            )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{directory / 'config.json'} does not tell the sizes of a model ({error!r}). Name a Hugging Face "

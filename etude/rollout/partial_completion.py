@@ -53,7 +53,7 @@ class PartialCompletion:
         self.version_uncertain = False
         """Whether some of it came while new weights were brought, and nobody has said yet which of them drew it."""
         self._top: list[list[tuple[int, float]]] = []
-        self._from = 0
+        self._segment_start = 0
         self._emitted = 0, 0  # tokens and characters that somebody has
         self._text = ""
         self._stops = StopStringFilter(self.sampling.stop)
@@ -66,33 +66,33 @@ class PartialCompletion:
 
     def remaining_request(self) -> tuple[Ids, SamplingParams]:
         """What is to be asked for now. What is gained from here on is the next server's."""
-        self._from = gained = len(self.ids)
+        self._segment_start = num_generated = len(self.ids)
         seed = self.sampling.seed
         sampling = replace(
             self.sampling,
-            max_tokens=self.max_new_tokens - gained,
-            min_tokens=max(0, min(self.sampling.min_tokens, self.max_new_tokens) - gained),
-            seed=None if seed is None else seed + gained,  # not the same chance once more
+            max_tokens=self.max_new_tokens - num_generated,
+            min_tokens=max(0, min(self.sampling.min_tokens, self.max_new_tokens) - num_generated),
+            seed=None if seed is None else seed + num_generated,  # not the same chance once more
         )
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
 
     def append(self, chunk: StreamChunk, version: int, *, version_known: bool = True) -> None:
         """Add what came, drawn by this version unless the piece says otherwise. sure: whether it is known to be."""
-        begun, self._on_start = self._on_start, None
-        if begun is not None:
-            begun()
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start()
         for token in chunk.ids:
             self.ids.append(token)
-            self._read(token)
+            self._decode_token(token)
         self._logp += chunk.logp
         self._top += chunk.top_logprobs
         self._versions += [version] * len(chunk.ids)
         if chunk.ids and not version_known:
             self.version_uncertain = True
         for label, start, end in chunk.version_spans or ():
-            drew = int(label) if label.isdecimal() else version
-            for place in range(self._from + start, min(self._from + end, len(self.ids))):
-                self._versions[place] = drew
+            drawn_by = int(label) if label.isdecimal() else version
+            for position in range(self._segment_start + start, min(self._segment_start + end, len(self.ids))):
+                self._versions[position] = drawn_by
         if chunk.version_spans:
             self.version_uncertain = False
         if chunk.finish_reason is not None:
@@ -116,7 +116,7 @@ class PartialCompletion:
     def take_delta(self) -> Delta:
         """What was gained since this was last asked, with the whole once it is over."""
         if self.finish is not None and self._stream is not None and not self._stops.stopped:
-            self._search(self._stream.finish())
+            self._append_text(self._stream.finish())
             self._text += self._stops.finish()
         tokens, text = self._emitted
         self._emitted = len(self.ids), len(self._text)
@@ -129,12 +129,12 @@ class PartialCompletion:
             completion=None if self.finish is None else self._completion(self.finish),
         )
 
-    def _read(self, token: int) -> None:
+    def _decode_token(self, token: int) -> None:
         """Add the text that this token made certain."""
         if self._stream is not None:
-            self._search(self._stream.push([token]) if token not in self.stop_ids else "")
+            self._append_text(self._stream.push([token]) if token not in self.stop_ids else "")
 
-    def _search(self, text: str) -> None:
+    def _append_text(self, text: str) -> None:
         self._text += self._stops.push(text, can_stop=len(self.ids) > self.sampling.min_tokens)
 
     def _behavior_logp(self, logp: list[float]) -> list[float]:
@@ -145,14 +145,14 @@ class PartialCompletion:
         top_ids, top_logp = None, None
         if self.sampling.top_logprobs:
             width = self.sampling.top_logprobs
-            full = [(place + [(place[-1][0], -math.inf)] * width)[:width] for place in self._top]
-            top_ids = np.array([[id for id, _ in place] for place in full], np.int32).reshape(len(full), -1)
-            top_logp = np.array([[logp for _, logp in place] for place in full], np.float32).reshape(len(full), -1)
-        own = samples_model_distribution(replace(self.sampling, temperature=self.sampling.temperature or 1.0))
+            padded = [(entry + [(entry[-1][0], -math.inf)] * width)[:width] for entry in self._top]
+            top_ids = np.array([[id for id, _ in entry] for entry in padded], np.int32).reshape(len(padded), -1)
+            top_logp = np.array([[logp for _, logp in entry] for entry in padded], np.float32).reshape(len(padded), -1)
+        stochastic = replace(self.sampling, temperature=self.sampling.temperature or 1.0)
         return Completion(
             ids=np.array(self.ids, dtype=np.int32),
             logp=np.array(self._behavior_logp(self._logp), dtype=np.float32),
-            raw_logp=np.array(self._logp, dtype=np.float32) if own else None,
+            raw_logp=np.array(self._logp, dtype=np.float32) if samples_model_distribution(stochastic) else None,
             version=np.array(self._versions, dtype=np.int32),
             finish_reason=finish,
             text=self._text,

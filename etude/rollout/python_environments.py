@@ -80,11 +80,11 @@ class PackagePins:
     """Of these, the packages that are installed without what they ask for."""
 
     def __post_init__(self) -> None:
-        loose = [pin for pin in self.pins if "==" not in pin and " @ " not in pin]
-        if loose or not self.pins:
+        unpinned = [pin for pin in self.pins if "==" not in pin and " @ " not in pin]
+        if unpinned or not self.pins:
             raise ConfigError(
                 f"The environment {self.name} needs pins that each allow one version, such as numpy==2.4.6; "
-                f"{loose[0] if loose else 'nothing'} was given."
+                f"{unpinned[0] if unpinned else 'nothing'} was given."
             )
         unknown = set(self.without_dependencies) - {_package(pin) for pin in self.pins}
         if unknown:
@@ -92,8 +92,8 @@ class PackagePins:
 
     def split_by_dependencies(self) -> tuple[list[str], list[str]]:
         """The pins that bring what they ask for, and those that do not."""
-        alone = [pin for pin in self.pins if _package(pin) in self.without_dependencies]
-        return [pin for pin in self.pins if pin not in alone], alone
+        without = [pin for pin in self.pins if _package(pin) in self.without_dependencies]
+        return [pin for pin in self.pins if pin not in without], without
 
 
 @dataclass(frozen=True)
@@ -123,29 +123,29 @@ def load_pins(name: str) -> PackagePins:
     )
 
 
-def find_environment(pinned: PackagePins, cache: Path | None = None) -> PythonEnvironment:
+def find_environment(pins: PackagePins, cache: Path | None = None) -> PythonEnvironment:
     """Where the environment that holds this set is, or would be."""
     cache = (cache or cache_directory() / "environments").resolve()
-    return PythonEnvironment(cache / f"{pinned.name}-{_key(pinned, cache)}")
+    return PythonEnvironment(cache / f"{pins.name}-{_key(pins, cache)}")
 
 
 def ensure_environment(
-    pinned: PackagePins, cache: Path | None = None, *, console: Console | None = None, timeout: float = BUILD_TIMEOUT
+    pins: PackagePins, cache: Path | None = None, *, console: Console | None = None, timeout: float = BUILD_TIMEOUT
 ) -> PythonEnvironment:
     """The environment that holds this set: the one that is there, or one built now. `cache` is where they are kept."""
-    found = find_environment(pinned, cache)
-    if not found.is_complete:
-        with _lock_environment(found.directory, console, timeout) as lock:
-            if not found.is_complete:  # unless another has built it meanwhile
-                _build(found, pinned, lock, console, timeout)
-    return found
+    environment = find_environment(pins, cache)
+    if not environment.is_complete:
+        with _lock_environment(environment.directory, console, timeout) as lock:
+            if not environment.is_complete:  # unless another has built it meanwhile
+                _build(environment, pins, lock, console, timeout)
+    return environment
 
 
-def _key(pinned: PackagePins, cache: Path) -> str:
+def _key(pins: PackagePins, cache: Path) -> str:
     """A hash of all that decides what an environment is: its pins, the Python it stands on, and its place."""
     python = [platform.python_version(), sys.base_prefix, platform.machine()]
-    told = json.dumps([sorted(pinned.pins), sorted(pinned.without_dependencies), python, str(cache)])
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
+    content = json.dumps([sorted(pins.pins), sorted(pins.without_dependencies), python, str(cache)])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _package(pin: str) -> str:
@@ -158,9 +158,9 @@ def _lock_environment(directory: Path, console: Console | None, timeout: float) 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(directory.name + ".lock").open("a+") as lock:
         with progress(f"waiting for another build of {directory.name}", None, console) as bar:
-            until = time.monotonic() + timeout
+            deadline = time.monotonic() + timeout
             while not _try_lock(lock):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     lock.seek(0)
                     raise EngineError(
                         f"The environment {directory} has been under construction for {timeout:g} s, by process "
@@ -182,9 +182,7 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-def _build(
-    target: PythonEnvironment, pinned: PackagePins, lock: TextIO, console: Console | None, timeout: float
-) -> None:
+def _build(target: PythonEnvironment, pins: PackagePins, lock: TextIO, console: Console | None, timeout: float) -> None:
     """Build from nothing, with the pip of this Python. What is left of an earlier try goes first; what fails leaves
     nothing but its log.
     """
@@ -192,20 +190,24 @@ def _build(
     log = target.directory.with_name(target.directory.name + ".log")
     python = [sys.executable, "-I", "-m"]
     pip = [*python, "pip", "--python", str(target.python), "--no-input", "--disable-pip-version-check", "install"]
-    together, alone = pinned.split_by_dependencies()
-    runs = [[*python, "venv", "--without-pip", str(target.directory)]]
-    runs += [[*pip, *more, *pins] for more, pins in (([], together), (["--no-deps"], alone)) if pins]
-    until, whole = time.monotonic() + timeout, 2 * len(pinned.pins)
+    with_dependencies, without_dependencies = pins.split_by_dependencies()
+    commands = [[*python, "venv", "--without-pip", str(target.directory)]]
+    commands += [
+        [*pip, *flags, *names]
+        for flags, names in (([], with_dependencies), (["--no-deps"], without_dependencies))
+        if names
+    ]
+    deadline, total = time.monotonic() + timeout, 2 * len(pins.pins)
     try:
-        with log.open("wb") as said, progress(f"building the environment {pinned.name}", whole, console) as bar:
+        with log.open("wb") as output, progress(f"building the environment {pins.name}", total, console) as bar:
             done = 0
-            for run in runs:
-                for far in _run_with_progress(run, target.directory, said, lock, until):
-                    bar.advance(min(far, whole) - done)
-                    done = min(far, whole)
+            for command in commands:
+                for progressed in _run_with_progress(command, target.directory, output, lock, deadline):
+                    bar.advance(min(progressed, total) - done)
+                    done = min(progressed, total)
         draft = target.directory / "whole.json.draft"
-        told = {"pins": pinned.pins, "alone": pinned.without_dependencies, "python": sys.version}
-        draft.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        content = {"pins": pins.pins, "alone": pins.without_dependencies, "python": sys.version}
+        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         draft.rename(target.directory / "whole.json")
     except BaseException:
         shutil.rmtree(target.directory, ignore_errors=True)
@@ -233,8 +235,8 @@ def _run_with_progress(
                     f"{log}."
                 )
             time.sleep(POLL_INTERVAL)
-            found = len(PACKAGE_LINE.findall(log.read_text(encoding="utf-8", errors="replace")))
-            yield found + sum(1 for _ in directory.glob("lib/python*/site-packages/*.dist-info"))
+            num_found = len(PACKAGE_LINE.findall(log.read_text(encoding="utf-8", errors="replace")))
+            yield num_found + sum(1 for _ in directory.glob("lib/python*/site-packages/*.dist-info"))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

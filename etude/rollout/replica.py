@@ -13,7 +13,7 @@ from typing import Any
 
 from etude.errors import EngineError, EtudeError
 from etude.observe import format_seconds, get_logger
-from etude.rollout import health_check as pulse
+from etude.rollout import health_check
 from etude.rollout.http_client import ServerUnreachableError
 from etude.rollout.server_backend import LaunchSpec
 from etude.rollout.server_engine import ServerEngine
@@ -29,9 +29,9 @@ RETRY_DELAY, MAX_RETRY_DELAY = 1.0, 60.0
 """Seconds until one that did not take weights is offered them again, at first and after many times."""
 CLOSE_TIMEOUT = 30.0
 """Seconds that one which is not ours has to be awake again when it is left."""
-UNKNOWN = -1
+UNKNOWN_VERSION = -1
 """The version of weights that nobody here has brought."""
-MISSED = "It was away when the newest weights came."
+MISSED_UPDATE = "It was away when the newest weights came."
 
 
 class Replica:
@@ -61,7 +61,7 @@ class Replica:
         self._next_retry, self._retry_delay = 0.0, RETRY_DELAY
         self._launch = launch
         self._process = ServerProcess(f"{server.backend.package} server {log.stem}", log)
-        self._health_check = pulse.HealthCheck(server)
+        self._health_check = health_check.HealthCheck(server)
         self._failed_checks = self._port = 0
 
     @property
@@ -128,36 +128,33 @@ class Replica:
             except ServerUnreachableError:
                 return
             except EtudeError:
-                self.wants_paused, self.wants_asleep = (
-                    self._is_paused,
-                    self._is_asleep,
-                )  # it will not, and that is told now
+                # it refuses, and the caller hears of that now
+                self.wants_paused, self.wants_asleep = self._is_paused, self._is_asleep
                 raise
 
     async def start(self) -> None:
         """Start it, and return once it is ready; of one that is there, see that it is."""
-        begins = self.start_source
-        if self._launch is not None and begins is not None:
+        source = self.start_source
+        if self._launch is not None and source is not None:
             self.server.withdraw()
-            dialect = self.server.backend
-            if dialect.uses_adapters:
-                begins = self._launch.model, 0
+            backend = self.server.backend
+            if backend.uses_adapters:
+                source = self._launch.model, 0
             self._port = find_free_port(self._port)
             self.server.relocate(f"http://127.0.0.1:{self._port}")
-            with self._with_key_file(replace(self._launch, model=begins[0], port=self._port)) as launch:
-                self._process.start(dialect.command(launch), dialect.environment_variables(launch), secret=launch.key)
+            with self._with_key_file(replace(self._launch, model=source[0], port=self._port)) as launch:
+                self._process.start(backend.command(launch), backend.environment_variables(launch), secret=launch.key)
                 for node in range(1, launch.nodes):
-                    told = " ".join(dialect.command(launch, node))
-                    get_logger("rollout").info("Start node %d of the replica on its machine: %s", node, told)
+                    command = " ".join(backend.command(launch, node))
+                    get_logger("rollout").info("Start node %d of the replica on its machine: %s", node, command)
                 await self._wait_until_ready()
             self._is_paused = self._is_asleep = False
         async with self._load_lock:
             await self._connect()
-            if begins is not None:
-                await self.server.set_version(begins[1])
-            if (
-                begins is not None and self.start_source is not None and begins != self.start_source
-            ):  # newer weights came meanwhile
+            if source is not None:
+                await self.server.set_version(source[1])
+            # newer weights may have come meanwhile
+            if source is not None and self.start_source is not None and source != self.start_source:
                 await self._load_weights()
             else:
                 self.stale_reason = ""
@@ -177,13 +174,12 @@ class Replica:
             ) from error
 
     async def _wait_until_ready(self) -> None:
-        until = time.monotonic() + self.start_timeout
-        while not (
-            await self.server.is_healthy() and self._process.is_running
-        ):  # else it is another's that answers there
+        deadline = time.monotonic() + self.start_timeout
+        # a healthy answer without a running process is another server's
+        while not (await self.server.is_healthy() and self._process.is_running):
             if not self._process.is_running:
                 raise EngineError(f"A server did not start: {self._process.describe_exit()}")
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 tail = self._process.describe_exit()
                 await self.end()
                 raise EngineError(
@@ -196,19 +192,19 @@ class Replica:
     @contextmanager
     def _with_key_file(self, launch: LaunchSpec) -> Iterator[LaunchSpec]:
         """Where a server takes its key from a file, that is there while it starts, for its owner alone."""
-        told = self.server.backend.key_file_text(launch)
-        if not told:
+        content = self.server.backend.key_file_text(launch)
+        if not content:
             yield launch
             return
-        file = self._process.log.with_suffix(".key.yaml")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
+        path = self._process.log.with_suffix(".key.yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         try:
-            with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as said:
-                said.write(told)
-            yield replace(launch, key_file=file.absolute())
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+                file.write(content)
+            yield replace(launch, key_file=path.absolute())
         finally:
-            file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
     async def check_health(self, on_change: Callable[[], None], *, publishing: bool = False) -> None:
         """See how it is, and have it back where it is not well. `changed` is called when it comes or goes. busy:
@@ -222,31 +218,30 @@ class Replica:
             else:
                 await self._restart(self._process.describe_exit(), on_change)
             return
-        well = await self.server.is_healthy()
-        why = f"{self._process.name} does not answer any more."
+        is_healthy = await self.server.is_healthy()
+        reason = f"{self._process.name} does not answer any more."
         if publishing or self.wants_asleep:
             self._health_check.reset()
-        elif well and self._health_check.is_hung():
-            well, self._failed_checks = False, MAX_FAILED_CHECKS
-            why = (
-                f"The engine of {self._process.name} has said nothing for {pulse.MAX_SILENCE:g} s, though that answers."
-            )
-        if well and self.is_external and (self._failed_checks or not self.server.is_up):
+        elif is_healthy and self._health_check.is_hung():
+            is_healthy, self._failed_checks = False, MAX_FAILED_CHECKS
+            silence = f"{health_check.MAX_SILENCE:g} s"
+            reason = f"The engine of {self._process.name} has said nothing for {silence}, though that answers."
+        if is_healthy and self.is_external and (self._failed_checks or not self.server.is_up):
             await self._check_returned()
-        if well and not self.server.is_up:
+        if is_healthy and not self.server.is_up:
             await self.reconcile()
-        self._failed_checks = 0 if well else self._failed_checks + 1
-        if well != self.server.is_up and (well or self._failed_checks >= MAX_FAILED_CHECKS):
-            self.server.is_up = well
-            if self.is_external and not well:
+        self._failed_checks = 0 if is_healthy else self._failed_checks + 1
+        if is_healthy != self.server.is_up and (is_healthy or self._failed_checks >= MAX_FAILED_CHECKS):
+            self.server.is_up = is_healthy
+            if self.is_external and not is_healthy:
                 get_logger("rollout").warning(
-                    "%s It is asked nothing until it does. It is at %s.", why, self.server.url
+                    "%s It is asked nothing until it does. It is at %s.", reason, self.server.url
                 )
             on_change()
         if self._failed_checks >= MAX_FAILED_CHECKS and not self.is_external:
-            await self._restart(why, on_change)
+            await self._restart(reason, on_change)
         elif (
-            well
+            is_healthy
             and self.stale_reason
             and self._can_reload
             and not self.wants_asleep
@@ -262,18 +257,18 @@ class Replica:
 
     async def _check_returned(self) -> None:
         """One that is not ours was away. Somebody may have started it again, with weights that are not the newest."""
-        given = self.server.version or self._can_reload
-        if not given or await self.server.get_version_label() == str(self.server.version):
+        has_weights = self.server.version or self._can_reload
+        if not has_weights or await self.server.get_version_label() == str(self.server.version):
             return
         self.server.withdraw()
         self.server.relocate(self.server.url)
-        self.server.version = UNKNOWN
+        self.server.version = UNKNOWN_VERSION
         self._is_paused = self._is_asleep = False
-        told = "The server at %s was away, and holds other weights than it was given. It is asked nothing with them."
-        get_logger("rollout").warning(told, self.server.url)
+        message = "The server at %s was away, and holds other weights than it was given. It is asked nothing with them."
+        get_logger("rollout").warning(message, self.server.url)
         self.mark_stale("It holds other weights than it was given.")
 
-    def mark_stale(self, reason: str = MISSED) -> None:
+    def mark_stale(self, reason: str = MISSED_UPDATE) -> None:
         """It does not hold the newest weights. When it is well it is brought to them."""
         self.stale_reason, self._next_retry = reason, 0.0
 
@@ -291,8 +286,8 @@ class Replica:
         """Why nobody can ask it anything."""
         if self.lost_reason or self.stale_reason:
             return self.lost_reason or self.stale_reason
-        why = "is out of rotation, without the newest weights" if self.server.is_up else "does not answer any more"
-        return f"The server at {self.server.url} {why}."
+        state = "is out of rotation, without the newest weights" if self.server.is_up else "does not answer any more"
+        return f"The server at {self.server.url} {state}."
 
     async def _restart(self, reason: str, on_change: Callable[[], None]) -> None:
         """Start it once more, from the newest weights that it was given as files."""
@@ -303,9 +298,9 @@ class Replica:
         await self.end()
         while self.restart_count < self.max_restarts:
             self.restart_count += 1
-            told = "A server is started again (%d of %d times): %s"
-            get_logger("rollout").warning(told, self.restart_count, self.max_restarts, reason)
-            began = time.monotonic()
+            message = "A server is started again (%d of %d times): %s"
+            get_logger("rollout").warning(message, self.restart_count, self.max_restarts, reason)
+            started_at = time.monotonic()
             try:
                 await self.start()
                 if self.weight_reloader is not None:
@@ -316,7 +311,7 @@ class Replica:
             else:
                 self.is_recovering = False
                 on_change()
-                get_logger("rollout").warning("It is back, after %s.", format_seconds(time.monotonic() - began))
+                get_logger("rollout").warning("It is back, after %s.", format_seconds(time.monotonic() - started_at))
                 return
         self.is_recovering = False
         self.lost_reason = (

@@ -47,7 +47,7 @@ class Request:
         sampling: SamplingParams,
         *,
         limit: int,
-        vocabulary: int,
+        vocab_size: int,
         tokenizer: Tokenizer | None,
         listener: Callable[[Delta], None] | None = None,
         on_start: Callable[[], None] | None = None,
@@ -65,19 +65,19 @@ class Request:
         self.version = -1  # of the weights with which its first block was computed
         self.slot = -1  # its row in the engine's block table while it runs
         self.stop_ids = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
-        self.sampling_state = SamplingState(sampling, prompt, vocabulary, self.stop_ids)
+        self.sampling_state = SamplingState(sampling, prompt, vocab_size, self.stop_ids)
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()
         self._tokenizer, self._listener, self._on_start = tokenizer, listener, on_start
         self._logp: list[float] = []
-        self._raw: list[float] = []
+        self._raw_logp: list[float] = []
         self._versions: list[int] = []
         self._top: list[tuple[list[int], list[float]]] = []
         self._text = ""
         self._emitted = 0, 0  # tokens and characters that the listener has
         self._stops = StopStringFilter(sampling.stop)
-        follows = tokenizer is not None and (bool(sampling.stop) or listener is not None)
-        self._stream = tokenizer.decode_stream() if tokenizer is not None and follows else None
+        needs_text = tokenizer is not None and (bool(sampling.stop) or listener is not None)
+        self._stream = tokenizer.decode_stream() if tokenizer is not None and needs_text else None
 
     @property
     def generated(self) -> int:
@@ -86,34 +86,34 @@ class Request:
 
     def mark_started(self) -> None:
         """It has its place in the cache, for the first time or once more."""
-        begun, self._on_start = self._on_start, None
-        if begun is not None:
-            begun()
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start()
 
     def append_token(
-        self, token: int, logp: float, raw: float, version: int, top: tuple[list[int], list[float]] | None
+        self, token: int, logp: float, raw_logp: float, version: int, top: tuple[list[int], list[float]] | None
     ) -> str | None:
         """One more token; returns how the request finished with it, if it did."""
         self.tokens[self.length] = token
         self.length += 1
         self._logp.append(logp)
-        self._raw.append(raw)
+        self._raw_logp.append(raw_logp)
         self._versions.append(version)
         if top is not None:
             self._top.append(top)
         self.sampling_state.record_token(token)
-        finish: str | None = None
+        finish_reason: str | None = None
         if token in self.stop_ids and self.generated > self.sampling.min_tokens:
-            finish = "stop"
+            finish_reason = "stop"
         if self._stream is not None:
             self._add_token_text(token)
         if self._stops.stopped:
-            finish = "stop"
-        elif finish is None and self.length == self.limit:
-            finish = "length"
-        if finish is None:
+            finish_reason = "stop"
+        elif finish_reason is None and self.length == self.limit:
+            finish_reason = "length"
+        if finish_reason is None:
             self._emit_delta(None)
-        return finish
+        return finish_reason
 
     def finish(self, reason: str) -> None:
         """Hand over what has come of it."""
@@ -121,8 +121,8 @@ class Request:
             self._add_text(self._stream.finish())
             self._text += self._stops.finish()
         elif self._stream is None and self._tokenizer is not None:
-            ended = self.generated > 0 and int(self.tokens[self.length - 1]) in self.stop_ids
-            self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - ended])
+            has_stop_id = self.generated > 0 and int(self.tokens[self.length - 1]) in self.stop_ids
+            self._text = self._tokenizer.decode(self.tokens[self.prompt_length : self.length - has_stop_id])
         completion = self._completion(reason)
         self._emit_delta(completion)
         self.future.set_result(completion)
@@ -148,12 +148,12 @@ class Request:
         tokens, text = self.generated, len(self._text)
         ids = self.tokens[self.prompt_length + self._emitted[0] : self.length].copy()
         logp = np.array(self._logp[self._emitted[0] :], dtype=np.float32)
-        finish = completion.finish_reason if completion else None
+        finish_reason = completion.finish_reason if completion else None
         version = np.array(self._versions[self._emitted[0] :], dtype=np.int32)
-        self._listener(Delta(ids, logp, version, self._text[self._emitted[1] :], finish, completion))
+        self._listener(Delta(ids, logp, version, self._text[self._emitted[1] :], finish_reason, completion))
         self._emitted = tokens, text
 
-    def _completion(self, how: str) -> Completion:
+    def _completion(self, finish_reason: str) -> Completion:
         top_ids, top_logp = None, None
         if self.sampling.top_logprobs:
             top_ids = np.array([ids for ids, _ in self._top], np.int32).reshape(self.generated, -1)
@@ -161,29 +161,31 @@ class Request:
         return Completion(
             ids=self.tokens[self.prompt_length : self.length],
             logp=np.array(self._logp, dtype=np.float32),
-            raw_logp=np.array(self._raw, dtype=np.float32),
+            raw_logp=np.array(self._raw_logp, dtype=np.float32),
             version=np.array(self._versions, dtype=np.int32),
-            finish_reason=how,
+            finish_reason=finish_reason,
             text=self._text,
             top_ids=top_ids,
             top_logp=top_logp,
         )
 
 
-def check_request(prompt: Ids, sampling: SamplingParams, *, vocabulary: int, context: int, cache_tokens: int) -> None:
+def check_request(
+    prompt: Ids, sampling: SamplingParams, *, vocab_size: int, context_length: int, cache_tokens: int
+) -> None:
     """Refuse, in a sentence, what cannot be computed with this vocabulary, context and size of the cache in tokens."""
     if len(prompt) == 0:
         raise DataError("The prompt is empty: a model continues at least one token.")
-    for what, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):
-        wrong = [token for token in tokens if not 0 <= token < vocabulary]
-        if wrong:
-            raise DataError(f"{what} has the token id {wrong[0]}; the model knows 0 to {vocabulary - 1}.")
-    if len(prompt) >= context:
+    for source, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):
+        unknown = [token for token in tokens if not 0 <= token < vocab_size]
+        if unknown:
+            raise DataError(f"{source} has the token id {unknown[0]}; the model knows 0 to {vocab_size - 1}.")
+    if len(prompt) >= context_length:
         raise DataError(
-            f"The prompt has {len(prompt)} tokens, and the model's context is {context}: nothing could follow it. "
-            f"Filter or truncate long prompts."
+            f"The prompt has {len(prompt)} tokens, and the model's context is {context_length}: nothing could follow "
+            f"it. Filter or truncate long prompts."
         )
-    if min(len(prompt) + sampling.max_tokens, context) > cache_tokens:
+    if min(len(prompt) + sampling.max_tokens, context_length) > cache_tokens:
         raise DataError(
             f"A prompt of {len(prompt)} tokens and up to {sampling.max_tokens} new ones do not fit into the cache, "
             f"which holds {cache_tokens} tokens. Raise the engine's kv_gib, or ask for fewer tokens."

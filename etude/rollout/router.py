@@ -44,8 +44,8 @@ class Router:
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation, by one of the engines."""
-        with self._choose_engine(prompt) as chosen:
-            return await self._engines[chosen].generate(prompt, sampling, on_start=on_start)
+        with self._choose_engine(prompt) as engine:
+            return await self._engines[engine].generate(prompt, sampling, on_start=on_start)
 
     def _has_capacity(self, engine: int) -> bool:  # noqa: ARG002
         """Whether this engine takes one request more."""
@@ -54,42 +54,42 @@ class Router:
     @contextmanager
     def _choose_engine(self, prompt: Ids) -> Iterator[int]:
         """The engine that a prompt goes to, which has it to do within."""
-        home = self._find_affinity(np.ascontiguousarray(prompt, np.int32).tobytes())
-        chosen = home.engine
-        home.active += 1
-        self._load[chosen] += 1
+        affinity = self._find_affinity(np.ascontiguousarray(prompt, np.int32).tobytes())
+        engine = affinity.engine
+        affinity.active += 1
+        self._load[engine] += 1
         try:
-            yield chosen
+            yield engine
         finally:
-            home.active -= 1
-            self._load[chosen] -= 1
+            affinity.active -= 1
+            self._load[engine] -= 1
             self._drop_idle_prefixes()
 
     def _find_affinity(self, prompt: bytes) -> _Affinity:
         """The home of a prompt that this one begins with, or a new one. Where nothing of it is under way, it moves away
         from an engine that has half as much again to do as another; and away from one that takes none."""
-        taking = [engine for engine in range(len(self._engines)) if self._has_capacity(engine)]
-        least = min(taking, key=self._load.__getitem__)
-        opening = self._longest_known_prefix(prompt)
-        if opening is None:
+        candidates = [engine for engine in range(len(self._engines)) if self._has_capacity(engine)]
+        least_loaded = min(candidates, key=self._load.__getitem__)
+        prefix = self._longest_known_prefix(prompt)
+        if prefix is None:
             self._prefix_lengths[len(prompt)] += 1
-            home = self._affinities[prompt] = _Affinity(least)
-            return home
-        self._affinities.move_to_end(opening)
-        home = self._affinities[opening]
-        crowded = not home.active and self._load[home.engine] > 1.5 * self._load[least] + 1
-        if crowded or not self._has_capacity(home.engine):
-            home.engine = least
-        return home
+            affinity = self._affinities[prompt] = _Affinity(least_loaded)
+            return affinity
+        self._affinities.move_to_end(prefix)
+        affinity = self._affinities[prefix]
+        overloaded = not affinity.active and self._load[affinity.engine] > 1.5 * self._load[least_loaded] + 1
+        if overloaded or not self._has_capacity(affinity.engine):
+            affinity.engine = least_loaded
+        return affinity
 
     def _longest_known_prefix(self, prompt: bytes) -> bytes | None:
         """The longest known prompt that this one begins with."""
-        fitting = sorted((length for length in self._prefix_lengths if length <= len(prompt)), reverse=True)
-        return next((prompt[:length] for length in fitting if prompt[:length] in self._affinities), None)
+        lengths = sorted((length for length in self._prefix_lengths if length <= len(prompt)), reverse=True)
+        return next((prompt[:length] for length in lengths if prompt[:length] in self._affinities), None)
 
     def _drop_idle_prefixes(self) -> None:
         """Let go of the prompts that nobody has come back to for long."""
-        idle = [prompt for prompt, home in self._affinities.items() if not home.active]
+        idle = [prompt for prompt, affinity in self._affinities.items() if not affinity.active]
         for prompt in idle[:-MAX_IDLE_PREFIXES]:
             del self._affinities[prompt]
             self._prefix_lengths[len(prompt)] -= 1

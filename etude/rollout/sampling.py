@@ -26,7 +26,7 @@ from etude.records import SamplingParams
 
 __all__ = ["SampledTokens", "SamplingState", "sample_tokens", "uniform_numbers"]
 
-CHUNK = 128
+SUM_CHUNK = 128
 """The inverse is looked up among sums of so many weights, then among the weights of one sum."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -50,13 +50,13 @@ def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[n
 class SamplingState:
     """How one request's tokens are drawn: its parameters, its seed, and what it has seen if repetition is penalised."""
 
-    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocabulary: int, stop_ids: frozenset[int]):
+    def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocab_size: int, stop_ids: frozenset[int]):
         self.sampling = sampling
         self.seed = (secrets.randbits(64) if sampling.seed is None else sampling.seed) & _FULL
-        self.stop_ids = torch.tensor(sorted(end for end in stop_ids if end < vocabulary), dtype=torch.int64)
+        self.stop_ids = torch.tensor(sorted(token for token in stop_ids if token < vocab_size), dtype=torch.int64)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
-            self.seen = torch.zeros(vocabulary, dtype=torch.bool)
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[torch.from_numpy(prompt.astype(np.int64))] = True
         self.biased_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
         self.bias = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
@@ -104,23 +104,23 @@ def sample_tokens(
     logits: Tensor, states: Sequence[SamplingState], generated: Sequence[int], positions: Sequence[int]
 ) -> SampledTokens:
     """One token for each row of logits [N, V]. `generated` counts each request's tokens so far; `places` are theirs."""
-    uniform = torch.from_numpy(uniform_numbers([drawing.seed for drawing in states], positions)).to(logits.device)
-    plain = [row for row, drawing in enumerate(states) if drawing.is_unmodified(generated[row])]
-    if len(plain) == len(states):
-        ids, chances = _sample_unmodified(logits, uniform)
-        return SampledTokens(ids.tolist(), said := _log_probabilities(chances), said, {})
-    other = sorted(set(range(len(states))) - set(plain))
+    uniform = torch.from_numpy(uniform_numbers([state.seed for state in states], positions)).to(logits.device)
+    unmodified = [row for row, state in enumerate(states) if state.is_unmodified(generated[row])]
+    if len(unmodified) == len(states):
+        ids, probabilities = _sample_unmodified(logits, uniform)
+        return SampledTokens(ids.tolist(), log_probs := _log_probabilities(probabilities), log_probs, {})
+    adjusted = sorted(set(range(len(states))) - set(unmodified))
     ids = torch.empty(len(states), dtype=torch.int64, device=logits.device)
-    logp, raw = torch.empty(2, len(states), device=logits.device)
-    if plain:
-        at = torch.tensor(plain, device=logits.device)
-        ids[at], chances = _sample_unmodified(logits[at], uniform[at])
-        logp[at] = raw[at] = torch.tensor(_log_probabilities(chances), device=logits.device)
-    at = torch.tensor(other, device=logits.device)
-    changed = _AdjustedRows(logits[at].float(), [states[row] for row in other], [generated[row] for row in other])
-    ids[at], logp[at], raw[at] = changed.sample(uniform[at])
-    top = {other[row]: likeliest for row, likeliest in changed.top.items()}
-    return SampledTokens(ids.tolist(), logp.tolist(), raw.tolist(), top)
+    logp, raw_logp = torch.empty(2, len(states), device=logits.device)
+    if unmodified:
+        index = torch.tensor(unmodified, device=logits.device)
+        ids[index], probabilities = _sample_unmodified(logits[index], uniform[index])
+        logp[index] = raw_logp[index] = torch.tensor(_log_probabilities(probabilities), device=logits.device)
+    index = torch.tensor(adjusted, device=logits.device)
+    rows = _AdjustedRows(logits[index].float(), [states[row] for row in adjusted], [generated[row] for row in adjusted])
+    ids[index], logp[index], raw_logp[index] = rows.sample(uniform[index])
+    top = {adjusted[row]: likeliest for row, likeliest in rows.top.items()}
+    return SampledTokens(ids.tolist(), logp.tolist(), raw_logp.tolist(), top)
 
 
 def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,9 +129,9 @@ def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]
     return ids, probabilities.gather(1, ids[:, None])[:, 0]
 
 
-def _log_probabilities(chances: Tensor) -> list[float]:
+def _log_probabilities(probabilities: Tensor) -> list[float]:
     """Their logarithms, rounded to float32; nan where a chance is none."""
-    exact = [math.log(chance) if chance > 0 else math.nan for chance in chances.tolist()]
+    exact = [math.log(probability) if probability > 0 else math.nan for probability in probabilities.tolist()]
     rounded: list[float] = np.array(exact, dtype=np.float32).tolist()
     return rounded
 
@@ -144,25 +144,26 @@ class _AdjustedRows:
         logits = raw
         if any(d.needs_adjustment or count < d.sampling.min_tokens for d, count in zip(states, generated, strict=True)):
             logits = raw.clone()
-            for row, drawing in enumerate(states):
-                drawing.adjust_logits(logits[row], generated[row])
+            for row, state in enumerate(states):
+                state.adjust_logits(logits[row], generated[row])
         self.logits = logits
         self.top: dict[int, tuple[list[int], list[float]]] = {}
 
     def sample(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, log-probs under what was drawn from, and log-probs under the model."""
-        asked = [drawing.sampling for drawing in self.states]
-        temperature = self._column([params.temperature for params in asked])
+        samplings = [state.sampling for state in self.states]
+        temperature = self._column([params.temperature for params in samplings])
         logits = self.logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        for row, params in enumerate(asked):
+        for row, params in enumerate(samplings):
             if params.top_logprobs:
-                best = torch.log_softmax(logits[row], -1).topk(min(params.top_logprobs, logits.shape[1]))
-                self.top[row] = best.indices.tolist(), best.values.tolist()
-        cut = [row for row, drawing in enumerate(self.states) if drawing.cut]
-        if cut:
-            at = torch.tensor(cut, device=logits.device)
-            logits[at] = _filter_logits(
-                logits[at], *(self._column(values) for values in _filter_columns([asked[row] for row in cut]))
+                likeliest = torch.log_softmax(logits[row], -1).topk(min(params.top_logprobs, logits.shape[1]))
+                self.top[row] = likeliest.indices.tolist(), likeliest.values.tolist()
+        filtered = [row for row, state in enumerate(self.states) if state.cut]
+        if filtered:
+            index = torch.tensor(filtered, device=logits.device)
+            logits[index] = _filter_logits(
+                logits[index],
+                *(self._column(values) for values in _filter_columns([samplings[row] for row in filtered])),
             )
         probabilities = torch.softmax(logits, -1)
         ids = _inverse_cdf(probabilities, uniform)
@@ -170,10 +171,10 @@ class _AdjustedRows:
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
         certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too where the greatest is no number
-        chances = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
+        chosen = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
         return (
             ids,
-            self._column(_log_probabilities(chances)),
+            self._column(_log_probabilities(chosen)),
             torch.log_softmax(self.raw, -1).gather(1, ids[:, None])[:, 0],
         )
 
@@ -189,10 +190,10 @@ def _filter_columns(samplings: Sequence[SamplingParams]) -> tuple[list[float], l
 
 def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
     """[n, V] logits with what top-k, top-p and min-p drop at -inf."""
-    widest = int(top_k.max())
-    if widest:
-        places = (torch.where(top_k > 0, top_k, 1) - 1).clamp(max=logits.shape[1] - 1).long()
-        values = logits.topk(min(widest, logits.shape[1])).values.gather(1, places[:, None])
+    max_top_k = int(top_k.max())
+    if max_top_k:
+        last_kept = (torch.where(top_k > 0, top_k, 1) - 1).clamp(max=logits.shape[1] - 1).long()
+        values = logits.topk(min(max_top_k, logits.shape[1])).values.gather(1, last_kept[:, None])
         logits = logits.masked_fill((top_k[:, None] > 0) & (logits < values), -math.inf)
     if bool((top_p < 1).any()):
         probabilities = torch.softmax(logits, -1)
@@ -207,7 +208,7 @@ def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """[n, V] → [n]: the probability of the least likely token that the smallest set of mass `top_p` needs."""
     floor = torch.empty_like(top_p)
     todo = torch.arange(len(top_p), device=top_p.device)
-    width = min(CHUNK, probabilities.shape[1])
+    width = min(SUM_CHUNK, probabilities.shape[1])
     while len(todo):
         values = probabilities[todo].topk(width).values
         mass = values.double().cumsum(-1) - values
@@ -225,25 +226,25 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Each row goes through the same sums whatever the other rows are. A token of weight zero is never returned.
     """
-    vocabulary = weights.shape[1]
-    whole = vocabulary // CHUNK * CHUNK
-    sums = weights[:, :whole].view(len(weights), -1, CHUNK).sum(-1)
-    if whole < vocabulary:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    vocab_size = weights.shape[1]
+    num_chunked = vocab_size // SUM_CHUNK * SUM_CHUNK
+    sums = weights[:, :num_chunked].view(len(weights), -1, SUM_CHUNK).sum(-1)
+    if num_chunked < vocab_size:
+        sums = torch.cat([sums, weights[:, num_chunked:].sum(-1, keepdim=True)], 1)
     running = sums.double().cumsum(-1)
     chunk, share = _first_passing(running, uniform)
-    places = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=vocabulary - 1)).masked_fill_(places >= vocabulary, 0.0)
+    places = chunk[:, None] * SUM_CHUNK + torch.arange(SUM_CHUNK, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=vocab_size - 1)).masked_fill_(places >= vocab_size, 0.0)
     within, _ = _first_passing(inside.double().cumsum(-1), share)
-    return chunk * CHUNK + within
+    return chunk * SUM_CHUNK + within
 
 
 def _first_passing(running: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Where a running sum [N, m] first passes a share [N] of its end, and the share of that entry then left over."""
     end = running[:, -1]
     target = torch.minimum(share * end, torch.nextafter(end, torch.zeros_like(end)))
-    place = (running <= target[:, None]).sum(-1, keepdim=True)
-    after = running.gather(1, place)
-    before = torch.where(place > 0, running.gather(1, (place - 1).clamp(min=0)), 0.0)
-    left = (target[:, None] - before) / (after - before)
-    return place[:, 0], left[:, 0].clamp(0.0, 1.0)
+    index = (running <= target[:, None]).sum(-1, keepdim=True)
+    sum_after = running.gather(1, index)
+    sum_before = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)), 0.0)
+    remainder = (target[:, None] - sum_before) / (sum_after - sum_before)
+    return index[:, 0], remainder[:, 0].clamp(0.0, 1.0)

@@ -78,47 +78,51 @@ class Scheduler:
 
     def clear(self) -> list[Request]:
         """Everybody out, and nothing known; returns who was there."""
-        everybody = [*self.running, *self.waiting]
-        for request in everybody:
+        requests = [*self.running, *self.waiting]
+        for request in requests:
             self.remove(request)
         self.blocks.reset_prefix_cache()
-        return everybody
+        return requests
 
     def set_version(self, version: int) -> None:
         """The weights are others now: what runs goes on with its old keys and values, and nobody new uses them."""
         self.blocks.reset_prefix_cache()
         self.version = version
 
-    def schedule(self, most: int | None = None) -> list[ScheduledWork]:
+    def schedule(self, max_tokens: int | None = None) -> list[ScheduledWork]:
         """The work of the next step; empty only if nothing is under way. `most`: it has no more tokens than these."""
-        budget, places = self.prefill_tokens, self.max_running
-        if most is not None:
+        budget, max_running = self.prefill_tokens, self.max_running
+        if max_tokens is not None:
             generating = sum(request.length - request.computed == 1 for request in self.running)
-            budget, places = min(budget, most - generating), min(places, most)
+            budget, max_running = min(budget, max_tokens - generating), min(max_running, max_tokens)
         works: list[ScheduledWork] = []
-        place = 0
-        while place < len(self.running):
-            request = self.running[place]
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
             count = request.length - request.computed
             if count > 1:
                 count = min(count, budget)
                 budget -= count
             if count and self._allocate_blocks(request, request.computed + count):
                 works.append(self._make_work(request, request.computed, request.computed + count))
-            place += 1
-        whole: dict[bytes, ScheduledWork] = {}
-        while self.waiting and budget > 0 and len(self.running) < places:
+            index += 1
+        first_works: dict[bytes, ScheduledWork] = {}
+        while self.waiting and budget > 0 and len(self.running) < max_running:
             request = self.waiting[0]
-            twin = whole.get(key := request.tokens[: request.length].tobytes())
-            start = self._start_request(request, twin)
+            duplicate_of = first_works.get(key := request.tokens[: request.length].tobytes())
+            start = self._start_request(request, duplicate_of)
             if start is None:
                 break
             stop = min(request.length, start + budget)
             budget -= stop - start
-            work = self._make_work(request, start, stop, twin)
+            work = self._make_work(request, start, stop, duplicate_of)
             works.append(work)
-            if twin is None and work.samples_token and start <= request.length // self.blocks.size * self.blocks.size:
-                whole[key] = work
+            if (
+                duplicate_of is None
+                and work.samples_token
+                and start <= request.length // self.blocks.size * self.blocks.size
+            ):
+                first_works[key] = work
         self.stats.steps += 1
         return works
 
@@ -147,26 +151,26 @@ class Scheduler:
     def _start_request(self, request: Request, duplicate_of: ScheduledWork | None) -> int | None:
         """Give a waiting request a slot and the blocks of its whole context; returns what of it is known, or None."""
         size, length = self.blocks.size, request.length
-        known, node = self.blocks.match_prefix(
+        cached_blocks, node = self.blocks.match_prefix(
             request.tokens[:length], length // size if duplicate_of else (length - 1) // size
         )
-        assert duplicate_of is None or len(known) == length // size, "a twin's full blocks are known"
-        missing = -(-length // size) - len(known)
+        assert duplicate_of is None or len(cached_blocks) == length // size, "a twin's full blocks are known"
+        missing = -(-length // size) - len(cached_blocks)
         if missing + len(self.running) > self.blocks.available:  # who runs may soon need a block each
-            self.blocks.release(known)
+            self.blocks.release(cached_blocks)
             assert self.running, "a request that does not fit into the whole cache was let in"
             return None
         self.waiting.popleft()
         self.running.append(request)
         request.slot = self._slots.pop()
-        request.version, request.registered_blocks, request.node = self.version, len(known), node
+        request.version, request.registered_blocks, request.node = self.version, len(cached_blocks), node
         request.mark_started()
         request.blocks = []
-        for block in known:
+        for block in cached_blocks:
             self._append_block(request, block)
         for _ in range(missing):
             self._append_block(request, self.blocks.allocate())
-        start = length if duplicate_of else len(known) * size
+        start = length if duplicate_of else len(cached_blocks) * size
         self.stats.prompt_tokens += length
         self.stats.cached_tokens += start
         return start

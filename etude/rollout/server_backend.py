@@ -94,12 +94,12 @@ class ServerBackend(ABC):
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """What its process finds in its environment: nothing is fetched from anywhere, and no other GPU is seen."""
-        found = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if launch.device == "cpu":
-            found |= {"OMP_NUM_THREADS": str(launch.threads), "CUDA_VISIBLE_DEVICES": ""}
+            variables |= {"OMP_NUM_THREADS": str(launch.threads), "CUDA_VISIBLE_DEVICES": ""}
         elif launch.devices:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.devices))
-        return found
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.devices))
+        return variables
 
     def key_file_text(self, launch: LaunchSpec) -> str:  # noqa: ARG002
         """What stands in the file that a server takes its key from; nothing where its environment has it."""
@@ -166,18 +166,18 @@ class ServerBackend(ABC):
 
     async def check_version(self, client: HttpClient) -> str:
         """The server's version, refused in a sentence where this is not written for it."""
-        found = await self.get_server_version(client)
+        version = await self.get_server_version(client)
         numbers = tuple(
-            int(part) for part in found.split("+")[0].split(".")[: len(self.supported_version)] if part.isdigit()
+            int(part) for part in version.split("+")[0].split(".")[: len(self.supported_version)] if part.isdigit()
         )
         if numbers != self.supported_version:
-            wanted = ".".join(map(str, self.supported_version))
+            supported = ".".join(map(str, self.supported_version))
             raise ConfigError(
-                f"The server at {client.url} is {self.package} {found}, and Etude speaks with {wanted}. Let Etude make "
-                f"its own environment (leave `rollout.python` and `rollout.url` out), or install {self.package} "
-                f"{wanted}."
+                f"The server at {client.url} is {self.package} {version}, and Etude speaks with {supported}. Let Etude "
+                f"make its own environment (leave `rollout.python` and `rollout.url` out), or install {self.package} "
+                f"{supported}."
             )
-        return found
+        return version
 
     def context_length(self, models: Mapping[str, Any]) -> int:
         """How many tokens it has room for in one answer, its prompt included; from what its /v1/models says."""
@@ -199,9 +199,9 @@ def samples_model_distribution(sampling: SamplingParams) -> bool:
 
 def check_logit_bias(sampling: SamplingParams, server: str) -> None:
     """Refuse a logit bias that a server would cut to its own range."""
-    wrong = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
-    if wrong is not None:
+    too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
+    if too_large is not None:
         raise ConfigError(
-            f"A logit bias of {wrong:g} was asked for, and {server} takes none beyond {MAX_LOGIT_BIAS:g} either way. "
-            f"{-MAX_LOGIT_BIAS:g} keeps a token from being drawn."
+            f"A logit bias of {too_large:g} was asked for, and {server} takes none beyond {MAX_LOGIT_BIAS:g} either "
+            f"way. {-MAX_LOGIT_BIAS:g} keeps a token from being drawn."
         )

@@ -47,8 +47,8 @@ class ServerClient:
     @classmethod
     def from_address(cls, address: ServerAddress) -> ServerClient:
         """The one at this address."""
-        told = {"ranks": address.ranks, "version": address.version, "incarnation": address.incarnation}
-        return cls(address.url, address.backend, key=address.key, **told)
+        fields = {"ranks": address.ranks, "version": address.version, "incarnation": address.incarnation}
+        return cls(address.url, address.backend, key=address.key, **fields)
 
     @property
     def address(self) -> ServerAddress:

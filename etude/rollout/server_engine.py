@@ -67,7 +67,7 @@ class ServerEngine(ServerClient):
         self.last_token_time = 0.0
         """When it drew something last."""
         self.active_requests = self.new_tokens = self.prompt_tokens = self.finished = 0
-        self._context = shape.context
+        self._context_length = shape.context_length
         self._abort_count = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,11 +76,11 @@ class ServerEngine(ServerClient):
 
     async def connect(self) -> str:
         """See that it is there, and of a version that can be spoken with; returns that."""
-        found = await self.backend.check_version(self._client)
-        told = self.backend.context_length(json.loads(await self._client.get("/v1/models")))
-        self._context = min(self.shape.context, told)
+        server_version = await self.backend.check_version(self._client)
+        context_length = self.backend.context_length(json.loads(await self._client.get("/v1/models")))
+        self._context_length = min(self.shape.context_length, context_length)
         self.is_up = True
-        return found
+        return server_version
 
     async def is_healthy(self) -> bool:
         """Whether it says that it is well, in good time."""
@@ -96,12 +96,16 @@ class ServerEngine(ServerClient):
         """An answer that can be asked for here, or the sentence that says why not."""
         ids = np.asarray(prompt, dtype=np.int32)
         check_request(
-            ids, sampling, vocabulary=self.shape.vocabulary, context=self._context, cache_tokens=self._context
+            ids,
+            sampling,
+            vocab_size=self.shape.vocab_size,
+            context_length=self._context_length,
+            cache_tokens=self._context_length,
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
         self.backend.check_sampling(sampling)
-        return PartialCompletion(ids, sampling, limit=self._context, tokenizer=self.tokenizer, on_start=on_start)
+        return PartialCompletion(ids, sampling, limit=self._context_length, tokenizer=self.tokenizer, on_start=on_start)
 
     async def continue_completion(self, answer: PartialCompletion) -> AsyncGenerator[Delta, None]:
         """Have the answer written, from where it stands; leaving the iteration ends that. `StreamInterruptedError` if
@@ -114,15 +118,15 @@ class ServerEngine(ServerClient):
             try:
                 async with aclosing(
                     self.backend.stream(self._client, ids.tolist(), sampling, answer.stop_ids)
-                ) as pieces:
-                    async for piece in pieces:
+                ) as chunks:
+                    async for chunk in chunks:
                         self.last_token_time = time.monotonic()
-                        answer.append(piece, self.version, version_known=not self.withdrawn)
-                        self.new_tokens += len(piece.ids)
+                        answer.append(chunk, self.version, version_known=not self.withdrawn)
+                        self.new_tokens += len(chunk.ids)
                         if answer.finish == "abort" and aborts == self._abort_count:
                             answer.finish = None
                             raise StreamInterruptedError(f"The server at {self.url} gave an answer up.")
-                        if piece.ids or answer.finish:
+                        if chunk.ids or answer.finish:
                             yield answer.take_delta()
                         if answer.finish:
                             self.finished += 1
@@ -135,12 +139,12 @@ class ServerEngine(ServerClient):
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
         """Sample one continuation. Cancelling the wait aborts the request."""
-        done: Completion | None = None
+        completion: Completion | None = None
         async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling, on_start))) as deltas:
             async for delta in deltas:
-                done = delta.completion
-        assert done is not None, "what does not end whole is an error"
-        return done
+                completion = delta.completion
+        assert completion is not None, "what does not end whole is an error"
+        return completion
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """The same, as it comes."""
@@ -211,9 +215,12 @@ class ServerEngine(ServerClient):
         """End what is under way there, as nobody knows what it computes with. A server that does not hear of that stays
         stopped, and who waits for it waits no longer."""
         try:
-            for last in (partial(ServerClient.abort, self), self.resume):  # which nobody who waits there has asked for
+            for action in (
+                partial(ServerClient.abort, self),
+                self.resume,
+            ):  # which nobody who waits there has asked for
                 async with asyncio.timeout(CLEANUP_TIMEOUT):
-                    await last()
+                    await action()
         except (EtudeError, TimeoutError):
             await self.disconnect()
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 __all__ = ["AdaptiveConcurrencyLimit", "ServerLoad"]
 
-FULL = 0.95
+HIGH_USAGE = 0.95
 """Share of the memory for keys and values beyond which a server is given less."""
-ROOMY = 0.8
+LOW_USAGE = 0.8
 """Share below which it is given more."""
-SHRINK = 0.75
-GROW = 1 / 16
+SHRINK_FACTOR = 0.75
+GROWTH_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class AdaptiveConcurrencyLimit:
 
     def __init__(self, max_limit: int) -> None:
         self.max_limit = self.limit = max_limit
-        self._preempted: int | None = None
+        self._preemptions: int | None = None
 
     def update(self, load: ServerLoad) -> int:
         """Take notice of a server's figures; returns the new number."""
-        before, self._preempted = self._preempted, load.preemptions
-        put_off = before is not None and load.preemptions > before
-        if put_off or (load.waiting and load.kv_cache_usage > FULL):
-            at_once = load.running or self.limit  # none may run at the moment that all were put off
-            self.limit = max(1, min(self.limit, int(at_once * SHRINK)))
-        elif load.kv_cache_usage < ROOMY and load.running + load.waiting >= self.limit * ROOMY:
-            self.limit = min(self.max_limit, self.limit + max(1, int(self.limit * GROW)))
+        previous, self._preemptions = self._preemptions, load.preemptions
+        preempted = previous is not None and load.preemptions > previous
+        if preempted or (load.waiting and load.kv_cache_usage > HIGH_USAGE):
+            running = load.running or self.limit  # none may run at the moment that all were put off
+            self.limit = max(1, min(self.limit, int(running * SHRINK_FACTOR)))
+        elif load.kv_cache_usage < LOW_USAGE and load.running + load.waiting >= self.limit * LOW_USAGE:
+            self.limit = min(self.max_limit, self.limit + max(1, int(self.limit * GROWTH_SHARE)))
         return self.limit

@@ -38,7 +38,7 @@ __all__ = ["ServerPool"]
 NO_SERVER_UP = "No server answers that new weights could be given to. Start them, and publish again."
 CHECK_INTERVAL = 1.0
 """Seconds between two looks at a server."""
-CLOSING = 60.0
+CLOSE_TIMEOUT = 60.0
 T = TypeVar("T")
 
 
@@ -66,14 +66,14 @@ class ServerPool:
         self._restart_counts: dict[ServerEngine, int] = {}
         """How often each had been started when servers were withheld last."""
         try:
-            begun = self._submit(self._start(replicas, max_running, max_waiting))
+            started = self._submit(self._start(replicas, max_running, max_waiting))
             with progress(f"starting {name}", None, console) as bar:
                 while True:
                     try:
-                        begun.result(CHECK_INTERVAL)
+                        started.result(CHECK_INTERVAL)
                         break
                     except LateError:
-                        if begun.done():
+                        if started.done():
                             raise
                         bar.advance(0)
         except BaseException:
@@ -113,30 +113,30 @@ class ServerPool:
     def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
         """Sample a continuation of each prompt, and wait for all of them. Not for use on an event loop."""
         pairs = zip(prompts, samplings, strict=True)
-        asked = [self._submit(self._generate(prompt, sampling, None)) for prompt, sampling in pairs]
+        futures = [self._submit(self._generate(prompt, sampling, None)) for prompt, sampling in pairs]
         try:
-            return [future.result() for future in asked]
+            return [future.result() for future in futures]
         finally:
-            for future in asked:
+            for future in futures:
                 future.cancel()
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         """The same, as it comes. Leaving the iteration aborts the request."""
-        here = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
-        def tell(delta: Delta | None) -> None:
-            if not here.is_closed():
-                here.call_soon_threadsafe(deltas.put_nowait, delta)
+        def emit(delta: Delta | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        asked = self._submit(self._streamed(prompt, sampling, tell))
-        asked.add_done_callback(lambda _: tell(None))
+        future = self._submit(self._run_stream(prompt, sampling, emit))
+        future.add_done_callback(lambda _: emit(None))
         try:
             while (delta := await deltas.get()) is not None:
                 yield delta
-            asked.result()
+            future.result()
         finally:
-            asked.cancel()
+            future.cancel()
 
     async def abort(self) -> None:
         """End all that is under way at servers: each such call returns what it has, finished by `abort`."""
@@ -168,9 +168,9 @@ class ServerPool:
         if self._loop.is_closed():
             return
         with suppress(EngineError):
-            self._submit(self._shut_down()).result(CLOSING)
+            self._submit(self._shut_down()).result(CLOSE_TIMEOUT)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSING)
+        self._thread.join(CLOSE_TIMEOUT)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -201,13 +201,13 @@ class ServerPool:
         """Ask servers again that were withheld, of which each is said to hold weights of a version; None for one that
         stays out. `version` is the one that was published. Not for use on an event loop."""
 
-        async def done() -> None:
-            starts = {replica.server: replica.restart_count for replica in self.replicas}
-            same = [server for server in servers if starts[server] == self._restart_counts[server]]
-            for server in same:  # others hold what they began with
-                holds = servers[server]
-                if holds is not None:
-                    server.record_version(holds)
+        async def readmit() -> None:
+            restart_counts = {replica.server: replica.restart_count for replica in self.replicas}
+            unrestarted = [server for server in servers if restart_counts[server] == self._restart_counts[server]]
+            for server in unrestarted:  # others hold what they began with
+                held_version = servers[server]
+                if held_version is not None:
+                    server.record_version(held_version)
             if not servers or version in servers.values():
                 self.router.published_version = version
             for replica in self.replicas:
@@ -215,21 +215,21 @@ class ServerPool:
                     replica.mark_stale()
             self._publishing -= 1
             self.router.admit_waiting()
-            for server in same:
+            for server in unrestarted:
                 if servers[server] is None:  # whoever brought weights has ended what was under way, or could not
                     await server.disconnect()
 
-        self._submit(done()).result()
+        self._submit(readmit()).result()
 
     def abort_servers(self, servers: Sequence[ServerEngine]) -> None:
         """End what is under way at servers that are out of rotation, as nobody knows what they compute with. Not for
         use on an event loop."""
 
-        async def done() -> None:
+        async def abort() -> None:
             self._publishing -= 1
             await self._abort_servers(servers)
 
-        self._submit(done()).result()
+        self._submit(abort()).result()
 
     async def load(self, directory: Path, version: int) -> None:
         """Have every server compute with the weights in a directory, and start from it if it is started again. One that
@@ -237,17 +237,17 @@ class ServerPool:
         await asyncio.wrap_future(self._submit(self._load(directory, version)))
 
     async def _load(self, directory: Path, version: int) -> None:
-        there = [replica for replica in self.replicas if not replica.lost_reason]
-        up = sum(replica.server.is_up for replica in there)
+        replicas = [replica for replica in self.replicas if not replica.lost_reason]
+        up = sum(replica.server.is_up for replica in replicas)
         self._publishing += 1
         try:
-            loads = (replica.load(directory, version) for replica in there)
-            failed = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
+            loads = (replica.load(directory, version) for replica in replicas)
+            errors = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
         finally:
             self._publishing -= 1
-        if failed and len(failed) >= up:
-            raise failed[0]
-        if not up and all(replica.is_external for replica in there):
+        if errors and len(errors) >= up:
+            raise errors[0]
+        if not up and all(replica.is_external for replica in replicas):
             raise EngineError(NO_SERVER_UP)
         self.router.published_version = version
         self.router.admit_waiting()
@@ -266,8 +266,8 @@ class ServerPool:
             raise
 
     async def _withdraw_and_drain(self, only: ServerEngine | None, drain_timeout: float | None) -> list[ServerEngine]:
-        there = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
-        servers = [server for server in there if only in (None, server)]
+        servers_up = [replica.server for replica in self.replicas if not replica.lost_reason and replica.server.is_up]
+        servers = [server for server in servers_up if only in (None, server)]
         if not servers and all(replica.is_external for replica in self.replicas):
             raise EngineError(NO_SERVER_UP)
         self._restart_counts = {replica.server: replica.restart_count for replica in self.replicas}
@@ -275,8 +275,8 @@ class ServerPool:
             server.withdraw()
         if drain_timeout is None:
             return servers
-        done = await asyncio.gather(*(server.drain(drain_timeout) for server in servers), return_exceptions=True)
-        late = {server: error for server, error in zip(servers, done, strict=True) if error is not None}
+        results = await asyncio.gather(*(server.drain(drain_timeout) for server in servers), return_exceptions=True)
+        late = {server: error for server, error in zip(servers, results, strict=True) if error is not None}
         for server, error in late.items():
             get_logger("rollout").warning("%s is out of rotation until the next publish: %s", server.url, error)
         await self._abort_servers(list(late))
@@ -302,11 +302,11 @@ class ServerPool:
         finally:
             self._exit()
 
-    async def _streamed(self, prompt: Ids, sampling: SamplingParams, tell: Callable[[Delta], None]) -> None:
+    async def _run_stream(self, prompt: Ids, sampling: SamplingParams, emit: Callable[[Delta], None]) -> None:
         self._enter()
         try:
             async for delta in self.router.stream(prompt, sampling):
-                tell(delta)
+                emit(delta)
         finally:
             self._exit()
 
@@ -320,32 +320,33 @@ class ServerPool:
         if not self._active_requests:
             self._busy += time.perf_counter() - self._since
 
-    async def _run_on_all(self, do: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
-        asked = (do(server) for server in self.servers if server.is_up)
-        found = await asyncio.gather(*asked, return_exceptions=True)  # none is left half-way because of another
+    async def _run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
+        actions = (action(server) for server in self.servers if server.is_up)
+        results = await asyncio.gather(*actions, return_exceptions=True)  # none is left half-way because of another
         self.router.admit_waiting()
-        if failed := [error for error in found if isinstance(error, BaseException)]:
-            raise failed[0]
-        return [each for each in found if not isinstance(each, BaseException)]
+        if errors := [error for error in results if isinstance(error, BaseException)]:
+            raise errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _set_state(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
         """Have every server be so, whose process runs; the others when they are back."""
         await asyncio.wrap_future(self._submit(self._reconcile(paused, asleep)))
 
     async def _reconcile(self, paused: bool | None, asleep: bool | None) -> None:
-        there = [replica for replica in self.replicas if not replica.lost_reason]
-        for replica in there:
+        replicas = [replica for replica in self.replicas if not replica.lost_reason]
+        for replica in replicas:
             replica.set_desired_state(paused, asleep)
-        found = await asyncio.gather(*(each.reconcile() for each in there if each.is_running), return_exceptions=True)
-        if failed := [error for error in found if error is not None]:
-            raise failed[0]
+        reconciling = (replica.reconcile() for replica in replicas if replica.is_running)
+        results = await asyncio.gather(*reconciling, return_exceptions=True)
+        if errors := [error for error in results if error is not None]:
+            raise errors[0]
 
     async def _watch_replicas(self) -> None:
         """Look after each of them, side by side, until it is over."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._give_up_when_stuck())
-            for place, replica in enumerate(self.replicas):
-                group.create_task(self._watch_replica(place, replica))
+            for index, replica in enumerate(self.replicas):
+                group.create_task(self._watch_replica(index, replica))
 
     def _on_watch_ended(self, watch: asyncio.Task[None]) -> None:
         """Nobody looks after them any more. Where that was an error, whoever waits for one is told."""
@@ -353,27 +354,27 @@ class ServerPool:
         if error is not None:
             self.router.fail(EngineError(f"The servers are not watched any more: {error!r}. Start the run again."))
 
-    async def _watch_replica(self, place: int, replica: Replica) -> None:
+    async def _watch_replica(self, index: int, replica: Replica) -> None:
         while not replica.lost_reason:
             await asyncio.sleep(CHECK_INTERVAL)
             with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
                 await replica.check_health(self._on_change, publishing=bool(self._publishing))
                 if replica.server.is_up:
-                    self.router.limits[place].update(await replica.server.get_load())
+                    self.router.limits[index].update(await replica.server.get_load())
                     self.router.admit_waiting()
 
     async def _give_up_when_stuck(self) -> None:
         """Where somebody waits, and no server has been there to wait for in so long a time as one may take to start,
         those that there were count as lost."""
         since: float | None = None
-        patience = max(replica.start_timeout for replica in self.replicas)
-        while since is None or time.monotonic() < since + patience:
+        timeout = max(replica.start_timeout for replica in self.replicas)
+        while since is None or time.monotonic() < since + timeout:
             await asyncio.sleep(CHECK_INTERVAL)
-            here = (replica for replica in self.replicas if not replica.lost_reason)
-            comes = self._publishing or any(replica.is_recovering or replica.wants_asleep for replica in here)
-            since = None if comes or not self.router.is_stuck else since or time.monotonic()
+            replicas = (replica for replica in self.replicas if not replica.lost_reason)
+            may_return = self._publishing or any(replica.is_recovering or replica.wants_asleep for replica in replicas)
+            since = None if may_return or not self.router.is_stuck else since or time.monotonic()
         for replica in (replica for replica in self.replicas if not replica.lost_reason):
-            replica.lost_reason = f"{replica.describe_absence()} That was so for {patience:g} s, while requests waited."
+            replica.lost_reason = f"{replica.describe_absence()} That was so for {timeout:g} s, while requests waited."
         self._on_change()
 
     def _on_change(self) -> None:
@@ -394,7 +395,7 @@ class ServerPool:
                 "engine/finished": Sum.of(sum(server.finished for server in servers)),
                 "engine/running": Last.of(sum(server.active_requests for server in servers)),
                 "engine/waiting": Last.of(self.router.waiting),
-                "engine/concurrency_limit": Mean.over(sum(pace.limit for pace in self.router.limits), len(servers)),
+                "engine/concurrency_limit": Mean.over(sum(limit.limit for limit in self.router.limits), len(servers)),
                 "engine/replicas": Last.of(sum(server.is_up for server in servers)),
                 "engine/restarts": Last.of(sum(replica.restart_count for replica in self.replicas)),
                 "engine/requests_resumed": Sum.of(self.router.resumed),

@@ -21,14 +21,14 @@ from etude.config.secrets import MASK
 
 __all__ = ["ServerProcess", "find_free_port"]
 
-REAPER = Path(__file__).with_name("server_reaper.py")
-GRACE = 5.0
+REAPER_PATH = Path(__file__).with_name("server_reaper.py")
+GRACE_SECONDS = 5.0
 """Seconds that a server has to end when it is asked to."""
 STOP_TIMEOUT = 15.0
 """Seconds until a keeper itself is killed, and on Linux the server with it."""
-TAIL = 12
+TAIL_LINES = 12
 """Last lines of its log that an error repeats."""
-READ = 16_384
+TAIL_BYTES = 16_384
 """Bytes at the end of a log that they are looked for in."""
 
 
@@ -54,21 +54,21 @@ class ServerProcess:
         """Start it. What it is to be asked over HTTP is not there yet. hidden: what nobody is to find in its log."""
         assert not self.is_running, "a warden has one server"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab", opener=_open_private) as said:
-            self._log_start, self._secret = said.tell(), secret.encode()
-            self._pid_pipe, told = os.pipe()
+        with open(self.log, "ab", opener=_open_private) as log_file:
+            self._log_start, self._secret = log_file.tell(), secret.encode()
+            self._pid_pipe, write_end = os.pipe()
             try:
                 self._reaper = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(REAPER), str(GRACE), str(told), *command],
+                    [sys.executable, "-I", "-S", str(REAPER_PATH), str(GRACE_SECONDS), str(write_end), *command],
                     stdin=subprocess.PIPE,
-                    stdout=said,
+                    stdout=log_file,
                     stderr=subprocess.STDOUT,
                     env=build_server_env(environment),
                     start_new_session=True,
-                    pass_fds=[told],
+                    pass_fds=[write_end],
                 )
             finally:
-                os.close(told)
+                os.close(write_end)
 
     def stop(self) -> None:
         """End it, with all that it started. One that has ended stays so."""
@@ -89,60 +89,60 @@ class ServerProcess:
         """End what a keeper has left that was killed itself."""
         if self._pid_pipe is None:
             return
-        told, self._pid_pipe = self._pid_pipe, None
-        kept = os.read(told, 64)
-        os.close(told)
-        if kept and self._reaper is not None and self._reaper.returncode < 0:
+        pid_pipe, self._pid_pipe = self._pid_pipe, None
+        pid = os.read(pid_pipe, 64)
+        os.close(pid_pipe)
+        if pid and self._reaper is not None and self._reaper.returncode < 0:
             with suppress(OSError):
-                os.killpg(int(kept), signal.SIGKILL)
+                os.killpg(int(pid), signal.SIGKILL)
 
     def redact_log(self) -> None:
         """Take out of its log what is hidden. What it writes meanwhile comes after."""
-        hidden, self._secret = self._secret, b""
-        if not hidden:
+        secret, self._secret = self._secret, b""
+        if not secret:
             return
-        with suppress(OSError), self.log.open("r+b") as said:
-            said.seek(self._log_start)
-            begun = said.read()
-            found = begun.find(hidden)
-            while found >= 0:
-                said.seek(self._log_start + found)
-                said.write(b"*" * len(hidden))
-                found = begun.find(hidden, found + 1)
+        with suppress(OSError), self.log.open("r+b") as log_file:
+            log_file.seek(self._log_start)
+            content = log_file.read()
+            position = content.find(secret)
+            while position >= 0:
+                log_file.seek(self._log_start + position)
+                log_file.write(b"*" * len(secret))
+                position = content.find(secret, position + 1)
 
     def describe_exit(self) -> str:
         """How it ended, and what it said last, as a sentence goes on."""
-        how = (
+        status = (
             "still runs" if self.is_running or self._reaper is None else f"ended with status {self._reaper.returncode}"
         )
         tail = self.read_tail()
-        told = f" Its last lines:\n{tail}" if tail else " It said nothing."
-        return f"{self.name} {how}. The whole output is in {self.log}.{told}"
+        output = f" Its last lines:\n{tail}" if tail else " It said nothing."
+        return f"{self.name} {status}. The whole output is in {self.log}.{output}"
 
     def read_tail(self) -> str:
         """The last lines that it wrote since it was started."""
         try:
-            with self.log.open("rb") as said:
-                end = said.seek(0, 2)
-                said.seek(max(self._log_start, end - READ))
-                found = said.read()
+            with self.log.open("rb") as log_file:
+                end = log_file.seek(0, 2)
+                log_file.seek(max(self._log_start, end - TAIL_BYTES))
+                content = log_file.read()
                 if self._secret:
-                    found = found.replace(self._secret, MASK.encode())
-                lines = found.decode(errors="replace").splitlines()
+                    content = content.replace(self._secret, MASK.encode())
+                lines = content.decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return "\n".join(f"    {line}" for line in lines[-TAIL:])
+        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
 
 
 def find_free_port(preferred: int = 0) -> int:
     """A port of the loopback interface that nobody listens on: the one that is wanted, if it is such."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            taken.bind(("127.0.0.1", preferred))
+            listener.bind(("127.0.0.1", preferred))
         except OSError:
-            taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
+            listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 

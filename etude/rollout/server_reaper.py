@@ -37,12 +37,14 @@ def _kill_group(group: int) -> None:
 
 def main() -> None:
     """Keep one server."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # which, unlike SIG_IGN, a program that is started does not inherit
-    grace, told, command = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            signal_number, lambda *_: None
+        )  # which, unlike SIG_IGN, a program that is started does not inherit
+    grace, pid_file, command = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
-    os.write(told, str(server.pid).encode())
-    os.close(told)
+    os.write(pid_file, str(server.pid).encode())
+    os.close(pid_file)
 
     def listen() -> None:
         with open(0, "rb", closefd=False) as pipe:

@@ -32,26 +32,26 @@ class SglangBackend(ServerBackend):
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """`sglang.launch_server`."""
-        words = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
-        words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        words += ["--max-running-requests", str(launch.max_running), "--sampling-defaults", "openai"]
-        words += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
+        args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
+        args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        args += ["--max-running-requests", str(launch.max_running), "--sampling-defaults", "openai"]
+        args += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
         if launch.tensor_parallel > 1:
-            words += ["--tp-size", str(launch.tensor_parallel)]
+            args += ["--tp-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:
-            words += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.rendezvous]
+            args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.rendezvous]
         if launch.memory is not None:
-            words += ["--mem-fraction-static", f"{launch.memory:g}"]
+            args += ["--mem-fraction-static", f"{launch.memory:g}"]
         if launch.kv_tokens is not None:
-            words += ["--max-total-tokens", str(launch.kv_tokens)]
+            args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep:
-            words.append("--enable-memory-saver")
+            args.append("--enable-memory-saver")
         if launch.key_file is not None and not node:
-            words += ["--config", str(launch.key_file)]
+            args += ["--config", str(launch.key_file)]
         if launch.device == "cpu":
-            words += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            words.append("--disable-cuda-graph")
-        return [*words, *launch.arguments]
+            args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            args.append("--disable-cuda-graph")
+        return [*args, *launch.arguments]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """It does not find out by itself that it is to compute on a CPU."""
@@ -79,8 +79,8 @@ class SglangBackend(ServerBackend):
                 "`repetition_penalty` was asked for, and SGLang penalises what the answer has said but not what the "
                 "prompt did, as elsewhere. Leave it out, or choose `rollout=vllm`."
             )
-        cut = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-        for name in (name for name, on in cut.items() if on and sampling.temperature > 0):
+        filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+        for name in (name for name, on in filters.items() if on and sampling.temperature > 0):
             raise ConfigError(
                 f"`{name}` was asked for, and SGLang tells the log-probs of its tokens as they are without it: the "
                 f"distribution that they were drawn from would not be known. Leave it out, or choose `rollout=vllm`."
@@ -111,8 +111,8 @@ class SglangBackend(ServerBackend):
             "stream": True,
         }
         async with aclosing(client.stream_events("/generate", body)) as events:
-            async for told in events:
-                yield _parse_chunk(told, sampling.top_logprobs)
+            async for event in events:
+                yield _parse_chunk(event, sampling.top_logprobs)
 
     async def pause(self, client: HttpClient) -> None:
         """What is under way stays where it is."""
@@ -149,10 +149,10 @@ class SglangBackend(ServerBackend):
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
         """What is under way is taken out of the cache meanwhile, and goes on with the new weights."""
         await client.post("/pause_generation", {"mode": "retract"})
-        asked = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
-        told = await client.post("/update_weights_from_disk", asked)
-        if not (told or {}).get("success"):
-            raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {told}")
+        body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
+        reply = await client.post("/update_weights_from_disk", body)
+        if not (reply or {}).get("success"):
+            raise EngineError(f"The SGLang server at {client.url} did not load {directory}: {reply}")
         await self.resume(client)
 
     async def is_suspended(self, client: HttpClient) -> bool:
@@ -162,11 +162,11 @@ class SglangBackend(ServerBackend):
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
         """As /v1/loads tells."""
-        told = json.loads(await client.get("/v1/loads?include=core", timeout=5.0))["loads"]
+        loads = json.loads(await client.get("/v1/loads?include=core", timeout=5.0))["loads"]
         return ServerLoad(
-            running=sum(int(each.get("num_running_reqs", 0)) for each in told),
-            waiting=sum(int(each.get("num_waiting_reqs", 0)) for each in told),
-            kv_cache_usage=max((float(each.get("token_usage", 0.0)) for each in told), default=0.0),
+            running=sum(int(load.get("num_running_reqs", 0)) for load in loads),
+            waiting=sum(int(load.get("num_waiting_reqs", 0)) for load in loads),
+            kv_cache_usage=max((float(load.get("token_usage", 0.0)) for load in loads), default=0.0),
             preemptions=0,
         )
 
@@ -180,10 +180,10 @@ def _parse_chunk(event: dict[str, Any], top: int) -> StreamChunk:
     likeliest = meta.get("output_top_logprobs") or [] if top else []
     return StreamChunk(
         ids=ids,
-        logp=[float(each[0]) for each in scores],
-        top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in place[:top]] for place in likeliest],
+        logp=[float(entry[0]) for entry in scores],
+        top_logprobs=[[(int(id), float(logp)) for logp, id, *_ in entry[:top]] for entry in likeliest],
         finish_reason=None if finish is None else finish["type"],
-        version_spans=None if not spans or finish is None else [_parse_span(each) for each in spans],
+        version_spans=None if not spans or finish is None else [_parse_span(entry) for entry in spans],
     )
 
 

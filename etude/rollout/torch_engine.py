@@ -56,7 +56,7 @@ __all__ = ["TorchEngine"]
 
 Ids = NDArray[np.int32]
 
-CLOSING = 60.0
+CLOSE_TIMEOUT = 60.0
 """Seconds that `close` waits for the step under way."""
 
 
@@ -74,7 +74,7 @@ class TorchEngine:
     ) -> None:
         """merge: of a model with adapters, compute with weights of one's own in which they are added up."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self._blocks = count_blocks(model, config)
+        self._num_blocks = count_blocks(model, config)
         self._cache: KVCache | None = self._allocate()
         self._resident = EngineModel(model, merge=merge, prepack=config.prepack)
         self._scheduler = self._new_scheduler(version)
@@ -82,7 +82,7 @@ class TorchEngine:
         self._paused = False
         self._broken: EngineError | None = None
         self._shapes: ProductShapes | None = None
-        self._busy = self._used = 0.0
+        self._busy = self._peak_cache_usage = 0.0
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
         self._thread.start()
 
@@ -177,12 +177,12 @@ class TorchEngine:
         A step that takes too long is an error, or a warning where another error is what closes the engine.
         """
         self._commands.close()
-        self._thread.join(CLOSING)
+        self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            told = f"The engine is still computing a step {CLOSING:g} s after it was asked to close."
+            message = f"The engine is still computing a step {CLOSE_TIMEOUT:g} s after it was asked to close."
             if sys.exception() is None:
-                raise EngineError(told)
-            get_logger("rollout").warning(told)
+                raise EngineError(message)
+            get_logger("rollout").warning(message)
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -201,15 +201,21 @@ class TorchEngine:
     ) -> Request:
         """A request that can be computed, or the sentence that says why not."""
         ids = np.asarray(prompt, dtype=np.int32)
-        model, held = self.model, self._blocks * self.config.block_size
-        check_request(ids, sampling, vocabulary=model.vocab_size, context=model.context_length, cache_tokens=held)
+        model, cache_tokens = self.model, self._num_blocks * self.config.block_size
+        check_request(
+            ids,
+            sampling,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            cache_tokens=cache_tokens,
+        )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
         return Request(
             ids,
             sampling,
             limit=self.model.context_length,
-            vocabulary=self.model.vocab_size,
+            vocab_size=self.model.vocab_size,
             tokenizer=self.tokenizer,
             listener=listener,
             on_start=on_start,
@@ -222,46 +228,46 @@ class TorchEngine:
 
     def _cancel(self, *requests: Request) -> None:
         """Nobody waits for these any more."""
-        left = [request for request in requests if not request.future.done()]
-        if left:
+        unfinished = [request for request in requests if not request.future.done()]
+        if unfinished:
             with suppress(EngineError):  # one that has ended has let go of them
-                self._commands.submit(lambda: [self._scheduler.remove(request) for request in left])
+                self._commands.submit(lambda: [self._scheduler.remove(request) for request in unfinished])
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         """Whatever ends it, nobody is left waiting, and nobody else is let in."""
-        told = EngineError("The engine was closed while this request was under way.")
+        failure = EngineError("The engine was closed while this request was under way.")
         try:
             with torch.inference_mode(), self._resident.activate():
                 while self._run_once():
                     pass
         except BaseException as error:  # even starting afresh went wrong, as it does on a device that is lost
-            told = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
-            told.__cause__ = error
+            failure = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
+            failure.__cause__ = error
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            request.fail(told)
-        self._commands.fail_pending(told)
+            request.fail(failure)
+        self._commands.fail_pending(failure)
 
     def _run_once(self) -> bool:
         """Do what was posted, then a step if there is one to do; False once the engine is to close."""
-        goes_on = self._commands.run_pending(self._has_work, release_omp_workers)
-        if self._has_work() and goes_on:
+        is_open = self._commands.run_pending(self._has_work, release_omp_workers)
+        if self._has_work() and is_open:
             self._guarded_step()
-        return goes_on
+        return is_open
 
     def _has_work(self) -> bool:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _guarded_step(self) -> None:
         """A step; what goes wrong in it reaches everybody who waits, and the engine starts afresh."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             self._step()
         except Exception as error:
             self._fail_all(_to_engine_error(error, self.config))
             self._cache = self._allocate()  # what is not finite must not linger behind the end of later keys
-        self._busy += time.perf_counter() - began
+        self._busy += time.perf_counter() - start
 
     def _step(self) -> None:
         """One token for everybody who is at the end of their context; a piece of prompt for the others."""
@@ -269,15 +275,15 @@ class TorchEngine:
         assert cache is not None, "an engine that sleeps has nothing under way"
         shapes = self._shapes = self._shapes or self._find_shapes()
         works = scheduler.schedule(shapes.rows.max_tokens)
-        run = ForwardBatch(cache, works, scheduler.table, shapes)
-        hidden = self._resident.model.hidden(run.ids, run.positions, run)
+        batch = ForwardBatch(cache, works, scheduler.table, shapes)
+        hidden = self._resident.model.hidden(batch.ids, batch.positions, batch)
         scheduler.advance(works)
-        requests = [work.request for work in run.sampled]
+        requests = [work.request for work in batch.sampled]
         rows = shapes.rows.logit_rows(self.model.vocab_size)
         for start in range(0, len(requests), rows):
-            some = requests[start : start + rows]
-            self._finish(some, self.model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)])
-        self._used = max(self._used, scheduler.blocks.in_use / scheduler.blocks.count)
+            part = requests[start : start + rows]
+            self._finish(part, self.model.logits(hidden[batch.last_rows[start : start + rows]])[: len(part)])
+        self._peak_cache_usage = max(self._peak_cache_usage, scheduler.blocks.in_use / scheduler.blocks.count)
 
     def _find_shapes(self) -> ProductShapes:
         """Return the shapes of the products. Called before the first step, as divided weights may be absent earlier."""
@@ -287,28 +293,28 @@ class TorchEngine:
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
         """Draw each request's next token, and hand over those that are through."""
         scheduler = self._scheduler
-        drawn = sample_tokens(
+        sampled = sample_tokens(
             logits,
             [request.sampling_state for request in requests],
             [request.generated for request in requests],
             [request.length for request in requests],
         )
-        if math.isnan(sum(drawn.raw_logp)):
+        if math.isnan(sum(sampled.raw_logp)):
             raise EngineError("The model's logits are not numbers. Its weights have diverged, or do not fit its dtype.")
         scheduler.stats.new_tokens += len(requests)
         for row, request in enumerate(requests):
             with self._isolate_errors(request):
-                if math.isnan(drawn.logp[row]):
+                if math.isnan(sampled.logp[row]):
                     raise DataError(
                         "There is no token to draw: logit_bias and the banned end tokens leave none, or they or a tiny "
                         "temperature take the logits beyond float32. Greedy is temperature 0."
                     )
-                finish = request.append_token(
-                    drawn.ids[row], drawn.logp[row], drawn.raw_logp[row], scheduler.version, drawn.top.get(row)
+                finish_reason = request.append_token(
+                    sampled.ids[row], sampled.logp[row], sampled.raw_logp[row], scheduler.version, sampled.top.get(row)
                 )
-                if finish is not None:
+                if finish_reason is not None:
                     scheduler.finish(request)
-                    request.finish(finish)
+                    request.finish(finish_reason)
 
     @contextmanager
     def _isolate_errors(self, request: Request) -> Iterator[None]:
@@ -384,19 +390,19 @@ class TorchEngine:
             self._resident.refresh(frozen=not missing)
 
     def _stats(self) -> Metrics:
-        scheduler, counts = self._scheduler, self._scheduler.stats
+        scheduler, stats = self._scheduler, self._scheduler.stats
         metrics = Metrics(
             {
-                "engine/steps": Sum.of(counts.steps),
-                "engine/prompt_tokens": Sum.of(counts.prompt_tokens),
-                "engine/new_tokens": Sum.of(counts.new_tokens),
-                "engine/finished": Sum.of(counts.finished),
-                "engine/preemptions": Sum.of(counts.preemptions),
-                "engine/cache_hit_rate": Mean.over(counts.cached_tokens, counts.prompt_tokens),
-                "engine/new_tokens_per_step": Mean.over(counts.new_tokens, counts.steps),
+                "engine/steps": Sum.of(stats.steps),
+                "engine/prompt_tokens": Sum.of(stats.prompt_tokens),
+                "engine/new_tokens": Sum.of(stats.new_tokens),
+                "engine/finished": Sum.of(stats.finished),
+                "engine/preemptions": Sum.of(stats.preemptions),
+                "engine/cache_hit_rate": Mean.over(stats.cached_tokens, stats.prompt_tokens),
+                "engine/new_tokens_per_step": Mean.over(stats.new_tokens, stats.steps),
                 "engine/running": Last.of(len(scheduler.running)),
                 "engine/waiting": Last.of(len(scheduler.waiting)),
-                "engine/cache_used": Last.of(self._used),
+                "engine/cache_used": Last.of(self._peak_cache_usage),
                 "engine/busy_seconds": Sum.of(self._busy),
             }
         )
@@ -404,25 +410,25 @@ class TorchEngine:
             metrics.add("engine/exact", Min.of(int(self.exact)))
         metrics.merge(self._resident.pop_merge_metrics())
         scheduler.stats = SchedulerStats()
-        self._busy = self._used = 0.0
+        self._busy = self._peak_cache_usage = 0.0
         return metrics
 
     def _allocate(self) -> KVCache:
         try:
-            return KVCache(self.model, blocks=self._blocks, size=self.config.block_size)
+            return KVCache(self.model, blocks=self._num_blocks, size=self.config.block_size)
         except RuntimeError as error:
             raise _to_engine_error(error, self.config) from error
 
-    def _new_scheduler(self, version: int, counts: SchedulerStats | None = None) -> Scheduler:
+    def _new_scheduler(self, version: int, stats: SchedulerStats | None = None) -> Scheduler:
         scheduler = Scheduler(
-            BlockPool(self._blocks, self.config.block_size),
+            BlockPool(self._num_blocks, self.config.block_size),
             max_running=self.config.max_running,
             prefill_tokens=self.config.prefill_tokens,
-            max_total_tokens=min(self.model.context_length, self._blocks * self.config.block_size)
+            max_total_tokens=min(self.model.context_length, self._num_blocks * self.config.block_size)
             + max_context_padding(self.config.block_size),
         )
         scheduler.version = version
-        scheduler.stats = counts or scheduler.stats
+        scheduler.stats = stats or scheduler.stats
         return scheduler
 
 
@@ -430,13 +436,13 @@ def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError
     """What happened, in a sentence, with the knob to turn where memory ran out."""
     if isinstance(error, EngineError):
         return error
-    told: EngineError
+    engine_error: EngineError
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
-        told = EngineError(
+        engine_error = EngineError(
             f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), prefill_tokens (now "
             f"{config.prefill_tokens}) or max_running (now {config.max_running}). ({error})"
         )
     else:
-        told = EngineError(f"The engine failed in a step, and all that was under way with it: {error!r}")
-    told.__cause__ = error
-    return told
+        engine_error = EngineError(f"The engine failed in a step, and all that was under way with it: {error!r}")
+    engine_error.__cause__ = error
+    return engine_error

@@ -17,14 +17,14 @@ from etude.rollout.server_load import ServerLoad
 
 __all__ = ["VllmBackend"]
 
-FIGURE = re.compile(
+METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
 MAX_TOP_LOGPROBS = 19
 """Most of the likeliest tokens that it tells unless it is started otherwise."""
-ADAPTER = "policy"
+ADAPTER_NAME = "policy"
 """What the adapter is called there that requests are answered through."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The inner widths of adapters that it makes room for."""
 
 
@@ -40,10 +40,10 @@ class VllmBackend(ServerBackend):
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
         """`vllm.entrypoints.openai.api_server`, with the log-probs of the distribution that it draws from."""
-        words = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
-        words += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        words += ["--max-num-seqs", str(launch.max_running), "--generation-config", "vllm", "--enable-scale-out"]
-        words += [
+        args = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
+        args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
+        args += ["--max-num-seqs", str(launch.max_running), "--generation-config", "vllm", "--enable-scale-out"]
+        args += [
             "--logprobs-mode",
             "processed_logprobs",
             "--max-logprobs",
@@ -51,34 +51,34 @@ class VllmBackend(ServerBackend):
             "--disable-uvicorn-access-log",
         ]
         if launch.tensor_parallel > 1:
-            words += ["--tensor-parallel-size", str(launch.tensor_parallel)]
+            args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:
             host, _, port = launch.rendezvous.rpartition(":")
-            words += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--master-addr", host]
-            words += ["--master-port", port, *(["--headless"] if node else [])]
+            args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--master-addr", host]
+            args += ["--master-port", port, *(["--headless"] if node else [])]
         if launch.memory is not None:
-            words += ["--gpu-memory-utilization", f"{launch.memory:g}"]
+            args += ["--gpu-memory-utilization", f"{launch.memory:g}"]
         if launch.kv_gib is not None:
-            words += ["--kv-cache-memory-bytes", str(int(launch.kv_gib * 2**30))]
+            args += ["--kv-cache-memory-bytes", str(int(launch.kv_gib * 2**30))]
         if launch.enable_sleep:
-            words.append("--enable-sleep-mode")
+            args.append("--enable-sleep-mode")
         if launch.device == "cpu":
-            words.append("--enforce-eager")
+            args.append("--enforce-eager")
         if launch.plugin_path is not None:
-            words += ["--weight-transfer-config", '{"backend": "etude"}']
+            args += ["--weight-transfer-config", '{"backend": "etude"}']
         if launch.adapter_rank:
-            words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_round_up_rank(launch.adapter_rank))]
-        return [*words, *launch.arguments]
+            args += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_round_up_rank(launch.adapter_rank))]
+        return [*args, *launch.arguments]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """Nothing is reported either, and the endpoints for training are open: what it takes a key for lies below
         /v1, /v2 and /inference."""
-        found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        alone = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
-        plugged = {} if launch.plugin_path is None else {"PYTHONPATH": str(launch.plugin_path)}
-        adapted = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapter_rank else {}
-        keyed = {"VLLM_API_KEY": launch.key} if launch.key else {}
-        return super().environment_variables(launch) | found | alone | plugged | adapted | keyed
+        server = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
+        plugin = {} if launch.plugin_path is None else {"PYTHONPATH": str(launch.plugin_path)}
+        adapter = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if launch.adapter_rank else {}
+        key = {"VLLM_API_KEY": launch.key} if launch.key else {}
+        return super().environment_variables(launch) | server | cpu | plugin | adapter | key
 
     async def get_server_version(self, client: HttpClient) -> str:
         """As /version tells."""
@@ -92,8 +92,8 @@ class VllmBackend(ServerBackend):
                 "`repetition_penalty` and `logit_bias` were asked for together, and vLLM adds the bias before it "
                 "penalises, others after. Leave one of them out."
             )
-        cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
-        if sampling.top_logprobs > MAX_TOP_LOGPROBS or (sampling.top_logprobs and cut):
+        is_filtered = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+        if sampling.top_logprobs > MAX_TOP_LOGPROBS or (sampling.top_logprobs and is_filtered):
             raise ConfigError(
                 f"{sampling.top_logprobs} `top_logprobs` were asked for, and vLLM tells up to {MAX_TOP_LOGPROBS}, of "
                 f"what `top_p`, `top_k` and `min_p` have not cut off. Ask for fewer, without those."
@@ -122,11 +122,11 @@ class VllmBackend(ServerBackend):
             params["seed"] = sampling.seed % 2**63
         body = {"token_ids": prompt, "sampling_params": params, "stream": True}
         if self.uses_adapters:
-            body["model"] = ADAPTER
+            body["model"] = ADAPTER_NAME
         async with aclosing(client.stream_events("/inference/v1/generate", body)) as events:
-            async for told in events:
-                if told.get("choices"):
-                    yield _parse_chunk(told["choices"][0], sampling.top_logprobs)
+            async for event in events:
+                if event.get("choices"):
+                    yield _parse_chunk(event["choices"][0], sampling.top_logprobs)
 
     async def pause(self, client: HttpClient) -> None:
         """What is under way is frozen."""
@@ -150,9 +150,9 @@ class VllmBackend(ServerBackend):
 
     async def reset_prefix_cache(self, client: HttpClient) -> None:
         """What runs is computed once more."""
-        told = await client.post("/reset_prefix_cache?reset_running_requests=true")
-        if not (told or {}).get("success"):
-            raise EngineError(f"The vLLM server at {client.url} did not let go of its prefix cache: {told}")
+        reply = await client.post("/reset_prefix_cache?reset_running_requests=true")
+        if not (reply or {}).get("success"):
+            raise EngineError(f"The vLLM server at {client.url} did not let go of its prefix cache: {reply}")
 
     async def set_version_label(self, client: HttpClient, version: int) -> None:
         """A label is text there."""
@@ -165,13 +165,13 @@ class VllmBackend(ServerBackend):
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
         """What is under way waits meanwhile, and goes on with the new weights."""
         await self.pause(client)
-        place = str(directory.resolve())
+        path = str(directory.resolve())
         if self.uses_adapters:
-            adapter = {"lora_name": ADAPTER, "lora_path": place, "load_inplace": True}
+            adapter = {"lora_name": ADAPTER_NAME, "lora_path": path, "load_inplace": True}
             await client.post("/v1/load_lora_adapter", adapter)
         else:
-            asked = {"method": "reload_weights", "kwargs": {"weights_path": place}}
-            await client.post("/collective_rpc", asked)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            await client.post("/collective_rpc", body)
         await self.reset_prefix_cache(client)
         await self.set_version_label(client, version)
         await self.resume(client)
@@ -187,24 +187,26 @@ class VllmBackend(ServerBackend):
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
         """As its metrics tell."""
-        found = {name: float(value) for name, value in FIGURE.findall(await client.get("/metrics", timeout=5.0))}
+        metrics = {
+            name: float(value) for name, value in METRIC_PATTERN.findall(await client.get("/metrics", timeout=5.0))
+        }
         return ServerLoad(
-            running=int(found.get("num_requests_running", 0)),
-            waiting=int(found.get("num_requests_waiting", 0)),
-            kv_cache_usage=found.get("kv_cache_usage_perc", 0.0),
-            preemptions=int(found.get("num_preemptions_total", 0)),
+            running=int(metrics.get("num_requests_running", 0)),
+            waiting=int(metrics.get("num_requests_waiting", 0)),
+            kv_cache_usage=metrics.get("kv_cache_usage_perc", 0.0),
+            preemptions=int(metrics.get("num_preemptions_total", 0)),
         )
 
 
 def _round_up_rank(rank: int) -> int:
     """The least room in which an adapter of this inner width fits."""
-    found = next((room for room in RANKS if room >= rank), None)
-    if found is None:
+    capacity = next((capacity for capacity in ADAPTER_RANKS if capacity >= rank), None)
+    if capacity is None:
         raise ConfigError(
-            f"An adapter's inner width is {rank}, and vLLM takes {RANKS[-1]} at most. Lower `lora.rank`, or leave "
-            f"`rollout.adapters` out."
+            f"An adapter's inner width is {rank}, and vLLM takes {ADAPTER_RANKS[-1]} at most. Lower `lora.rank`, or "
+            f"leave `rollout.adapters` out."
         )
-    return found
+    return capacity
 
 
 def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
@@ -215,14 +217,14 @@ def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
     spans = choice.get("weight_versions")
     return StreamChunk(
         ids=ids,
-        logp=[float(each["logprob"]) for each in content],
-        top_logprobs=[_parse_top_logprobs(each, top) for each in content] if top else [],
+        logp=[float(entry["logprob"]) for entry in content],
+        top_logprobs=[_parse_top_logprobs(entry, top) for entry in content] if top else [],
         finish_reason=choice.get("finish_reason"),
-        version_spans=None if spans is None else [(each["version"], each["start"], each["end"]) for each in spans],
+        version_spans=None if spans is None else [(entry["version"], entry["start"], entry["end"]) for entry in spans],
     )
 
 
 def _parse_top_logprobs(entry: dict[str, Any], top: int) -> list[tuple[int, float]]:
     """The likeliest at one place. The token that was drawn comes first there, likely or not."""
-    found = {int(each["token_id"]): float(each["logprob"]) for each in entry["top_logprobs"]}
-    return sorted(found.items(), key=lambda each: -each[1])[:top]
+    likeliest = {int(item["token_id"]): float(item["logprob"]) for item in entry["top_logprobs"]}
+    return sorted(likeliest.items(), key=lambda item: -item[1])[:top]

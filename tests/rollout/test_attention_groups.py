@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.rollout.attention_groups import FETCH, KEYS, SCORES, AttentionGroup, group_chunks, split_into_chunks
+from etude.rollout.attention_groups import (
+    KEY_CHUNK,
+    MAX_FETCH_BYTES,
+    MAX_SCORES,
+    AttentionGroup,
+    group_chunks,
+    split_into_chunks,
+)
 
 SIZE = 16
 
@@ -64,13 +71,17 @@ def test_who_holds_the_same_first_blocks_is_a_family() -> None:
     table[4, :8] = table[3, :8]
     groups = groups_of([(400, 401), (350, 351), (300, 301), (128, 129), (300, 301)], table)
     shared = {tuple(sorted(group.chunks.slot.tolist())): group.prefix_length for group in groups}
-    assert shared == {(0, 1): 2 * KEYS, (3, 4): KEYS, (2,): 0}
+    assert shared == {(0, 1): 2 * KEY_CHUNK, (3, 4): KEY_CHUNK, (2,): 0}
 
 
 def test_a_family_shares_nothing_that_one_of_them_has_not_got() -> None:
     table = np.zeros((2, 64), dtype=np.int64)
-    assert [group.prefix_length for group in groups_of([(KEYS - 1, KEYS), (KEYS - 1, KEYS)], table)] == [0]
-    assert [group.prefix_length for group in groups_of([(KEYS, KEYS + 1), (KEYS, KEYS + 1)], table)] == [KEYS]
+    assert [
+        group.prefix_length for group in groups_of([(KEY_CHUNK - 1, KEY_CHUNK), (KEY_CHUNK - 1, KEY_CHUNK)], table)
+    ] == [0]
+    assert [
+        group.prefix_length for group in groups_of([(KEY_CHUNK, KEY_CHUNK + 1), (KEY_CHUNK, KEY_CHUNK + 1)], table)
+    ] == [KEY_CHUNK]
 
 
 def test_smaller_families_are_filled_up_and_marked() -> None:
@@ -107,7 +118,7 @@ def test_every_token_attends_once_in_a_group_of_bounded_size(runs: list[tuple[in
         assert (
             group.prefix_groups == 1
             or members == group.prefix_groups == 1
-            or (scores <= SCORES * 2 and fetched <= FETCH * 2)
+            or (scores <= MAX_SCORES * 2 and fetched <= MAX_FETCH_BYTES * 2)
         )
         for family in range(group.prefix_groups):
             each = members // group.prefix_groups

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from etude.rollout.attention_groups import KEYS
+from etude.rollout.attention_groups import KEY_CHUNK
 from etude.rollout.batch_invariance import MIN_KEYS, USUAL_SHAPES, ProductShapes, find_shapes_of_layers
 from etude.rollout.kv_cache import KVCache, block_bytes
 from tests.rollout.engines import model_of
@@ -45,7 +45,7 @@ def test_products_over_keys_do_not_depend_on_padding_or_batch(dtype: torch.dtype
     padding, fewest = shapes.attention, shapes.attention.pad_tokens(1, 1)
     keys, values = (random(24, 640, width, dtype=dtype, seed=seed) for seed in (1, 2))
     queries = random(24, 128, width, dtype=dtype, seed=3)
-    for seen in (MIN_KEYS, 100, KEYS + 1, 300):
+    for seen in (MIN_KEYS, 100, KEY_CHUNK + 1, 300):
         weights = torch.zeros(24, 128, 640, dtype=dtype)
         weights[:, :, :seen] = torch.rand(24, 128, seen, generator=torch.Generator().manual_seed(4)).to(dtype)
         found = []

@@ -17,7 +17,7 @@ from etude.rollout.scheduler import ScheduledWork, Scheduler
 def request_of(length: int, max_tokens: int = 100, seed: int = 0) -> Request:
     prompt = np.random.default_rng(seed).integers(0, 50, length).astype(np.int32)
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(prompt, sampling, limit=1000, vocabulary=50, tokenizer=None)
+    return Request(prompt, sampling, limit=1000, vocab_size=50, tokenizer=None)
 
 
 def scheduler_of(blocks: int = 100, size: int = 4, **asked: Any) -> Scheduler:

@@ -143,7 +143,7 @@ def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: 
 
 def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 1.0)
-    monkeypatch.setattr("etude.rollout.server_process.GRACE", 0.5)
+    monkeypatch.setattr("etude.rollout.server_process.GRACE_SECONDS", 0.5)
     with served(tmp_path, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3], [4]], 30)
         until(lambda: engine.servers[0].new_tokens > 5)
@@ -436,14 +436,13 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     shape = ModelShape.read(weights(tmp_path / "model", 0))
 
     def command(
-        node: int = 0, device: Any = "cuda", sleeps: bool = False, adapter_rank: int = 0, **options: Any
+        node: int = 0, device: Any = "cuda", enable_sleep: bool = False, adapter_rank: int = 0, **options: Any
     ) -> tuple[str, dict[str, str]]:
         config = VllmConfig(**options)
-        asked: dict[str, Any] = {"device": device, "sleeps": sleeps, "adapter_rank": adapter_rank}
-        found = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **asked)[-1]
-        return " ".join(config.create_backend().command(found, node)), config.create_backend().environment_variables(
-            found
-        )
+        requested: dict[str, Any] = {"device": device, "enable_sleep": enable_sleep, "adapter_rank": adapter_rank}
+        launch = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", **requested)[-1]
+        backend = config.create_backend()
+        return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
 
     assert "--max-num-seqs 7" in command(max_running=7)[0]
     assert "--tensor-parallel-size 2" in command(tensor_parallel=2)[0]
@@ -452,7 +451,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     assert command(arguments=("--extra", "1"))[0].endswith("--extra 1")
     assert command(replicas=2, tensor_parallel=2, devices=(4, 5, 6, 7))[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert command(device="cpu")[1]["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in command(device="cpu")[0]
-    assert "--enable-sleep-mode" in command(sleeps=True)[0]
+    assert "--enable-sleep-mode" in command(enable_sleep=True)[0]
     nodes = {"nodes": 2, "tensor_parallel": 4, "rendezvous": "10.0.0.1:2900"}
     first, other = command(**nodes)[0], command(node=1, **nodes)[0]
     assert "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 2900" in first and "--headless" not in first

@@ -479,7 +479,7 @@ def test_close_is_bounded_and_tells_those_who_wait() -> None:
 def test_a_step_that_outlasts_the_closing_is_told_and_hides_no_other_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_engine, "CLOSING", 0.02)
+    monkeypatch.setattr(torch_engine, "CLOSE_TIMEOUT", 0.02)
     model, begun, go_on = model_of(), threading.Event(), threading.Event()
 
     def slow(*asked: Any) -> Any:

@@ -187,8 +187,8 @@ def serve_run(
             device=device,
             logs=logs,
             threads=threads,
-            sleeps=sleeps,
-            plugged=plugin_directory,
+            enable_sleep=sleeps,
+            plugin_path=plugin_directory,
             adapter_rank=crew.call(PolicyWorker.adapter_rank) if adapters_only else 0,
             console=console,
         ) as served:

@@ -204,7 +204,7 @@ class _DryRun:
             with ledger.phase("sampling"), ledger.labeled_as("activations", logits_labeler(engine.model)):
                 for works, table in _steps(run, how, model, blocks, max_concurrency, sum(self.row)):
                     _step(engine.model, cache, works, table, shapes)
-                    cache.fetched = torch.empty(0, dtype=cache.dtype)
+                    cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
             self.kept_alive = cache, engine, laid, self.engine_model
 
@@ -337,7 +337,7 @@ def _steps(
         for _ in range(max_concurrency):
             prompt = chance.integers(0, model.vocab_size, longest - 1).astype(np.int32)
             one = run.sampling.params(0)
-            scheduler.add(Request(prompt, one, limit=longest, vocabulary=model.vocab_size, tokenizer=None))
+            scheduler.add(Request(prompt, one, limit=longest, vocab_size=model.vocab_size, tokenizer=None))
         works = scheduler.schedule()
         if not reads:
             scheduler.advance([ScheduledWork(each.request, 0, longest - 2) for each in works])
