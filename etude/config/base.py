@@ -51,9 +51,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool_as_number(cls, value: Any, about: ValidationInfo) -> Any:
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """pydantic would take true for 1, which nobody means."""
-        if _is_bool_for_number(cls.model_fields[str(about.field_name)].annotation, value):
+        if _is_bool_for_number(cls.model_fields[str(info.field_name)].annotation, value):
             raise PydanticCustomError("truth_for_a_number", "true and false are not numbers")
         return value
 
@@ -69,5 +69,5 @@ def _is_bool_for_number(annotation: Any, value: Any) -> bool:
     if not isinstance(value, bool):
         return False
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
-    return bool(plain & {int, float}) and bool not in plain
+    types = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds}
+    return bool(types & {int, float}) and bool not in types

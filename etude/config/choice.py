@@ -102,8 +102,10 @@ class ChoiceOptions:
                 f"The plug-in '{spec}' must be a Config, so that its options can be set. Derive it from Config."
             )
         if isabstract(kind):
-            owed = ", ".join(sorted(kind.__abstractmethods__))
-            raise PluginError(f"The plug-in '{spec}' is not finished: it owes {owed}. Write that, or name a subclass.")
+            missing = ", ".join(sorted(kind.__abstractmethods__))
+            raise PluginError(
+                f"The plug-in '{spec}' is not finished: it owes {missing}. Write that, or name a subclass."
+            )
         if "name" in kind.model_fields:
             raise PluginError(
                 f"The plug-in '{spec}' has a field called name, which is how it is chosen. Rename that field."

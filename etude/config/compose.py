@@ -87,15 +87,15 @@ def compose(
     override gives it, such a file is refused.
     """
     composer = _Composer(root, overrides, (preset, file), unmask, base, values)
-    for each in composer.parsed_overrides:
-        if each.is_hydra:
+    for override in composer.parsed_overrides:
+        if override.is_hydra:
             raise ConfigError(
-                f"{each.path} speaks of Hydra itself, which only a sweep uses. Leave it out, or add --multirun."
+                f"{override.path} speaks of Hydra itself, which only a sweep uses. Leave it out, or add --multirun."
             )
-        if each.is_sweep:
+        if override.is_sweep:
             raise ConfigError(
-                f"{mask_text(f'{each.path}={each.text}')} asks for several values, which is a sweep. Add --multirun "
-                "to run one job for each, or put a list in brackets and a text in quotes."
+                f"{mask_text(f'{override.path}={override.text}')} asks for several values, which is a sweep. Add "
+                "--multirun to run one job for each, or put a list in brackets and a text in quotes."
             )
     return composer.compose()
 
@@ -115,11 +115,11 @@ def multirun(
     what it raised is raised at the end, as itself, or as a group where several failed.
     """
     composer = _Composer(root, overrides, (preset, file))
-    for each in composer.parsed_overrides:
-        if _RESERVED_KEYS.match(each.path):
+    for override in composer.parsed_overrides:
+        if _RESERVED_KEYS.match(override.path):
             raise ConfigError(
-                f"{each.path} would have Hydra write where it likes, and a sweep has one directory. Leave it out, and "
-                "give that directory: `directory=…` on the command line and in multirun() alike."
+                f"{override.path} would have Hydra write elsewhere, and a sweep has one directory. Leave it out, and give "
+                "that directory: `directory=…` on the command line and in multirun() alike."
             )
     composer.sweep(lambda _: None, directory)
     return composer.sweep(task, directory)
@@ -176,22 +176,22 @@ class _Composer(Generic[R]):
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = root
-        texts = [parse_override(text, example=next(iter(root.model_fields), "key")) for text in overrides]
-        self._hydra = [text for text, each in zip(overrides, texts, strict=True) if each.is_hydra]
-        self.parsed_overrides = [*texts, *(make_override(path, value) for path, value in (values or {}).items())]
-        own = [each for each in self.parsed_overrides if not each.is_hydra]
-        given: dict[str, Any] = dict(base or {})
+        parsed = [parse_override(text, example=next(iter(root.model_fields), "key")) for text in overrides]
+        self._hydra = [text for text, override in zip(overrides, parsed, strict=True) if override.is_hydra]
+        self.parsed_overrides = [*parsed, *(make_override(path, value) for path, value in (values or {}).items())]
+        run_overrides = [override for override in self.parsed_overrides if not override.is_hydra]
+        merged: dict[str, Any] = dict(base or {})
         self._origins: dict[str, str] = {}
         for file in filter(None, files):
-            tree = _fill_masked(_read_file(file), file, {each.path for each in own}, unmask)
-            given = _merge_trees(given, tree)
+            tree = _fill_masked(_read_file(file), file, {override.path for override in run_overrides}, unmask)
+            merged = _merge_trees(merged, tree)
             self._origins |= {path: str(file) for path, _ in _iter_paths(tree)}
         self._plan = CompositionPlan(
-            root, own, given, " over ".join(str(file) for file in reversed(files) if file is not None)
+            root, run_overrides, merged, " over ".join(str(file) for file in reversed(files) if file is not None)
         )
-        for each in own:
-            self._origins.pop(each.path, None)
-        _refuse_broken_references((each.path, value) for each in own for value in each.values)
+        for override in run_overrides:
+            self._origins.pop(override.path, None)
+        _refuse_broken_references((o.path, value) for o in run_overrides for value in o.values)
 
     def compose(self) -> R:
         """The one run."""
@@ -200,31 +200,33 @@ class _Composer(Generic[R]):
             try:
                 OmegaConf.update(tree, path, value, merge=True, force_add=True)
             except OmegaConfBaseException as error:
-                told = mask_text(f"{path}={value}"), mask_text(str(error).splitlines()[0])
-                raise ConfigError(f"The override {told[0]} cannot stand beside the others: {told[1]}") from error
+                override, reason = mask_text(f"{path}={value}"), mask_text(str(error).splitlines()[0])
+                raise ConfigError(f"The override {override} does not fit with the others: {reason}") from error
         return self._validate(tree)
 
     def sweep(self, task: Callable[[R], T], directory: Path) -> list[SweepJob[R, T]]:
         """Every run of the sweep, each passed to a task by Hydra's launcher."""
-        turn = _HydraState(self._plan.nodes)
-        litter = directory / "multirun.yaml"  # Hydra's own record of the sweep, with secrets as they were given
+        hydra_state = _HydraState(self._plan.nodes)
+        hydra_record = directory / "multirun.yaml"  # Hydra's own record of the sweep, with secrets as they were given
 
         def job(tree: DictConfig) -> SweepJob[R, T] | Exception:
-            litter.unlink(missing_ok=True)
-            about = HydraConfig.get()
-            asked = tuple(_format_hydra_override(text) for text in about.overrides.task)
-            place = f"Job {about.job.num} ({' '.join(asked)})"
+            hydra_record.unlink(missing_ok=True)
+            hydra_config = HydraConfig.get()
+            job_overrides = tuple(_format_hydra_override(text) for text in hydra_config.overrides.task)
+            job_name = f"Job {hydra_config.job.num} ({' '.join(job_overrides)})"
             try:
                 run = self._validate(tree)
             except ConfigError as error:
-                return type(error)(f"{place}: {error}")
+                return type(error)(f"{job_name}: {error}")
             try:
-                with turn.release_lock():
+                with hydra_state.release_lock():
                     result = task(run)
             except Exception as error:  # a task may raise anything; the sweep goes on, and raises it at the end
-                error.add_note(place)
+                error.add_note(job_name)
                 return error
-            return SweepJob(int(about.job.num), asked, Path(about.runtime.output_dir), run, result)
+            return SweepJob(
+                int(hydra_config.job.num), job_overrides, Path(hydra_config.runtime.output_dir), run, result
+            )
 
         overrides = [
             *_HYDRA_OVERRIDES,
@@ -232,21 +234,25 @@ class _Composer(Generic[R]):
             *self._hydra,
             *self._plan.overrides,
         ]
-        with turn, _translate_hydra_errors(), hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT):
+        with (
+            hydra_state,
+            _translate_hydra_errors(),
+            hydra.initialize(version_base="1.3", config_path=None, job_name=ROOT),
+        ):
             application = GlobalHydra.instance().hydra
             assert application is not None
             try:
                 batches = application.multirun(ROOT, job, overrides, with_log_configuration=False)
             finally:
-                litter.unlink(missing_ok=True)
-        return _collect_jobs([done.return_value for batch in batches for done in batch])
+                hydra_record.unlink(missing_ok=True)
+        return _collect_jobs([job_return.return_value for batch in batches for job_return in batch])
 
     def _validate(self, tree: DictConfig) -> R:
-        plain = _resolve_interpolations(tree)
+        values = _resolve_interpolations(tree)
         try:
-            return self._root.__pydantic_validator__.validate_python(plain)  # type: ignore[no-any-return]
+            return self._root.__pydantic_validator__.validate_python(values)  # type: ignore[no-any-return]
         except ValidationError as error:
-            raise to_config_error(self._root, error, plain, origins=self._origins) from error
+            raise to_config_error(self._root, error, values, origins=self._origins) from error
 
 
 def _collect_jobs(outcomes: list[SweepJob[R, T] | Exception]) -> list[SweepJob[R, T]]:
@@ -279,33 +285,37 @@ def _read_file(file: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        told = _mask_quoted(str(error.problem), text)
-        raise ConfigError(f"{file}{where} is not YAML: {told}. Correct the file there.") from None
+        problem = _mask_quoted(str(error.problem), text)
+        raise ConfigError(f"{file}{where} is not YAML: {problem}. Correct the file there.") from None
     except RecursionError:
         raise ConfigError(f"{file} holds itself: an alias in it leads back to where it stands. Write it out.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if isinstance(error, GrammarParseError):
             _refuse_broken_references(_iter_paths(yaml.safe_load(text)), f" It is set in {file}.")
-        told = _mask_quoted(str(error).splitlines()[0], text)
-        raise ConfigError(f"{file} is not YAML that can be used: {told}. Correct the file.") from None
+        problem = _mask_quoted(str(error).splitlines()[0], text)
+        raise ConfigError(f"{file} is not YAML that can be used: {problem}. Correct the file.") from None
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
 
 def _fill_masked(
-    tree: Mapping[str, Any], file: Path, given: AbstractSet[str], unmask: Callable[[str], object] | None, path: str = ""
+    tree: Mapping[str, Any],
+    file: Path,
+    overridden: AbstractSet[str],
+    unmask: Callable[[str], object] | None,
+    path: str = "",
 ) -> dict[str, Any]:
     """A file's tree without its masks: what overrides give is left to them, the rest is filled in or refused."""
     filled: dict[str, Any] = {}
     for name, value in tree.items():
         here = join_path(path, str(name))
         if isinstance(value, Mapping):
-            filled[name] = _fill_masked(value, file, given, unmask, here)
+            filled[name] = _fill_masked(value, file, overridden, unmask, here)
         elif value != MASK:
             filled[name] = value
         elif unmask is not None:
             filled[name] = unmask(here)
-        elif not any(here == each or here.startswith(f"{each}.") for each in given):
+        elif not any(here == option or here.startswith(f"{option}.") for option in overridden):
             raise ConfigError(
                 f"{here} is {MASK} in {file}: it was masked when the file was written. Give it again as {here}=… on "
                 f"the command line or in the file, or once and for all as {here}='${{oc.env:NAME}}' in the file, where "
@@ -318,20 +328,20 @@ def _merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
     """One file's tree over another's. A choice that both make differently takes the options of the lower one away."""
     merged = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
-        if isinstance(under, Mapping) and isinstance(value, Mapping) and value.get("name") in (None, under.get("name")):
-            value = _merge_trees(under, value)
+        lower = merged.get(key)
+        if isinstance(lower, Mapping) and isinstance(value, Mapping) and value.get("name") in (None, lower.get("name")):
+            value = _merge_trees(lower, value)
         merged[key] = value
     return merged
 
 
-def _mask_quoted(told: str, text: str) -> str:
+def _mask_quoted(message: str, text: str) -> str:
     """What a YAML reader says, masked; from a text that holds secrets, what it quotes may be one of them."""
-    masked = mask_text(told)
+    masked = mask_text(message)
     return masked if mask_text(text) == text else re.sub(r"(['\"])[^'\"]{3,}\1", "'***'", masked)
 
 
-def _refuse_broken_references(values: Iterable[tuple[str, Any]], place: str = "") -> None:
+def _refuse_broken_references(values: Iterable[tuple[str, Any]], remark: str = "") -> None:
     """Tell of each `${` that begins no reference which key it stands under; Hydra would not say."""
     broken = {path: None for path, value in values if any(map(_is_broken, _iter_strings(value)))}
     if broken:
@@ -339,7 +349,7 @@ def _refuse_broken_references(values: Iterable[tuple[str, Any]], place: str = ""
             [
                 ConfigError(
                     f"{path} holds a ${{ that begins no reference. Write ${{other.key}} to refer to another option, "
-                    f"or \\${{ for the two characters themselves.{place}"
+                    f"or \\${{ for the two characters themselves.{remark}"
                 )
                 for path in broken
             ]
@@ -375,13 +385,13 @@ def _resolve_interpolations(tree: DictConfig) -> Any:
     try:
         return OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        key, told = error.full_key, str(error).splitlines()[0]
-    if variable := re.search(r"Environment variable '(.+?)' not found", told):
+        key, message = error.full_key, str(error).splitlines()[0]
+    if variable := re.search(r"Environment variable '(.+?)' not found", message):
         raise ConfigError(
             f"{key} reads the environment variable {variable[1]}, which is not set. "
             f"Set it, or give a default: ${{oc.env:{variable[1]},default}}."
         )
-    raise ConfigError(f"{key} refers to something that is not there: {mask_text(told)}. Correct the reference.")
+    raise ConfigError(f"{key} refers to something that is not there: {mask_text(message)}. Correct the reference.")
 
 
 @contextmanager
@@ -390,13 +400,13 @@ def _translate_hydra_errors() -> Iterator[None]:
     try:
         yield
     except HydraException as error:
-        told = str(error.__cause__ or error).splitlines()[0]
+        message = str(error.__cause__ or error).splitlines()[0]
     else:
         return
-    if absent := re.search(r"Could not override '(.+?)'\. No match", told):
-        path = absent[1].replace("/", ".")
+    if missing := re.search(r"Could not override '(.+?)'\. No match", message):
+        path = missing[1].replace("/", ".")
         raise UnknownKeyError(f"{path} is not an option of every job: another choice takes it away. Sweep those apart.")
-    raise ConfigError(f"Hydra could not compose this: {mask_text(told)}")
+    raise ConfigError(f"Hydra could not compose this: {mask_text(message)}")
 
 
 def _iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

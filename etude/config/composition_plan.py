@@ -47,15 +47,15 @@ class CompositionPlan:
         self,
         root: type[BaseModel],
         parsed_overrides: Iterable[ParsedOverride],
-        given: Mapping[str, Any],
+        file_values: Mapping[str, Any],
         file: str = "",
     ) -> None:
         self.nodes = {}
         self._root, self._file = root, file
-        self._parsed_overrides = {each.path: each for each in parsed_overrides}
+        self._parsed_overrides = {override.path: override for override in parsed_overrides}
         self._problems: list[ConfigError] = []
         self._groups: dict[str, str] = {}
-        body, defaults = self._build_section(root, None, "", "", given, None)
+        body, defaults = self._build_section(root, None, "", "", file_values, None)
         self._add_node("", ROOT, body, defaults)
         if self._problems:
             raise merge_errors(self._problems)
@@ -63,25 +63,25 @@ class CompositionPlan:
 
     def build_tree(self) -> dict[str, Any]:
         """The tree before overrides: the root's node, with the node that each choice begins with in its place."""
-        return self._whole("", ROOT)
+        return self._expand_node("", ROOT)
 
     def iter_values(self) -> Iterator[tuple[str, Any]]:
         """The overrides that set a value, each with its path; those that name a choice are in the tree already."""
-        for path, asked in {self._find_path(asked): asked for asked in self._parsed_overrides.values()}.items():
+        for path, override in {self._find_path(o): o for o in self._parsed_overrides.values()}.items():
             if path not in self._groups:
-                yield path, asked.values[0]
+                yield path, override.values[0]
 
-    def _whole(self, group: str, name: str) -> dict[str, Any]:
+    def _expand_node(self, group: str, name: str) -> dict[str, Any]:
         node = self.nodes[group, name]
-        whole = {key: value for key, value in node.items() if key != "defaults"}
+        tree = {key: value for key, value in node.items() if key != "defaults"}
         for entry in node["defaults"][1:]:
-            ((inner, chosen),) = entry.items()
-            *above, last = inner.split("/")
-            at = whole
-            for part in above:
-                at[part] = at = dict(at[part])
-            at[last] = self._whole(f"{group}/{inner}".lstrip("/"), chosen)
-        return whole
+            ((child, chosen),) = entry.items()
+            *parents, leaf = child.split("/")
+            parent = tree
+            for part in parents:
+                parent[part] = parent = dict(parent[part])
+            parent[leaf] = self._expand_node(f"{group}/{child}".lstrip("/"), chosen)
+        return tree
 
     def _to_hydra_override(self, override: ParsedOverride) -> tuple[str, str]:
         """An override's path and its text."""
@@ -94,9 +94,9 @@ class CompositionPlan:
             if path in self._groups:
                 return path
         # A choice in a mapping is no group. Where options of it are asked for too, its name is set beside them.
-        within = any(path.startswith(f"{override.path}.") for path in self._parsed_overrides)
-        named = within and override.values and all(isinstance(value, str) for value in override.values)
-        return join_path(override.path, "name") if named else override.path
+        has_options = any(path.startswith(f"{override.path}.") for path in self._parsed_overrides)
+        names_choice = has_options and override.values and all(isinstance(value, str) for value in override.values)
+        return join_path(override.path, "name") if names_choice else override.path
 
     def _build_section(
         self,
@@ -104,19 +104,19 @@ class CompositionPlan:
         value: BaseModel | None,
         path: str,
         group_path: str,
-        given: Mapping[str, Any],
+        file_values: Mapping[str, Any],
         options: ChoiceOptions | None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """The body and the defaults list of an object: its fields as `value` or its class has them, or the file.
 
         The defaults list names groups relative to `group_path`, where the node that it stands in has its group.
         """
-        self._refuse_unknown(kind, path, given, options)
+        self._refuse_unknown(kind, path, file_values, options)
         body: dict[str, Any] = {}
         defaults: list[Any] = []
         for name, field in kind.model_fields.items():
             assert name != "defaults", f"{kind.__qualname__} has a field called defaults, which is Hydra's word"
-            here, set_to = join_path(path, name), given.get(name, _ABSENT)
+            here, set_to = join_path(path, name), file_values.get(name, _ABSENT)
             default = getattr(value, name) if value is not None else read_default(field)
             choice, inner = options_of(field.annotation, field.metadata), find_section_class(field.annotation)
             if choice is not None:
@@ -128,9 +128,9 @@ class CompositionPlan:
                 body[name], below = self._build_section(inner, start, here, group_path, fields, None)
                 defaults += below
             elif isinstance(set_to, Mapping):
-                kept = {} if self._is_replaced(here) else set_to
+                lower = {} if self._is_replaced(here) else set_to
                 body[name] = {
-                    key: held for key, held in kept.items() if join_path(here, str(key)) not in self._parsed_overrides
+                    key: item for key, item in lower.items() if join_path(here, str(key)) not in self._parsed_overrides
                 }
             elif set_to is not _ABSENT:
                 body[name] = set_to
@@ -151,21 +151,21 @@ class CompositionPlan:
         try:
             start = None
             if chosen is not _ABSENT:
-                usual = options.validate_name(chosen)
+                default_name = options.validate_name(chosen)
             elif default is not REQUIRED:
-                usual, start = options.name_of(default), default
+                default_name, start = options.name_of(default), default
             else:
-                usual = ""
+                default_name = ""
             names = self._requested_names(options, path)
             for name in names:
-                node = self._build_option(options, name, None, path, fields if name == usual else {})
+                node = self._build_option(options, name, None, path, fields if name == default_name else {})
                 self._add_node(group, name, *node)
             if names:
-                if fields and usual not in names and (unused := options.resolve(usual)):
+                if fields and default_name not in names and (unused := options.resolve(default_name)):
                     self._refuse_unknown(unused, path, fields, options)
                 self._groups[path] = f"{group}={','.join(names)}"
                 return names[0]
-            node = self._build_option(options, usual, start, path, fields) if usual else (fields, [])
+            node = self._build_option(options, default_name, start, path, fields) if default_name else (fields, [])
             self._add_node(group, fallback, *node)
         except ConfigError as error:
             self._problems.append(prefix_error(error, path))
@@ -173,14 +173,14 @@ class CompositionPlan:
 
     def _requested_names(self, options: ChoiceOptions, path: str) -> list[str]:
         """The options that overrides name for a choice, by `loss=gspo`, `loss.name=gspo` or a sweep over several."""
-        asked = [each for each in self._parsed_overrides.values() if each.path in {path, join_path(path, "name")}]
-        if not asked:
+        named = [o for o in self._parsed_overrides.values() if o.path in {path, join_path(path, "name")}]
+        if not named:
             return []
-        if not asked[-1].values:
+        if not named[-1].values:
             raise ConfigError(
-                f"{asked[-1].text} does not name the choices one by one. The choices are {options.listing}."
+                f"{named[-1].text} does not name the choices one by one. The choices are {options.listing}."
             )
-        return [options.validate_name(value) for value in asked[-1].values]
+        return [options.validate_name(value) for value in named[-1].values]
 
     def _build_option(
         self, options: ChoiceOptions, name: str, start: BaseModel | None, path: str, fields: Mapping[str, Any]
@@ -201,13 +201,13 @@ class CompositionPlan:
             )
 
     def _refuse_unknown(
-        self, kind: type[BaseModel], path: str, given: Mapping[str, Any], options: ChoiceOptions | None
+        self, kind: type[BaseModel], path: str, file_values: Mapping[str, Any], options: ChoiceOptions | None
     ) -> None:
         """Note the keys of the user's file that the class does not have."""
-        place = ConfigLocation(path, kind, [], None, kind, path, options)
-        for key in (str(key) for key in given if key not in kind.model_fields):
+        location = ConfigLocation(path, kind, [], None, kind, path, options)
+        for key in (str(key) for key in file_values if key not in kind.model_fields):
             candidates = [known for known, _ in iter_possible_fields(self._root) if "*" not in known]
-            error = make_unknown_key_error(self._root, join_path(path, key), place, candidates, given[key])
+            error = make_unknown_key_error(self._root, join_path(path, key), location, candidates, file_values[key])
             self._problems.append(type(error)(f"{error} It is set in {self._file}."))
 
     def _is_replaced(self, path: str) -> bool:

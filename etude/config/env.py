@@ -70,27 +70,27 @@ def required_components() -> frozenset[str]:
 def etude_command() -> str:
     """How `etude` is called here, to be read by a shell: by its name where that finds it, else by its path beside this
     Python."""
-    beside = Path(sys.executable).with_name("etude")
-    found = shutil.which("etude")
-    if found is not None or not beside.exists():
+    installed = Path(sys.executable).with_name("etude")
+    on_path = shutil.which("etude")
+    if on_path is not None or not installed.exists():
         return "etude"
-    here = Path.cwd()
-    near = str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
-    return shlex.quote(near if os.sep in near else f"./{near}")
+    current = Path.cwd()
+    path = str(installed.relative_to(current)) if installed.is_relative_to(current) else str(installed)
+    return shlex.quote(path if os.sep in path else f"./{path}")
 
 
 def cache_directory() -> Path:
     """Where what can be made again is kept between runs: `etude` in `XDG_CACHE_HOME`, by default `~/.cache`."""
-    asked = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (asked if asked.is_absolute() else Path.home() / ".cache") / "etude"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "etude"
 
 
 def may_download() -> bool:
     """Return whether a run may download models and data sets from the Hugging Face hub (`ETUDE_DOWNLOAD`)."""
-    asked = os.environ.get("ETUDE_DOWNLOAD", "")
-    if asked not in ("", "0", "1"):
-        raise ConfigError(f"ETUDE_DOWNLOAD is '{asked}'; it may be 1, which allows downloads, or 0, or not be set.")
-    return asked == "1"
+    value = os.environ.get("ETUDE_DOWNLOAD", "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"ETUDE_DOWNLOAD is '{value}'; it may be 1, which allows downloads, or 0, or not be set.")
+    return value == "1"
 
 
 def is_allocator_configured() -> bool:
@@ -135,12 +135,12 @@ def _find_interface(address: str) -> str | None:
         return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if sys.platform != "linux":
         return None
-    asked = 0x8915  # SIOCGIFADDR
+    request = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                told = fcntl.ioctl(probe.fileno(), asked, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(told[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None
 
@@ -222,10 +222,10 @@ def key_from(variable: str | None, service: str) -> str:
 
 def read_role() -> Role | None:
     """What this process is there for (`ETUDE_ROLE`); None is everything at once."""
-    asked = os.environ.get("ETUDE_ROLE", "")
-    if asked and asked not in get_args(Role):
-        raise ConfigError(f"ETUDE_ROLE is '{asked}'; it may be {', '.join(get_args(Role))}, or not be set.")
-    return cast(Role, asked) if asked else None
+    role = os.environ.get("ETUDE_ROLE", "")
+    if role and role not in get_args(Role):
+        raise ConfigError(f"ETUDE_ROLE is '{role}'; it may be {', '.join(get_args(Role))}, or not be set.")
+    return cast(Role, role) if role else None
 
 
 def build_program_env(added: Mapping[str, str]) -> dict[str, str]:
@@ -242,6 +242,8 @@ def build_runner_env() -> dict[str, str]:
 def build_server_env(added: Mapping[str, str]) -> dict[str, str]:
     """The environment of a server that has a Python of its own: this one's, without what belongs to this Python and to
     Etude, and with `added`."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("ETUDE_")}
-    return kept | dict(added)
+    removed = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in removed and not name.startswith("ETUDE_")
+    }
+    return inherited | dict(added)

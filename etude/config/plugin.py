@@ -35,55 +35,55 @@ def load_plugin(spec: str, base: type | None) -> Any:
             f"The plug-in '{spec}' cannot be read. Write module:Name, for example my_package.losses:MyLoss."
         )
     module_name, _, name = spec.partition(":")
-    found: Any = _import(spec, module_name)
+    target: Any = _import(spec, module_name)
     for part in name.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, [known for known in vars(found) if not known.startswith("_")])
+        if not hasattr(target, part):
+            near = get_close_matches(part, [known for known in vars(target) if not known.startswith("_")])
             hint = f" Did you mean {' or '.join(near)}?" if near else " Check its spelling."
             raise PluginError(f"The plug-in '{spec}' was asked for, and {module_name} has no {part}.{hint}")
-        found = getattr(found, part)
-    if base is not None and not (isinstance(found, type) and issubclass(found, base)):
+        target = getattr(target, part)
+    if base is not None and not (isinstance(target, type) and issubclass(target, base)):
         raise PluginError(
             f"The plug-in '{spec}' must be a subclass of {base.__module__}.{base.__qualname__}, and it is not. "
             f"Derive it from {base.__qualname__}."
         )
-    return found
+    return target
 
 
-def load_object(path: str, what: str, example: str) -> Any:
+def load_object(path: str, kind: str, example: str) -> Any:
     """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it, and
     again when it was changed.
 
     what: how errors call it, such as `reward function`. example: how it is asked for, as in `reward.path=x.py:y`.
     """
-    place, _, name = path.rpartition(":")
-    if path.endswith(".py") or not (place and name):
+    source, _, name = path.rpartition(":")
+    if path.endswith(".py") or not (source and name):
         raise PluginError(
-            f"The {what} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
+            f"The {kind} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
             f"there: `{example}`."
         )
-    if not place.endswith(".py"):
+    if not source.endswith(".py"):
         return load_plugin(path, None)
-    file = Path(place).expanduser()
-    asked = f"The {what} '{path}' was asked for, and"
+    file = Path(source).expanduser()
+    prefix = f"The {kind} '{path}' was asked for, and"
     if not file.is_file():
-        raise PluginError(f"{asked} there is no file {file} (seen from {Path.cwd()}).")
+        raise PluginError(f"{prefix} there is no file {file} (seen from {Path.cwd()}).")
     try:
         module = _run_file(file.resolve(), file.read_bytes())
     except Exception as error:  # a user's file may raise anything while it is run
-        raise PluginError(f"{asked} running {file} raised {type(error).__name__}: {error}.") from error
+        raise PluginError(f"{prefix} running {file} raised {type(error).__name__}: {error}.") from error
     if not hasattr(module, name):
         near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
         hint = f"Did you mean {' or '.join(near)}?" if near else "Check its spelling."
-        raise PluginError(f"{asked} {file} has no {name}. {hint}")
+        raise PluginError(f"{prefix} {file} has no {name}. {hint}")
     return getattr(module, name)
 
 
 @cache
 def _run_file(file: Path, content: bytes) -> ModuleType:
     """The module that a file is, with what it holds now."""
-    told = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
-    spec = importlib.util.spec_from_file_location(f"{_FILE_MODULE_PREFIX}{file.stem}_{told}", file)
+    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
+    spec = importlib.util.spec_from_file_location(f"{_FILE_MODULE_PREFIX}{file.stem}_{digest}", file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # classes defined in it look themselves up there
@@ -115,10 +115,10 @@ def _import(spec: str, module_name: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # a plug-in's module may raise anything while it is imported
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent is not None and f"{module_name}.".startswith(f"{absent}."):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise PluginError(
-                f"The plug-in '{spec}' was asked for, and there is no module {absent}. "
+                f"The plug-in '{spec}' was asked for, and there is no module {missing}. "
                 "Check its spelling, and that it is installed or on PYTHONPATH."
             ) from error
         raise PluginError(

@@ -59,7 +59,7 @@ _LOOKS_SECRET = re.compile(
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:]*):([^\s/]+)@")
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@]+@", flags=re.IGNORECASE)
 _FORTY_HEX = re.compile(r"\b[0-9a-f]{40}\b", flags=re.IGNORECASE)
-_FROM_A_FILE = re.compile(r"\$\(cat [^()$`;&|<>]+\)")
+_READ_FROM_FILE = re.compile(r"\$\(cat [^()$`;&|<>]+\)")
 """What a shell is to read from a file: a path, and no secret."""
 _VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|\$\(cat [^()]*\)|[^\s,;{}\[\]]+)"""
 _ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
@@ -68,8 +68,8 @@ _YAML_ASSIGNMENT = re.compile(r"""([\w.-]+)([ \t]*:[ \t]+)""" + _VALUE, flags=re
 
 def is_secret_key(key: str) -> bool:
     """Whether a key (dotted or not) names a secret by its last words."""
-    spelled = [word.lower() for word in _WORD.findall(key.rsplit(".", 1)[-1])]
-    before, last = ["", "", *spelled][-2:]
+    words = [word.lower() for word in _WORD.findall(key.rsplit(".", 1)[-1])]
+    before, last = ["", "", *words][-2:]
     if last in {"key", "keys"}:
         return before not in {"", *_KEY_KINDS}
     if last == "token" and before in _TOKEN_KINDS:
@@ -121,7 +121,7 @@ def _mask_hex(value: str, key: str) -> str:
 
 
 def _mask_assignment(match: re.Match[str]) -> str:
-    key, between, scheme, value = match.groups()
-    if _FROM_A_FILE.fullmatch(value):
+    key, separator, scheme, value = match.groups()
+    if _READ_FROM_FILE.fullmatch(value):
         return match[0]
-    return f"{key}{between}{scheme}{MASK if is_secret_key(key) else _mask_hex(value, key)}"
+    return f"{key}{separator}{scheme}{MASK if is_secret_key(key) else _mask_hex(value, key)}"

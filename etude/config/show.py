@@ -110,10 +110,10 @@ def list_option_paths(root: type[BaseModel]) -> set[str]:
 
 def find_untyped_fields(root: type[BaseModel]) -> list[str]:
     """The fields that accept anything: `Any`, a bare container, or a section that allows keys it does not name."""
-    found = {
+    untyped = {
         path for path, field in iter_possible_fields(root) if any(map(_is_untyped, (field.annotation, *field.metadata)))
     }
-    return sorted({*found, root.__name__} if _is_untyped(root) else found)
+    return sorted({*untyped, root.__name__} if _is_untyped(root) else untyped)
 
 
 def find_undocumented_fields(root: type[BaseModel]) -> list[str]:
@@ -139,13 +139,13 @@ def _own_value(entry: ConfigField, value: Any) -> Any:
 
 
 def _format_assignment(entry: ConfigField) -> str:
-    *above, name = entry.path.split(".")
+    *parents, name = entry.path.split(".")
     value = (
         ""
         if entry.is_section
         else f" {_format_value(mask(_own_value(entry, entry.value), find_secret_key(entry.path)))}"
     )
-    return f"{'  ' * len(above)}{name}:{value}"
+    return f"{'  ' * len(parents)}{name}:{value}"
 
 
 def _format_remark(entry: ConfigField) -> str:

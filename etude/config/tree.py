@@ -98,13 +98,15 @@ def iter_fields(
 ) -> Iterator[ConfigField]:
     """Every field of a configuration in order, sections and choices before what they hold."""
     for name, field in kind.model_fields.items():
-        usual = getattr(default, name) if default is not None else read_default(field)
-        here = getattr(value, name) if value is not None else usual
-        entry = ConfigField(join_path(path, name), field, here, usual, options_of(field.annotation, field.metadata))
+        standard = getattr(default, name) if default is not None else read_default(field)
+        current = getattr(value, name) if value is not None else standard
+        entry = ConfigField(
+            join_path(path, name), field, current, standard, options_of(field.annotation, field.metadata)
+        )
         yield entry
         if entry.kind is not None:
-            inner = here if isinstance(here, BaseModel) else None
-            yield from iter_fields(entry.kind, inner, usual if type(usual) is entry.kind else None, entry.path)
+            inner = current if isinstance(current, BaseModel) else None
+            yield from iter_fields(entry.kind, inner, standard if type(standard) is entry.kind else None, entry.path)
 
 
 def iter_possible_fields(

@@ -75,27 +75,27 @@ def to_config_error(
     origins: Mapping[str, str] | None = None,
 ) -> ConfigError:
     """One error that tells every problem of a tree; `origins` says which file a path was set in."""
-    told: dict[str, ConfigError] = {}
+    errors: dict[str, ConfigError] = {}
     for details in error.errors(include_url=False):
-        place = _locate(root, details, tree)
-        sentence = _explain(root, details, place, tree)
-        origin = (origins or {}).get(place.path)
+        location = _locate(root, details, tree)
+        sentence = _explain(root, details, location, tree)
+        origin = (origins or {}).get(location.path)
         if origin:
             sentence = type(sentence)(f"{sentence} It is set in {origin}.")
         # A union reports once for each member; a broken rule says more than the wrong types of the others.
-        key = str(sentence) if place.holds_fields else place.path
-        if key not in told or details["type"] in _RULES:
-            told[key] = sentence
-    return merge_errors(list(told.values()), title)
+        identity = str(sentence) if location.holds_fields else location.path
+        if identity not in errors or details["type"] in _RULES:
+            errors[identity] = sentence
+    return merge_errors(list(errors.values()), title)
 
 
 def merge_errors(problems: list[ConfigError], title: str = "") -> ConfigError:
     """Several problems as one error, each in its own sentence, all secrets masked."""
     start = f"{title}: " if title else ""
-    sentences = [mask_text(str(each), yaml=False) for each in problems]
+    sentences = [mask_text(str(problem), yaml=False) for problem in problems]
     if len(sentences) == 1:
         return type(problems[0])(start + sentences[0])
-    kinds = {type(each) for each in problems}
+    kinds = {type(problem) for problem in problems}
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     return kind(f"{start}There are {len(sentences)} problems.\n" + "\n".join(f"- {sentence}" for sentence in sentences))
 
@@ -106,70 +106,73 @@ def prefix_error(error: ConfigError, path: str) -> ConfigError:
 
 
 def make_unknown_key_error(
-    root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], given: Any = None
+    root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], value: Any = None
 ) -> UnknownKeyError:
     """The sentence on a key that no field has: what it is called here, whose it is, or what comes near it."""
-    meant = _find_equivalents(root, path, given)
-    if meant:
+    equivalents = _find_equivalents(root, path, value)
+    if equivalents:
         return UnknownKeyError(
             " ".join(
-                f"{whole} is not an option; here it is {name.removesuffix(', …')}." for whole, name in meant.items()
+                f"{key} is not an option; here it is {name.removesuffix(', …')}." for key, name in equivalents.items()
             )
         )
-    leaf, own = path.rsplit(".", 1)[-1], [join_path(location.owner_path, name) for name in location.owner.model_fields]
-    whose = ""
+    leaf, own_paths = (
+        path.rsplit(".", 1)[-1],
+        [join_path(location.owner_path, name) for name in location.owner.model_fields],
+    )
+    owner = ""
     siblings: list[str] = []
     if location.options is not None:
         chosen = next(
             (name for name, kind in location.options.table.items() if kind is location.owner), location.owner.__name__
         )
-        whose = f" of {location.owner_path}={chosen}"
+        owner = f" of {location.owner_path}={chosen}"
         siblings = [
             f"{location.owner_path}={n}" for n, kind in location.options.table.items() if leaf in kind.model_fields
         ]
-    sentence = f"{path} is not an option{whose}."
+    sentence = f"{path} is not an option{owner}."
     if siblings:
         sentence += f" It belongs to {_join_with_or(siblings)}."
-    near = _find_closest_paths(path, own) or ([] if siblings else _find_closest_paths(path, candidates))
+    near = _find_closest_paths(path, own_paths) or ([] if siblings else _find_closest_paths(path, candidates))
     if path in near:
-        above, _, last = path.rpartition(".")
-        return UnknownKeyError(f"{path} is one name with dots here. Write {last} under {above}, indented.")
+        parent, _, last = path.rpartition(".")
+        return UnknownKeyError(f"{path} is one name with dots here. Write {last} under {parent}, indented.")
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
-    return UnknownKeyError(f"{sentence} The options there are {', '.join(own) or 'none'}.")
+    return UnknownKeyError(f"{sentence} The options there are {', '.join(own_paths) or 'none'}.")
 
 
-def _find_equivalents(root: type[BaseModel], path: str, given: Any) -> dict[str, str]:
+def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str, str]:
     """What keys from elsewhere are called here. A whole name of another trainer's means what that does; the last name
     alone means, beside options of ours, one of those or none."""
-    known_as: Mapping[str, str] = getattr(root, "aliases", {})
-    elsewhere: Mapping[str, str] = getattr(root, "verl_trl_options", {})
-    ours = path.partition(".")[0] in root.model_fields
-    found: dict[str, str] = {}
-    for whole, last in _iter_leaf_paths(path, given):
-        if name := _match_full_name(whole, elsewhere):
-            found[whole] = name
-        elif last in known_as and (not ours or _parent_path(whole) == _parent_path(known_as[last])):
-            found[whole] = known_as[last]
-    return found
+    aliases: Mapping[str, str] = getattr(root, "aliases", {})
+    verl_trl: Mapping[str, str] = getattr(root, "verl_trl_options", {})
+    is_ours = path.partition(".")[0] in root.model_fields
+    equivalents: dict[str, str] = {}
+    for key, last in _iter_leaf_paths(path, value):
+        if name := _match_full_name(key, verl_trl):
+            equivalents[key] = name
+        elif last in aliases and (not is_ours or _parent_path(key) == _parent_path(aliases[last])):
+            equivalents[key] = aliases[last]
+    return equivalents
 
 
-def _match_full_name(path: str, elsewhere: Mapping[str, str]) -> str:
+def _match_full_name(path: str, verl_trl: Mapping[str, str]) -> str:
     """What stands for a whole name from elsewhere, or for the end of one that could be no other's; else nothing."""
-    if path in elsewhere:
-        return elsewhere[path]
-    ends = {name for whole, name in elsewhere.items() if "." in path and whole.endswith(f".{path}")}
-    return ends.pop() if len(ends) == 1 else ""
+    if path in verl_trl:
+        return verl_trl[path]
+    matches = {name for key, name in verl_trl.items() if "." in path and key.endswith(f".{path}")}
+    return matches.pop() if len(matches) == 1 else ""
 
 
 def _parent_path(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _iter_leaf_paths(path: str, given: Any) -> Iterator[tuple[str, str]]:
+def _iter_leaf_paths(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """The keys at the end of what was given under a path: each whole, and its last name."""
-    if isinstance(given, Mapping) and given:
-        for name, inner in given.items():
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
             yield from _iter_leaf_paths(f"{path}.{name}", inner)
     else:
         yield path, path.rpartition(".")[2]
@@ -187,25 +190,27 @@ def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterat
 
 def _locate(root: type[BaseModel], details: ErrorDetails, tree: Any) -> ConfigLocation:
     """Follow pydantic's trail; the names of union members in it lead nowhere and are passed over."""
-    place = ConfigLocation("", root, [], None, root, "", None)
-    node, trail = tree, details["loc"]
-    for index, part in enumerate(trail):
-        kind = _class_at(place.annotation, place.metadata, node)
-        here = join_path(place.path, str(part))
+    location = ConfigLocation("", root, [], None, root, "", None)
+    node, steps = tree, details["loc"]
+    for index, part in enumerate(steps):
+        kind = _class_at(location.annotation, location.metadata, node)
+        here = join_path(location.path, str(part))
         if kind is not None:
             field = kind.model_fields.get(str(part))
-            options = options_of(place.annotation, place.metadata)
+            options = options_of(location.annotation, location.metadata)
             if field is not None:
-                place = ConfigLocation(here, field.annotation, field.metadata, field, kind, place.path, options)
-            elif details["type"] == "extra_forbidden" and index == len(trail) - 1:
-                place = ConfigLocation(here, Any, [], None, kind, place.path, options)
+                location = ConfigLocation(here, field.annotation, field.metadata, field, kind, location.path, options)
+            elif details["type"] == "extra_forbidden" and index == len(steps) - 1:
+                location = ConfigLocation(here, Any, [], None, kind, location.path, options)
         elif _child(node, part) is not None or (isinstance(node, Mapping) and part in node):
-            item = find_item_type(place.annotation, part if isinstance(part, int) else 0)
-            place = ConfigLocation(here, item, [], place.field, place.owner, place.owner_path, place.options)
+            item = find_item_type(location.annotation, part if isinstance(part, int) else 0)
+            location = ConfigLocation(
+                here, item, [], location.field, location.owner, location.owner_path, location.options
+            )
         else:
             continue
         node = _child(node, part)
-    return place
+    return location
 
 
 def _class_at(annotation: Any, metadata: list[Any], node: Any) -> type[BaseModel] | None:
@@ -244,17 +249,17 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
             f"{location.path} needs a value and has none. Set {location.path} to "
             f"{_describe_expected(location)}.{meaning}"
         )
-    given = _format_value(location.path, details["input"])
+    shown = _format_value(location.path, details["input"])
     if kind in _RULES:
         rule = _RULES[kind].format(
             **{name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
         )
-        return ConfigError(f"{location.path} must be {rule}; {given} was given.{meaning}")
+        return ConfigError(f"{location.path} must be {rule}; {shown} was given.{meaning}")
     remedy = ""
     if "text" in _describe_expected(location) and isinstance(details["input"], int | float):
-        remedy = f" To give it as text, quote it twice: '{location.path}=\"{given}\"'."
+        remedy = f" To give it as text, quote it twice: '{location.path}=\"{shown}\"'."
     return ConfigError(
-        f"{location.path or 'The run'} expects {_describe_expected(location)}; {given} was given.{remedy}{meaning}"
+        f"{location.path or 'The run'} expects {_describe_expected(location)}; {shown} was given.{remedy}{meaning}"
     )
 
 
