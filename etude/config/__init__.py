@@ -1,16 +1,17 @@
-"""Configuration: composed by Hydra, validated by pydantic, shown with its meaning.
+"""Configuration: composed by Hydra, validated by pydantic, printed with the meaning of each option.
 
-A room that has options subclasses `Config`, and writes each default and each meaning once, in the class.
-Where there is something to choose, `Choice` names what there is. The rest of the room works on any such tree:
+A package with options subclasses `Config`, and writes each default and each description once, in the class. `Choice`
+marks a field whose value is one of several classes. The other files work on any such tree:
 
-    etude.config.compose    overrides, a file and defaults become one frozen object; sweeps become jobs
-    etude.config.validation_errors      problems become sentences
-    etude.config.show       the object becomes text, a tree, or YAML that composes back to it
-    etude.config.secrets    what looks like a secret is masked, everywhere
-    etude.config.env        the one reader of the process environment
+    compose              defaults, files and overrides become one frozen object; a sweep becomes several jobs
+    validation_errors    problems become sentences
+    show                 the object becomes text, a tree, or YAML that composes back to it
+    secrets              secrets are masked in everything that is printed
+    env                  the only reader of the process environment
+    plugin               classes and functions by `module:Name` or `file.py:name`
 
-The words needed to declare options load when they are asked for, and Hydra with `etude.config.compose`: a process that
-only reads its environment or finds a plug-in, as a runner does, loads neither pydantic nor Hydra.
+Public names are imported when they are first read, and `compose` imports Hydra. A process that only reads its
+environment or loads a plug-in, such as a runner, imports neither pydantic nor Hydra.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Choice", "Config", "load_object", "load_plugin"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, from the files they are in."""
+    """Import a public name when it is first read."""
     if name == "Choice":
         from etude.config.choice import Choice
 

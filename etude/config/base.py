@@ -1,4 +1,4 @@
-"""The base of everything that has options."""
+"""`Config`: the base class of every object with options."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class _ConfigMeta(ModelMetaclass):
-    """Makes construction by hand fail with the sentences that composition fails with.
+    """Make a direct constructor call raise the same sentences as composition.
 
-    The call is where a construction by hand begins and where the fields inside it do not pass,
-    so that the problems of a whole tree are still collected before any is told.
+    Only a direct call passes here. Nested fields are validated without it, so that all problems of a tree are still
+    collected into one error.
     """
 
     def __call__(cls: type[T], *args: Any, **fields: Any) -> T:
@@ -33,17 +33,17 @@ class _ConfigMeta(ModelMetaclass):
 
 
 class Config(BaseModel, metaclass=_ConfigMeta):
-    """A frozen object that is its own configuration: its fields are options, their descriptions what they mean."""
+    """A frozen object that is its own configuration: its fields are options, and their descriptions are printed."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, defer_build=True
     )
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Names that people bring from elsewhere, and the options that they mean: an unknown key is answered with those."""
+    """Option names of other trainers, and Etude's names for them. The error of an unknown key suggests these."""
 
     @classmethod
     def model_validate(cls, obj: Any, **settings: Any) -> Self:
-        """Validate a plain tree; problems are told in sentences."""
+        """Validate a plain tree; raise a `ConfigError` with a sentence for each problem."""
         try:
             return super().model_validate(obj, **settings)
         except ValidationError as error:
@@ -52,14 +52,14 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic would take true for 1, which nobody means."""
+        """Refuse true and false for a number; pydantic would read true as 1."""
         if _is_bool_for_number(cls.model_fields[str(info.field_name)].annotation, value):
             raise PydanticCustomError("truth_for_a_number", "true and false are not numbers")
         return value
 
 
 def _is_bool_for_number(annotation: Any, value: Any) -> bool:
-    """Whether true or false stands where a number should, and nothing there may be true or false."""
+    """Return True if a bool stands where the annotation allows numbers and no bools."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if isinstance(value, list | tuple):

@@ -34,22 +34,22 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """What a choice field can be."""
+    """The possible values of a choice field."""
 
     table: Mapping[str, type[BaseModel]]
-    """The classes, by the names that choose them."""
+    """The classes by name."""
     base: type
-    """What every option, plug-ins included, derives from."""
+    """The base class of every option, plug-ins included."""
     optional: bool
-    """Whether `none` is an option too."""
+    """True if `none` is an option too."""
 
     @property
     def names(self) -> list[str]:
-        """The names to choose from; any plug-in may be chosen besides."""
+        """The names of the options, without plug-ins."""
         return [*self.table, *([NONE] if self.optional else [])]
 
     def resolve(self, name: str) -> type[BaseModel] | None:
-        """The class that a name chooses; None for `none`."""
+        """Return the class of a name; None for `none`."""
         if name == NONE and self.optional:
             return None
         if name in self.table:
@@ -60,7 +60,7 @@ class ChoiceOptions:
         raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listing}.")
 
     def validate_name(self, value: Any) -> str:
-        """The name in what should be one; null is how YAML writes `none`."""
+        """Check that a value is a name, and return it; null stands for `none`, as in YAML."""
         if value is None and self.optional:
             return NONE
         if not isinstance(value, str):
@@ -70,13 +70,13 @@ class ChoiceOptions:
         return value
 
     def name_of(self, value: BaseModel | None) -> str:
-        """The name that chooses the class of a value."""
+        """Return the name of a value's class."""
         if value is None:
             return NONE
         return next((name for name, kind in self.table.items() if kind is type(value)), plugin_spec(type(value)))
 
     def validate(self, value: Any) -> Any:
-        """A value for the field, from an instance, a name, or a mapping with a name."""
+        """Return the field's value, from an instance, a name, or a mapping with a name."""
         if isinstance(value, self.base):
             return value
         fields = dict(value) if isinstance(value, Mapping) else {"name": value}
@@ -92,7 +92,7 @@ class ChoiceOptions:
 
     @property
     def listing(self) -> str:
-        """The choices as they are named in a sentence."""
+        """The choices as a list for an error sentence."""
         return f"{', '.join(self.names)}, or a plug-in written module:Name"
 
     def _plugin(self, spec: str) -> type[BaseModel]:
@@ -104,11 +104,11 @@ class ChoiceOptions:
         if isabstract(kind):
             missing = ", ".join(sorted(kind.__abstractmethods__))
             raise PluginError(
-                f"The plug-in '{spec}' is not finished: it owes {missing}. Write that, or name a subclass."
+                f"The plug-in '{spec}' is abstract: it lacks {missing}. Implement that, or name a subclass."
             )
         if "name" in kind.model_fields:
             raise PluginError(
-                f"The plug-in '{spec}' has a field called name, which is how it is chosen. Rename that field."
+                f"The plug-in '{spec}' has a field `name`, which is the key of the choice itself. Rename that field."
             )
         return kind
 
@@ -118,9 +118,9 @@ class Choice:
     """Marks a field as a choice: `Annotated[Loss, Choice(LOSSES)]`."""
 
     table: Mapping[str, type[BaseModel]]
-    """The classes, by the names that choose them: a literal dict in the room that owns them."""
+    """The classes by name: a literal dict in the package that owns them."""
     base: type | None = None
-    """What every option derives from; read from the annotation where it is not given."""
+    """The base class of every option; None reads it from the annotation."""
 
     def __post_init__(self) -> None:
         for name, kind in self.table.items():
@@ -128,7 +128,7 @@ class Choice:
             assert name != NONE and ":" not in name, f"'{name}' cannot name a choice"
 
     def options(self, annotation: Any) -> ChoiceOptions:
-        """What the annotated field can be."""
+        """Return the possible values of the annotated field."""
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         bases = [kind for kind in kinds if kind is not NoneType]
         base = self.base or (bases[0] if len(bases) == 1 else None)
@@ -138,12 +138,12 @@ class Choice:
         return ChoiceOptions(table=self.table, base=base, optional=NoneType in kinds)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """How pydantic validates the field: as `ChoiceOptions.validate` does."""
+        """Make pydantic validate the field with `ChoiceOptions.validate`."""
         return core_schema.no_info_plain_validator_function(self.options(source).validate)
 
 
 def options_of(annotation: Any, metadata: Iterable[Any] = ()) -> ChoiceOptions | None:
-    """The options of an annotated field; None where it is not a choice."""
+    """Return the options of an annotated field; None if it is not a choice."""
     if get_origin(annotation) is Annotated:
         annotation, *metadata = get_args(annotation)
     return next((item.options(annotation) for item in metadata if isinstance(item, Choice)), None)

@@ -1,12 +1,12 @@
-"""Compose a run: defaults, then a file, then overrides become one frozen, validated object; a sweep becomes jobs.
+"""Compose a run: defaults, files and overrides become one frozen, validated object; a sweep becomes several jobs.
 
     run = compose(Run, ["loss=gspo", "loss.clip_high=3e-4", "kl.controller=adaptive"], file=Path("mine.yaml"))
     run = compose(Run, values={"loss": "gspo", "sampling.stop": ["\\n\\n"]})
     jobs = multirun(Run, ["loss=ppo,gspo", "seed=range(1,4)"], train, directory=Path("sweeps/first"))
 
-One run is put together here, in a few milliseconds, by Hydra's grammar and OmegaConf's references. A sweep is Hydra's:
-it composes each job from the same nodes, and launches it. Hydra keeps its state in the process, so a sweep holds a lock
-and puts back what it found; a job runs outside that lock, and may sweep again.
+A single run is composed here in a few milliseconds, with Hydra's override grammar and OmegaConf's interpolations. Hydra
+itself composes and launches the jobs of a sweep, from the same nodes. Hydra has global state in the process, so a sweep
+holds a lock and restores that state. A job runs outside the lock, and may start a sweep itself.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ T = TypeVar("T")
 
 _LOCK = Lock()
 LOCK_TIMEOUT_S = 60
-"""Seconds to wait for another thread's composition, which takes a fraction of one."""
+"""Seconds to wait for the composition of another thread, which takes less than a second."""
 _RESERVED_KEYS = re.compile(r"hydra\.(sweep|run|output_subdir)(\.|$)|hydra$")
-"""Where Hydra would write: a sweep has its directory from us, and what Hydra records there holds secrets."""
+"""Hydra's output directories. A sweep has Etude's directory, and Hydra's own records would contain secrets."""
 _HYDRA_OVERRIDES = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 
 @dataclass(frozen=True)
 class SweepJob(Generic[R, T]):
-    """One job of a sweep, done."""
+    """One finished job of a sweep."""
 
     number: int
-    """Its place in the sweep, from 0."""
+    """Its index in the sweep, from 0."""
     overrides: tuple[str, ...]
-    """What set it apart, as `key=value`."""
+    """The overrides of this job, as `key=value`."""
     directory: Path
-    """Its own directory."""
+    """The directory of this job."""
     run: R
-    """What it ran."""
+    """The composed run."""
     result: T
-    """What the task returned."""
+    """The result of the task."""
 
 
 def compose(
@@ -78,19 +78,20 @@ def compose(
     base: Mapping[str, Any] | None = None,
     unmask: Callable[[str], object] | None = None,
 ) -> R:
-    """The run that defaults, `preset`, `file`, `overrides` and `values` ask for, each over the one before.
+    """Return the run of the defaults, `base`, `preset`, `file`, `overrides` and `values`. The later one wins.
 
-    `values`: options by their dotted paths, as a program has them. Unlike overrides, which are texts, they are taken as
-    they are: a `${` in them is no reference, and a backslash no escape.
-    `below`: a tree of options, shaped like the run, that stands over the defaults and below all else. `masked`: what is
-    to stand at a path where the file holds a secret that was masked when it was written. Where neither this nor an
-    override gives it, such a file is refused.
+    base: a tree of options, shaped like the run.
+    values: Python values of options by dotted path. They are not parsed: a `${` is no interpolation, a backslash no
+    escape.
+    unmask: returns the value of a path at which a file has a masked secret. Without it, an override must set the path;
+    else the file is refused.
     """
     composer = _Composer(root, overrides, (preset, file), unmask, base, values)
     for override in composer.parsed_overrides:
         if override.is_hydra:
             raise ConfigError(
-                f"{override.path} speaks of Hydra itself, which only a sweep uses. Leave it out, or add --multirun."
+                f"{override.path} is an option of Hydra itself, which only a sweep uses. Leave it out, or add "
+                "--multirun."
             )
         if override.is_sweep:
             raise ConfigError(
@@ -109,24 +110,24 @@ def multirun(
     preset: Path | None = None,
     directory: Path,
 ) -> list[SweepJob[R, T]]:
-    """Run `task` once for each combination that the overrides sweep over, each job in its own part of `directory`.
+    """Run `task` once for each combination of the swept values, each job in its own subdirectory of `directory`.
 
-    Every job is composed and validated before the first one starts. A task that fails does not stop the others;
-    what it raised is raised at the end, as itself, or as a group where several failed.
+    Every job is composed and validated before the first one starts. A failed task does not stop the others. Its
+    exception is raised at the end; several are raised as an exception group.
     """
     composer = _Composer(root, overrides, (preset, file))
     for override in composer.parsed_overrides:
         if _RESERVED_KEYS.match(override.path):
             raise ConfigError(
-                f"{override.path} would have Hydra write elsewhere, and a sweep has one directory. Leave it out, and give "
-                "that directory: `directory=…` on the command line and in multirun() alike."
+                f"{override.path} would make Hydra write elsewhere, and a sweep has one directory. Leave it out, and "
+                "give that directory: `directory=…` on the command line and in multirun() alike."
             )
     composer.sweep(lambda _: None, directory)
     return composer.sweep(task, directory)
 
 
 class _HydraState:
-    """Hydra's state in this process, ours while the lock is held: our nodes and Hydra's own, and no application."""
+    """Hydra's global state, while the lock is held: Etude's nodes and Hydra's own, and no application."""
 
     def __init__(self, nodes: Mapping[tuple[str, str], dict[str, Any]]) -> None:
         self._nodes = nodes
@@ -134,8 +135,8 @@ class _HydraState:
     def __enter__(self) -> Self:
         if not _LOCK.acquire(timeout=LOCK_TIMEOUT_S):
             raise ConfigError(
-                f"Another thread has been composing a configuration for {LOCK_TIMEOUT_S} seconds, and Hydra serves one "
-                "at a time. Look at what that thread waits for, or compose in a process of its own."
+                f"Another thread has been composing a configuration for {LOCK_TIMEOUT_S} seconds, and Hydra allows one "
+                "at a time. Find out what that thread waits for, or compose in a separate process."
             )
         store, application = ConfigStore.instance(), GlobalHydra.instance()
         self._saved = store.repo, application.hydra
@@ -144,7 +145,7 @@ class _HydraState:
             application.clear()
             for (group, name), node in self._nodes.items():
                 store.store(group=group or None, name=name, node=node)
-        except BaseException:  # an interrupt included: whoever comes next must find the lock free
+        except BaseException:  # also an interrupt: the lock must be free for the next thread
             self.__exit__()
             raise
         return self
@@ -155,7 +156,7 @@ class _HydraState:
 
     @contextmanager
     def release_lock(self) -> Iterator[None]:
-        """Let others compose meanwhile."""
+        """Release the lock inside the block, so that other threads can compose."""
         self.__exit__()
         try:
             yield
@@ -164,7 +165,7 @@ class _HydraState:
 
 
 class _Composer(Generic[R]):
-    """One request, read and ready to compose once or as a sweep."""
+    """The parsed overrides and files of one call, ready to compose once or as a sweep."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class _Composer(Generic[R]):
         _refuse_broken_references((o.path, value) for o in run_overrides for value in o.values)
 
     def compose(self) -> R:
-        """The one run."""
+        """Compose the single run."""
         tree = OmegaConf.create(self._plan.build_tree())
         for path, value in self._plan.iter_values():
             try:
@@ -205,9 +206,9 @@ class _Composer(Generic[R]):
         return self._validate(tree)
 
     def sweep(self, task: Callable[[R], T], directory: Path) -> list[SweepJob[R, T]]:
-        """Every run of the sweep, each passed to a task by Hydra's launcher."""
+        """Compose every run of the sweep; Hydra's launcher passes each to the task."""
         hydra_state = _HydraState(self._plan.nodes)
-        hydra_record = directory / "multirun.yaml"  # Hydra's own record of the sweep, with secrets as they were given
+        hydra_record = directory / "multirun.yaml"  # Hydra's record of the sweep, with unmasked secrets
 
         def job(tree: DictConfig) -> SweepJob[R, T] | Exception:
             hydra_record.unlink(missing_ok=True)
@@ -221,7 +222,7 @@ class _Composer(Generic[R]):
             try:
                 with hydra_state.release_lock():
                     result = task(run)
-            except Exception as error:  # a task may raise anything; the sweep goes on, and raises it at the end
+            except Exception as error:  # a task may raise anything; the sweep continues, and raises it at the end
                 error.add_note(job_name)
                 return error
             return SweepJob(
@@ -256,7 +257,7 @@ class _Composer(Generic[R]):
 
 
 def _collect_jobs(outcomes: list[SweepJob[R, T] | Exception]) -> list[SweepJob[R, T]]:
-    """The jobs, if all of them succeeded."""
+    """Return the jobs if all succeeded; else raise their errors."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     refused = [failure for failure in failures if isinstance(failure, ConfigError)]
     if failures and len(refused) == len(failures):
@@ -269,7 +270,7 @@ def _collect_jobs(outcomes: list[SweepJob[R, T] | Exception]) -> list[SweepJob[R
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    """The user's YAML as plain data, its interpolations still to be resolved."""
+    """Read the user's YAML as plain data, with unresolved interpolations."""
     try:
         text = file.read_text(encoding="utf-8")
         top = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -288,7 +289,9 @@ def _read_file(file: Path) -> dict[str, Any]:
         problem = _mask_quoted(str(error.problem), text)
         raise ConfigError(f"{file}{where} is not YAML: {problem}. Correct the file there.") from None
     except RecursionError:
-        raise ConfigError(f"{file} holds itself: an alias in it leads back to where it stands. Write it out.") from None
+        raise ConfigError(
+            f"{file} contains itself: an alias in it refers to its own parent. Write the value out."
+        ) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         if isinstance(error, GrammarParseError):
             _refuse_broken_references(_iter_paths(yaml.safe_load(text)), f" It is set in {file}.")
@@ -305,7 +308,8 @@ def _fill_masked(
     unmask: Callable[[str], object] | None,
     path: str = "",
 ) -> dict[str, Any]:
-    """A file's tree without its masks: what overrides give is left to them, the rest is filled in or refused."""
+    """Return a file's tree without masked secrets. Overrides set them; `unmask` fills the others, or the file is
+    refused."""
     filled: dict[str, Any] = {}
     for name, value in tree.items():
         here = join_path(path, str(name))
@@ -317,15 +321,15 @@ def _fill_masked(
             filled[name] = unmask(here)
         elif not any(here == option or here.startswith(f"{option}.") for option in overridden):
             raise ConfigError(
-                f"{here} is {MASK} in {file}: it was masked when the file was written. Give it again as {here}=… on "
-                f"the command line or in the file, or once and for all as {here}='${{oc.env:NAME}}' in the file, where "
+                f"{here} is {MASK} in {file}: it was masked when the file was written. Set it again as {here}=… on "
+                f"the command line or in the file, or permanently as {here}='${{oc.env:NAME}}' in the file, where "
                 f"NAME is a variable of the environment."
             )
     return filled
 
 
 def _merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """One file's tree over another's. A choice that both make differently takes the options of the lower one away."""
+    """Merge a file's tree over a lower one. If both name a different choice, the lower one's options are dropped."""
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
@@ -336,13 +340,13 @@ def _merge_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
 
 
 def _mask_quoted(message: str, text: str) -> str:
-    """What a YAML reader says, masked; from a text that holds secrets, what it quotes may be one of them."""
+    """Mask the message of a YAML reader. If the text has secrets, every quotation in the message is masked."""
     masked = mask_text(message)
     return masked if mask_text(text) == text else re.sub(r"(['\"])[^'\"]{3,}\1", "'***'", masked)
 
 
 def _refuse_broken_references(values: Iterable[tuple[str, Any]], remark: str = "") -> None:
-    """Tell of each `${` that begins no reference which key it stands under; Hydra would not say."""
+    """Refuse each `${` that begins no interpolation, and name its key; Hydra would not name it."""
     broken = {path: None for path, value in values if any(map(_is_broken, _iter_strings(value)))}
     if broken:
         raise merge_errors(
@@ -367,7 +371,7 @@ def _is_broken(text: str) -> bool:
 
 
 def _iter_strings(value: Any) -> Iterator[str]:
-    """Every text within an override's value."""
+    """Iterate over the texts in an override's value."""
     if isinstance(value, QuotedString):
         yield value.text
     elif isinstance(value, str):
@@ -381,7 +385,7 @@ def _iter_strings(value: Any) -> Iterator[str]:
 
 
 def _resolve_interpolations(tree: DictConfig) -> Any:
-    """The composed tree as plain data, its interpolations resolved."""
+    """Return the composed tree as plain data, with resolved interpolations."""
     try:
         return OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -391,12 +395,12 @@ def _resolve_interpolations(tree: DictConfig) -> Any:
             f"{key} reads the environment variable {variable[1]}, which is not set. "
             f"Set it, or give a default: ${{oc.env:{variable[1]},default}}."
         )
-    raise ConfigError(f"{key} refers to something that is not there: {mask_text(message)}. Correct the reference.")
+    raise ConfigError(f"{key} refers to an option that does not exist: {mask_text(message)}. Correct the reference.")
 
 
 @contextmanager
 def _translate_hydra_errors() -> Iterator[None]:
-    """Tell what Hydra refuses in our words."""
+    """Raise Hydra's errors as `ConfigError`."""
     try:
         yield
     except HydraException as error:
@@ -405,12 +409,14 @@ def _translate_hydra_errors() -> Iterator[None]:
         return
     if missing := re.search(r"Could not override '(.+?)'\. No match", message):
         path = missing[1].replace("/", ".")
-        raise UnknownKeyError(f"{path} is not an option of every job: another choice takes it away. Sweep those apart.")
+        raise UnknownKeyError(
+            f"{path} is not an option of every job: it is missing under another choice. Sweep those separately."
+        )
     raise ConfigError(f"Hydra could not compose this: {mask_text(message)}")
 
 
 def _iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every path of a file's tree with what stands there; with a mapping, nothing, as its own paths follow."""
+    """Iterate over the paths of a file's tree, each with its value; a mapping has None, and its own paths follow."""
     for name, value in tree.items():
         here = join_path(path, str(name))
         yield here, None if isinstance(value, Mapping) else value
@@ -419,7 +425,7 @@ def _iter_paths(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _format_hydra_override(override: str) -> str:
-    """One of Hydra's overrides as a person writes it, its secrets masked."""
+    """Return one of Hydra's overrides as a user writes it, with masked secrets."""
     key, _, value = override.removeprefix("++").partition("=")
     return mask_text(f"{key.replace('/', '.')}={value.replace(chr(92) + ':', ':')}")
 

@@ -1,9 +1,11 @@
-"""What a run is composed of: nodes made from the classes' defaults, and overrides; a sweep hands both to Hydra.
+"""The parts of a composition: Hydra nodes made from the classes' defaults, and overrides.
 
-Every choice becomes a Hydra group at its dotted path (`kl.controller` is the group `kl/controller`), with one node for
-each option that this composition may need: the default, or those the overrides name. A node holds the option's name and
-its defaults, changed by the user's file where the file speaks of that option. So a choice that the command line
-switches away from takes its part of the file with it, and a plug-in is imported here, before Hydra sees it.
+Every choice becomes a Hydra group at its dotted path (`kl.controller` is the group `kl/controller`). The group has one
+node for each option that this composition may need: the default, or those that the overrides name. A node has the
+option's name and its defaults, changed by the part of the user's file for that option.
+
+So if the command line switches to another option, the file's settings of the old option are dropped. A plug-in is
+imported here, before Hydra sees it.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ from etude.errors import ConfigError
 __all__ = ["ROOT", "CompositionPlan"]
 
 ROOT = "run"
-"""The name under which Hydra finds the root node."""
+"""The name of the root node in Hydra."""
 
 _ABSENT: Any = object()
 
 
 class CompositionPlan:
-    """One composition made ready: as a tree, and in Hydra's terms."""
+    """The input of one composition: as a tree, and as Hydra's nodes and overrides."""
 
     nodes: dict[tuple[str, str], dict[str, Any]]
-    """Hydra's nodes, by group and name; the root's group is empty."""
+    """Hydra's nodes by group and name; the root's group is empty."""
     overrides: list[str]
-    """The overrides in Hydra's terms. A plain key is forced, so that a key nobody has is told by our check."""
+    """The overrides for Hydra. A plain key is forced (`++`), so that Etude's own check reports an unknown key."""
 
     def __init__(
         self,
@@ -62,11 +64,11 @@ class CompositionPlan:
         self.overrides = list(dict(map(self._to_hydra_override, self._parsed_overrides.values())).values())
 
     def build_tree(self) -> dict[str, Any]:
-        """The tree before overrides: the root's node, with the node that each choice begins with in its place."""
+        """Return the tree before overrides: the root's node, with the first node of each choice in its place."""
         return self._expand_node("", ROOT)
 
     def iter_values(self) -> Iterator[tuple[str, Any]]:
-        """The overrides that set a value, each with its path; those that name a choice are in the tree already."""
+        """Iterate over the paths and values of overrides; those that name a choice are in the tree already."""
         for path, override in {self._find_path(o): o for o in self._parsed_overrides.values()}.items():
             if path not in self._groups:
                 yield path, override.values[0]
@@ -84,16 +86,16 @@ class CompositionPlan:
         return tree
 
     def _to_hydra_override(self, override: ParsedOverride) -> tuple[str, str]:
-        """An override's path and its text."""
+        """Return an override's path and Hydra's text for it."""
         path = self._find_path(override)
         return path, self._groups.get(path, f"++{path}={override.text}")
 
     def _find_path(self, override: ParsedOverride) -> str:
-        """The path that an override sets; `loss.name=…` is another way to write `loss=…`."""
+        """Return the path that an override sets; `loss.name=…` is the same as `loss=…`."""
         for path in (override.path, override.path.removesuffix(".name")):
             if path in self._groups:
                 return path
-        # A choice in a mapping is no group. Where options of it are asked for too, its name is set beside them.
+        # A choice in a mapping is no group. If overrides set its options too, its name is set beside them.
         has_options = any(path.startswith(f"{override.path}.") for path in self._parsed_overrides)
         names_choice = has_options and override.values and all(isinstance(value, str) for value in override.values)
         return join_path(override.path, "name") if names_choice else override.path
@@ -107,15 +109,15 @@ class CompositionPlan:
         file_values: Mapping[str, Any],
         options: ChoiceOptions | None,
     ) -> tuple[dict[str, Any], list[Any]]:
-        """The body and the defaults list of an object: its fields as `value` or its class has them, or the file.
+        """Build the body and the defaults list of an object. Its fields come from the file, `value` or the class.
 
-        The defaults list names groups relative to `group_path`, where the node that it stands in has its group.
+        The defaults list names groups relative to `group_path`, the group of the surrounding node.
         """
         self._refuse_unknown(kind, path, file_values, options)
         body: dict[str, Any] = {}
         defaults: list[Any] = []
         for name, field in kind.model_fields.items():
-            assert name != "defaults", f"{kind.__qualname__} has a field called defaults, which is Hydra's word"
+            assert name != "defaults", f"{kind.__qualname__} has a field `defaults`, which is a reserved word of Hydra"
             here, set_to = join_path(path, name), file_values.get(name, _ABSENT)
             default = getattr(value, name) if value is not None else read_default(field)
             choice, inner = options_of(field.annotation, field.metadata), find_section_class(field.annotation)
@@ -143,7 +145,7 @@ class CompositionPlan:
         return body, defaults
 
     def _add_choice(self, options: ChoiceOptions, default: Any, path: str, set_to: Any) -> str:
-        """Store the nodes that a choice may need; returns the name of the one that stands when nothing overrides it."""
+        """Store the nodes that a choice may need, and return the name of the first one."""
         group = path.replace(".", "/")
         fields = dict(set_to) if isinstance(set_to, Mapping) else {}
         chosen = fields.pop("name", _ABSENT) if isinstance(set_to, Mapping) else set_to
@@ -172,7 +174,7 @@ class CompositionPlan:
         return fallback
 
     def _requested_names(self, options: ChoiceOptions, path: str) -> list[str]:
-        """The options that overrides name for a choice, by `loss=gspo`, `loss.name=gspo` or a sweep over several."""
+        """Return the options that overrides name for a choice: `loss=gspo`, `loss.name=gspo`, or a sweep."""
         named = [o for o in self._parsed_overrides.values() if o.path in {path, join_path(path, "name")}]
         if not named:
             return []
@@ -185,7 +187,7 @@ class CompositionPlan:
     def _build_option(
         self, options: ChoiceOptions, name: str, start: BaseModel | None, path: str, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], list[Any]]:
-        """The body and defaults list of one option of a choice."""
+        """Build the body and the defaults list of one option of a choice."""
         kind = options.resolve(name) if start is None else type(start)
         if kind is None:
             return {"name": NONE, **fields}, []
@@ -197,13 +199,13 @@ class CompositionPlan:
         if self.nodes.setdefault((group, name), node) != node:
             path = group.replace("/", ".")
             raise ConfigError(
-                f"'{name}' means different things under the choices above it. Sweep over {path} apart from them."
+                f"'{name}' has different meanings under the swept choices above it. Sweep over {path} separately."
             )
 
     def _refuse_unknown(
         self, kind: type[BaseModel], path: str, file_values: Mapping[str, Any], options: ChoiceOptions | None
     ) -> None:
-        """Note the keys of the user's file that the class does not have."""
+        """Record an error for each key of the user's file that the class does not have."""
         location = ConfigLocation(path, kind, [], None, kind, path, options)
         for key in (str(key) for key in file_values if key not in kind.model_fields):
             candidates = [known for known, _ in iter_possible_fields(self._root) if "*" not in known]
@@ -211,7 +213,7 @@ class CompositionPlan:
             self._problems.append(type(error)(f"{error} It is set in {self._file}."))
 
     def _is_replaced(self, path: str) -> bool:
-        """Whether an override gives a whole mapping for a path; Hydra would merge it with the default."""
+        """Return True if an override sets a whole mapping; Hydra would merge it with the default."""
         return path in self._parsed_overrides and any(
             isinstance(value, dict) for value in self._parsed_overrides[path].values
         )

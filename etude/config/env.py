@@ -1,4 +1,4 @@
-"""The process environment: the one file that reads it."""
+"""The process environment. No other file reads it."""
 
 from __future__ import annotations
 
@@ -54,22 +54,21 @@ FORWARDED_PREFIXES = (
     "TORCH",
     "TRANSFORMERS_",
 )
-"""What the names begin with of variables that say how libraries load, compute and speak to each other."""
+"""Prefixes of the variables that configure how libraries load, compute and communicate."""
 SECRET_SUFFIXES = ("_KEY", "_PASSWORD", "_SECRET", "_TOKEN")
-"""What the names end with of variables that open something."""
+"""Suffixes of the variables that hold secrets."""
 
 Role = Literal["store", "runner", "train"]
-"""What a process is there for, where several share the work: to keep the store, to play rollouts, to train."""
+"""The part of a process in a run with several processes: serve the store, run attempts, or train."""
 
 
 def required_components() -> frozenset[str]:
-    """The components that must be present (`ETUDE_REQUIRE`, comma-separated): their tests fail instead of skipping."""
+    """Return the components whose tests must fail instead of skipping (`ETUDE_REQUIRE`, separated by commas)."""
     return frozenset(word.strip() for word in os.environ.get("ETUDE_REQUIRE", "").split(",") if word.strip())
 
 
 def etude_command() -> str:
-    """How `etude` is called here, to be read by a shell: by its name where that finds it, else by its path beside this
-    Python."""
+    """Return the shell command for `etude`: the name if it is on PATH, else the path next to this Python."""
     installed = Path(sys.executable).with_name("etude")
     on_path = shutil.which("etude")
     if on_path is not None or not installed.exists():
@@ -80,13 +79,13 @@ def etude_command() -> str:
 
 
 def cache_directory() -> Path:
-    """Where what can be made again is kept between runs: `etude` in `XDG_CACHE_HOME`, by default `~/.cache`."""
+    """Return the directory for cached files: `etude` in `XDG_CACHE_HOME`, by default in `~/.cache`."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "etude"
 
 
 def may_download() -> bool:
-    """Return whether a run may download models and data sets from the Hugging Face hub (`ETUDE_DOWNLOAD`)."""
+    """Return True if a run may download models and data sets from the Hugging Face hub (`ETUDE_DOWNLOAD=1`)."""
     value = os.environ.get("ETUDE_DOWNLOAD", "")
     if value not in ("", "0", "1"):
         raise ConfigError(f"ETUDE_DOWNLOAD is '{value}'; it may be 1, which allows downloads, or 0, or not be set.")
@@ -94,27 +93,31 @@ def may_download() -> bool:
 
 
 def is_allocator_configured() -> bool:
-    """Whether the environment says how freed memory is kept, or who allocates it."""
+    """Return True if the environment configures or replaces the memory allocator."""
     return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
 
 
 def limit_kernel_caches(kernels: int) -> None:
-    """Have oneDNN, and torch in front of it, keep so many of the kernels that they compile, unless the environment says
-    how many. Both read it at their first kernel."""
+    """Limit the caches of compiled kernels in oneDNN and torch, unless the environment sets them.
+
+    Both libraries read the limit at their first kernel.
+    """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(kernels))
 
 
 def build_single_machine_env() -> dict[str, str]:
-    """The environment for processes that speak to each other and to no other machine: through the loopback interface,
-    unless it says otherwise itself."""
+    """Return the environment of processes that communicate on this machine only. Gloo uses the loopback interface,
+    unless the environment names another."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     return {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
 
 
 def build_remote_rank_env() -> dict[str, str]:
-    """What of the environment goes along to ranks that do not inherit it: how libraries load, compute, and speak to
-    each other. What opens something stays: a cluster shows what goes along to whoever may look at it."""
+    """Return the variables to send to ranks that do not inherit the environment: those that configure libraries.
+
+    Secrets are left out, because a cluster shows these variables to all its users.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -123,8 +126,10 @@ def build_remote_rank_env() -> dict[str, str]:
 
 
 def set_gloo_interface(address: str) -> None:
-    """Have the ranks of this process speak through the interface that has this address, unless the environment names
-    one. Where nothing tells which that is, the library that they speak by chooses one by the machine's name."""
+    """Make Gloo use the network interface with this address, unless the environment names one.
+
+    If no interface has the address, Gloo chooses one by the host name.
+    """
     name = _find_interface(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -146,18 +151,17 @@ def _find_interface(address: str) -> str | None:
 
 
 def ray_address() -> str | None:
-    """The Ray that this process is to join (`RAY_ADDRESS`), if there is one."""
+    """Return the address of the Ray cluster to join (`RAY_ADDRESS`); None for none."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 @contextmanager
 def generate_ray_token() -> Iterator[bool]:
-    """Have a Ray that is started meanwhile answer nobody but its own, by a token that nobody else knows; whether it
-    does. Where the environment says how Ray is guarded (`RAY_AUTH_MODE`, `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`),
-    it is as it says.
+    """Protect a Ray cluster that is started inside the block with a random token; yield True if it was set.
 
-    Ray's processes inherit the token, those of its actors too. Afterwards it is gone from here: whatever this process
-    starts later has no business with it.
+    If the environment configures Ray's authentication (`RAY_AUTH_MODE`, `RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`), that
+    stays, and the block gets False. Ray's processes and actors inherit the token. It is removed afterwards, so that
+    later child processes do not get it.
     """
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     if any(name in os.environ for name in names):
@@ -172,14 +176,14 @@ def generate_ray_token() -> Iterator[bool]:
 
 
 def silence_ray() -> None:
-    """Have Ray report nothing about its use to anybody, and say nothing of answers that nobody waits for. It reads this
+    """Switch off Ray's usage statistics, and its messages about errors of results that are not awaited. Ray reads this
     when it is imported."""
     for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_IGNORE_UNHANDLED_ERRORS", "1")):
         os.environ.setdefault(name, value)
 
 
 class AssignedAttempt(NamedTuple):
-    """The attempt that this whole process plays, and where what it says of it is written down."""
+    """The attempt that this process runs, and the store that records its emissions."""
 
     url: str
     reward_key: str
@@ -188,8 +192,10 @@ class AssignedAttempt(NamedTuple):
 
 
 def read_assigned_attempt() -> AssignedAttempt | None:
-    """The attempt that the environment names (`ETUDE_STORE_URL`, `ETUDE_REWARD_KEY`, `ETUDE_ROLLOUT`, `ETUDE_ATTEMPT`),
-    if it names one and may write of it."""
+    """Return the attempt that the environment names, if it also has the key to write to it.
+
+    It reads `ETUDE_STORE_URL`, `ETUDE_REWARD_KEY`, `ETUDE_ROLLOUT` and `ETUDE_ATTEMPT`.
+    """
     url, key = os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_REWARD_KEY", "")
     if not (url and key):
         return None
@@ -203,25 +209,22 @@ def read_assigned_attempt() -> AssignedAttempt | None:
 
 
 def store_address() -> tuple[str, str]:
-    """Where the store is that this process is to join, and the key to it (`ETUDE_STORE_URL`, `ETUDE_STORE_KEY`); empty
-    where the environment does not say."""
+    """Return the URL and the key of the store to connect to (`ETUDE_STORE_URL`, `ETUDE_STORE_KEY`); empty if unset."""
     return os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_STORE_KEY", "")
 
 
 def key_from(variable: str | None, service: str) -> str:
-    """The key that a variable holds, for somebody else's service; empty where none is named."""
+    """Return the API key of an external service from a variable; empty without a variable."""
     if variable is None:
         return ""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ConfigError(
-            f"The key for {service} is to be read from {variable}, which is not set. Set it, and start again."
-        )
+        raise ConfigError(f"The key for {service} is read from {variable}, which is not set. Set it, and start again.")
     return key
 
 
 def read_role() -> Role | None:
-    """What this process is there for (`ETUDE_ROLE`); None is everything at once."""
+    """Return the part of this process in a run (`ETUDE_ROLE`); None does everything in one process."""
     role = os.environ.get("ETUDE_ROLE", "")
     if role and role not in get_args(Role):
         raise ConfigError(f"ETUDE_ROLE is '{role}'; it may be {', '.join(get_args(Role))}, or not be set.")
@@ -229,19 +232,18 @@ def read_role() -> Role | None:
 
 
 def build_program_env(added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that plays an attempt: this one's with `added`, and with nothing that would open the
-    store."""
+    """Return the environment of a program that runs an attempt: this one's plus `added`, without the store's keys."""
     return {name: value for name, value in os.environ.items() if not name.startswith("ETUDE_")} | dict(added)
 
 
 def build_runner_env() -> dict[str, str]:
-    """The environment of a process that plays rollouts beside this one."""
+    """Return the environment of a runner process that this process starts."""
     return build_program_env({"ETUDE_ROLE": "runner"})
 
 
 def build_server_env(added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server that has a Python of its own: this one's, without what belongs to this Python and to
-    Etude, and with `added`."""
+    """Return the environment of a server with its own Python: this one's plus `added`, without the variables of this
+    Python and of Etude."""
     removed = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     inherited = {
         name: value for name, value in os.environ.items() if name not in removed and not name.startswith("ETUDE_")

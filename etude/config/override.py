@@ -1,6 +1,6 @@
-"""One override: a text of the command line, read by Hydra's own grammar (`loss=gspo`, `seed=range(1,4)`), or a value.
+"""One override: a text of the command line in Hydra's grammar (`loss=gspo`, `seed=range(1,4)`), or a Python value.
 
-A program has values, not texts: `held` takes them as they are, so that no escape, quote or `${` in them is read.
+`make_override` takes a Python value without parsing: escapes, quotes and `${` have no meaning in it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _PARSER = OverridesParser.create()
 
 @dataclass(frozen=True)
 class ParsedOverride:
-    """What one override asks for."""
+    """One parsed override."""
 
     path: str
-    """The dotted path it sets."""
+    """The dotted path that it sets."""
     text: str
-    """Its value as written."""
+    """The value as written."""
     values: list[Any]
-    """Its value read; several for a sweep, none where they cannot be counted."""
+    """The parsed value; several for a sweep, none if a sweep's values cannot be listed."""
     is_sweep: bool
-    """Whether it asks for one job for each value."""
+    """True if it asks for one job for each value."""
 
     @property
     def is_hydra(self) -> bool:
-        """Whether it speaks of Hydra itself (`hydra.sweep.subdir=…`, `hydra/launcher=…`)."""
+        """True for an option of Hydra itself (`hydra.sweep.subdir=…`, `hydra/launcher=…`)."""
         return self.path.startswith("hydra.")
 
 
 def parse_override(text: str, example: str) -> ParsedOverride:
-    """Read one override; `example` is a key to show where it cannot be read."""
+    """Parse one override; `example` is a key for the error message."""
     shown = mask_text(text)
     try:
         override = _PARSER.parse_override(text)
@@ -60,7 +60,7 @@ def parse_override(text: str, example: str) -> ParsedOverride:
         raise ConfigError(f"The override {shown} names no key. Write key=value, for example {example}=….")
     if override.package is not None or override.type is OverrideType.DEL:
         raise ConfigError(
-            f"The override {shown} adds or removes a part of the tree, and every part has its place. Write key=value."
+            f"The override {shown} adds or removes a part of the tree, which is not allowed. Write key=value."
         )
     return ParsedOverride(
         path=str(override.key_or_group).replace("/", "."),
@@ -71,14 +71,14 @@ def parse_override(text: str, example: str) -> ParsedOverride:
 
 
 def make_override(path: str, value: Any) -> ParsedOverride:
-    """The override that sets a path to a value of Python's, which stands for itself."""
+    """Return the override that sets a path to a Python value."""
     return ParsedOverride(
         path=path, text=repr(value), values=[escape_interpolations(_check_and_convert(path, value))], is_sweep=False
     )
 
 
 def _check_and_convert(path: str, value: Any) -> Any:
-    """A value as plain data; refused where an option can hold nothing of its type."""
+    """Convert a value to plain data; refuse a type that no option can have."""
     if isinstance(value, Enum | Path | BaseModel):
         return to_plain(value)
     if value is None or isinstance(value, bool | str):
@@ -102,5 +102,5 @@ def _read_values(override: Override) -> list[Any]:
         return [override.value()]
     try:
         return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
-    except HydraException:  # a continuous range or a pattern, whose values only a sweeper knows
+    except HydraException:  # a continuous range or a pattern: only the sweeper knows its values
         return []

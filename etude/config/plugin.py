@@ -1,6 +1,6 @@
-"""Plug-ins: `module:Name` instead of a name from a table, so that nobody forks Etude to add a choice.
+"""Plug-ins: `module:Name` instead of a name from a table, so that a new choice needs no fork of Etude.
 
-What a person writes for one run need be in no module: `path/to/file.py:name` names it too (`load_object`).
+Code for one run need not be an importable module: `path/to/file.py:name` names it too (`load_object`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from etude.errors import PluginError
 __all__ = ["current_file", "is_file_module", "load_object", "load_plugin", "plugin_spec"]
 
 _FILE_MODULE_PREFIX = "etude_file_"
-"""How modules begin that are files which were named by their path."""
+"""The prefix of the names of modules that were loaded by file path."""
 _running: ContextVar[Path | None] = ContextVar("_running", default=None)
 
 _SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def load_plugin(spec: str, base: type | None) -> Any:
-    """Import what `module:Name` names; where `base` is given it must be a subclass of it."""
+    """Import the object `module:Name`; with `base` it must be a subclass of it."""
     if not _SPEC.fullmatch(spec):
         raise PluginError(
             f"The plug-in '{spec}' cannot be read. Write module:Name, for example my_package.losses:MyLoss."
@@ -51,16 +51,16 @@ def load_plugin(spec: str, base: type | None) -> Any:
 
 
 def load_object(path: str, kind: str, example: str) -> Any:
-    """What `path/to/file.py:name` or `module:name` names. A file is run once in a process, whatever is asked of it, and
-    again when it was changed.
+    """Import the object `path/to/file.py:name` or `module:name`. A file runs once in a process, and again after it has
+    changed.
 
-    what: how errors call it, such as `reward function`. example: how it is asked for, as in `reward.path=x.py:y`.
+    kind: the word for it in errors, such as `reward function`. example: a correct option, such as
+    `reward.path=x.py:y`.
     """
     source, _, name = path.rpartition(":")
     if path.endswith(".py") or not (source and name):
         raise PluginError(
-            f"The {kind} '{path}' is not named whole. Write the file or module, a colon, and the name that it has "
-            f"there: `{example}`."
+            f"The {kind} '{path}' is incomplete. Write the file or module, a colon, and the name in it: `{example}`."
         )
     if not source.endswith(".py"):
         return load_plugin(path, None)
@@ -70,7 +70,7 @@ def load_object(path: str, kind: str, example: str) -> Any:
         raise PluginError(f"{prefix} there is no file {file} (seen from {Path.cwd()}).")
     try:
         module = _run_file(file.resolve(), file.read_bytes())
-    except Exception as error:  # a user's file may raise anything while it is run
+    except Exception as error:  # a user's file may raise anything
         raise PluginError(f"{prefix} running {file} raised {type(error).__name__}: {error}.") from error
     if not hasattr(module, name):
         near = get_close_matches(name, [known for known in vars(module) if not known.startswith("_")])
@@ -81,15 +81,15 @@ def load_object(path: str, kind: str, example: str) -> Any:
 
 @cache
 def _run_file(file: Path, content: bytes) -> ModuleType:
-    """The module that a file is, with what it holds now."""
-    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may be called alike
+    """Run a file with its current content, and return it as a module."""
+    digest = hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()  # two files may have the same name
     spec = importlib.util.spec_from_file_location(f"{_FILE_MODULE_PREFIX}{file.stem}_{digest}", file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # classes defined in it look themselves up there
+    sys.modules[spec.name] = module  # classes in it look up their module there
     before = _running.set(file)
     try:
-        # Not by the loader: its bytecode may be that of a text of the same length, written in the same second.
+        # Not with the loader: its cached bytecode may be of an older text of the same length and second.
         exec(compile(content, str(file), "exec"), vars(module))
     finally:
         _running.reset(before)
@@ -97,17 +97,17 @@ def _run_file(file: Path, content: bytes) -> ModuleType:
 
 
 def current_file() -> Path | None:
-    """The file that is run at this moment for something which it defines."""
+    """Return the file that `load_object` is running now; None if it runs none."""
     return _running.get()
 
 
 def is_file_module(module: str) -> bool:
-    """Whether a module is a file that was named by its path: only that finds it again."""
+    """Return True if a module was loaded by file path; only the path can find it again."""
     return module.startswith(_FILE_MODULE_PREFIX)
 
 
 def plugin_spec(kind: type) -> str:
-    """The `module:Name` by which `load_plugin` finds a class."""
+    """Return the `module:Name` of a class, for `load_plugin`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

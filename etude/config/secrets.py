@@ -1,7 +1,7 @@
-"""Secrets are masked wherever configuration is shown: trees, YAML and error messages.
+"""Masking of secrets wherever configuration is printed: trees, YAML and error messages.
 
-A value is a secret when its key says so (`api_key`, `hub.token`, `password`) or when it looks like one (`sk-…`, a JWT).
-Keys that merely talk about tokens (`max_tokens`, `pad_token`, `token_budget`) or sort by a key are left alone.
+A value is a secret if its key names one (`api_key`, `hub.token`, `password`) or if it looks like one (`sk-…`, a JWT).
+Keys about a model's tokens (`max_tokens`, `pad_token`, `token_budget`) and sort keys are not secret.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET_WORDS = frozenset(
     }
 )
 _SECRET_PAIRS = frozenset({("connection", "string"), ("secret", "value"), ("secret", "id")})
-# A key opens something, except where it is what rows are found, grouped or ordered by.
+# A key is a secret, unless rows are found, grouped or ordered by it.
 _KEY_KINDS = frozenset(
     {
         *("answer", "cache", "column", "config", "data", "dict", "field", "foreign", "group", "hash", "index", "input"),
@@ -30,7 +30,7 @@ _KEY_KINDS = frozenset(
         *("tree", "unique", "value"),
     }
 )
-# A model's vocabulary has tokens too, and so have rates ("per token"): none of them is a secret.
+# Tokens of a model's vocabulary and of rates ("per token") are not secrets.
 _TOKEN_KINDS = frozenset(
     {
         *("bos", "cls", "decoder", "end", "eos", "image", "mask", "next", "pad", "per", "sep", "special", "start"),
@@ -40,7 +40,7 @@ _TOKEN_KINDS = frozenset(
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 _LOOKS_SECRET = re.compile(
-    r"\bsk-[\w-]{6,}"  # OpenAI, Anthropic and those who copied them
+    r"\bsk-[\w-]{6,}"  # OpenAI, Anthropic and others with this format
     r"|\bhf_(?=[A-Za-z]*\d)[A-Za-z0-9]{6,}|\bhf_[A-Za-z0-9]{20,}"  # Hugging Face; not words such as hf_format
     r"|\bgh[pousr]_\w{6,}|\bgithub_pat_\w{6,}"
     r"|\bAKIA[0-9A-Z]{12,}"
@@ -52,7 +52,7 @@ _LOOKS_SECRET = re.compile(
     r"|\bnpm_(?=[A-Za-z]*\d)[A-Za-z0-9]{6,}|\bnpm_[A-Za-z0-9]{20,}"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]+"
     r"|(?<=\bBearer )[\w.~+/=-]{8,}"
-    r"|(?<=\bBasic )(?-i:(?=\S+[A-Z])[\w+/]{6,}={0,2})"  # base64, which no word looks like
+    r"|(?<=\bBasic )(?-i:(?=\S+[A-Z])[\w+/]{6,}={0,2})"  # base64, unlike any word
     r"|-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)",
     flags=re.IGNORECASE | re.DOTALL,
 )
@@ -60,14 +60,14 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:]*):([^\s/]+)@")
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@]+@", flags=re.IGNORECASE)
 _FORTY_HEX = re.compile(r"\b[0-9a-f]{40}\b", flags=re.IGNORECASE)
 _READ_FROM_FILE = re.compile(r"\$\(cat [^()$`;&|<>]+\)")
-"""What a shell is to read from a file: a path, and no secret."""
+"""A shell substitution that reads a file: a path, and no secret."""
 _VALUE = r"""((?:(?:basic|bearer|digest|token)[ \t]+)?)("[^"]*"|'[^']*'|\$\(cat [^()]*\)|[^\s,;{}\[\]]+)"""
 _ASSIGNMENT = re.compile(r"""([\w.-]+)("?'?\s*=\s*|["']\s*:\s*)""" + _VALUE, flags=re.IGNORECASE)
 _YAML_ASSIGNMENT = re.compile(r"""([\w.-]+)([ \t]*:[ \t]+)""" + _VALUE, flags=re.IGNORECASE)
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a key (dotted or not) names a secret by its last words."""
+    """Return True if the last words of a key (dotted or not) name a secret."""
     words = [word.lower() for word in _WORD.findall(key.rsplit(".", 1)[-1])]
     before, last = ["", "", *words][-2:]
     if last in {"key", "keys"}:
@@ -80,9 +80,10 @@ def is_secret_key(key: str) -> bool:
 
 
 def mask_text(text: str, *, yaml: bool = True) -> str:
-    """Text with everything in it that looks like a secret, or is assigned to a secret key, shown as `***`.
+    """Replace everything that looks like a secret, or is assigned to a secret key, by `***`.
 
-    With `yaml`, `key: value` is an assignment too; in our own sentences what follows a path and a colon is about it.
+    With `yaml`, `key: value` is an assignment too. Error sentences need `yaml=False`: there, a message follows the
+    path and the colon.
     """
     text = _URL_PASSWORD.sub(rf"\1:{MASK}@", text)
     text = _URL_TOKEN.sub(rf"\1{MASK}@", text)
@@ -92,7 +93,7 @@ def mask_text(text: str, *, yaml: bool = True) -> str:
 
 
 def mask(tree: Any, key: str = "") -> Any:
-    """A copy of a plain tree with its secrets shown as `***`; `key` is the key that `tree` itself stands under."""
+    """Return a copy of a plain tree with masked secrets; `key` is the key of `tree` itself."""
     if isinstance(tree, Mapping):
         return {name: mask(value, _inherit_key(key, str(name))) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -105,13 +106,13 @@ def mask(tree: Any, key: str = "") -> Any:
 
 
 def find_secret_key(path: str) -> str:
-    """The name in a dotted path that says whether its value is secret: all that lies under a secret key is."""
+    """Return the secret key in a dotted path, or the last name. Everything below a secret key is secret."""
     names = path.split(".")
     return next(filter(is_secret_key, names), names[-1])
 
 
 def _inherit_key(key: str, name: str) -> str:
-    """The key a value answers to: all that lies under a secret key is secret."""
+    """Return the key that decides for a value: a secret key decides for everything below it."""
     return key if is_secret_key(key) else name
 
 

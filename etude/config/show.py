@@ -1,4 +1,4 @@
-"""Show a run: as text with each field's meaning, as a plain tree, and as YAML that composes back to an equal run."""
+"""Print a run: as text with each option's description, as a plain tree, or as YAML that composes back to it."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class OptionDescription:
     """One option of a run."""
 
     path: str
-    """Dotted path, as an override writes it."""
+    """The dotted path, as in an override."""
     type: str
-    """What it accepts, in words."""
+    """The accepted values, in words."""
     default: Any
-    """What it is when nothing is asked for; for a choice, the name. `REQUIRED` where it must be given."""
+    """The default; for a choice, its name. `REQUIRED` if there is none."""
     meaning: str
-    """Its description."""
+    """The description."""
 
 
 def format_config(run: BaseModel) -> str:
-    """The resolved run, one field a line: value, meaning, alternatives, and the default where it differs."""
+    """Return the run as text, one option a line: value, description, choices, and the default if it differs."""
     return render_config(run).plain
 
 
 def render_config(run: BaseModel) -> Text:
-    """What `show` says, coloured for a terminal."""
+    """Return the text of `format_config`, coloured for a terminal."""
     lines = [(entry, _format_assignment(entry), _format_remark(entry)) for entry in iter_fields(type(run), run, None)]
     width = min(_WIDEST, max((len(left) for _, left, _ in lines), default=0))
     text = Text()
@@ -74,11 +74,11 @@ def render_config(run: BaseModel) -> Text:
 
 
 NEXT_LINE = "\x85"
-"""A line break to YAML's readers, which OmegaConf's writer leaves as it is; in quotes it is spelled out."""
+"""A line break for YAML readers, which OmegaConf's writer does not escape; a quoted string escapes it."""
 
 
 def to_yaml(run: BaseModel, *, masked: bool = True) -> str:
-    """The run as YAML of the shape that `compose(file=…)` reads; with `masked` its secrets are shown as `***`."""
+    """Return the run as YAML that `compose(file=…)` reads; `masked` replaces its secrets by `***`."""
     tree = to_tree(run)
     composed = OmegaConf.create(escape_interpolations(mask(tree) if masked else tree))
     text = OmegaConf.to_yaml(composed)
@@ -88,7 +88,8 @@ def to_yaml(run: BaseModel, *, masked: bool = True) -> str:
 
 
 def list_options(root_or_run: BaseModel | type[BaseModel]) -> list[OptionDescription]:
-    """Every option of a composed run, or of a class by its defaults; a choice is one, its fields are others."""
+    """List the options of a composed run, or of a class with its defaults. A choice is an option, and so are its
+    fields."""
     kind = root_or_run if isinstance(root_or_run, type) else type(root_or_run)
     run = None if isinstance(root_or_run, type) else root_or_run
     return [
@@ -104,12 +105,12 @@ def list_options(root_or_run: BaseModel | type[BaseModel]) -> list[OptionDescrip
 
 
 def list_option_paths(root: type[BaseModel]) -> set[str]:
-    """The distinct paths of options over all choices; what a list or mapping holds counts with it."""
+    """Return the distinct paths of options over all choices; the items of a list or mapping do not count."""
     return {path for path, field in iter_possible_fields(root) if "*" not in path and not _holds_fields(field)}
 
 
 def find_untyped_fields(root: type[BaseModel]) -> list[str]:
-    """The fields that accept anything: `Any`, a bare container, or a section that allows keys it does not name."""
+    """List the fields that accept anything: `Any`, a bare container, or a section that allows unknown keys."""
     untyped = {
         path for path, field in iter_possible_fields(root) if any(map(_is_untyped, (field.annotation, *field.metadata)))
     }
@@ -117,7 +118,7 @@ def find_untyped_fields(root: type[BaseModel]) -> list[str]:
 
 
 def find_undocumented_fields(root: type[BaseModel]) -> list[str]:
-    """The fields that do not say what they mean."""
+    """List the fields without a description."""
     return sorted({path for path, field in iter_possible_fields(root) if not field.description})
 
 
@@ -130,7 +131,7 @@ def _is_changed(entry: ConfigField) -> bool:
 
 
 def _own_value(entry: ConfigField, value: Any) -> Any:
-    """A field's own value as plain data: of a choice the name alone, of a section nothing."""
+    """Return a field's own value as plain data: the name of a choice, None for a section."""
     if value is REQUIRED:
         return REQUIRED
     if entry.options is not None:
@@ -164,7 +165,7 @@ def _format_remark(entry: ConfigField) -> str:
 
 
 def _format_value(value: Any) -> str:
-    """A plain value on one line, as YAML would have it."""
+    """Return a plain value on one line, as in YAML."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
@@ -177,7 +178,7 @@ def _format_value(value: Any) -> str:
 
 
 def _is_untyped(annotation: Any) -> bool:
-    """Whether a type, or one within it, says nothing of what it holds."""
+    """Return True if a type, or a type within it, accepts anything."""
     if isinstance(annotation, Choice):
         return any(map(_is_untyped, annotation.table.values()))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -1,4 +1,4 @@
-"""The name that was meant where another was written."""
+"""Suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["find_closest", "suggest_name"]
 
 
 def find_closest(name: str, names: Iterable[str]) -> str | None:
-    """The name that comes nearest to one, whatever the case of its letters; None where none does."""
+    """Return the name nearest to one, ignoring case; None if none is near."""
     by_letters = {known.lower(): known for known in names}
     swapped = [known for known in by_letters if sorted(known) == sorted(name.lower())]
     near = swapped or get_close_matches(name.lower(), by_letters, n=1)
@@ -17,6 +17,6 @@ def find_closest(name: str, names: Iterable[str]) -> str | None:
 
 
 def suggest_name(name: str, names: Iterable[str]) -> str:
-    """` Did you mean grpo?`, to follow a sentence that refuses a name; empty where nothing comes near it."""
+    """Return ` Did you mean grpo?`, to append to a sentence that refuses a name; empty if no name is near."""
     near = find_closest(name, names)
     return f" Did you mean {near}?" if near else ""

@@ -1,4 +1,4 @@
-"""A configuration seen as a tree: its fields by dotted path, its values as plain data, its types in words."""
+"""A configuration as a tree: fields by dotted path, values as plain data, types in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 REQUIRED = PydanticUndefined
-"""The default of a field that has none."""
+"""The default of a field without a default."""
 
 _TYPE_NAMES = {
     bool: "true or false",
@@ -48,44 +48,44 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of a configuration, where it stands and what stands there."""
+    """One field of a configuration, with its path and its value."""
 
     path: str
-    """Dotted path from the root."""
+    """The dotted path from the root."""
     field: FieldInfo
-    """As declared: annotation, description, constraints."""
+    """The declaration: annotation, description, constraints."""
     value: Any
-    """What stands there; the default where the configuration is a class; `REQUIRED` where there is neither."""
+    """The value; of a class, the default; `REQUIRED` if there is neither."""
     default: Any
-    """What stands there when nothing is asked for."""
+    """The default."""
     options: ChoiceOptions | None
-    """What can be chosen, where the field is a choice."""
+    """The choices, if the field is a choice."""
 
     @property
     def is_section(self) -> bool:
-        """Whether the field only holds others."""
+        """True if the field only groups other fields."""
         return self.options is None and self.kind is not None
 
     @property
     def kind(self) -> type[BaseModel] | None:
-        """The class of the object that stands there; None where a single value does."""
+        """The class of the field's object; None for a single value."""
         if self.value is REQUIRED and self.options is None:
             return find_section_class(self.field.annotation)
         return type(self.value) if isinstance(self.value, BaseModel) else None
 
 
 def join_path(path: str, name: str) -> str:
-    """The dotted path of a name below a path."""
+    """Return the dotted path of a name below a path."""
     return f"{path}.{name}" if path else name
 
 
 def read_default(field: FieldInfo) -> Any:
-    """What a field is when it is not given; `REQUIRED` where it must be."""
+    """Return a field's default; `REQUIRED` if it has none."""
     return field.get_default(call_default_factory=True, validated_data={})
 
 
 def find_section_class(annotation: Any) -> type[BaseModel] | None:
-    """The class of a nested section, also of an optional one."""
+    """Return the class of a nested section, also of an optional one; None for other annotations."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -96,7 +96,7 @@ def find_section_class(annotation: Any) -> type[BaseModel] | None:
 def iter_fields(
     kind: type[BaseModel], value: BaseModel | None, default: BaseModel | None, path: str = ""
 ) -> Iterator[ConfigField]:
-    """Every field of a configuration in order, sections and choices before what they hold."""
+    """Iterate over the fields of a configuration in order; sections and choices come before their fields."""
     for name, field in kind.model_fields.items():
         standard = getattr(default, name) if default is not None else read_default(field)
         current = getattr(value, name) if value is not None else standard
@@ -112,7 +112,8 @@ def iter_fields(
 def iter_possible_fields(
     kind: type[BaseModel], path: str = "", above: tuple[type, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo]]:
-    """Every field a configuration can have over all its choices; what a list or mapping holds is at `*`."""
+    """Iterate over the possible fields of a configuration over all its choices; items of a list or mapping are at
+    `*`."""
     above = (*above, kind)
     for name, field in kind.model_fields.items():
         here = join_path(path, name)
@@ -137,7 +138,7 @@ def _iter_models(
 
 
 def to_plain(value: Any, annotation: Any = None, metadata: list[Any] | None = None) -> Any:
-    """A value as plain data (numbers, text, lists, mappings), with the names of its choices beside their fields."""
+    """Return a value as plain data (numbers, text, lists, mappings), with the names of choices beside their fields."""
     options = options_of(annotation, metadata or ())
     if isinstance(value, BaseModel):
         fields = type(value).model_fields.items()
@@ -155,7 +156,7 @@ def to_plain(value: Any, annotation: Any = None, metadata: list[Any] | None = No
 
 
 def escape_interpolations(value: Any) -> Any:
-    """A plain value in which OmegaConf finds no interpolation."""
+    """Escape a plain value, so that OmegaConf finds no interpolation in it."""
     if isinstance(value, dict):
         return {key: escape_interpolations(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -164,13 +165,13 @@ def escape_interpolations(value: Any) -> Any:
 
 
 def to_tree(run: BaseModel) -> dict[str, Any]:
-    """A configuration as a plain nested dictionary."""
+    """Return a configuration as a plain nested dictionary."""
     tree: dict[str, Any] = to_plain(run)
     return tree
 
 
 def find_item_type(annotation: Any, index: int = 0) -> Any:
-    """The annotation of what a list or mapping holds."""
+    """Return the annotation of the items of a list or mapping."""
     if get_origin(annotation) in (Union, UnionType):
         annotation = next(kind for kind in get_args(annotation) if kind is not NoneType)
     arguments = get_args(annotation)

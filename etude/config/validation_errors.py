@@ -1,7 +1,7 @@
-"""Problems become sentences: what was asked, what was found, where, and what to do.
+"""Validation problems as sentences: the option, the given value, the rule, and the remedy.
 
-pydantic finds what is wrong with a tree; this page tells it, several problems at once, one sentence each,
-with the meaning of the field from its own description. What a validator's author wrote is told as written.
+pydantic finds the problems of a tree. This file turns all of them into one error with a sentence for each, and adds the
+field's description. The message of a custom validator is kept as written.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _LONGEST = 80
 
 @dataclass(frozen=True)
 class ConfigLocation:
-    """Where in a tree something stands."""
+    """A position in a configuration tree."""
 
     path: str
-    """Dotted path from the root; empty for the root."""
+    """The dotted path from the root; empty for the root."""
     annotation: Any
-    """The type of what should stand there."""
+    """The expected type."""
     metadata: list[Any]
-    """What the annotation was marked with."""
+    """The metadata of the annotation."""
     field: FieldInfo | None
-    """The field it is, or is an item of; None for the root, and for a key that no field has."""
+    """The field at this position, or around it; None for the root, and for an unknown key."""
     owner: type[BaseModel]
-    """The class whose field it is, or should have been."""
+    """The class that has the field, or should have it."""
     owner_path: str
-    """Where an object of that class stands."""
+    """The path of the object of that class."""
     options: ChoiceOptions | None
-    """The choice that chose that class."""
+    """The choice that selected that class."""
 
     @property
     def holds_fields(self) -> bool:
-        """Whether a whole object stands here, not a single value."""
+        """True if the position has an object with fields, not a single value."""
         options = options_of(self.annotation, self.metadata)
         return self.field is None or options is not None or find_section_class(self.annotation) is not None
 
@@ -74,7 +74,7 @@ def to_config_error(
     title: str = "",
     origins: Mapping[str, str] | None = None,
 ) -> ConfigError:
-    """One error that tells every problem of a tree; `origins` says which file a path was set in."""
+    """Return one error for all problems of a tree; `origins` has the file that set a path."""
     errors: dict[str, ConfigError] = {}
     for details in error.errors(include_url=False):
         location = _locate(root, details, tree)
@@ -82,7 +82,7 @@ def to_config_error(
         origin = (origins or {}).get(location.path)
         if origin:
             sentence = type(sentence)(f"{sentence} It is set in {origin}.")
-        # A union reports once for each member; a broken rule says more than the wrong types of the others.
+        # A union reports once for each member; a broken rule tells more than the wrong types of the others.
         identity = str(sentence) if location.holds_fields else location.path
         if identity not in errors or details["type"] in _RULES:
             errors[identity] = sentence
@@ -90,7 +90,7 @@ def to_config_error(
 
 
 def merge_errors(problems: list[ConfigError], title: str = "") -> ConfigError:
-    """Several problems as one error, each in its own sentence, all secrets masked."""
+    """Merge several errors into one with a sentence for each, with masked secrets."""
     start = f"{title}: " if title else ""
     sentences = [mask_text(str(problem), yaml=False) for problem in problems]
     if len(sentences) == 1:
@@ -101,14 +101,14 @@ def merge_errors(problems: list[ConfigError], title: str = "") -> ConfigError:
 
 
 def prefix_error(error: ConfigError, path: str) -> ConfigError:
-    """The same error, with the path it concerns in front."""
+    """Return the same error with a path in front of its message."""
     return type(error)(f"{path}: {error}")
 
 
 def make_unknown_key_error(
     root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], value: Any = None
 ) -> UnknownKeyError:
-    """The sentence on a key that no field has: what it is called here, whose it is, or what comes near it."""
+    """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
     equivalents = _find_equivalents(root, path, value)
     if equivalents:
         return UnknownKeyError(
@@ -143,8 +143,11 @@ def make_unknown_key_error(
 
 
 def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str, str]:
-    """What keys from elsewhere are called here. A whole name of another trainer's means what that does; the last name
-    alone means, beside options of ours, one of those or none."""
+    """Return Etude's names for the options of other trainers.
+
+    A full name of verl or TRL is always translated. The last name alone is translated if the key's parent is unknown
+    here, or is the parent of the translation too.
+    """
     aliases: Mapping[str, str] = getattr(root, "aliases", {})
     verl_trl: Mapping[str, str] = getattr(root, "verl_trl_options", {})
     is_ours = path.partition(".")[0] in root.model_fields
@@ -158,7 +161,7 @@ def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str,
 
 
 def _match_full_name(path: str, verl_trl: Mapping[str, str]) -> str:
-    """What stands for a whole name from elsewhere, or for the end of one that could be no other's; else nothing."""
+    """Translate a full name of another trainer, or a unique end of one; return an empty text for others."""
     if path in verl_trl:
         return verl_trl[path]
     matches = {name for key, name in verl_trl.items() if "." in path and key.endswith(f".{path}")}
@@ -170,7 +173,7 @@ def _parent_path(path: str) -> str:
 
 
 def _iter_leaf_paths(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The keys at the end of what was given under a path: each whole, and its last name."""
+    """Iterate over the leaves of the value at a path: the full key and its last name."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _iter_leaf_paths(f"{path}.{name}", inner)
@@ -179,7 +182,7 @@ def _iter_leaf_paths(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterator[str]:
-    """Every dotted path that could be set in a tree as its choices stand."""
+    """Iterate over the dotted paths that can be set in a tree with its current choices."""
     for name, field in kind.model_fields.items():
         here, below = join_path(path, name), _child(node, name)
         yield here
@@ -189,7 +192,7 @@ def iter_known_paths(kind: type[BaseModel], node: Any, path: str = "") -> Iterat
 
 
 def _locate(root: type[BaseModel], details: ErrorDetails, tree: Any) -> ConfigLocation:
-    """Follow pydantic's trail; the names of union members in it lead nowhere and are passed over."""
+    """Follow pydantic's location of an error; it contains names of union members, which are skipped."""
     location = ConfigLocation("", root, [], None, root, "", None)
     node, steps = tree, details["loc"]
     for index, part in enumerate(steps):
@@ -214,7 +217,7 @@ def _locate(root: type[BaseModel], details: ErrorDetails, tree: Any) -> ConfigLo
 
 
 def _class_at(annotation: Any, metadata: list[Any], node: Any) -> type[BaseModel] | None:
-    """The class whose fields stand at a node; None where single values do, or nothing that can be told."""
+    """Return the class whose fields a node has; None for single values, and if the class is unknown."""
     options = options_of(annotation, metadata)
     if isinstance(node, BaseModel):
         return type(node)
@@ -264,7 +267,7 @@ def _explain(root: type[BaseModel], details: ErrorDetails, location: ConfigLocat
 
 
 def _explain_validator_error(error: Exception, location: ConfigLocation) -> ConfigError:
-    """A validator's own sentence, as written; a value's validator cannot know its path, so that is put in front."""
+    """Return a custom validator's sentence. A value's validator does not know the path, so the path is put in front."""
     if isinstance(error, UnknownChoiceError | PluginError | UnknownKeyError):
         return prefix_error(error, location.path)
     if isinstance(error, ConfigError):
@@ -277,18 +280,18 @@ def _describe_expected(location: ConfigLocation) -> str:
 
 
 def _format_value(path: str, value: Any) -> str:
-    """A value as it is echoed: secrets masked, and not too long."""
+    """Return a value for an error message: shortened, with masked secrets."""
     text = repr(mask(to_plain(value), find_secret_key(path)))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _find_closest_paths(path: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three candidates that come near a path, as a whole or in their last names; the nearest first."""
+    """Return up to three candidates near a path, by the whole path or by the last name; the nearest first."""
 
     def closeness(candidate: str) -> float:
         by_name = SequenceMatcher(None, path.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]).ratio()
         whole = SequenceMatcher(None, path, candidate).ratio() if path.count(".") == candidate.count(".") else 0.0
-        # Under one parent the shared beginning says nothing.
+        # Under the same parent, the shared prefix tells nothing.
         return by_name if path.rpartition(".")[0] == candidate.rpartition(".")[0] else max(by_name, whole)
 
     scored = sorted((-closeness(candidate), candidate) for candidate in set(candidates))

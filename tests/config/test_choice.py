@@ -76,7 +76,7 @@ def test_the_fields_of_what_is_chosen_are_validated_in_place() -> None:
     ("name", "sentence"),
     [
         ("NotAConfig", r"must be a subclass of tests\.config\.sample_run\.Loss"),
-        ("Named", r"has a field called name, which is how it is chosen\. Rename that field\."),
+        ("Named", r"has a field `name`, which is the key of the choice itself\. Rename that field\."),
         ("Nothing", r"tests\.config\.sample_run has no Nothing"),
     ],
 )

@@ -136,13 +136,17 @@ def test_overrides(overrides: list[str], expected: Run) -> None:
         ),
         (["loss=ppo,gspo"], ConfigError, r"loss=ppo,gspo asks for several values, which is a sweep\. Add --multirun"),
         (["seed=range(1,4)"], ConfigError, r"seed=range\(1,4\) asks for several values, which is a sweep"),
-        (["hydra.sweep.dir=x"], ConfigError, r"hydra\.sweep\.dir speaks of Hydra itself, which only a sweep uses"),
-        (["title=${nowhere}"], ConfigError, r"title refers to something that is not there: .*'nowhere'"),
+        (
+            ["hydra.sweep.dir=x"],
+            ConfigError,
+            r"hydra\.sweep\.dir is an option of Hydra itself, which only a sweep uses",
+        ),
+        (["title=${nowhere}"], ConfigError, r"title refers to an option that does not exist: .*'nowhere'"),
         (["title=${optim.lr"], ConfigError, r"cannot be read"),
         (
             ["title=${no_such_resolver:1}"],
             ConfigError,
-            r"title refers to something that is not there: .*no_such_resolver",
+            r"title refers to an option that does not exist: .*no_such_resolver",
         ),
         (["loss=gsppo", "kl=k9"], UnknownChoiceError, r"There are 2 problems\.\n- loss: .*\n- kl: "),
     ],
@@ -250,7 +254,7 @@ def test_the_files_part_on_a_choice_not_taken_is_checked_all_the_same(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: &a [*a]", "holds itself: an alias in it leads back to where it stands"),
+        ("a: &a [*a]", "contains itself: an alias in it refers to its own parent"),
         ("api_key: '***'", "api_key is *** in"),
         ("loss.clip_high: 0.3", "loss.clip_high is one name with dots here. Write clip_high under loss, indented."),
     ],
@@ -263,8 +267,8 @@ def test_a_file_that_was_meant_otherwise(tmp_path: Path, text: str, sentence: st
     assert sentence in str(told.value)
 
 
-def test_a_plug_in_that_is_not_finished_says_what_it_owes() -> None:
-    with pytest.raises(PluginError, match=r"PolicyLoss' is not finished: it owes per_token_loss"):
+def test_an_abstract_plug_in_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(PluginError, match=r"PolicyLoss' is abstract: it lacks per_token_loss"):
         ChoiceOptions(table={}, base=BaseModel, optional=False).resolve("etude.algorithms.base:PolicyLoss")
 
 

@@ -159,7 +159,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch: pytest.Monke
     monkeypatch.setenv("MY_KEY", " abc \n")
     assert (env.key_from(None, "the judge"), env.key_from("MY_KEY", "the judge")) == ("", "abc")
     monkeypatch.delenv("MY_KEY")
-    with pytest.raises(ConfigError, match="The key for the judge is to be read from MY_KEY, which is not set"):
+    with pytest.raises(ConfigError, match="The key for the judge is read from MY_KEY, which is not set"):
         env.key_from("MY_KEY", "the judge")
 
 

@@ -101,7 +101,7 @@ def test_a_sweep_reads_a_file_and_hydras_own_settings(tmp_path: Path) -> None:
         (["loss=glob(*)"], r"loss: glob\(\*\) does not name the choices one by one\. The choices are ppo, gspo"),
         (
             ["kl=none,k3", "kl.controller=fixed"],
-            r"kl\.controller is not an option of every job: another choice takes it away",
+            r"kl\.controller is not an option of every job: it is missing under another choice",
         ),
         (["seed=interval(0,1)"], r"Hydra could not compose this: BasicSweeper does not support sweep type"),
         (["hydra.nothing=3"], r"Hydra could not compose this: .*nothing"),
@@ -119,7 +119,7 @@ def test_a_sweep_that_is_wrong_starts_no_job(tmp_path: Path, overrides: list[str
 )
 def test_hydra_writes_nowhere_but_in_the_directory(tmp_path: Path, path: str) -> None:
     value = "{dir: elsewhere}" if path == "hydra.sweep" else f"'{tmp_path / 'elsewhere'}'"
-    with pytest.raises(ConfigError, match=rf"^{path} would have Hydra write .* give that directory: `directory=…`"):
+    with pytest.raises(ConfigError, match=rf"^{path} would make Hydra write .* give that directory: `directory=…`"):
         multirun(Run, ["api_key=hunter2", f"{path}={value}"], lambda run: run, directory=tmp_path / "jobs")
     assert list(tmp_path.rglob("*")) == []
 
@@ -179,7 +179,9 @@ class Sides(Config):
 
 
 def test_one_name_with_two_meanings_is_not_swept_over_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"side\.part: 'fixed' means different things under the choices above it"):
+    with pytest.raises(
+        ConfigError, match=r"side\.part: 'fixed' has different meanings under the swept choices above it"
+    ):
         multirun(Sides, ["side=left,right", "side.part=fixed"], lambda run: run, directory=tmp_path)
     assert compose(Sides, ["side=right", "side.part=fixed"]) == Sides(side=Right())
 

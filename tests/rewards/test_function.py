@@ -72,8 +72,8 @@ def test_what_waits_is_known_before_it_is_called(function: Any) -> None:
     [
         (f"{MODULE}:lenght", r"tests\.rewards\.functions has no lenght\. Did you mean length"),
         ("nowhere_at_all:f", r"there is no module nowhere_at_all"),
-        ("no_colon", r"is not named whole\. .* `reward\.path=my_reward\.py:score`"),
-        ("mine.py", r"is not named whole\. .* `reward\.path=my_reward\.py:score`"),
+        ("no_colon", r"is incomplete\. .* `reward\.path=my_reward\.py:score`"),
+        ("mine.py", r"is incomplete\. .* `reward\.path=my_reward\.py:score`"),
         (f"{MODULE}:NO_FUNCTION", r"is of type int, which cannot be called"),
         ("nowhere/mine.py:f", r"there is no file nowhere/mine\.py \(seen from /"),
         (

@@ -73,7 +73,7 @@ def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
         with pytest.raises(EngineError, match="answered 401"):
             start_servers(VllmConfig(url=(url,)), tmp_path / "model", None, **place)  # type: ignore[arg-type]
         config = VllmConfig(url=(url,), key_from="THEIR_KEY")
-        with pytest.raises(ConfigError, match=r"`rollout\.url` is to be read from THEIR_KEY, which is not set"):
+        with pytest.raises(ConfigError, match=r"`rollout\.url` is read from THEIR_KEY, which is not set"):
             start_servers(config, tmp_path / "model", None, **place)  # type: ignore[arg-type]
         monkeypatch.setenv("THEIR_KEY", key)
         with start_servers(config, tmp_path / "model", None, **place) as engine:  # type: ignore[arg-type]

@@ -319,7 +319,7 @@ def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyP
     config = EndpointConfig(external={"judge": ExternalModel(url="http://127.0.0.1:9/v1", key_from="THEIR_KEY")})
     upstream = Scripted(chat_of().tokenizer, lambda _: "")
     with (
-        pytest.raises(ConfigError, match="'judge' is to be read from THEIR_KEY"),
+        pytest.raises(ConfigError, match="'judge' is read from THEIR_KEY"),
         serving(upstream, chat_of(), config=config),
     ):
         pass

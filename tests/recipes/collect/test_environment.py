@@ -20,7 +20,7 @@ PARTNERS = "tests.recipes.partners"
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"path": "partners"}, r"The environment 'partners' is not named whole.*`env\.path=my_game\.py:Game`"),
+        ({"path": "partners"}, r"The environment 'partners' is incomplete.*`env\.path=my_game\.py:Game`"),
         ({"path": f"{PARTNERS}:Ecko"}, "has no Ecko. Did you mean Echo"),
         ({"path": "nowhere.py:Game"}, "there is no file nowhere.py"),
         ({"path": f"{PARTNERS}:NOBODY"}, "is of type int. Name a class"),
@@ -31,7 +31,7 @@ PARTNERS = "tests.recipes.partners"
         ),
         ({"path": f"{PARTNERS}:Echo", "options": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
         ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
-        ({"tools": ["partners"]}, r"The tool 'partners' is not named whole"),
+        ({"tools": ["partners"]}, r"The tool 'partners' is incomplete"),
         ({"tools": [f"{PARTNERS}:NOBODY"]}, "is of type int, which cannot be called"),
         ({"tools": [f"{PARTNERS}:add", f"{PARTNERS}:add"]}, "Two tools are called `add`"),
         ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),

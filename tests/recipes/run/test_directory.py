@@ -258,7 +258,7 @@ def test_a_secret_is_not_written_and_can_be_given_again(world: Path, tmp_path: P
     write_options(tmp_path, run)
     assert "verysecret" not in (tmp_path / OPTIONS).read_text()
     check_same_options(tmp_path, run)
-    with pytest.raises(ConfigError, match=r"reward\.api_key is \*\*\*.*Give it again as reward\.api_key=…"):
+    with pytest.raises(ConfigError, match=r"reward\.api_key is \*\*\*.*Set it again as reward\.api_key=…"):
         read_run(tmp_path)
     again = read_run(tmp_path, [key, "steps=3"])
     assert again.reward == run.reward and again.steps == 3
