@@ -78,7 +78,7 @@ def test_an_option_that_is_none_is_told() -> None:
 def test_the_metrics_to_watch_are_explained() -> None:
     """Those that a table of troubleshooting begins a row with stand in the table of all metrics, or are its scores."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    shown = text.partition("And where nothing is said")[2].partition("## Tuning")[0]
+    shown = text.partition("Without a message, read the curves")[2].partition("## Tuning")[0]
     named = {code for line in re.findall(r"^\| (`[^|]*)\|", shown, re.MULTILINE) for code in INLINE.findall(line)}
     training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     table = training.partition("### The numbers")[2].partition("\n## ")[0]
