@@ -1,4 +1,4 @@
-"""Verbs of a run that keeps a desk, and of what everybody shares there: `requests` lists them with the others."""
+"""Requests of the run that owns the store, and of resources and statistics. `requests` lists them with the others."""
 
 from __future__ import annotations
 
@@ -23,45 +23,46 @@ __all__ = [
 ]
 
 MAX_LEASE_S = 3600.0
-"""Seconds for which a run may say at most that it is there."""
+"""Longest lease of a run, in seconds."""
 
 
-# -- of a run ----------------------------------------------------------------------------------------------------------
+# -- of the owning run -------------------------------------------------------------------------------------------------
 
 
 class AcquireLeaseRequest(StoreRequest):
-    """A run takes the store up, or says that it is still there. Without a life it begins one: what was under way is
-    over and made again, and what was queued waits until it is asked for again. While the run is not known to be there,
-    nothing is lent."""
+    """Acquire or renew the lease of the run that owns the store. Without an epoch (`life`) the run begins a new one:
+    attempts under way end and are retried, and queued rollouts wait until they are enqueued again. Without a valid
+    lease the store assigns no rollouts."""
 
     class AcquireLeaseReply(BaseModel):
-        """The number of the life."""
+        """The number of the epoch."""
 
         life: int
 
     name, reply, caches_reply = "keep", AcquireLeaseReply, True
-    run: Name = Field(description="which run it is")
-    where: Text = Field(min_length=1, description="its directory, by which it is told apart from a copy")
-    life: Id | None = Field(None, description="null begins one")
+    run: Name = Field(description="name of the run")
+    where: Text = Field(min_length=1, description="directory of the run; it distinguishes the run from a copy")
+    life: Id | None = Field(None, description="epoch of the run; null begins a new one")
     lease_s: float | None = Field(
-        None, ge=0, le=MAX_LEASE_S, description="for how long that holds; null is until the store is closed"
+        None, ge=0, le=MAX_LEASE_S, description="seconds of the lease; null lasts until the store is closed"
     )
 
     @property
     def is_reply_cached(self) -> bool:
-        """A life is begun once; that a run is there is said anew each time, and not answered from memory."""
+        """True if the request begins an epoch, which must happen once. A renewal is executed each time."""
         return self.life is None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Say so."""
+        """Acquire or renew the lease."""
         return {"life": await queue.acquire_lease(QueueOwner(self.run, self.where), self.life, self.lease_s)}
 
 
 class SealRequest(StoreRequest):
-    """Rollouts that have ended are about to be read, and earn nothing more."""
+    """Seal rollouts that ended: their agents can record no more rewards. The trainer seals rollouts before it reads
+    them."""
 
     class SealReply(BaseModel):
-        """How they stand, in the order asked for."""
+        """The states of the rollouts, in the order of the request."""
 
         rollouts: list[RolloutState]
 
@@ -69,18 +70,18 @@ class SealRequest(StoreRequest):
     rollouts: Ids
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Seal them."""
+        """Seal the rollouts."""
         return {"rollouts": await map_documents(await queue.seal(self.rollouts), RolloutState.to_dict)}
 
 
 class HistoryRequest(StoreRequest):
-    """All that happened to a rollout, in order, as the journal keeps it."""
+    """Read all events of a rollout, in the order of the journal."""
 
     class HistoryReply(BaseModel):
-        """In order."""
+        """The events, in order."""
 
         class EventModel(BaseModel):
-            """Something that happened: of which kind it is, its fields, and the bytes that belong to it, in base64."""
+            """An event: its kind, its rollout, its fields, and its payload in base64."""
 
             kind: str
             rollout: int | None
@@ -93,18 +94,18 @@ class HistoryRequest(StoreRequest):
     rollout: Id
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read it."""
+        """Read the events."""
         return {"events": await map_documents(await queue.history(self.rollout), messages.encode_event)}
 
 
-# -- what is shared ----------------------------------------------------------------------------------------------------
+# -- resources and statistics ------------------------------------------------------------------------------------------
 
 
 class PutResourceRequest(StoreRequest):
-    """A new version of a resource; any JSON."""
+    """Write a new version of a resource; its value is any JSON."""
 
     class PutReply(BaseModel):
-        """Its number, from 1."""
+        """The version number, from 1."""
 
         version: int
 
@@ -113,15 +114,15 @@ class PutResourceRequest(StoreRequest):
     value: Json
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Put it there."""
+        """Write the resource."""
         return {"version": await queue.put_resource(self.resource, self.value)}
 
 
 class GetResourceRequest(StoreRequest):
-    """A resource, by default its newest version."""
+    """Read a resource, by default its newest version."""
 
     class ResourceReply(BaseModel):
-        """What it is."""
+        """The version number and the value."""
 
         version: int
         value: Any
@@ -132,19 +133,19 @@ class GetResourceRequest(StoreRequest):
     version: int | None = Field(None, ge=1, lt=2**31)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Look at it."""
+        """Read the resource."""
         version, value = await queue.get_resource(self.resource, self.version)
         return {"version": version, "value": value}
 
 
 class RunnersRequest(StoreRequest):
-    """The runners that spoke within the last minutes."""
+    """List the runners that were active within the last minutes."""
 
     class RunnersReply(BaseModel):
-        """Each as it last spoke."""
+        """The runners, each as of its last heartbeat or claim."""
 
         class Runner(BaseModel):
-            """What it has under way, and for how long it has said nothing."""
+            """The attempts of a runner, the seconds since it was last active, and its own data."""
 
             name: str
             running: list[dict[str, int]]
@@ -156,20 +157,20 @@ class RunnersRequest(StoreRequest):
     name, reply, has_long_reply = "runners", RunnersReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Look around."""
+        """List the runners."""
         return {"runners": [messages.encode_runner(runner) for runner in await queue.runners()]}
 
 
 class StatisticsRequest(StoreRequest):
-    """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
+    """Count rollouts by status, retries and late results, and read the age of the oldest queued rollout."""
 
     class StatisticsReply(BaseModel):
-        """By name."""
+        """The numbers, by name."""
 
         statistics: dict[str, float]
 
     name, reply = "statistics", StatisticsReply
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Count."""
+        """Read the statistics."""
         return {"statistics": await queue.statistics()}

@@ -1,20 +1,24 @@
-"""The desk of a journal in this process: what is asked is done by a thread of its own (`writer_thread`), which writes
-together what was asked together, and acknowledges it after the commit.
+"""A rollout queue over a journal in this process.
 
-    desk = LocalRolloutQueue(open_store(directory / "journal.sqlite"))
-    await desk.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
-    ids = await desk.enqueue([RolloutRequest(Task(0, {"prompt": "2+2?"}))])
-    cursor, ended = await desk.wait(0, timeout_s=60)
+    queue = LocalRolloutQueue(open_store(directory / "journal.sqlite"))
+    await queue.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
+    ids = await queue.enqueue([RolloutRequest(Task(0, {"prompt": "2+2?"}))])
+    cursor, ended = await queue.wait(0, timeout_s=60)
 
-It may be used from any number of event loops at once, each in a thread of its own: a trainer's and a server's. While a
-desk is open, rollouts are moved by it alone; tasks may be admitted and dropped through the journal meanwhile, and
-anything may be read. A desk that is opened over a journal with open work takes it up: what was queued is queued, in the
-order of ids, and who had an attempt has it still, with time to say so. A run that takes it up says so (`keep`): what
-was under way is over, and is nobody's failure; and what was queued waits until it is asked for again, since the run's
-weights are not yet those that its rollouts are to be sampled with.
+A writer thread (`writer_thread`) executes the calls. It writes concurrent calls in one transaction and acknowledges
+each after the commit.
 
-No more is kept in memory than the work that is open. Limits are measured by a clock that nobody sets; and where the
-process itself stood still, silence meanwhile is held against no runner.
+Any number of event loops may use the queue at once, each in its own thread: the trainer's and the server's. While the
+queue is open, it alone moves rollouts. Tasks may be admitted and dropped through the journal meanwhile, and anything
+may be read.
+
+A queue that is opened over a journal with open work resumes it. Queued rollouts stay queued, in the order of ids.
+Runners keep their leases, with time to send a heartbeat. A run that takes the queue over calls `acquire_lease`:
+attempts under way then end, as nobody's failure. Queued rollouts are suspended until the run enqueues them again, since
+its weights are not yet those to sample them with.
+
+Memory holds only the open work. Limits are measured by a monotonic clock. Where the process itself was suspended, that
+time does not count as silence of any runner.
 """
 
 from __future__ import annotations
@@ -70,14 +74,14 @@ __all__ = ["LocalRolloutQueue"]
 T = TypeVar("T")
 
 KEY_GRACE_S = 600.0
-"""How long the keys of an attempt are good beyond its time."""
+"""Seconds that the keys of an attempt stay valid beyond its time limit."""
 UNLIMITED_S = 30 * 86400.0
-"""How long they are where it may take any time."""
+"""Seconds that the keys are valid where the attempt has no time limit."""
 ENDS = (AttemptEnded, RolloutCancelled, RolloutExpired)
 
 
 class LocalRolloutQueue(RolloutQueue):
-    """A desk over a journal, which stays its opener's to close."""
+    """A rollout queue over a journal. The caller that opened the journal closes it."""
 
     def __init__(self, journal: Journal, keyring: Keyring | None = None) -> None:
         self._journal, self._keyring = journal, keyring or Keyring()
@@ -87,53 +91,52 @@ class LocalRolloutQueue(RolloutQueue):
 
     @property
     def journal(self) -> Journal:
-        """What is written down."""
+        """The journal that this queue writes."""
         return self._journal
 
     def on_attempts_ended(self, callback: Callable[[Sequence[AttemptId]], None]) -> None:
-        """Have this called with attempts that are over, soon after each is: on a thread of the desk's, so it must not
-        wait."""
+        """Call `callback` with attempts soon after they end. It runs on the writer thread, so it must not block."""
         self._state.on_attempts_ended = callback
 
     @property
     def keyring(self) -> Keyring:
-        """What makes and reads the keys of its attempts."""
+        """Creates and verifies the keys of attempts."""
         return self._keyring
 
-    # -- who wants rollouts -------------------------------------------------------------------------------------------
+    # -- for the trainer ----------------------------------------------------------------------------------------------
 
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
-        """A run takes the desk up, or says that it is still there."""
+        """Acquire or renew the lease of the run that owns this queue; return the epoch."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
         return await self._call(lambda txn, _: self._state.acquire_lease(txn, owner, epoch, lease_s))
 
     async def release_owner(self) -> None:
-        """The run that keeps this desk has moved: it may be taken up in another place, and not in this one."""
+        """Let the run that owns this queue take it over from another directory, and no longer from its present one."""
         await self._call(lambda txn, _: self._state.release_owner(txn))
 
     def with_epoch(self, epoch: int) -> LocalRolloutQueue:
-        """This desk, at which each word counts only while this is the life of its keeper."""
+        """Return this queue, bound to an epoch: its calls fail once a newer epoch has begun."""
         queue = copy(self)
         queue._epoch = epoch
         return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        """Queue rollouts, all or none; their ids."""
+        """Queue rollouts, all or none, and return their ids."""
         wanted = tuple(wanted)
         return await self._call(lambda txn, _: self._state.enqueue(txn, wanted))
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Nobody wants these any more."""
+        """Cancel rollouts and record the reason."""
         rollouts = tuple(rollouts)
         await self._call(lambda txn, _: self._state.cancel(txn, rollouts, why))
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """These are about to be read, and earn nothing more."""
+        """Refuse further rewards for rollouts that ended, and return their states."""
         rollouts = tuple(rollouts)
         return await self._call(lambda txn, _: self._state.seal(txn, rollouts))
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Rollouts that came to their end after `cursor`, and the next cursor."""
+        """Return the rollouts that ended after `cursor`, and the next cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
             pending = PendingWait(cursor, check_count(limit, "limit"), until)
@@ -149,56 +152,56 @@ class LocalRolloutQueue(RolloutQueue):
             return ends[-1][0], [states[id] for id in ids]
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
-        """The rollouts that were asked for."""
+        """Return one page of the rollouts that match a query."""
         check_count(query.limit, "limit")
         return await asyncio.to_thread(self._read_page, query)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt in order, each with what it was paid."""
+        """Return the turns of an attempt in order, each with its reward."""
         return await asyncio.to_thread(self._read_turns, rollout, attempt)
 
     async def history(self, rollout: int) -> list[Event]:
-        """All that happened to a rollout, in order."""
+        """Return all events of a rollout, in order."""
         return await asyncio.to_thread(self._read_history, rollout)
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
-        """What was noted during an attempt."""
+        """Return the notes of an attempt."""
         return await asyncio.to_thread(self._read_notes, rollout, attempt)
 
-    # -- who plays them -----------------------------------------------------------------------------------------------
+    # -- for runners --------------------------------------------------------------------------------------------------
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Up to `n` rollouts that waited longest."""
+        """Claim up to `n` rollouts, the longest queued first."""
         if not runner:
-            raise DataError("A runner that claims rollouts needs a name, by which it is told apart from others.")
+            raise DataError("A runner that claims rollouts needs a name. Give each runner a name of its own.")
         pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
         try:
             leased = await self._call(lambda _, promise: self._state.add_claim(pending, promise))
         except asyncio.CancelledError:
-            with suppress(StoreError):  # it was closed meanwhile, and lends nothing any more
+            with suppress(StoreError):  # the queue was closed meanwhile, and assigns nothing any more
                 self._writer.submit(lambda txn, _: self._state.cancel_claim(txn, pending))
             raise
         return [self._claim(attempt) for attempt in leased]
 
     async def mark_ready(self, key: AttemptId) -> None:
-        """An attempt that was prepared runs now."""
+        """Move an attempt from preparing to running."""
         await self._call(lambda txn, _: self._state.mark_ready(txn, key))
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        """A runner is alive; returns what it is to stop, and why."""
+        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         running = tuple(running)
         return await self._call(lambda txn, _: self._state.heartbeat(txn, runner, running, info))
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        """An attempt is over. False if it was over before by somebody else's word."""
+        """Report the end of an attempt. Return False if a timeout or a cancellation had ended it before."""
         return await self._call(lambda txn, _: self._state.finish(txn, key, report))
 
-    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+    # -- records of a running attempt ---------------------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:
-        """Write down one call to the model; its index."""
+        """Write one model call and return its index."""
 
         def record(txn: Transaction, _: object) -> int:
             index = get_attempt(txn, key).turns
@@ -208,55 +211,55 @@ class LocalRolloutQueue(RolloutQueue):
 
         if turn.reward is not None:
             raise DataError(
-                f"A turn of rollout {key.rollout} came with a reward of its own. Record the turn, and then reward it "
-                "by its index."
+                f"A turn of rollout {key.rollout} already carries a reward. Record the turn without one, then record "
+                "its reward by its index."
             )
         return await self._call(record)
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        """What an attempt earned in all, said once; or one of its turns, which adds up."""
+        """Record the final reward of an attempt, once; or add to the reward of one of its turns."""
         value, parts = parse_reward(reward, key, turn)
         event = AttemptRewarded(*key, value, parts) if turn is None else TurnRewarded(*key, turn, value, parts)
         await self._call(lambda txn, _: self._record(txn, key, event))
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """An event, or a span, that somebody will want to look at."""
-        # made on the clerk's thread, as it copies what may be long
+        """Record an event or a span for people to inspect."""
+        # the event is made on the writer thread, since it copies data that may be long
         await self._call(lambda txn, _: self._record(txn, key, NoteRecorded(*key, name, data)))
 
-    # -- what is shared -----------------------------------------------------------------------------------------------
+    # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
-        """A new version of a resource. Returns its number, from 1."""
+        """Write a new version of a resource and return its version number, from 1."""
         return await self._call(lambda txn, _: self._state.put_resource(txn, name, value))
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
-        """A resource and its version, by default the newest."""
+        """Return the version number and the value of a resource, by default the newest."""
         if name not in self._state.resources:
             known = ", ".join(sorted(self._state.resources)) or "none"
-            raise NotFoundError(f"There is no resource '{name}'; there are: {known}.")
+            raise NotFoundError(f"There is no resource '{name}'. The store has: {known}.")
         newest, value = self._state.resources[name]
         if version is not None and version != newest:
             value = await asyncio.to_thread(self._read_resource, name, version, newest)
         return version or newest, to_json_value(value, "value")
 
     async def runners(self) -> list[RunnerState]:
-        """The runners that spoke within the last minutes."""
+        """Return the runners that were active within the last minutes."""
         return await self._call(lambda _txn, _: self._state.runners())
 
     async def statistics(self) -> dict[str, float]:
-        """How many rollouts stand where, retries, late results, and the age of the oldest one queued."""
+        """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout in seconds."""
         return await self._call(lambda _txn, _: self._state.statistics())
 
     async def close(self) -> None:
-        """Write what was asked, stop watching, and let go of the journal."""
+        """Write the pending calls and stop the writer thread. A queue bound to an epoch closes nothing."""
         if self._epoch is None:
             await self._writer.close()
 
-    # -- small parts --------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     async def _call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
-        """Have this done by the clerk, if the life in which it is said is not over."""
+        """Execute an operation on the writer thread, unless this queue's epoch is over."""
         if self._epoch is None:
             return await self._writer.call(operation)
         return await self._writer.call(partial(self._call_at_epoch, self._epoch, operation))
@@ -293,10 +296,11 @@ class LocalRolloutQueue(RolloutQueue):
                 check_unsealed(txn, key)
             txn.append([event])
 
-    # -- reading, in threads that may wait for the disk ---------------------------------------------------------------
+    # -- reads, in threads that may block on the disk -----------------------------------------------------------------
 
     def _read_ends(self, cursor: int, limit: int) -> tuple[int, list[tuple[int, int]]]:
-        """The first ends after a cursor as the journal has them; the newest position, if there are none."""
+        """Return the newest position, and the first ends after a cursor as pairs of position and rollout, from the
+        journal."""
         newest = self._journal.position
         ends = (
             (position, event.rollout)
@@ -311,7 +315,7 @@ class LocalRolloutQueue(RolloutQueue):
         return RolloutPage(page[: query.limit], len(page) > query.limit)
 
     def _candidates(self, query: RolloutQuery) -> Iterator[RolloutState]:
-        """Those that may fit, in the order asked for, behind `after`."""
+        """Yield the rollouts that may match, behind `after`, in the order of the query."""
         backwards = query.sort == "-id"
         if not query.ids and not query.tasks:
             yield from self._journal.iter_states(RolloutState, query.after, backwards=backwards)
@@ -345,7 +349,7 @@ class LocalRolloutQueue(RolloutQueue):
         ]
 
     def _check(self, rollout: int, attempt: int | None) -> int:
-        """That there is such an attempt; the number of the newest one."""
+        """Check that the attempt exists; return the index of the newest one."""
         attempts = len(self._journal.rollout(rollout).attempts)
         if attempt is not None and not 0 <= attempt < attempts:
             raise NotFoundError(f"Rollout {rollout} has {attempts} attempts, and no attempt {attempt}.")

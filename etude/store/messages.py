@@ -1,6 +1,8 @@
-"""What a desk speaks of, as it goes over HTTP: plain JSON, and the arrays of a turn as the bytes the journal keeps.
+"""The JSON messages between a store's server and its clients. The arrays of a turn travel as the bytes that the journal
+stores.
 
-Both ends use these, so they import neither a web framework nor a database. `requests` says which document goes where.
+Both ends import this module, so it imports neither a web framework nor a database. `requests` defines the message of
+each request.
 """
 
 from __future__ import annotations
@@ -45,36 +47,36 @@ __all__ = [
 ]
 
 REQUEST_ID = "x-request-id"
-"""The name of a request: taken as it is given, else made, sent back, and in the log."""
+"""Header with the id of a request. The server takes it as given or creates it, sends it back, and logs it."""
 IDEMPOTENCY_KEY = "idempotency-key"
-"""What is sent twice under the same one is done once, and answered twice."""
+"""Header of a request that must run once: the server executes requests with the same key once, and answers each."""
 STORE_INSTANCE = "x-store-instance"
-"""Which life of the server answers; it remembers what it answered until it ends."""
+"""Header of a reply with the instance of the server process. The process forgets its replies when it ends."""
 SENT_TO = "x-sent-to"
-"""On what is sent again: the life it was sent to before."""
+"""Header of a repeated request: the instance that it was sent to before."""
 OWNER_EPOCH = "x-owner-epoch"
-"""In which life of the run that keeps the store something is said; it counts only while that lasts."""
+"""Header with the epoch of the run that owns the store. The server accepts the request only while that epoch lasts."""
 
 
 def to_json(document: Any) -> bytes:
-    """A document as bytes. A number that is none, which JSON does not have, is written as Python reads it."""
+    """Encode a document. NaN and infinities, which JSON does not have, are written as Python reads them."""
     return to_json_text(document).encode()
 
 
-# -- whose -------------------------------------------------------------------------------------------------------------
+# -- ids ---------------------------------------------------------------------------------------------------------------
 
 
 def encode_attempt_id(key: AttemptId) -> dict[str, Any]:
-    """The attempt that is meant."""
+    """Encode the id of an attempt."""
     return {"rollout": key.rollout, "attempt": key.attempt}
 
 
 def decode_attempt_id(document: Mapping[str, Any]) -> AttemptId:
-    """The attempt that is meant."""
+    """Decode the id of an attempt."""
     return AttemptId(document["rollout"], document["attempt"])
 
 
-# -- what is asked -----------------------------------------------------------------------------------------------------
+# -- tasks, rollouts and claims ----------------------------------------------------------------------------------------
 
 
 def _encode_task(task: Task) -> dict[str, Any]:
@@ -82,12 +84,12 @@ def _encode_task(task: Task) -> dict[str, Any]:
 
 
 def decode_task(document: Mapping[str, Any]) -> Task:
-    """The task that was written so."""
+    """Decode a task."""
     return Task(document["ordinal"], document["fields"], document["source"])
 
 
 def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
-    """A rollout that somebody wants."""
+    """Encode a rollout to enqueue."""
     return {
         "task": _encode_task(request.task),
         "sample": request.sample,
@@ -98,7 +100,7 @@ def encode_rollout_request(request: RolloutRequest) -> dict[str, Any]:
 
 
 def encode_claim(claim: Claim) -> dict[str, Any]:
-    """A rollout that a runner is to play, with its keys."""
+    """Encode a claimed rollout, with its keys."""
     return {
         **encode_attempt_id(claim.attempt_id),
         "task": _encode_task(claim.task),
@@ -111,7 +113,7 @@ def encode_claim(claim: Claim) -> dict[str, Any]:
 
 
 def decode_claim(document: Mapping[str, Any]) -> Claim:
-    """The claim that was written so."""
+    """Decode a claimed rollout."""
     return Claim(
         decode_attempt_id(document),
         decode_task(document["task"]),
@@ -123,24 +125,24 @@ def decode_claim(document: Mapping[str, Any]) -> Claim:
     )
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 def encode_reward(reward: Reward) -> float | dict[str, float]:
-    """A reward as plain numbers, all of them finite."""
+    """Return a reward as plain numbers; all must be finite."""
     if isinstance(reward, Mapping):
         return {str(name): check_finite(value, f"The part '{name}' of a reward") for name, value in reward.items()}
     return check_finite(reward, "A reward")
 
 
 def encode_report(report: AttemptReport) -> dict[str, Any]:
-    """How an attempt ended."""
+    """Encode the end of an attempt."""
     reward = None if report.reward is None else encode_reward(report.reward)
     return {"outcome": report.outcome, "error": report.error, "reward": reward}
 
 
 def encode_turn(turn: Turn) -> dict[str, Any]:
-    """A call to the model, its arrays as the journal keeps them (see `blobs`), in base64."""
+    """Encode a model call. Its arrays are packed as in the journal (see `blobs`), in base64."""
     names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
     fields = {name: getattr(turn, name) for name in names}
     completion = turn.completion
@@ -152,7 +154,7 @@ def encode_turn(turn: Turn) -> dict[str, Any]:
 
 
 def decode_turn(document: Mapping[str, Any]) -> Turn:
-    """The turn that was written so; `DataError` where it cannot have been one."""
+    """Decode a model call; raise `DataError` if it is malformed."""
     try:
         payload = base64.b64decode(document["arrays"], validate=True)
         prompt, columns = unpack_turn(payload)
@@ -163,29 +165,29 @@ def decode_turn(document: Mapping[str, Any]) -> Turn:
             raise ValueError(f"its arrays end before their {len(payload)} bytes do")
         return turn
     except (binascii.Error, StoreError, ValueError, OverflowError) as error:
-        raise DataError(f"This is no turn: {str(error).rstrip('.')}.") from error
+        raise DataError(f"The turn is malformed: {str(error).rstrip('.')}.") from error
 
 
 def encode_event(event: Event) -> dict[str, Any]:
-    """Something that happened, as the journal keeps it; its payload in base64."""
+    """Encode an event as the journal stores it, its payload in base64."""
     record = encode(event)
     document = {"kind": record.kind, "rollout": record.rollout, "body": json.loads(record.body)}
     return document | {"payload": base64.b64encode(record.payload).decode()}
 
 
 def decode_event(document: Mapping[str, Any]) -> Event:
-    """The event that was written so."""
+    """Decode an event."""
     payload = base64.b64decode(document["payload"], validate=True)
     return decode(EventRecord(document["kind"], document["rollout"], to_json_text(document["body"]), payload))
 
 
 def encode_runner(runner: RunnerState) -> dict[str, Any]:
-    """A runner as it last spoke."""
+    """Encode the state of a runner."""
     running = [encode_attempt_id(key) for key in runner.running]
     return {"name": runner.name, "running": running, "silent_s": runner.silent_s, "told": dict(runner.info)}
 
 
 def decode_runner(document: Mapping[str, Any]) -> RunnerState:
-    """The runner that was written so."""
+    """Decode the state of a runner."""
     running = tuple(decode_attempt_id(key) for key in document["running"])
     return RunnerState(document["name"], running, document["silent_s"], document["told"])

@@ -1,4 +1,4 @@
-"""What the server answers to, as OpenAPI describes it: written from the forms that check what comes in."""
+"""The OpenAPI document of the server, made from the models that validate the requests."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["ERROR_RESPONSES", "build_openapi", "docs_page", "openapi_route", "op
 
 _SCHEMA = "#/components/schemas/{model}"
 ERROR_RESPONSES = {
-    "400": "the body is no JSON, or not compressed as it says",
-    "401": "no key, or one that is wrong or has expired",
-    "403": "a key that opens other things, or another attempt's",
-    "404": "something the store has never heard of",
+    "400": "the body is not JSON, or not compressed as its header says",
+    "401": "the key is missing, wrong or expired",
+    "403": "the scope of the key does not allow this, or it is the key of another attempt",
+    "404": "the rollout, attempt or resource does not exist",
     "408": "the body did not arrive in time",
-    "409": "a move that may not follow what is recorded; the message names both states",
-    "412": "sent again after a restart, and it must not be done twice",
+    "409": "an illegal transition; the message names both states",
+    "412": "repeated after a restart of the server, and it must not run twice",
     "413": "the body is too large",
-    "415": "compressed in a way that is not read here",
-    "422": "the body does not say what it must",
-    "429": "this key has too much under way; send it again in a moment",
-    "431": "the head of the request is too large",
+    "415": "the content encoding is not supported",
+    "422": "a field of the body is missing or wrong",
+    "429": "too many bytes of this key are under way; send it again in a moment",
+    "431": "the headers of the request are too large",
     "500": "the server failed; its log says more",
     "503": "the journal cannot be read or written",
 }
 
 
 def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The paths, and the components they speak of."""
+    """Return the paths and the components of the document."""
     request_models: list[type[BaseModel]] = [*REQUESTS, BatchRequest]
     reply_models: set[type[BaseModel]] = {
         *(request_type.reply for request_type in REQUESTS),
@@ -68,7 +68,11 @@ def build_openapi() -> tuple[dict[str, Any], dict[str, Any]]:
     paths["/v1/store/batch"] = _operation("batch", BatchRequest, *batch_content, error_content)
     paths["/v1/traces"] = _traces(error_content)
     paths["/healthz"] = _health()
-    key = {"type": "http", "scheme": "bearer", "description": "the admin key, a runner's, or an attempt's reward key"}
+    key = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "the admin key, a runner key, or the reward key of an attempt",
+    }
     return paths, {"schemas": schemas["$defs"], "securitySchemes": {"key": key}}
 
 
@@ -99,8 +103,8 @@ def _operation(
             "in": "header",
             "required": False,
             "schema": {"type": "string", "pattern": "^[0-9]{1,19}$"},
-            "description": "the life of the run that keeps the store in which this is said; in another, what would "
-            "change something is refused",
+            "description": "epoch of the run that owns the store; if it is over, the server refuses requests that "
+            "change something",
         }
     ]
     if model is BatchRequest or (issubclass(model, StoreRequest) and model.caches_reply):
@@ -110,7 +114,7 @@ def _operation(
                 "in": "header",
                 "required": False,
                 "schema": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"},
-                "description": "any text of one's own; what is sent again under it is done once",
+                "description": "any text that the client chooses; requests with the same key run once",
             }
         ]
     return {"post": operation}
@@ -125,10 +129,10 @@ def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
         "post": {
             "operationId": "traces",
             "tags": ["spans"],
-            "summary": "Spans, as OTLP/HTTP has them",
-            "description": "With a reward key they are noted on its attempt; with the admin key, on the one that the "
-            "attributes etude.rollout and etude.attempt of their resource name. What is not kept is counted in the "
-            "answer, with the reason.",
+            "summary": "Record spans in the format of OTLP/HTTP",
+            "description": "With a reward key the spans are recorded as notes of its attempt. With the admin key, the "
+            "resource attributes etude.rollout and etude.attempt name the attempt. The reply counts the spans that "
+            "were not stored, with the reason.",
             "security": [{"key": []}],
             "requestBody": {"required": True, "content": content},
             "responses": {"200": {"description": "taken", "content": content}} | _refusals(error_content),
@@ -138,8 +142,8 @@ def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
 
 def _health() -> dict[str, Any]:
     schema = {"type": "object", "properties": {"status": {"const": "ok"}}, "required": ["status"]}
-    responses = {"200": {"description": "it is there", "content": {JSON: {"schema": schema}}}}
-    return {"get": {"operationId": "healthz", "summary": "Whether the server is there", "responses": responses}}
+    responses = {"200": {"description": "the server runs", "content": {JSON: {"schema": schema}}}}
+    return {"get": {"operationId": "healthz", "summary": "Check that the server runs", "responses": responses}}
 
 
 def _refusals(error_content: dict[str, Any]) -> dict[str, Any]:
@@ -147,13 +151,13 @@ def _refusals(error_content: dict[str, Any]) -> dict[str, Any]:
 
 
 async def docs_page(_: Request) -> Response:
-    """Answer with a page that shows the description."""
+    """Answer with a page that shows the document."""
     return get_swagger_ui_html(openapi_url="/openapi.json", title="Etude's store")
 
 
 def openapi_route(app: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return the handler that answers with the description, as bytes made once."""
-    body = cache(lambda: to_json(app.openapi()))  # made where it is first asked for, after all routes are there
+    """Return the handler that serves the document, encoded once."""
+    body = cache(lambda: to_json(app.openapi()))  # made at the first request, after all routes exist
 
     async def serve_schema(_: Request) -> Response:
         return Response(body(), media_type=JSON)
@@ -162,7 +166,7 @@ def openapi_route(app: FastAPI) -> Callable[[Request], Coroutine[Any, Any, Respo
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """Return the app's description, made once."""
+    """Return the document of the app, made once."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         paths, components = build_openapi()

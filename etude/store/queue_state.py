@@ -1,8 +1,8 @@
-"""What every verb of a desk comes to: which events are written, and what is kept at hand of the work that is open.
+"""The state of a rollout queue: each operation writes its events and updates the open work held in memory.
 
-All of it is called by one thread (`writer_thread`), inside a round: a verb first has its events taken, which refuses
-what is illegal, and then changes what is kept. Where the round cannot be written, everything kept is made anew from the
-journal, of which it is never more than a part: what waits, what runs, and the last ends.
+One thread (`writer_thread`) calls all of it, inside a transaction. An operation first appends its events, which refuses
+an illegal one; then it updates the memory. If the transaction fails, the memory is rebuilt from the journal. It is only
+a part of it: queued rollouts, leases and the last ends.
 """
 
 from __future__ import annotations
@@ -56,36 +56,37 @@ from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult
 __all__ = ["INTERRUPTED", "QueueState"]
 
 INTERRUPTED = "The run was stopped while this was under way."
-"""The error of an attempt that a stop of its run ended; it says nothing of the rollout and is not held against it,
-however often."""
+"""The error of an attempt that ended because its run stopped. It never counts against the rollout, however often it
+occurs."""
 FARTHEST = 2**62
-"""The largest id that may be given, beyond which there is room for others."""
+"""The largest id that a caller may give; it leaves room for more."""
 
 ENDED = frozenset(Status) - LIVE - {Status.QUEUED}
 
 
 class QueueState:
-    """The verbs, and what they keep."""
+    """The operations of the queue, and the open work in memory."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self.owner_lease = journal, OwnerLease()
         self.resources: dict[str, tuple[int, Any]] = {}
-        """The newest version of each, and its number. It is read by other threads, and nobody changes a value."""
+        """The newest version number and value of each resource. Other threads read it, so nothing may change a value in
+        place."""
         self._claims: deque[PendingClaim] = deque()
         self._waits: list[PendingWait] = []
         self._runners = RunnerRegistry(self._log)
         self._last_round = time.monotonic()
         self._ended_attempts: list[AttemptId] = []
         self.on_attempts_ended: Callable[[Sequence[AttemptId]], None] | None = None
-        """Is told of attempts that are over, once that is written, on the clerk's thread: it must not wait."""
+        """Called with attempts that ended, after their commit, on the writer thread. It must not block."""
         self.reload()
 
     def reload(self) -> None:
-        """Stand where the journal stands. Who has an attempt keeps it, and is given time to say so."""
+        """Rebuild the memory from the journal. Runners keep their attempts, and get time to send a heartbeat."""
         now = time.monotonic()
         self._ended_attempts = []
         for claim in self._claims:
-            claim.leased.clear()  # it was not written, so nobody has it
+            claim.leased.clear()  # the assignment was not written, so no runner has it
         self.resources = {
             state.name: (state.version, state.value) for state in self._journal.iter_states(ResourceState)
         }
@@ -104,24 +105,24 @@ class QueueState:
                 self._work.enqueue(state.id, state.limits or RolloutLimits(), now)
             elif state.status in ENDED:
                 self._counts[state.status] += 1
-            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else whoever queued it plays it
+            elif state.status is Status.RUNNING and state.attempts[-1].runner:  # else its own run executes it
                 key = AttemptId(state.id, len(state.attempts) - 1)
                 self._work.start_lease(key, state.attempts[-1].runner, state.limits or RolloutLimits(), now)
         self._ends = RecentEnds(self._journal.position)
 
-    # -- who wants rollouts -------------------------------------------------------------------------------------------
+    # -- for the trainer ----------------------------------------------------------------------------------------------
 
     def acquire_lease(self, txn: Transaction, owner: QueueOwner, epoch: int | None, lease_s: float | None) -> int:
-        """A run takes the desk up, or says that it is still there."""
+        """Acquire or renew the lease of the run that owns the queue; return the epoch."""
         now = time.monotonic()
         if epoch is None:
             value = self.owner_lease.begin_epoch(owner, lease_s, now, empty=self._next_id == 0)
             self._begin_epoch(txn, value)
-            self._log("The run in %s is here; this is its life %d.", owner.where, self.owner_lease.epoch)
+            self._log("The run in %s owns the queue now; this is epoch %d.", owner.where, self.owner_lease.epoch)
         else:
             self.owner_lease.check(epoch)
             if lease_s == 0:
-                self._log("The run in %s has left; nothing is lent until it is back.", owner.where)
+                self._log("The run in %s released its lease; no rollouts are assigned until it is back.", owner.where)
             self.owner_lease.renew(lease_s, now)
             postponed, self._work.awaiting_owner = self._work.awaiting_owner, []
             for id in postponed:
@@ -129,17 +130,17 @@ class QueueState:
         return self.owner_lease.epoch
 
     def _log(self, message: str, *args: object) -> None:
-        """Tell of who comes and goes, where that is a store's whole business; a run that keeps its own has more."""
+        """Log runs and runners that come and go. For a run's private queue this is debug output only."""
         is_private = self.owner_lease.epoch > 0 and not self.owner_lease.has_timeout
         get_logger("store").log(logging.DEBUG if is_private else logging.INFO, message, *args)
 
     def release_owner(self, txn: Transaction) -> None:
-        """The run that keeps the desk has moved: it may be taken up in another place."""
+        """Let the run that owns the queue take it over from another directory."""
         if (value := self.owner_lease.release()) is not None:
             self._begin_epoch(txn, value)
 
     def _begin_epoch(self, txn: Transaction, value: dict[str, Any]) -> None:
-        """What was under way in the life before is over, and what waits waits until it is asked for again."""
+        """End the attempts of the epoch before, and suspend the queued rollouts until they are enqueued again."""
         keys, at = list(self._work.leases), time.time()
         broken = Outcome.INFRA_ERROR
         txn.append([AttemptEnded(*key, broken, INTERRUPTED, retry=True, watched=True, at=at) for key in keys])
@@ -149,7 +150,7 @@ class QueueState:
         self._work.suspend_all()
 
     def enqueue(self, txn: Transaction, wanted: Sequence[RolloutRequest]) -> list[int]:
-        """Queue these, all or none."""
+        """Queue rollouts, all or none, and return their ids."""
         events: list[Event] = []
         tasks: dict[int, Task] = {}
         new: dict[int, RolloutRequest] = {}
@@ -164,7 +165,7 @@ class QueueState:
             tasks[ordinal] = request.task
             id = next_id if request.id is None else request.id
             if not 0 <= id <= FARTHEST:
-                raise DataError(f"A rollout cannot be called {id}: its id is a number from 0 to {FARTHEST}.")
+                raise DataError(f"The id of a rollout is {id}; it must be a number from 0 to {FARTHEST}.")
             next_id = max(next_id, id + 1)
             ids.append(id)
             if is_already_queued(txn, new, id, request):
@@ -185,7 +186,7 @@ class QueueState:
         return ids
 
     def cancel(self, txn: Transaction, rollouts: Sequence[int], why: str) -> None:
-        """Nobody wants these any more."""
+        """Cancel rollouts that have not ended."""
         why = check_reason(why)
         states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
         events = [RolloutCancelled(state.id, why) for state in states if state.phase in (Phase.QUEUED, Phase.RUNNING)]
@@ -199,16 +200,18 @@ class QueueState:
             self._record_end(last - len(events) + 1 + index, id, Status.CANCELLED)
 
     def seal(self, txn: Transaction, rollouts: Sequence[int]) -> list[RolloutState]:
-        """These are about to be read, and earn nothing more."""
+        """Refuse further rewards for rollouts, and return their states."""
         states = [get_rollout(txn, id) for id in dict.fromkeys(rollouts)]
         txn.append([RolloutSealed(state.id) for state in states if not state.sealed and state.settled is None])
         return [get_rollout(txn, id) for id in rollouts]
 
     def add_wait(self, txn: Transaction, wait: PendingWait, promise: PendingResult) -> Any:
-        """The ends after a cursor: positions and rollouts, now or as soon as there is one. None if they are older than
-        what is kept: they are in the journal."""
+        """Return the ends after a cursor as pairs of position and rollout, now or as soon as there is one.
+
+        Return None if those ends are older than the ones in memory: the caller reads them from the journal.
+        """
         if wait.cursor > (newest := txn.start + len(txn.records)):
-            raise NotFoundError(f"The journal ends at {newest}, so {wait.cursor} is no cursor of it: begin with 0.")
+            raise NotFoundError(f"The journal ends at {newest}, so it has no cursor {wait.cursor}: begin with 0.")
         if wait.cursor < self._ends.floor:
             return None
         if ends := self._ends.after(wait):
@@ -217,25 +220,26 @@ class QueueState:
         self._waits.append(wait)
         return DEFERRED
 
-    # -- who plays them -----------------------------------------------------------------------------------------------
+    # -- for runners --------------------------------------------------------------------------------------------------
 
     def add_claim(self, claim: PendingClaim, promise: PendingResult) -> Any:
-        """A runner waits for work; it is answered when there is some."""
+        """Add a runner's claim. It is answered when there is work, or at its deadline."""
         self._runners.record_heartbeat(claim.runner)
         claim.promise = promise
         self._claims.append(claim)
         return DEFERRED
 
     def cancel_claim(self, txn: Transaction, claim: PendingClaim) -> None:
-        """A runner went away while it waited. What it was lent and cannot have heard of is queued again."""
+        """Cancel the claim of a runner that disconnected. Attempts assigned to it, of which it cannot know, are queued
+        again."""
         claim.is_cancelled = True
         for attempt in claim.leased:
             if attempt.attempt_id in self._work.leases:
-                why = f"The runner '{claim.runner}' went away while it was claiming this."
+                why = f"The runner '{claim.runner}' disconnected while it was claiming this."
                 self._end_attempt(txn, attempt.attempt_id, Outcome.INFRA_ERROR, why, watched=True)
 
     def mark_ready(self, txn: Transaction, key: AttemptId) -> None:
-        """An attempt runs now; said again, it is as if it had been said once."""
+        """Move an attempt to running. A second call changes nothing."""
         if get_attempt(txn, key).status is not Status.RUNNING:
             txn.append([AttemptReady(*key)])
         self._work.record_heartbeat(key, time.monotonic())
@@ -243,7 +247,7 @@ class QueueState:
     def heartbeat(
         self, txn: Transaction, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None
     ) -> dict[AttemptId, str]:
-        """What a runner is to stop, of what it has under way."""
+        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         self._runners.record_heartbeat(runner, info)
         now, stop = time.monotonic(), {}
         for key in running:
@@ -251,13 +255,13 @@ class QueueState:
             if lease is not None and lease.runner == runner:
                 lease.last_heartbeat = now
             elif lease is not None:
-                stop[key] = f"It is being played by the runner '{lease.runner}'."
+                stop[key] = f"The runner '{lease.runner}' has the lease of this attempt."
             else:
                 stop[key] = stop_reason(txn, key)
         return stop
 
     def finish(self, txn: Transaction, key: AttemptId, report: AttemptReport) -> bool:
-        """An attempt is handed in. Whether that is how it ended."""
+        """Record the report of an attempt's end. Return whether it counts, or the attempt was over before."""
         attempt = get_attempt(txn, key)
         reward, parts = (None, {}) if report.reward is None else parse_reward(report.reward, key)
         rewarded = reward is None or (attempt.reward, attempt.parts) == (reward, parts)
@@ -273,17 +277,17 @@ class QueueState:
             return False
         if (attempt.status, attempt.error) != (Status(report.outcome), report.error) or not rewarded:
             raise IllegalTransitionError(
-                f"Attempt {key.attempt} of rollout {key.rollout} is {attempt.status} (reward {attempt.reward}), as it "
-                f"was handed in before, and cannot become {report.outcome} (reward {reward})."
+                f"Attempt {key.attempt} of rollout {key.rollout} was reported as {attempt.status} (reward "
+                f"{attempt.reward}), and cannot become {report.outcome} (reward {reward})."
             )
         return True
 
-    # -- what is shared -----------------------------------------------------------------------------------------------
+    # -- resources and statistics -------------------------------------------------------------------------------------
 
     def put_resource(self, txn: Transaction, name: str, value: Any) -> int:
-        """A new version of a resource."""
+        """Write a new version of a resource and return its version number."""
         if name == OWNER_RESOURCE:
-            raise DataError(f"The resource '{OWNER_RESOURCE}' says who keeps the desk, and is not for others to put.")
+            raise DataError(f"The resource '{OWNER_RESOURCE}' records the queue's owner, and only the queue writes it.")
         return self._put(txn, name, value)
 
     def _put(self, txn: Transaction, name: str, value: Any) -> int:
@@ -295,12 +299,12 @@ class QueueState:
         return version
 
     def runners(self) -> list[RunnerState]:
-        """The runners that spoke lately, and what each has."""
+        """Return the runners that were active lately, with their leased attempts."""
         leases = ((lease.runner, key) for key, lease in self._work.leases.items())
         return self._runners.states(leases, time.monotonic())
 
     def statistics(self) -> dict[str, float]:
-        """How much stands where."""
+        """Return counts of rollouts, retries and late results, and the age of the oldest queued rollout."""
         now, waiting = time.monotonic(), self._work.queue
         ended = {str(status): float(self._counts[status]) for status in Status if status in ENDED}
         return {
@@ -312,15 +316,15 @@ class QueueState:
             "oldest_queued_s": now - next(iter(waiting.values())) if waiting else 0.0,
         }
 
-    # -- what time demands --------------------------------------------------------------------------------------------
+    # -- called once in each round of the writer thread ---------------------------------------------------------------
 
     def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
-        """End what passed its limits, lend what waits to who waits, and answer those whose wait is over."""
+        """End attempts beyond their limits, assign queued rollouts to claims, and answer waits that are over."""
         if (stalled := now - self._last_round - TICK_S) > TICK_S:
-            self._work.extend_leases(stalled)  # this process stood still, and nobody was heard
+            self._work.extend_leases(stalled)  # this process was suspended, and could receive no heartbeat
             self.owner_lease.extend(stalled, self._last_round)
         if self._work.leases and not self.owner_lease.is_valid(now):
-            get_logger("store").warning("Nobody has heard of the run: %d attempts are stopped.", len(self._work.leases))
+            get_logger("store").warning("The run's lease expired: %d attempts are stopped.", len(self._work.leases))
             for key in list(self._work.leases):
                 self._end_attempt(txn, key, Outcome.INFRA_ERROR, INTERRUPTED, watched=True)
         for deadline in list(self._work.pop_due(now)):
@@ -331,17 +335,17 @@ class QueueState:
         self._last_round = time.monotonic()
 
     def after_commit(self) -> None:
-        """Tell of the attempts that are over by now."""
+        """Report the attempts that ended to the callback."""
         if self._ended_attempts:
             ended, self._ended_attempts = self._ended_attempts, []
             try:
                 if self.on_attempts_ended is not None:
                     self.on_attempts_ended(ended)
-            except Exception:  # whoever listens may fail, and the desk goes on
-                get_logger("store").exception("Who listens for the ends of attempts failed.")
+            except Exception:  # an error of the callback must not stop the queue
+                get_logger("store").exception("The callback for ended attempts failed.")
 
     def next_deadline(self) -> float | None:
-        """When to attend again."""
+        """Return the time of the next round, if no call comes before."""
         times = [claim.until for claim in self._claims]
         times += [wait.until for wait in self._waits]
         if (deadline := self._work.next_deadline()) is not None:
@@ -349,16 +353,16 @@ class QueueState:
         return min(times, default=None)
 
     def pending_promises(self) -> list[PendingResult]:
-        """Who waits for work, or for ends."""
+        """Return the promises of all pending claims and waits."""
         promises = [*(claim.promise for claim in self._claims), *(wait.promise for wait in self._waits)]
         return [promise for promise in promises if promise is not None]
 
     def _expire(self, txn: Transaction, deadline: Deadline) -> None:
-        """End what passed a limit."""
+        """End a rollout or an attempt that passed its limit."""
         if deadline.cause == "queue":
             limits = limits_of(get_rollout(txn, deadline.attempt_id.rollout))
             now = time.monotonic()
-            if not self.owner_lease.allows_claims(now):  # while nothing is lent, nothing waits in vain
+            if not self.owner_lease.allows_claims(now):  # while nothing is assigned, no rollout expires
                 self._work.enqueue(deadline.attempt_id.rollout, limits, now)
                 return
             why = f"It waited in the queue for {limits.queue_timeout_s:g} s."
@@ -367,17 +371,17 @@ class QueueState:
             self._record_end(position, deadline.attempt_id.rollout, Status.FAILED)
             return
         lease = self._work.leases.get(deadline.attempt_id)
-        if lease is None:  # it passed both its limits at once
+        if lease is None:  # the attempt passed both its limits at once
             return
         if deadline.cause == "time":
-            why = f"It was not done {lease.limits.timeout_s:g} s after it was claimed."
+            why = f"It was not finished {lease.limits.timeout_s:g} s after it was claimed."
             self._end_attempt(txn, deadline.attempt_id, Outcome.TIMED_OUT, why, watched=True)
         else:
-            why = f"Its runner '{lease.runner}' said nothing for {lease.limits.unresponsive_s:g} s."
+            why = f"Its runner '{lease.runner}' sent nothing for {lease.limits.unresponsive_s:g} s."
             self._end_attempt(txn, deadline.attempt_id, Outcome.UNRESPONSIVE, why, watched=True)
 
     def _assign(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
-        """Give those that wait longest to those that wait longest."""
+        """Assign the longest queued rollouts to the oldest claims."""
         waiting: deque[PendingClaim] = deque()
         allowed = self.owner_lease.allows_claims(now)
         for claim in self._claims:
@@ -402,7 +406,7 @@ class QueueState:
         self._work.start_lease(key, runner, limits_of(state), now)
         task = txn.state(TaskState, state.task)
         assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
-        fields = to_json_value(task.fields, "fields")  # a copy, as whoever plays it may change it
+        fields = to_json_value(task.fields, "fields")  # a copy, since the runner may change it
         return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
 
     def _answer_waits(self, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
@@ -416,7 +420,7 @@ class QueueState:
                 waiting.append(wait)
         self._waits = waiting
 
-    # -- small parts --------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     def _end_attempt(
         self,
@@ -428,7 +432,7 @@ class QueueState:
         before: Sequence[Event] = (),
         watched: bool = False,
     ) -> None:
-        """An attempt is over, and its rollout with it or queued again."""
+        """End an attempt, and end its rollout or queue it again."""
         state = get_rollout(txn, key.rollout)
         limits, interrupted = limits_of(state), error == INTERRUPTED
         outcomes = [Outcome(attempt.status) for attempt in state.attempts[:-1] if attempt.error != INTERRUPTED]

@@ -1,16 +1,18 @@
-"""A desk that is elsewhere, reached over HTTP as if it were here.
+"""A rollout queue of another process, called over HTTP.
 
-    desk = RemoteRolloutQueue("http://10.0.0.7:8700", key)
-    for claim in await desk.claim("runner-3", n=8, wait_s=30.0): ...
+    queue = RemoteRolloutQueue("http://10.0.0.7:8700", key)
+    for claim in await queue.claim("runner-3", n=8, wait_s=30.0): ...
 
-Connections are kept. What is written of attempts (ready, turn, reward, note, finish) travels together: while one
-request is under way, what comes up meanwhile is collected, and goes as the next. Large bodies are compressed.
+The client reuses connections. It batches the writes of attempts (ready, turn, reward, note, finish): while one request
+is under way, it collects further writes for the next. Large bodies are compressed.
 
-What fails on the way is tried again, for `patience_s`, so that a server may be restarted meanwhile; after that it is a
-`StoreError`. What must not be done twice is sent under a name of its own, by which the server knows it again: a claim
-whose answer was lost is given again, and a turn is written once. Where the server was restarted between the two, it
-remembers no names: an attempt claimed just then falls silent and is tried again, and a turn, or what a turn was paid,
-is a `StoreError` that says so, since to write it again might count it twice.
+The client retries a failed request for `patience_s`, so that a server may restart meanwhile; then it raises
+`StoreError`. A request that must not be executed twice carries an idempotency key, by which the server recognizes it. A
+claim whose reply was lost is answered again; a turn is written once.
+
+A restarted server has forgotten these keys. A rollout claimed just before the restart becomes unresponsive and is
+retried. A turn, or the reward of a turn, raises a `StoreError` that says so, since writing it again might count it
+twice.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ __all__ = ["RemoteRolloutQueue"]
 
 T = TypeVar("T")
 POLL_S = 20.0
-"""Seconds that one request waits at most for something to happen; a longer wait is several."""
+"""Longest wait of one request, in seconds. A longer wait takes several requests."""
 MOST_PATIENCE_S = 90.0
-"""Together with the longest poll it is less than a server keeps its answers for."""
+"""Upper limit of `patience_s`. Together with the longest poll it is shorter than a server keeps its replies."""
 MAX_ITEMS = 1000
-"""Of what one request may ask for; who asks for more gets so many at once."""
+"""Items in one request. A longer list is split."""
 
 
 class RemoteRolloutQueue(RolloutQueue):
-    """The desk behind a server's address. It may be used from several event loops, each with connections of its own."""
+    """A rollout queue behind a server's address. Several event loops may use it, each with its own connections."""
 
     def __init__(
         self,
@@ -69,51 +71,56 @@ class RemoteRolloutQueue(RolloutQueue):
     ) -> None:
         address = httpx2.URL(url)
         if address.scheme not in ("http", "https"):
-            raise ConfigError(f"The address of a store begins with http:// or https://, and '{url}' does not.")
+            raise ConfigError(f"The address of the store is '{url}'; it must begin with http:// or https://.")
         if address.userinfo:
-            raise ConfigError(f"The address of the store at {address.host} has a password in it; a store takes a key.")
+            raise ConfigError(
+                f"The address of the store at {address.host} contains a user or password; a store takes a key instead."
+            )
         if not 0 <= patience_s <= MOST_PATIENCE_S:
             raise ConfigError(
-                f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server knows for two "
-                "minutes what it was asked before."
+                f"patience_s is {patience_s:g}; it must be from 0 to {MOST_PATIENCE_S:g}, since a server recognizes a "
+                "repeated request for two minutes only."
             )
         if not key or not key.isascii() or not key.isprintable():
-            raise InvalidKeyError("The key of a store is plain text in one line, and this is not; copy it once more.")
+            raise InvalidKeyError(
+                "The key of the store must be one line of ASCII text, and this is not. Copy it again."
+            )
         self.url, self._key = url.rstrip("/"), key
         self._patience_s, self._timeout_s, self._transport = patience_s, timeout_s, transport
         self._epoch: int | None = None
         self._batchers: dict[asyncio.AbstractEventLoop, WriteBatcher] = {}
 
-    # -- who wants rollouts -------------------------------------------------------------------------------------------
+    # -- for the trainer ----------------------------------------------------------------------------------------------
 
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
-        """A run takes the desk up, or says that it is still there."""
+        """Acquire or renew the lease of the run that owns the queue; return the epoch."""
         lease_s = None if lease_s is None else check_seconds(lease_s, "lease_s")
         reply = await self._call("keep", run=owner.run, where=owner.where, life=epoch, lease_s=lease_s)
         number: int = reply["life"]
         return number
 
     def with_epoch(self, epoch: int) -> Self:
-        """This desk, at which each word counts only while this is the life of its keeper; with connections of its
-        own."""
+        """Return this queue, bound to an epoch, with its own connections: its calls fail once a newer epoch has
+        begun."""
         queue = copy(self)
         queue._epoch, queue._batchers = epoch, {}
         return queue
 
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        """Queue rollouts; those without an id could be queued twice by asking twice, so this too has a name."""
+        """Queue rollouts and return their ids. The request has an idempotency key, since a rollout without an id could
+        be queued twice."""
         ids: list[int] = (
             await self._call("enqueue", wanted=[messages.encode_rollout_request(request) for request in wanted])
         )["ids"]
         return ids
 
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Nobody wants these any more."""
+        """Cancel rollouts and record the reason."""
         for portion in _portions(rollouts) or [[]]:
             await self._call("cancel", rollouts=[int(rollout) for rollout in portion], why=why)
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """These are about to be read, and earn nothing more."""
+        """Refuse further rewards for rollouts that ended, and return their states."""
         states: list[RolloutState] = []
         for portion in _portions(rollouts):
             reply = await self._call("seal", rollouts=[int(rollout) for rollout in portion])
@@ -121,7 +128,7 @@ class RemoteRolloutQueue(RolloutQueue):
         return states
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Rollouts that came to their end after a cursor."""
+        """Return the rollouts that ended after a cursor, and the next cursor."""
         until = time.monotonic() + check_seconds(timeout_s, "timeout_s")
         while True:
             wait_s = min(max(until - time.monotonic(), 0.0), POLL_S)
@@ -132,7 +139,7 @@ class RemoteRolloutQueue(RolloutQueue):
                 return cursor, [RolloutState.from_dict(state) for state in reply["rollouts"]]
 
     async def find(self, query: RolloutQuery) -> RolloutPage:
-        """The rollouts that were asked for; a page has at most a thousand."""
+        """Return one page of the rollouts that match a query, at most a thousand."""
         fields = {name: getattr(query, name) for name in query.__slots__}
         fields["limit"] = limit = min(check_count(query.limit, "limit"), MAX_ITEMS)
         states: list[RolloutState] = []
@@ -146,24 +153,24 @@ class RemoteRolloutQueue(RolloutQueue):
         return RolloutPage(tuple(states[:limit]), more or len(states) > limit)
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt."""
+        """Return the turns of an attempt."""
         reply = await self._call("turns", rollout=rollout, attempt=attempt)
         return [messages.decode_turn(turn) for turn in reply["turns"]]
 
     async def history(self, rollout: int) -> list[Event]:
-        """All that happened to a rollout, in order."""
+        """Return all events of a rollout, in order."""
         reply = await self._call("history", rollout=rollout)
         return [messages.decode_event(event) for event in reply["events"]]
 
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
-        """What was noted during an attempt."""
+        """Return the notes of an attempt."""
         events: list[dict[str, Any]] = (await self._call("events", rollout=rollout, attempt=attempt))["events"]
         return events
 
-    # -- who plays them -----------------------------------------------------------------------------------------------
+    # -- for runners --------------------------------------------------------------------------------------------------
 
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Up to `n` rollouts. If this is cancelled, the server hands back what it had claimed for it."""
+        """Claim up to `n` rollouts. If the call is cancelled, the server returns its rollouts to the queue."""
         until = time.monotonic() + check_seconds(wait_s, "wait_s")
         while True:
             poll_s = min(max(until - time.monotonic(), 0.0), POLL_S)
@@ -172,13 +179,13 @@ class RemoteRolloutQueue(RolloutQueue):
                 return [messages.decode_claim(claim) for claim in reply["claims"]]
 
     async def mark_ready(self, key: AttemptId) -> None:
-        """An attempt that was prepared runs now."""
+        """Move an attempt from preparing to running."""
         await self._write("ready", key, {})
 
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        """A runner is alive; what it is to stop."""
+        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
         document = None if info is None else to_json_value(info, "told")
         stop: dict[AttemptId, str] = {}
         for portion in _portions(running) or [()]:
@@ -188,67 +195,67 @@ class RemoteRolloutQueue(RolloutQueue):
         return stop
 
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        """An attempt is over."""
+        """Report the end of an attempt. Return False if a timeout or a cancellation had ended it before."""
         counted: bool = (await self._write("finish", key, messages.encode_report(report)))["counted"]
         return counted
 
-    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+    # -- records of a running attempt ---------------------------------------------------------------------------------
 
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:
-        """Write down one call to the model."""
+        """Write one model call and return its index."""
         index: int = (await self._write("turn", key, {"turn": messages.encode_turn(turn)}))["index"]
         return index
 
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        """What an attempt earned, or one of its turns."""
+        """Record the final reward of an attempt, or the reward of one of its turns."""
         await self._write("reward", key, {"reward": messages.encode_reward(reward), "turn": turn})
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """An event that somebody will want to look at."""
+        """Record an event for people to inspect."""
         await self._write("note", key, {"event": name, "data": to_json_value(data, "data")})
 
-    # -- what is shared -----------------------------------------------------------------------------------------------
+    # -- resources and statistics -------------------------------------------------------------------------------------
 
     async def put_resource(self, name: str, value: Any) -> int:
-        """A new version of a resource."""
+        """Write a new version of a resource and return its version number."""
         version: int = (await self._call("put", resource=name, value=to_json_value(value, "value")))["version"]
         return version
 
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
-        """A resource and its version."""
+        """Return the version number and the value of a resource."""
         reply = await self._call("resource", resource=name, version=version)
         return reply["version"], reply["value"]
 
     async def runners(self) -> list[RunnerState]:
-        """The runners that spoke within the last minutes."""
+        """Return the runners that were active within the last minutes."""
         return [messages.decode_runner(runner) for runner in (await self._call("runners"))["runners"]]
 
     async def statistics(self) -> dict[str, float]:
-        """How many rollouts stand where."""
+        """Return counts of rollouts by status."""
         statistics: dict[str, float] = (await self._call("statistics"))["statistics"]
         return statistics
 
     async def close(self) -> None:
-        """Let go of this event loop's connections, once what is being written is written; the server goes on."""
+        """Close the connections of this event loop after the pending writes. The server continues."""
         batcher = self._batchers.pop(asyncio.get_running_loop(), None)
         if batcher is not None:
             await batcher.close()
 
-    # -- the way there ------------------------------------------------------------------------------------------------
+    # -- transport ----------------------------------------------------------------------------------------------------
 
     async def _call(self, name: str, *, wait_s: float = 0.0, **body: Any) -> dict[str, Any]:
-        """Ask for a verb that goes alone."""
+        """Send a request that is not batched, and return its reply."""
         if name == "claim":
             body["wait_s"] = wait_s
         return await self._batcher().client.call(name, messages.to_json(body), wait_s)
 
     async def _write(self, name: str, key: AttemptId, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Write with what else is being written."""
+        """Send a write, batched with others, and return its reply."""
         document = {"verb": name, **messages.encode_attempt_id(key), **body}
         return await self._batcher().write(messages.to_json(document))
 
     def _batcher(self) -> WriteBatcher:
-        """The connections of this event loop."""
+        """Return the write batcher of this event loop, with its connections."""
         loop = asyncio.get_running_loop()
         batcher = self._batchers.get(loop)
         if batcher is None:
@@ -261,5 +268,5 @@ class RemoteRolloutQueue(RolloutQueue):
 
 
 def _portions(items: Sequence[T]) -> list[Sequence[T]]:
-    """As many at a time as one request may speak of."""
+    """Split a sequence into parts that fit into one request each."""
     return [items[start : start + MAX_ITEMS] for start in range(0, len(items), MAX_ITEMS)]

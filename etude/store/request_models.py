@@ -1,4 +1,4 @@
-"""The parts that requests to a desk are made of, each held to its bounds; and what all such requests have in common."""
+"""The field types that requests share, each with its limits, and the base class of all requests."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = [
 
 T = TypeVar("T")
 MAX_INLINE_DOCUMENTS = 16
-"""Documents that are made at once."""
+"""Documents that are converted on the event loop. A longer list is converted in a thread."""
 LONGEST_POLL = 30.0
-"""Seconds that one request waits at most; who wants to wait longer asks again."""
+"""Longest wait of one request, in seconds. For a longer wait, repeat the request."""
 _DEFAULT_LIMITS = RolloutLimits()
 
 
@@ -48,39 +48,39 @@ Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Text: TypeAlias = Annotated[str, Field(max_length=1_000_000)]
 Json: TypeAlias = JsonValue
-"""Anything. A number that is none, which JSON does not have, travels as Python writes it: a task may have one."""
+"""Any JSON value. NaN and infinities, which JSON does not have, travel as Python writes them; a task may hold one."""
 RewardValue: TypeAlias = float | Annotated[dict[Annotated[str, Field(max_length=200)], float], Field(max_length=100)]
 Ids: TypeAlias = Annotated[list[Id], Field(max_length=1000)]
-"""As many as one request speaks of; who has more asks more often."""
+"""Ids of one request. For more, send several requests."""
 
 
 async def map_documents(items: Sequence[T], convert: Callable[[T], Any], size: int = 0) -> list[Any]:
-    """Each as it goes over HTTP, or as it came that way; of many, or of many bytes, made beside the event loop."""
+    """Convert each item to or from its JSON document. Many items, or many bytes, are converted in a thread."""
     if len(items) <= MAX_INLINE_DOCUMENTS and size <= INLINE_BYTES:
         return [convert(item) for item in items]
     return await asyncio.to_thread(lambda: [convert(item) for item in items])
 
 
 class StrictModel(BaseModel):
-    """What is said in a request: nothing unknown, no number that is none, no text for a number."""
+    """Base of all parts of a request: no unknown fields, no NaN or infinities, no text in place of a number."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class AttemptIdModel(StrictModel):
-    """An attempt at a rollout."""
+    """The id of an attempt."""
 
     rollout: Id
     attempt: Id
 
     @property
     def attempt_id(self) -> AttemptId:
-        """The attempt that is meant."""
+        """The attempt that the request names."""
         return AttemptId(self.rollout, self.attempt)
 
 
 class TaskModel(StrictModel):
-    """What is asked."""
+    """A task: its ordinal, the fields of its prompt, and the name of its source."""
 
     ordinal: Number
     fields: dict[str, Json]
@@ -88,7 +88,7 @@ class TaskModel(StrictModel):
 
 
 class RolloutLimitsModel(StrictModel):
-    """How long a rollout may take, and how often it is tried; null is without a limit."""
+    """Time limits and retries of a rollout. A null limit is no limit."""
 
     timeout_s: Seconds | None = _DEFAULT_LIMITS.timeout_s
     unresponsive_s: Seconds = _DEFAULT_LIMITS.unresponsive_s
@@ -98,29 +98,29 @@ class RolloutLimitsModel(StrictModel):
 
 
 class RolloutRequestModel(StrictModel):
-    """A rollout that somebody wants."""
+    """A rollout to enqueue."""
 
     task: TaskModel
     sample: Number = 0
-    id: Number | None = Field(None, description="its name, 0 or more; null has the store give one")
+    id: Number | None = Field(None, description="id of the rollout, 0 or more; with null the store assigns one")
     use: RolloutPurpose = "train"
     limits: RolloutLimitsModel = Field(RolloutLimitsModel.model_validate({}))
 
     def to_request(self) -> RolloutRequest:
-        """As a desk takes it."""
+        """Return the record that a rollout queue takes."""
         limits = RolloutLimits.from_dict(self.limits.model_dump())
         return RolloutRequest(messages.decode_task(self.task.model_dump()), self.sample, self.id, self.use, limits)
 
 
 class EmptyReply(BaseModel):
-    """Done."""
+    """An empty object: the request succeeded."""
 
 
 class ErrorReply(BaseModel):
-    """Why something was refused, or did not succeed."""
+    """The error of a request that was refused or failed."""
 
     class ErrorDetail(BaseModel):
-        """Of which kind it is, in words, and which request it was."""
+        """The kind of the error, its message, and the id of the request."""
 
         kind: str
         message: str
@@ -130,47 +130,50 @@ class ErrorReply(BaseModel):
 
 
 class StoreRequest(StrictModel):
-    """One request to a desk."""
+    """A request to a rollout queue."""
 
     name: ClassVar[str]
     reply: ClassVar[type[BaseModel]] = EmptyReply
     scopes: ClassVar[frozenset[Scope]] = frozenset({"admin"})
-    """Which keys may say it; a reward key only of its own attempt."""
+    """Scopes of the keys that may send the request. A reward key may write its own attempt only."""
     may_wait: ClassVar[bool] = False
-    """Whether it may take long because nothing happens, so that nobody may be there any more when it is done."""
+    """Whether the request may wait for long, so that its client may disconnect before the reply."""
     max_bytes: ClassVar[int] = BODY_BYTES
-    """Bytes of a request."""
+    """Largest size of the body, in bytes."""
     has_long_reply: ClassVar[bool] = False
-    """True where the answer may be long and is written beside the event loop."""
+    """Whether the reply may be long, and is therefore encoded in a thread."""
     caches_reply: ClassVar[bool] = False
-    """Whether doing it twice differs from doing it once, so that the answer is kept for those who ask again."""
+    """Whether a second execution has another effect than one. If so, the reply is cached for repeated requests."""
 
     @property
     def is_reply_cached(self) -> bool:
-        """Whether this one's answer is kept so."""
+        """Whether the reply to this one is cached."""
         return self.caches_reply
 
     @property
     def must_run_once(self) -> bool:
-        """Whether it must on no account be done twice, not even where the server was restarted in between."""
+        """Whether the request must never run twice, even if the server was restarted in between."""
         return False
 
     async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:  # noqa: ARG002
-        """What came of one that must not be done twice, where an earlier life of the server may have done it: its
-        answer, if the desk tells what was done, and it is done now if it was not. None where nobody can tell."""
+        """Execute a request that must run once, and that another instance of the server may have executed.
+
+        Return its reply if the queue shows the effect of the first execution, or if it runs now because there is none.
+        Return None if that cannot be known.
+        """
         return None
 
     def empty_reply(self) -> dict[str, Any]:
-        """What is answered to one who waited for what did not happen."""
-        raise NotImplementedError(f"{type(self).__name__} waits, and does not say what for.")
+        """Return the reply to a wait that ended without a result."""
+        raise NotImplementedError(f"{type(self).__name__} may wait, so it must define its empty reply.")
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Do it, and say what came of it."""
-        raise NotImplementedError(f"{type(self).__name__} says what it does at a desk.")
+        """Execute the request on a queue, and return its reply."""
+        raise NotImplementedError(f"{type(self).__name__} must define its execution on a rollout queue.")
 
 
 class TurnOutput(BaseModel):
-    """A call to the model."""
+    """A model call as the store returns it."""
 
     index: int
     model: str

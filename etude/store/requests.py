@@ -1,7 +1,7 @@
-"""The verbs of a desk as requests: what each must say, who may say it, what it does, and what is answered.
+"""The requests of the HTTP API: the body of each, its required key, its effect, and its reply.
 
-Each is a form whose fields are the body of `POST /v1/store/NAME`. The routes, the check of every body, who may do what,
-and the OpenAPI description all follow from the one list `REQUESTS` at the end, so they cannot disagree.
+Each is a model whose fields are the body of `POST /v1/store/NAME`. The routes, the validation of bodies, the access
+check and the OpenAPI document all follow from the one list `REQUESTS` at the end, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ __all__ = [
 
 
 def _check_info(info: dict[str, Any]) -> dict[str, Any]:
-    check_size(info, "What a runner says of itself", *RUNNER_INFO)
+    check_size(info, "The runner's `told`", *RUNNER_INFO)
     return info
 
 
-# -- who wants rollouts ------------------------------------------------------------------------------------------------
+# -- for the trainer ---------------------------------------------------------------------------------------------------
 
 
 class EnqueueRequest(StoreRequest):
-    """Queue rollouts, all or none. One asked for before in the same words is not queued again."""
+    """Queue rollouts, all or none. A rollout that was enqueued before with the same id and content is not queued
+    again."""
 
     class EnqueueReply(BaseModel):
-        """Their ids, in the order asked for."""
+        """The ids of the rollouts, in the order of the request."""
 
         ids: list[int]
 
@@ -75,58 +76,59 @@ class EnqueueRequest(StoreRequest):
 
     @property
     def must_run_once(self) -> bool:
-        """What has no id of its own is queued each time."""
+        """True if a rollout has no id, since it would be queued again."""
         return any(wanted.id is None for wanted in self.wanted)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Queue them."""
+        """Queue the rollouts."""
         return {"ids": await queue.enqueue(await map_documents(self.wanted, RolloutRequestModel.to_request))}
 
 
 class CancelRequest(StoreRequest):
-    """Nobody wants these any more, for this reason; what runs is told to stop at its next heartbeat. Those that ended
-    stay so."""
+    """Cancel rollouts, queued or running, and record the reason. Runners learn of it at their next heartbeat. Rollouts
+    that have ended stay as they are."""
 
     name = "cancel"
     rollouts: Ids
     why: Annotated[Text, Field(min_length=1)]
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Cancel them."""
+        """Cancel the rollouts."""
         await queue.cancel(self.rollouts, self.why)
         return {}
 
 
 class WaitRequest(StoreRequest):
-    """Rollouts that came to their end after a cursor, in the order they did; none after some seconds."""
+    """Wait for rollouts to end. The reply lists the rollouts that ended after a cursor, in order; it is empty if none
+    ended in time."""
 
     class WaitReply(BaseModel):
-        """What ended, and the cursor to ask on with."""
+        """The rollouts that ended, and the cursor of the next request."""
 
         cursor: int
         rollouts: list[RolloutState]
 
     name, reply, may_wait, has_long_reply = "wait", WaitReply, True, True
     max_bytes = INLINE_BYTES
-    cursor: Id = Field(0, description="0 is the beginning")
+    cursor: Id = Field(0, description="cursor of the last reply; 0 is the beginning")
     timeout_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
     limit: int = Field(256, ge=1, le=1000)
 
     def empty_reply(self) -> dict[str, Any]:
-        """Nothing ended."""
+        """Return the reply if no rollout ended."""
         return {"cursor": self.cursor, "rollouts": []}
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Wait."""
+        """Wait for the next ends."""
         cursor, states = await queue.wait(self.cursor, self.timeout_s, self.limit)
         return {"cursor": cursor, "rollouts": await map_documents(states, RolloutState.to_dict)}
 
 
 class FindRequest(StoreRequest):
-    """The rollouts that are looked for; what is empty or null does not matter."""
+    """Find rollouts by status, task, id and use. An empty or null field matches every rollout."""
 
     class FindReply(BaseModel):
-        """At most as many as asked for; `more` says whether to ask on with `after` the last id."""
+        """At most `limit` rollouts. If `more` is true, send the request again with `after` set to the last id."""
 
         rollouts: list[RolloutState]
         more: bool
@@ -141,7 +143,7 @@ class FindRequest(StoreRequest):
     limit: int = Field(100, ge=1, le=1000)
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Look for them."""
+        """Find the rollouts."""
         fields = self.model_dump() | {name: tuple(getattr(self, name)) for name in ("statuses", "tasks", "ids")}
         page = await queue.find(RolloutQuery(**fields))
         return {"rollouts": await map_documents(page.rollouts, RolloutState.to_dict), "more": page.more}
@@ -149,47 +151,48 @@ class FindRequest(StoreRequest):
 
 class _AttemptRequest(StoreRequest):
     rollout: Id
-    attempt: Id | None = Field(None, description="null is the last one")
+    attempt: Id | None = Field(None, description="index of the attempt; null is the last one")
 
 
 class TurnsRequest(_AttemptRequest):
-    """The turns of an attempt in order, each with what it was paid."""
+    """Read the turns of an attempt in order, each with its reward."""
 
     class TurnsReply(BaseModel):
-        """In order."""
+        """The turns, in order."""
 
         turns: list[TurnOutput]
 
     name, reply, has_long_reply = "turns", TurnsReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read them."""
+        """Read the turns."""
         return {"turns": await map_documents(await queue.turns(self.rollout, self.attempt), messages.encode_turn)}
 
 
 class EventsRequest(_AttemptRequest):
-    """What was noted during an attempt, in order."""
+    """Read the notes and spans of an attempt, in order."""
 
     class EventsReply(BaseModel):
-        """Each with `name`, `data` and `attempt`."""
+        """The notes, each with `name`, `data` and `attempt`."""
 
         events: list[dict[str, Any]]
 
     name, reply, has_long_reply = "events", EventsReply, True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Read them."""
+        """Read the notes."""
         return {"events": await queue.notes(self.rollout, self.attempt)}
 
 
-# -- who plays them ----------------------------------------------------------------------------------------------------
+# -- for runners -------------------------------------------------------------------------------------------------------
 
 
 class ClaimRequest(StoreRequest):
-    """Up to `n` rollouts that waited longest, as soon as there is one; none after `wait_s`."""
+    """Claim up to `n` rollouts, the longest queued first. The request waits up to `wait_s` seconds for the first
+    one."""
 
     class ClaimModel(BaseModel):
-        """A rollout to be played, with the keys of this attempt."""
+        """A rollout for the runner to execute, with the keys of this attempt."""
 
         rollout: int
         attempt: int
@@ -201,7 +204,7 @@ class ClaimRequest(StoreRequest):
         reward_key: str
 
     class ClaimReply(BaseModel):
-        """What the runner is to play."""
+        """The rollouts that the runner has claimed."""
 
         claims: list[ClaimRequest.ClaimModel]
 
@@ -212,24 +215,24 @@ class ClaimRequest(StoreRequest):
     wait_s: float = Field(0.0, ge=0, le=LONGEST_POLL)
 
     def empty_reply(self) -> dict[str, Any]:
-        """Nothing was claimed."""
+        """Return the reply if no rollout was claimed."""
         return {"claims": []}
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Claim them."""
+        """Claim the rollouts."""
         return {
             "claims": await map_documents(await queue.claim(self.runner, self.n, self.wait_s), messages.encode_claim)
         }
 
 
 class HeartbeatRequest(StoreRequest):
-    """A runner is alive and has these attempts under way; the answer says which it is to stop, and why."""
+    """Renew the leases of a runner's attempts. The reply lists the attempts that it must stop, with the reasons."""
 
     class HeartbeatReply(BaseModel):
-        """What is to be stopped."""
+        """The attempts that the runner must stop."""
 
         class Stop(BaseModel):
-            """An attempt nobody waits for any more."""
+            """An attempt that is over or belongs to another runner, and the reason."""
 
             rollout: int
             attempt: int
@@ -242,41 +245,42 @@ class HeartbeatRequest(StoreRequest):
     runner: Name
     running: list[AttemptIdModel] = Field(max_length=1000)
     told: Annotated[dict[str, Json], AfterValidator(_check_info)] | None = Field(
-        None, description="what it says of itself"
+        None, description="data of the runner about itself"
     )
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Hear it."""
+        """Renew the leases."""
         stop = await queue.heartbeat(self.runner, [attempt.attempt_id for attempt in self.running], self.told)
         return {"stop": [messages.encode_attempt_id(key) | {"why": why} for key, why in stop.items()]}
 
 
-# -- what is written of an attempt -------------------------------------------------------------------------------------
+# -- records of an attempt ---------------------------------------------------------------------------------------------
 
 
 class WriteRequest(StoreRequest, AttemptIdModel):
-    """What is written of one attempt; many of these may come in one request."""
+    """A write of one attempt. A batch request may hold many."""
 
     scopes = frozenset({"admin", "runner"})
 
 
 class MarkReadyRequest(WriteRequest):
-    """An attempt that was prepared runs now."""
+    """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
 
     name = "ready"
     verb: Literal["ready"] = "ready"
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write it."""
+        """Mark the attempt as running."""
         await queue.mark_ready(self.attempt_id)
         return {}
 
 
 class FinishRequest(WriteRequest):
-    """An attempt is over. Acknowledged once it is written."""
+    """Report the end of an attempt. The reply is sent once the end is written."""
 
     class FinishReply(BaseModel):
-        """False where it was over before, by a timeout or a cancellation: it is kept and changes nothing."""
+        """`counted` is false if a timeout or a cancellation ended the attempt before; the report is then stored and
+        changes nothing."""
 
         counted: bool
 
@@ -284,15 +288,16 @@ class FinishRequest(WriteRequest):
     verb: Literal["finish"] = "finish"
     outcome: Outcome
     error: Text = ""
-    reward: RewardValue | None = Field(None, description="the final one, where it was not given before")
+    reward: RewardValue | None = Field(None, description="the final reward, unless recorded before")
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write it."""
+        """Write the report."""
         return {"counted": await queue.finish(self.attempt_id, AttemptReport(self.outcome, self.error, self.reward))}
 
 
 class RecordRewardRequest(WriteRequest):
-    """What an attempt earned in all, said once; or one of its turns, any number of times, which adds up."""
+    """Record the reward of an attempt, once; or the reward of one of its turns, any number of times. Rewards of a turn
+    add up."""
 
     name, caches_reply = "reward", True
     scopes = frozenset({"admin", "runner", "reward"})
@@ -302,17 +307,17 @@ class RecordRewardRequest(WriteRequest):
 
     @property
     def must_run_once(self) -> bool:
-        """What a turn is paid adds up."""
+        """True for the reward of a turn, since it adds up."""
         return self.turn is not None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write it."""
+        """Write the reward."""
         await queue.record_reward(self.attempt_id, self.reward, self.turn)
         return {}
 
 
 class RecordNoteRequest(WriteRequest):
-    """An event, or a span, that somebody will want to look at."""
+    """Record an event or a span of an attempt, for people to inspect. Training does not depend on it."""
 
     name, caches_reply = "note", True
     scopes = frozenset({"admin", "runner", "reward"})
@@ -321,21 +326,21 @@ class RecordNoteRequest(WriteRequest):
     data: Json = None
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write it."""
+        """Write the note."""
         await queue.record_note(self.attempt_id, self.event, self.data)
         return {}
 
 
 class RecordTurnRequest(WriteRequest):
-    """One call to the model; the answer is its index, which the store gives."""
+    """Record one model call. The reply is its index, which the store assigns."""
 
     class TurnReply(BaseModel):
-        """Its place in the attempt, from 0."""
+        """The index of the turn in its attempt, from 0."""
 
         index: int
 
     class TurnInput(StrictModel):
-        """The turn, its arrays packed as the journal keeps them."""
+        """A model call. Its arrays are packed as the journal stores them."""
 
         index: Id = 0
         model: str = "policy"
@@ -346,7 +351,9 @@ class RecordTurnRequest(WriteRequest):
         opened: Id = 0
         finish: Literal["stop", "length", "abort"]
         text: str = ""
-        arrays: str = Field(json_schema_extra={"contentEncoding": "base64"}, description="see `etude.store.blobs`")
+        arrays: str = Field(
+            json_schema_extra={"contentEncoding": "base64"}, description="packed arrays, see `etude.store.blobs`"
+        )
 
     name, reply, caches_reply = "turn", TurnReply, True
     scopes = frozenset({"admin"})
@@ -355,18 +362,19 @@ class RecordTurnRequest(WriteRequest):
 
     @property
     def must_run_once(self) -> bool:
-        """A turn that is written twice is two turns."""
+        """True, since a turn that is written twice would be two turns."""
         return True
 
     async def execute(self, queue: RolloutQueue) -> dict[str, Any]:
-        """Write it."""
+        """Write the turn."""
         (turn,) = await map_documents(
             [self.turn], lambda model: messages.decode_turn(model.model_dump()), len(self.turn.arrays)
         )
         return {"index": await queue.record_turn(self.attempt_id, turn)}
 
     async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:
-        """A turn is known by its tokens and log-probs: two that are alike to the last bit are taken for one."""
+        """Find the turn by its tokens and log-probs, and write it if it is missing. Two turns with the same bits count
+        as one."""
         sent = messages.decode_turn(self.turn.model_dump())
         payload = pack_turn(sent)
         for turn in reversed(await queue.turns(self.rollout, self.attempt)):
@@ -375,30 +383,30 @@ class RecordTurnRequest(WriteRequest):
         return await self.execute(queue)
 
 
-# -- many at once ------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 AnyWriteRequest: TypeAlias = Annotated[
     MarkReadyRequest | FinishRequest | RecordRewardRequest | RecordNoteRequest | RecordTurnRequest,
     Field(discriminator="verb"),
 ]
-"""What may come many at a time."""
+"""A write that a batch request may hold."""
 
 
 class BatchRequest(StrictModel):
-    """Many writings in one request: those of one attempt are done in order, those of several beside each other. Each
-    succeeds or fails by itself."""
+    """Send many writes in one request. Writes of one attempt run in order, those of several attempts concurrently. Each
+    succeeds or fails on its own."""
 
     class BatchReply(BaseModel):
-        """To each writing, in order: what it answers alone, or the status it fails with and why."""
+        """The reply to each write, in order: its own reply, or its error status and message."""
 
         class Done(BaseModel):
-            """What was answered."""
+            """The reply to a write that succeeded."""
 
             done: dict[str, Any]
 
         class Failed(ErrorReply):
-            """Why one was refused."""
+            """The status and the error of a write that failed."""
 
             status: int
 

@@ -1,5 +1,4 @@
-"""What the server of a store answers: a status and a body, compressed where that is worth it; and which error is which
-status."""
+"""The responses of the store's server: status and body, compressed if that pays off; and the status of each error."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from etude.store.request_middleware import encode_error
 __all__ = ["ServerRestartedError", "UnreadableError", "WrongScopeError", "error_body", "respond", "status_of"]
 
 COMPRESS_BYTES = 32 * 1024
-"""Bytes from which on an answer is compressed, for those who read that."""
+"""Size in bytes from which on a response is compressed for clients that accept gzip."""
 
 
 class WrongScopeError(InvalidKeyError):
-    """A key that is good, for something else."""
+    """A valid key whose scope does not allow the request."""
 
 
 class ServerRestartedError(StoreError):
-    """Requests that must not be done twice, and may have been done."""
+    """A request that must run once, and that an earlier instance of the server may have executed."""
 
 
 class UnreadableError(DataError):
-    """A body that is no JSON at all, or no spans."""
+    """A body that is not JSON, or not an export of spans."""
 
 
 STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
@@ -54,7 +53,7 @@ STATUSES: tuple[tuple[type[EtudeError], int], ...] = (
 
 
 def status_of(error: EtudeError) -> tuple[int, str]:
-    """The status of an error, and its public name."""
+    """Return the HTTP status of an error, and the name of its public class."""
     for kind, status in STATUSES:
         if isinstance(error, kind):
             public = next(base for base in type(error).__mro__ if base.__module__ == EtudeError.__module__)
@@ -63,7 +62,7 @@ def status_of(error: EtudeError) -> tuple[int, str]:
 
 
 async def respond(request: Request, work: Awaitable[HttpReply], media_type: str = JSON) -> Response:
-    """A response, compressed where that is worth it."""
+    """Return the response, compressed if that pays off."""
     try:
         status, body = await work
     except EtudeError as error:
@@ -77,7 +76,7 @@ async def respond(request: Request, work: Awaitable[HttpReply], media_type: str 
 
 
 def error_body(request: Request, kind: str, why: str) -> bytes:
-    """The body of a refusal, with the id of its request."""
+    """Return the body of an error response, with the id of the request."""
     return encode_error(kind, why, request.scope["state"]["request"])
 
 

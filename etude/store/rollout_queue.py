@@ -1,15 +1,17 @@
-"""The desk: where rollouts are wanted, claimed, watched over and handed in, by whoever is at it, near or far.
+"""The rollout queue: a trainer enqueues rollouts, runners claim them and report how they ended.
 
-    desk.enqueue ─► queued ─claim─► preparing ─ready─► running ─finish─► succeeded, failed, …  ─► desk.wait
+    queue.enqueue ─► queued ─claim─► preparing ─ready─► running ─finish─► succeeded, failed, …  ─► queue.wait
                        ▲                                     │
                        └───────────── a retry ◄──────────────┘
 
-A trainer queues rollouts and waits for them. Runners claim them, say from time to time that they are alive, and hand
-in how each ended. The model endpoint writes turns. All of it goes into the journal, and whatever was acknowledged is
-there after a kill. `LocalRolloutQueue` (`local_queue`) keeps a journal in this process; `RemoteRolloutQueue` (`client`)
-speaks to the server of another (`server`). Nobody who uses a desk needs to know which it is.
+The trainer enqueues rollouts and waits for their ends. Runners claim rollouts, send heartbeats, and report how each
+attempt ended. The model endpoint records turns. Everything is written to the journal; everything acknowledged survives
+`kill -9`.
 
-Every wait is bounded by its caller. Times are seconds, measured by a clock that no one sets.
+`LocalRolloutQueue` (`local_queue`) works on a journal in this process. `RemoteRolloutQueue` (`remote_queue`) calls the
+server of another process (`server`). Callers need not know which of the two they use.
+
+The caller bounds every wait. Times are seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -40,67 +42,67 @@ __all__ = [
 ]
 
 Reward: TypeAlias = "float | Mapping[str, float]"
-"""A number, or named parts that are added up."""
+"""A number, or named parts whose sum is the reward."""
 
 
 class AttemptId(NamedTuple):
-    """Which attempt at which rollout."""
+    """A rollout and the index of one attempt at it."""
 
     rollout: int
     attempt: int
 
 
 class QueueOwner(NamedTuple):
-    """A run that has its rollouts kept by a desk."""
+    """A run whose rollouts are in the queue."""
 
     run: str
-    """Which one; a copy of it has the same name."""
+    """Name of the run. A copy of the run has the same name."""
     where: str
-    """Its directory, by which it is told apart from a copy."""
+    """Directory of the run. It distinguishes the run from a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A rollout that somebody wants. Asked for twice with the same id, it is queued once."""
+    """A rollout to enqueue. A second request with the same id does not queue it again."""
 
     task: Task
     sample: int = 0
-    """Which try at the task it is."""
+    """Index of this sample within its task's group."""
     id: int | None = None
-    """Its name; None has the desk give one."""
+    """Id of the rollout. With None the queue assigns one."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits = field(default_factory=RolloutLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A rollout that a runner is to play."""
+    """A rollout that a runner has claimed and must execute."""
 
     attempt_id: AttemptId
     task: Task
     use: RolloutPurpose
     limits: RolloutLimits
     resources: Mapping[str, Any]
-    """The newest of each, by name: `endpoint` says where the model is (`base_url`, `model`)."""
+    """The newest version of each resource, by name. `endpoint` holds the model's address (`base_url`, `model`)."""
     model_key: str
-    """Lets an agent call the model, as this attempt and no other."""
+    """Key with which an agent calls the model as this attempt, and as no other."""
     reward_key: str
-    """Lets it write rewards and events of this attempt."""
+    """Key with which an agent writes rewards and events of this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """How an attempt ended, as its runner hands it in."""
+    """The end of an attempt, as its runner reports it."""
 
     outcome: Outcome
     error: str = ""
     reward: Reward | None = None
-    """The final one, where it was not given before."""
+    """The final reward, unless it was recorded before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutQuery:
-    """Which rollouts are looked for; what is not said does not matter."""
+    """A filter over rollouts. A field left at its default filters nothing."""
 
     statuses: tuple[Status, ...] = ()
     tasks: tuple[int, ...] = ()
@@ -108,13 +110,14 @@ class RolloutQuery:
     use: RolloutPurpose | None = None
     sort: Literal["id", "-id"] = "id"
     after: int | None = None
-    """Go on behind this id, in the order asked for."""
+    """Return only rollouts that follow this id, in the order of `sort`."""
     limit: int = 100
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPage:
-    """What was found of it, at most `limit`; `more` says whether to ask on with `after` the last id."""
+    """One page of a query's result, at most `limit` rollouts. If `more` is true, query again with `after` set to the
+    last id."""
 
     rollouts: tuple[RolloutState, ...]
     more: bool
@@ -122,132 +125,151 @@ class RolloutPage:
 
 @dataclass(frozen=True, slots=True)
 class RunnerState:
-    """A runner, as it last spoke."""
+    """A runner, as of its last heartbeat or claim."""
 
     name: str
     running: tuple[AttemptId, ...]
     silent_s: float
     info: Mapping[str, Any] = field(default_factory=dict)
-    """What it says of itself."""
+    """Data that the runner reports about itself."""
 
 
 class RolloutQueue(ABC):
-    """What can be done at a desk. Every coroutine may be cancelled at any await, and any number may be under way.
+    """The operations of a rollout queue. Any number may run at once, and each may be cancelled at any await.
 
-    An illegal move is an `IllegalTransitionError` that names both states; something unknown is an `NotFoundError`.
+    An illegal transition raises `IllegalTransitionError`, which names both states. An unknown id raises
+    `NotFoundError`.
     """
 
-    # -- who wants rollouts -------------------------------------------------------------------------------------------
+    # -- for the trainer ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def acquire_lease(self, owner: QueueOwner, epoch: int | None = None, lease_s: float | None = None) -> int:
-        """A run has its rollouts kept here. Without a `life` it takes the desk up and begins one, whose number is
-        returned: what was under way is over as an infrastructure error that nobody is charged with, and what was
-        queued waits until it is asked for again. With its life it says that it is still there.
+        """Acquire or renew the lease of the run that owns this queue; return the epoch.
 
-        What it says holds for `lease_s`; None is until the desk is closed, and 0 is a farewell. While it does not hold,
-        nothing is lent, and what is under way is stopped, to be made again without being counted. The word of an
-        earlier life is an `IllegalTransitionError`; so is a run that finds another's rollouts, or that another place
-        keeps.
+        Without an `epoch` the run takes the queue over and begins a new epoch. Attempts under way end as infrastructure
+        errors that do not count against them. Queued rollouts are suspended until the run enqueues them again. With its
+        epoch the run renews its lease.
+
+        The lease lasts `lease_s` seconds. None lasts until the queue is closed; 0 releases the lease. Without a valid
+        lease the queue assigns no rollouts, and stops those under way; they are retried without being counted.
+
+        An older epoch raises `IllegalTransitionError`. So does a queue that holds the rollouts of another run, or of
+        this run in another directory.
         """
 
     @abstractmethod
     def with_epoch(self, epoch: int) -> RolloutQueue:
-        """This desk, at which each word counts only while this is the life of its keeper: `enqueue`, `cancel`, `wait`,
-        `seal`, `put_resource`, `acquire_lease`, and all that is written of attempts. To close it closes this desk for
-        nobody else."""
+        """Return this queue, bound to an epoch: its calls fail once a newer epoch has begun.
+
+        This holds for `enqueue`, `cancel`, `wait`, `seal`, `put_resource`, `acquire_lease`, and all writes of attempts.
+        Closing the returned queue does not close this one.
+        """
 
     @abstractmethod
     async def enqueue(self, wanted: Sequence[RolloutRequest]) -> list[int]:
-        """Queue rollouts, all or none; their ids. A task that is new is issued. One asked for before, in the same
-        words, is as if it had not been asked again; in other words it is an `IllegalTransitionError`."""
+        """Queue rollouts, all or none, and return their ids. A new task is issued.
+
+        A rollout that was enqueued before with the same content is not queued again. With other content it is an
+        `IllegalTransitionError`.
+        """
 
     @abstractmethod
     async def cancel(self, rollouts: Sequence[int], why: str) -> None:
-        """Nobody wants these any more, for a reason that is given; what runs is told to stop at its next heartbeat.
-        Those that ended stay so."""
+        """Cancel rollouts and record the reason. Their runners learn of it at the next heartbeat. Rollouts that ended
+        stay as they are."""
 
     @abstractmethod
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """These have ended and are about to be read: their agents earn nothing more, so that what is read is all there
-        will be. How they stand."""
+        """Refuse further rewards for rollouts that ended, and return their states in the order given.
+
+        The trainer seals rollouts before it reads them, so that the rewards it reads are final.
+        """
 
     @abstractmethod
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Rollouts that came to their end after `cursor`, in the order they did, and the next cursor; an empty list
-        after `timeout_s`. Cursor 0 is the beginning. A cursor from before a restart stays good."""
+        """Return the rollouts that ended after `cursor`, in order of their ends, and the next cursor.
+
+        The list is empty if none ended within `timeout_s`. Cursor 0 is the beginning. A cursor stays valid after a
+        restart.
+        """
 
     @abstractmethod
     async def find(self, query: RolloutQuery) -> RolloutPage:
-        """The rollouts that were asked for."""
+        """Return one page of the rollouts that match a query."""
 
     @abstractmethod
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt in order, each with what it was paid; by default of the last one."""
+        """Return the turns of an attempt in order, each with its reward; by default of the last attempt."""
 
     @abstractmethod
     async def history(self, rollout: int) -> list[Event]:
-        """All that happened to a rollout, in order, as it is written."""
+        """Return all events of a rollout, in the order of the journal."""
 
     @abstractmethod
     async def notes(self, rollout: int, attempt: int | None = None) -> list[dict[str, Any]]:
-        """What was noted during an attempt: `{"name", "data", "attempt"}` each, in order."""
+        """Return the notes of an attempt in order, each as `{"name", "data", "attempt"}`."""
 
-    # -- who plays them -----------------------------------------------------------------------------------------------
+    # -- for runners --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
-        """Up to `n` rollouts that waited longest, as soon as there is one; none after `wait_s`."""
+        """Claim up to `n` rollouts, the longest queued first. Return as soon as there is one, or none after
+        `wait_s`."""
 
     @abstractmethod
     async def mark_ready(self, key: AttemptId) -> None:
-        """An attempt that was prepared runs now. A first turn, note or reward says so as well."""
+        """Move an attempt from preparing to running. Its first turn, note or reward does the same."""
 
     @abstractmethod
     async def heartbeat(
         self, runner: str, running: Sequence[AttemptId], info: Mapping[str, Any] | None = None
     ) -> dict[AttemptId, str]:
-        """A runner is alive and has these under way; returns those it is to stop, and why."""
+        """Renew the leases of a runner's attempts; return the attempts that it must stop, with the reasons."""
 
     @abstractmethod
     async def finish(self, key: AttemptId, report: AttemptReport) -> bool:
-        """An attempt is over. False if it was over before by somebody else's word (a timeout, a cancellation): what is
-        handed in late is kept and changes nothing. Handed in twice in the same words, it was handed in once; in other
-        words it is an `IllegalTransitionError`. Acknowledged once it is written."""
+        """Report the end of an attempt, and return once it is written.
 
-    # -- what is written of an attempt that runs ----------------------------------------------------------------------
+        Return False if the attempt was over before, by a timeout or a cancellation: the late report is stored and
+        changes nothing. A second report with the same content is accepted. One with other content raises
+        `IllegalTransitionError`.
+        """
+
+    # -- records of a running attempt ---------------------------------------------------------------------------------
 
     @abstractmethod
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:
-        """Write down one call to the model; its index, which the desk gives (that of `turn` is not looked at)."""
+        """Write one model call and return its index. The queue assigns the index; the one in `turn` is ignored."""
 
     @abstractmethod
     async def record_reward(self, key: AttemptId, reward: Reward, turn: int | None = None) -> None:
-        """What an attempt earned in all, said once; or one of its turns, any number of times, which adds up."""
+        """Record the final reward of an attempt, once; or a reward of one of its turns. Rewards of a turn add up."""
 
     @abstractmethod
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """An event, or a span, that somebody will want to look at; training does not depend on it."""
+        """Record an event or a span for people to inspect. Training does not depend on it."""
 
-    # -- what is shared -----------------------------------------------------------------------------------------------
+    # -- resources and statistics -------------------------------------------------------------------------------------
 
     @abstractmethod
     async def put_resource(self, name: str, value: Any) -> int:
-        """A new version of a resource (any JSON): an endpoint, a prompt template. Returns its number, from 1."""
+        """Write a new version of a resource (any JSON): an endpoint, a prompt template. Return its version number, from
+        1."""
 
     @abstractmethod
     async def get_resource(self, name: str, version: int | None = None) -> tuple[int, Any]:
-        """A resource and its version, by default the newest."""
+        """Return the version number and the value of a resource, by default the newest."""
 
     @abstractmethod
     async def runners(self) -> list[RunnerState]:
-        """The runners that spoke within the last minutes."""
+        """Return the runners that were active within the last minutes."""
 
     @abstractmethod
     async def statistics(self) -> dict[str, float]:
-        """How many rollouts stand where (`queued`, `running`, each terminal status), retries, late results, and the
-        age of the oldest one queued."""
+        """Return counts of rollouts (`queued`, `running`, each terminal status), retries and late results, and the age
+        of the oldest queued rollout in seconds."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop watching, write what is left, let go."""
+        """Stop the background work, write what is pending, and release the resources."""

@@ -1,4 +1,4 @@
-"""The HTTP client of a `RemoteRolloutQueue`: it retries a request until time is up, and joins many in one."""
+"""The HTTP client of a `RemoteRolloutQueue`: it retries requests until a deadline, and batches writes."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = ["StoreClient", "WriteBatcher"]
 
 _LOG = get_logger("store")
 COMPRESS_BYTES = 32 * 1024
-"""Bytes from which on a body is compressed."""
+"""Size in bytes from which on a body is compressed."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
-"""Seconds of the first wait between two tries, and of the longest; half of it is chance."""
+"""Seconds of the first pause between two tries, and of the longest. Half of each pause is random."""
 RETRYABLE_STATUSES = frozenset({408, 429, 502, 503, 504})
-"""What is answered by something that stands before a server, or by a server that is not ready, when another try may
-succeed."""
+"""Statuses after which a retry may succeed. A proxy in front of the server sends them, or a server that is not
+ready."""
 CONNECT_S = 5.0
-"""Seconds that it takes to connect, at most."""
+"""Timeout of a connection, in seconds."""
 UNKNOWN, NO_INSTANCE = "unknown", "none"
-"""The life of a server that was not asked yet, and of what is no server of ours."""
+"""The instance of a server that was not asked yet, and the one of a server that is no store."""
 SPLIT_STATUSES = frozenset({413, 422})
-"""What is answered where one writing of many is at fault."""
+"""Statuses of a batch that one of its writes may have caused; the writes are then sent one by one."""
 MAX_SENDERS = 2
-"""Requests with writings that are under way at once."""
+"""Batches under way at once."""
 MAX_BATCH_WRITES, MAX_BATCH_BYTES = 512, 4 * 2**20
-"""In one request; a writing larger than that goes alone."""
+"""Limits of one batch, in writes and in bytes. A larger write is sent alone."""
 ERRORS: dict[str, type[EtudeError]] = {
     kind.__name__: kind
     for kind in (
@@ -58,11 +58,11 @@ ERRORS: dict[str, type[EtudeError]] = {
         NotFoundError,
     )
 }
-"""What a server says by name, as it is raised here."""
+"""The error class for each kind that a server names in its reply."""
 
 
 class StoreClient:
-    """One client's connections to a server, in one event loop."""
+    """The connections of one client to a server, in one event loop."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class StoreClient:
         transport: httpx2.AsyncBaseTransport | None,
         epoch: int | None = None,
     ) -> None:
-        """life: that of the run which keeps the store, where what is said counts only in it."""
+        """Create a client. With `epoch`, the server accepts its requests only while that epoch of the owning run
+        lasts."""
         epoch_header = {} if epoch is None else {OWNER_EPOCH: str(epoch)}
         self._url, self._patience_s, self._timeout_s = url, patience_s, timeout_s
         self._instance, self._reached = UNKNOWN, True
@@ -86,14 +87,14 @@ class StoreClient:
         )
 
     async def call(self, name: str, body: bytes, wait_s: float = 0.0) -> dict[str, Any]:
-        """What is answered; an error where that is a refusal."""
+        """Send a request and return the reply; raise the error that the server reports."""
         status, document = await self.send(name, body, wait_s)
         if status != 200:
             raise decode_error(document)
         return document
 
     async def send(self, name: str, body: bytes, wait_s: float = 0.0) -> tuple[int, dict[str, Any]]:
-        """The status and the document that a server of ours answers; asked again while there is none."""
+        """Send a request until a store answers, and return the status and the decoded reply."""
         headers = {IDEMPOTENCY_KEY: uuid4().hex}
         if len(body) >= COMPRESS_BYTES:
             compressor = zlib.compressobj(level=1, wbits=31)
@@ -120,13 +121,13 @@ class StoreClient:
             if time.monotonic() + pause > until:
                 raise StoreError(
                     f"The store at {self._url} could not be reached for {self._patience_s:g} seconds; the "
-                    f"last time, {why}. See whether it runs, and whether this machine may connect to it."
+                    f"last time, {why}. Check that it runs and that this machine may connect to it."
                 )
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, MAX_BACKOFF_S)
 
     async def _fetch_instance(self) -> str:
-        """The life that the server is in, asked before anything is sent that must not be done twice."""
+        """Ask for the instance of the server. This comes before any request that must not be executed twice."""
         timeout_s = min(self._timeout_s, CONNECT_S)
         response = await self._send_once(
             self._client.get("/healthz", timeout=timeout_s), timeout_s, maybe_received=False
@@ -137,7 +138,7 @@ class StoreClient:
         return self._instance
 
     async def _post(self, name: str, body: bytes, headers: dict[str, str], wait_s: float) -> httpx2.Response:
-        """One try."""
+        """Send a request once."""
         timeout_s = self._timeout_s + wait_s
         connect = min(self._timeout_s, CONNECT_S)
         timeouts = httpx2.Timeout(timeout_s, connect=connect)
@@ -147,7 +148,7 @@ class StoreClient:
     async def _send_once(
         self, request: Coroutine[Any, Any, httpx2.Response], timeout_s: float, maybe_received: bool = True
     ) -> httpx2.Response:
-        """What came of sending something; heard: whether it did something, where nobody knows what came of it."""
+        """Await a request. `maybe_received`: whether the server may have executed it if no reply arrives."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await request
@@ -161,22 +162,22 @@ class StoreClient:
             raise _LostRequestError(f"the connection broke: {_describe(error)}", maybe_received) from error
 
     def _log_outage(self, is_up: bool, why: str) -> None:
-        """Tell of an outage once, and of its end."""
+        """Log the begin and the end of an outage, each once."""
         if is_up != self._reached:
             self._reached = is_up
             where = self._url
             if is_up:
                 _LOG.info("The store at %s answers again.", where)
             else:
-                _LOG.warning("The store at %s is asked again, for %g s: %s.", where, self._patience_s, why)
+                _LOG.warning("Requests to the store at %s are retried for %g s: %s.", where, self._patience_s, why)
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
 
 class WriteBatcher:
-    """Writings that travel together: those that come up while others are under way go with the next request."""
+    """Batches writes: those that arrive while a request is under way go with the next request."""
 
     def __init__(self, client: StoreClient) -> None:
         self.client = client
@@ -184,7 +185,7 @@ class WriteBatcher:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def write(self, write: bytes) -> dict[str, Any]:
-        """Send this with what else there is; what is answered to it."""
+        """Send a write with the next batch, and return its reply."""
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting.append((write, reply))
         if len(self._senders) < MAX_SENDERS:
@@ -192,23 +193,23 @@ class WriteBatcher:
         return await reply
 
     async def close(self) -> None:
-        """Send what is waiting, and let go."""
+        """Send the pending writes, and close the client."""
         if self._senders:
             await asyncio.wait(set(self._senders))
         await self.client.close()
 
     async def _run(self) -> None:
-        """Send until nothing waits."""
+        """Send batches until no write is pending."""
         try:
             while self._waiting:
                 await self._send_batch()
-        finally:  # at once, so that who writes next begins another lane and does not trust in this one
+        finally:  # before any await, so that the next write starts a new sender and does not rely on this one
             sender = asyncio.current_task()
             assert sender is not None
             self._senders.discard(sender)
 
     async def _send_batch(self) -> None:
-        """Send what waits, as much as goes into one request."""
+        """Send one batch, and resolve the futures of its writes."""
         batch = self._take_batch()
         try:
             replies = await self._post_batch([write for write, _ in batch])
@@ -216,12 +217,12 @@ class WriteBatcher:
             for _, future in batch:
                 future.cancel()
             raise
-        except Exception as error:  # whatever it is, nobody waits for good
-            _LOG.exception("Writings to the store were not sent.")
-            message = f"This could not be sent to the store, or its answer not be read: {error!r}"
+        except Exception as error:  # any error must resolve the futures
+            _LOG.exception("Writes to the store were not sent.")
+            message = f"This could not be sent to the store, or its reply could not be read: {error!r}"
             replies = [StoreError(message) for _ in batch]
         for (_, future), reply in zip(batch, replies, strict=True):
-            if future.done():  # who asked was cancelled meanwhile
+            if future.done():  # the caller was cancelled meanwhile
                 continue
             if isinstance(reply, EtudeError):
                 future.set_exception(reply)
@@ -229,7 +230,7 @@ class WriteBatcher:
                 future.set_result(reply)
 
     def _take_batch(self) -> list[tuple[bytes, asyncio.Future[dict[str, Any]]]]:
-        """As many as go into one request, those that waited longest first."""
+        """Remove the oldest writes that fit into one batch."""
         size = count = 0
         for write, _ in self._waiting[:MAX_BATCH_WRITES]:
             size += len(write)
@@ -240,8 +241,8 @@ class WriteBatcher:
         return batch
 
     async def _post_batch(self, writes: Sequence[bytes]) -> list[dict[str, Any] | EtudeError]:
-        """What is answered to each. Where a request is refused as a whole, each goes alone, so that none fails for
-        another's sake."""
+        """Return the reply to each write. If the server refuses a batch as a whole, send each write alone, so that none
+        fails because of another."""
         try:
             status, document = await self.client.send("batch", b'{"writings":[' + b",".join(writes) + b"]}")
         except EtudeError as error:
@@ -254,7 +255,8 @@ class WriteBatcher:
 
 
 class _LostRequestError(Exception):
-    """A try that came to nothing; why, as a sentence ends, and whether the server may have heard it."""
+    """A try without a reply: the end of a sentence that says why, and whether the server may have received the
+    request."""
 
     def __init__(self, why: str, maybe_received: bool = True) -> None:
         super().__init__(why)
@@ -266,12 +268,12 @@ def _describe(error: Exception) -> str:
 
 
 def decode_error(document: dict[str, Any]) -> EtudeError:
-    """What a server says went wrong, as an error of ours."""
+    """Return the error that a server reports, as an exception of Etude."""
     return ERRORS.get(document["error"]["kind"], StoreError)(document["error"]["message"])
 
 
 def _parse_reply(response: httpx2.Response) -> dict[str, Any]:
-    """What a server of ours answered; what stands before one may answer too, for a while."""
+    """Decode the reply of a store. A proxy in front of the store may answer instead, for a while."""
     status = response.status_code
     try:
         document = json.loads(response.content)
@@ -283,4 +285,4 @@ def _parse_reply(response: httpx2.Response) -> dict[str, Any]:
         return found
     if status in RETRYABLE_STATUSES:
         raise _LostRequestError(f"it answered {status}")
-    raise StoreError(f"{response.url} answered {status}, and not as a store of ours does. Check the address.")
+    raise StoreError(f"{response.url} answered {status}, and its reply is not that of a store. Check the address.")

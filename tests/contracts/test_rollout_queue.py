@@ -153,7 +153,7 @@ def test_the_desk_gives_names_that_nobody_gave(tell: Callable[[Story], None]) ->
             41,
         ]
         assert await desk.enqueue([RolloutRequest(task, 3, 7), RolloutRequest(task, 4)]) == [7, 42]
-        with pytest.raises(DataError, match="cannot be called -1"):
+        with pytest.raises(DataError, match="The id of a rollout is -1"):
             await desk.enqueue([RolloutRequest(task, 5, -1)])
 
     tell(story)
@@ -181,7 +181,7 @@ def test_handed_in_twice_it_was_handed_in_once(tell: Callable[[Story], None]) ->
         assert [await desk.finish(got.attempt_id, end), await desk.finish(got.attempt_id, end)] == [True, True]
         for other in (AttemptReport(Outcome.FAILED, "no"), AttemptReport(Outcome.SUCCEEDED, reward=0.25)):
             with pytest.raises(
-                IllegalTransitionError, match=r"Attempt 0 of rollout 0 is succeeded .* and cannot become"
+                IllegalTransitionError, match=r"Attempt 0 of rollout 0 was reported as succeeded .* and cannot become"
             ):
                 await desk.finish(got.attempt_id, other)
         _, (state,) = await desk.wait(0, 10)
@@ -210,7 +210,7 @@ def test_what_takes_too_long_is_ended_and_its_late_result_kept(tell: Callable[[S
         (got,) = await claim(desk)
         cursor, (state,) = await desk.wait(0, 20)
         assert state.status is Status.TIMED_OUT and state.last is not None
-        assert state.last.error == "It was not done 0.3 s after it was claimed." == state.attempts[0].error
+        assert state.last.error == "It was not finished 0.3 s after it was claimed." == state.attempts[0].error
         assert await desk.heartbeat("runner", [got.attempt_id]) == {got.attempt_id: state.last.error}
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is timed_out and cannot record a turn"):
             await desk.record_turn(got.attempt_id, turn())
@@ -239,7 +239,7 @@ def test_a_runner_that_falls_silent_loses_its_work(tell: Callable[[Story], None]
             over += [state.id for state in states]
         assert over == [silent.attempt_id.rollout]
         (state,) = (await desk.find(RolloutQuery(statuses=(Status.UNRESPONSIVE,)))).rollouts
-        assert state.last is not None and state.last.error == "Its runner 'runner' said nothing for 0.8 s."
+        assert state.last is not None and state.last.error == "Its runner 'runner' sent nothing for 0.8 s."
         assert await desk.finish(spoken_of.attempt_id, DONE)
 
     tell(story)
@@ -319,7 +319,7 @@ def test_a_runner_is_told_to_stop_what_is_not_its_own(tell: Callable[[Story], No
         await desk.enqueue(wanted(0))
         (got,) = await claim(desk)
         told = await desk.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
-        assert told[got.attempt_id] == "It is being played by the runner 'runner'."
+        assert told[got.attempt_id] == "The runner 'runner' has the lease of this attempt."
         assert told[AttemptId(0, 1)] == told[AttemptId(99, 0)] == "Nobody here knows of it."
 
     tell(story)
@@ -427,7 +427,7 @@ def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> Non
             IllegalTransitionError, match=r"taken up in /runs/mine, and now in /runs/copied.*--give-over"
         ):
             await desk.acquire_lease(copied)
-        with pytest.raises(DataError, match="says who keeps the desk"):
+        with pytest.raises(DataError, match="records the queue.s owner"):
             await desk.put_resource("owner", {})
         with pytest.raises(DataError, match="every wait is bounded"):
             await desk.acquire_lease(RUN, None, math.inf)
@@ -519,7 +519,7 @@ def test_a_wait_has_a_bound_and_a_cursor_of_this_journal(tell: Callable[[Story],
                 await desk.wait(0, seconds)
             with pytest.raises(DataError, match="every wait is bounded"):
                 await desk.claim("runner", 1, seconds)
-        with pytest.raises(NotFoundError, match="1000 is no cursor of it"):
+        with pytest.raises(NotFoundError, match="it has no cursor 1000"):
             await desk.wait(1000, 0)
         with pytest.raises(DataError, match="n is 0"):
             await desk.claim("runner", 0, 0)
@@ -568,7 +568,7 @@ def test_turns_come_back_to_the_last_bit(tell: Callable[[Story], None]) -> None:
             for name in ("ids", "logp", "version", "raw_logp", "top_ids", "top_logp"):
                 np.testing.assert_array_equal(getattr(read.completion, name), getattr(wrote.completion, name))
             assert (read.model, read.tags, read.completion.text) == (wrote.model, wrote.tags, wrote.completion.text)
-        with pytest.raises(DataError, match="a reward of its own"):
+        with pytest.raises(DataError, match="already carries a reward"):
             await desk.record_turn(got.attempt_id, turn(reward=0.5))
 
     tell(story)

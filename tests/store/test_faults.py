@@ -315,7 +315,7 @@ def test_what_cannot_be_read_of_an_answer_is_told_to_who_wrote() -> None:
     async def story() -> None:
         line = WriteBatcher(Odd())  # type: ignore[arg-type]  # it answers, which is all that is asked of it here
         async with asyncio.timeout(5):
-            with pytest.raises(StoreError, match="its answer not be read"):
+            with pytest.raises(StoreError, match="its reply could not be read"):
                 await line.write(b"{}")
 
     asyncio.run(story())

@@ -194,7 +194,7 @@ def test_a_server_of_others_is_told_from_ours() -> None:
 
     async def story() -> None:
         desk = RemoteRolloutQueue("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
-        with pytest.raises(StoreError, match="not as a store of ours does"):
+        with pytest.raises(StoreError, match="its reply is not that of a store"):
             await desk.statistics()
 
     asyncio.run(story())

@@ -248,7 +248,7 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
     }
     with build(run_of(world, directory=directory, **TALKS | silent | {"collect.tasks": 1})) as parts:
         ghost.start()
-        with pytest.raises(CollectionError, match="Its runner 'ghost' said nothing for 1 s"):
+        with pytest.raises(CollectionError, match="Its runner 'ghost' sent nothing for 1 s"):
             run_loop(parts)
         over.set()
         ghost.join()
