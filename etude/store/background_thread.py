@@ -1,5 +1,5 @@
-"""Heavy work beside the event loop: on one thread, so that whoever waits for the interpreter waits for one alone, and
-so much of each key's at once as leaves room for others."""
+"""Heavy work beside the event loop, on one thread, so that at most one thread competes with the loop for the
+interpreter. Each owner of a key has a limited number of requests in work, which leaves room for others."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ __all__ = ["BackgroundThread"]
 P = ParamSpec("P")
 T = TypeVar("T")
 SWITCH_S = 0.0005
-"""Seconds after which a thread that waits for the interpreter gets it. An event loop waits several times a request, so
-that Python's own 5 ms were 60 ms of every request beside heavy work."""
+"""Switch interval of the interpreter, in seconds. An event loop waits for the interpreter several times per request:
+with Python's default of 5 ms, heavy work beside it added 60 ms to every request."""
 
 
 class BackgroundThread:
-    """A thread that does what would keep an event loop busy. Used on one event loop at a time."""
+    """A thread for work that would block an event loop. It is used on one event loop at a time."""
 
     def __init__(self) -> None:
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # for good, and for all of the process
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # permanent, for the whole process
         self._thread = _thread()
         self._semaphores: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()
 
     def close(self) -> None:
-        """End the thread, after what it is doing; work that comes later starts another."""
+        """End the thread after its present work. Later work starts another."""
         self._thread.shutdown(wait=False)
         self._thread = _thread()
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the work at once where it is on few bytes, else on the thread; return its result."""
+        """Run the work, inline if it is on few bytes, else on the thread; return its result."""
         if size <= INLINE_BYTES:
             return work(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     @asynccontextmanager
     async def slot(self, owner: Hashable, size: int, max_concurrency: int = 1) -> AsyncIterator[None]:
-        """Wait until no more than so many of an owner's requests are worked on, where this one has many bytes."""
+        """Wait until fewer than `max_concurrency` long requests of this owner are in work. A short request does not
+        wait."""
         if size <= INLINE_BYTES:
             yield
             return
@@ -55,4 +56,4 @@ class BackgroundThread:
 
 
 def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="etude-aside")  # which begins with its first work
+    return ThreadPoolExecutor(1, thread_name_prefix="etude-aside")  # the thread starts with its first work

@@ -1,12 +1,12 @@
-"""A connection to a server of ours, held to its bounds before anything that it sends is parsed or kept.
+"""HTTP connections that are held to limits before anything they send is parsed or stored.
 
-The parser of uvicorn's fast protocol collects a header for as long as it comes. Here it is fed a small piece at a time,
-and what it has collected is counted: a head that is too large is answered 431, one that takes too long 408. An answer
-that is not read is broken off.
+The parser of uvicorn's fast protocol collects a header without a limit. Here it is fed small pieces, and the collected
+bytes are counted. A head that is too large is answered 431, one that takes too long 408. A connection that does not
+read its response is aborted.
 
-A connection is a stranger until a good key came over it; the gate, which reads keys, says so. Where there is no room
-for another connection, the stranger that came first makes room, whatever it is doing; a connection with a key never
-goes for a stranger. Where no stranger is left, the new one is answered 503.
+A connection is anonymous until a request on it carries a valid key; the middleware, which reads keys, reports that. If
+there is no room for a new connection, the oldest anonymous one is closed, whatever it is doing. An authenticated
+connection is never closed for an anonymous one. If no anonymous connection is left, the new one is answered 503.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from etude.store.rollout_queue import AttemptId
 __all__ = ["GOOD_KEY", "ConnectionLimiter", "HttpConnection", "HttpServerConfig"]
 
 GOOD_KEY = "etude.good_key"
-"""The extension of a request's scope by which the gate says that it brought a good key: a function of the attempt that
-the key speaks for, if it speaks for one."""
+"""Extension of a request's scope that the middleware calls if the request has a valid key. Its argument is the attempt
+of the key, or None."""
 PIECE = 4096
-"""Bytes that the parser is given at once: of a few hundred requests at most."""
+"""Bytes that the parser receives at once; they hold a few hundred requests at most."""
 KEPT_ALIVE_S = 75
-"""Seconds that a silent connection is kept: longer than clients keep theirs, so that none asks on one just closed."""
+"""Seconds that an idle connection stays open. Clients close theirs earlier, so that none sends on a connection just
+closed."""
 FRAMING_BYTES = 12 * 2**10
-"""Of a body that came in chunks: what may be sizes and trailers rather than body, beside a quarter of its length."""
+"""Bytes of a chunked body that may be chunk sizes and trailers, in addition to a quarter of its length."""
 ANONYMOUS_GRACE_S = 1.0
-"""Seconds that a stranger has to show a key before it counts among those that have a quarter of the room."""
+"""Seconds that an anonymous connection has to send a key before the anonymous quarter applies to it."""
 WARNING_INTERVAL_S = 60.0
 """Seconds between two warnings that there is no room."""
 REASON_PHRASES = {
@@ -53,11 +54,11 @@ Stage: TypeAlias = Literal["idle", "head", "body", "refused"]
 
 
 class ConnectionLimiter:
-    """How many connections there may be, and which go where there is no room for another.
+    """Limits the number of connections, and chooses which to close if there is no room for another.
 
-    Strangers that came longer than a moment ago have a quarter of it, and that quarter is kept for strangers as far as
-    connections with a key are silent: a new client is a stranger until its first request. Nothing here looks at all
-    connections when one comes.
+    Anonymous connections older than a moment may take a quarter of the room. As far as authenticated connections are
+    idle, that quarter is kept free, since a new client is anonymous until its first request. No method that runs for a
+    new connection iterates over all connections.
     """
 
     def __init__(self) -> None:
@@ -65,15 +66,15 @@ class ConnectionLimiter:
         most = bounds.CONNECTIONS if files == resource.RLIM_INFINITY else files * 3 // 4
         self.max_connections = max(4, min(bounds.CONNECTIONS, most))
         self.anonymous: dict[HttpConnection, float] = {}
-        """When each came, the first one first."""
+        """When each anonymous connection came, the oldest first."""
         self.idle: dict[HttpConnection, None] = {}
-        """Connections with a key for which the server waits, the one that has been silent longest first."""
+        """Authenticated connections for which the server waits, the one idle longest first."""
         self._attempts: dict[AttemptId, dict[HttpConnection, None]] = {}
-        """The connections of each attempt, by the first key that came over them; the first one first."""
+        """The connections of each attempt, by the first key sent over them; the oldest first."""
         self._last_warning, self._can_open_files = -WARNING_INTERVAL_S, True
 
     def admit(self, new: HttpConnection, count: int) -> bool:
-        """Let a connection in if there is room, for which a stranger may have to go. count: those there are."""
+        """Admit a connection if there is room, if need be by closing an anonymous one. count: open connections."""
         if count >= self.max_connections:
             self._warn()
             if not self.anonymous:
@@ -83,10 +84,11 @@ class ConnectionLimiter:
         return True
 
     def authenticate(self, connection: HttpConnection, attempt: AttemptId | None, count: int) -> None:
-        """Take a connection that showed a good key out of the strangers. attempt: whose key it is.
+        """Mark a connection as authenticated by the key of an attempt, or of none.
 
-        Where it takes of the strangers' quarter, another goes: the first of an attempt that has more than an eighth of
-        the room, else the one that has been silent longest."""
+        If authenticated connections take more than three quarters of the room, one is closed. It is the oldest of this
+        attempt, if the attempt has more than an eighth of the room; else the one idle longest.
+        """
         if self.anonymous.pop(connection, None) is None:
             return
         siblings: dict[HttpConnection, None] = {} if attempt is None else self._attempts.setdefault(attempt, {})
@@ -98,7 +100,7 @@ class ConnectionLimiter:
                 evicted.evict()
 
     def forget(self, connection: HttpConnection) -> None:
-        """Let go of a connection that is not there any more."""
+        """Remove a closed connection."""
         self.anonymous.pop(connection, None)
         self.idle.pop(connection, None)
         if connection.attempt is not None and (siblings := self._attempts.get(connection.attempt)) is not None:
@@ -107,8 +109,8 @@ class ConnectionLimiter:
                 del self._attempts[connection.attempt]
 
     def enforce_limits(self) -> None:
-        """Close strangers beyond their quarter, or that leave too much unread; and say where the process can open no
-        more files: the system then breaks new connections off, and says nothing."""
+        """Close anonymous connections beyond their quarter, or that leave too much unread. Log if the process can open
+        no more files: the system then aborts new connections silently."""
         grace_start = time.monotonic() - ANONYMOUS_GRACE_S
         for connection, since in list(self.anonymous.items()):
             if len(self.anonymous) <= self.max_connections // 4 or since > grace_start:
@@ -128,9 +130,9 @@ class ConnectionLimiter:
         if now - self._last_warning >= WARNING_INTERVAL_S:
             self._last_warning = now
             get_logger("store").warning(
-                "The server has %d connections, the most that its limit of open files leaves room for, or a quarter of "
-                "as many that showed no key: the oldest of these are closed, then silent ones, and where there is "
-                "none, a new one is answered 503. Raise the limit with: ulimit -n",
+                "The server has %d connections, the most that its limit of open files allows, or a quarter as many "
+                "without a key. It closes the oldest of these, then idle ones; if there is none, it answers a new one "
+                "503. Raise the limit with: ulimit -n",
                 self.max_connections,
             )
 
@@ -141,8 +143,8 @@ class ConnectionLimiter:
             if self._can_open_files and error.errno in (errno.EMFILE, errno.ENFILE):
                 self._can_open_files = False
                 get_logger("store").error(
-                    "The server can open no more files (%s), so new connections are broken off until others are "
-                    "closed. Raise the limit with `ulimit -n`, or have fewer runners.",
+                    "The server can open no more files (%s), so new connections are aborted until others are "
+                    "closed. Raise the limit with `ulimit -n`, or start fewer runners.",
                     error.strerror,
                 )
         else:
@@ -152,7 +154,7 @@ class ConnectionLimiter:
 
 
 class HttpServerConfig(uvicorn.Config):
-    """The configuration of a server whose connections share a room."""
+    """The configuration of a server whose connections share one limiter."""
 
     def __init__(self, app: Any, **options: Any) -> None:
         super().__init__(app, http=HttpConnection, **options)
@@ -160,7 +162,7 @@ class HttpServerConfig(uvicorn.Config):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection. It is looked at once a second."""
+    """One connection. The server checks it once a second."""
 
     def __init__(
         self,
@@ -171,11 +173,11 @@ class HttpConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.since: float | None = time.monotonic()
-        """Since when something is waited for from the other side; None while a request is being answered."""
+        """Start of the present wait for the client; None while a request is being answered."""
         self.has_request = False
-        """True once a request has come."""
+        """True once a request has arrived."""
         self.attempt: AttemptId | None = None
-        """The attempt whose key came first over it."""
+        """The attempt of the first key sent over this connection."""
         self._is_authenticated = False
         self._limiter = cast(HttpServerConfig, config).limiter
         self._stage: Stage = "idle"
@@ -183,29 +185,29 @@ class HttpConnection(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._bodies = 0  # bytes of all bodies so far
         self._why: tuple[int, str] | None = None
-        self._unread = 0, 0.0  # bytes of answers that the other side had not taken, and when they last became fewer
+        self._unread = 0, 0.0  # bytes of responses that the client had not read, and when they last became fewer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base
-        """It is there, if there is room."""
+        """Accept the connection if there is room."""
         is_admitted = self._limiter.admit(self, len(self.connections))
         super().connection_made(transport)
         if not is_admitted:
-            self._refuse(503, "The server has as many connections as it may have. Try again in a moment.")
+            self._refuse(503, "The server has reached its limit of connections. Try again in a moment.")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is not there any more: no request on it is answered."""
+        """Clean up a closed connection: no request on it will be answered."""
         self._limiter.forget(self)
         self._disconnect_requests()
         super().connection_lost(exc)
 
     def evict(self) -> None:
-        """Make room for another."""
+        """Close this connection to make room for another."""
         self._limiter.forget(self)
         self.connections.discard(self)
         self._abort()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, piece by piece, as long as what it collects is within bounds."""
+        """Feed the parser piece by piece, while the bytes that it collects are within the limits."""
         if self._stage == "refused":
             self._drain(len(data))
             return
@@ -221,7 +223,7 @@ class HttpConnection(HttpToolsProtocol):
                 return
 
     def on_message_begin(self) -> None:
-        """The first line comes."""
+        """Handle the first line of a request."""
         self._stage, self._head = "head", 0
         if self.since is not None and self.has_request:
             self._wait(time.monotonic())
@@ -229,7 +231,7 @@ class HttpConnection(HttpToolsProtocol):
         self.scope["extensions"] = {GOOD_KEY: self._on_authenticated}  # type: ignore[dict-item]  # ours is no dict
 
     def on_headers_complete(self) -> None:
-        """The head is there, and the request is answered from now on."""
+        """Check the complete headers and start the request."""
         if len(self.headers) > bounds.HEADERS:
             self._why = 431, f"The request has more than {bounds.HEADERS} headers."
         elif len(self.pipeline) >= bounds.PIPELINED:
@@ -240,25 +242,25 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Count a part of the body."""
         if self._why is None:
             self._body += len(body)
             self._bodies += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is whole."""
+        """Handle the end of a body."""
         if self._why is None:
             self._stage = "idle"
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Answered."""
+        """Wait for the next request."""
         super().on_response_complete()
         self._wait(time.monotonic() if self.cycle.response_complete and not self.pipeline else None)
 
     def check_timeouts(self, now: float) -> None:
-        """End what has been waited for long enough."""
+        """Close the connection if the client has taken too long."""
         if self._abort_if_unread(now) or self.since is None:
             return
         waited = now - self.since
@@ -268,39 +270,40 @@ class HttpConnection(HttpToolsProtocol):
         elif self._stage == "head" and waited > bounds.HEAD_S:
             self._refuse(408, f"The head of the request did not arrive within {bounds.HEAD_S:g} seconds.")
         elif waited > (KEPT_ALIVE_S + bounds.DRAINED_S if self.has_request else bounds.HEAD_S):
-            self._abort()  # silent from the beginning, or it does not read what it was answered
+            self._abort()  # it sent nothing at all, or does not read its response
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         super()._start_asgi_task(cycle, app)
 
     def _abort(self) -> None:
-        """Break it off."""
+        """Abort the connection."""
         self._disconnect_requests()
         self.transport.abort()
 
     def _disconnect_requests(self) -> None:
-        """Tell all requests on it, those that wait behind another as well, that it has gone."""
+        """Tell every request on this connection, pipelined ones included, that the client has disconnected."""
         if self._answering is not None:
             for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
     def _on_authenticated(self, attempt: AttemptId | None) -> None:
-        """A good key came, of an attempt or of none: it is no stranger any more."""
+        """Handle a valid key, of an attempt or of none: the connection is no longer anonymous."""
         if not self._is_authenticated:
             self._is_authenticated, self.attempt = True, attempt
             self._limiter.authenticate(self, attempt, len(self.connections))
 
     def _wait(self, since: float | None) -> None:
-        """Wait for the other side from now on, or no longer."""
+        """Start waiting for the client, or stop waiting if `since` is None."""
         self.since = since
         self._limiter.idle.pop(self, None)
         if since is not None and self._is_authenticated and not self.transport.is_closing():
             self._limiter.idle[self] = None
 
     def _abort_if_unread(self, now: float) -> bool:
-        """Break off an answer that has not been read on for long; a connection with one counts as silent before."""
+        """Abort the connection if the client has read nothing of the response for long. Before that, it counts as
+        idle."""
         unread, (size, since) = self.transport.get_write_buffer_size(), self._unread
         if not unread or not size or unread < size:
             self._unread = unread, now
@@ -314,7 +317,7 @@ class HttpConnection(HttpToolsProtocol):
         return False
 
     def _count(self, framing: int) -> None:
-        """Hold what came to its bounds. framing: bytes of it that were no body."""
+        """Check the received bytes against the limits. framing: the bytes that are not body."""
         if self._stage == "head":
             self._head += framing
             if self._head > bounds.HEAD_BYTES:
@@ -322,15 +325,15 @@ class HttpConnection(HttpToolsProtocol):
         elif self._stage == "body":
             self._framing += framing
             if self._framing > FRAMING_BYTES + self._body // 4:
-                self._why = 400, "The body comes in chunks so small, or with trailers so large, that it is not read."
+                self._why = 400, "The chunks of the body are too small, or its trailers too large; send larger chunks."
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer without the app, and read a little on, so that the other side hears it."""
+        """Answer without the app, then read on a little, so that the client receives the answer."""
         answering = self.has_request and not self.cycle.response_complete
         self._stage, self._head = "refused", 0
         self._wait(time.monotonic())
         self._unset_keepalive_if_required()
-        if answering or status == 400:  # within an answer nothing else can be said
+        if answering or status == 400:  # within a response no other can be sent
             self._abort()
             return
         error = {"type": "invalid_request_error", "kind": "Refused", "message": why, "request": ""}
@@ -340,7 +343,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.write(
             f"{head}{retry_after}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
         )
-        if status == 503:  # there is no room to wait in
+        if status == 503:  # there is no room to keep it open
             self.transport.close()
 
     def _drain(self, size: int) -> None:

@@ -1,15 +1,15 @@
-"""Keys: who may do what at the desk and the model endpoint. Nothing is stored, so any process that knows the secret
-reads them.
+"""The keys of the store and the model endpoint, and the access that each grants. No key is stored: any process that
+knows the secret can verify them.
 
-A key is a sentence that everybody may read, and a seal that only the admin key makes:
+A key is a readable payload and a signature, which only the admin key can create:
 
     etude.model.12.0.1790000000.Kb0…      calls the model as attempt 0 of rollout 12, until that second
-    etude.reward.12.0.1790000000.p3J…     writes what that attempt earned, and its events
-    etude.runner.9aX…                     claims rollouts and hands them in
-    etude.admin.w7c…                      may do everything, and therefore makes and reads all others
+    etude.reward.12.0.1790000000.p3J…     writes rewards and events of that attempt
+    etude.runner.9aX…                     claims rollouts and reports their results
+    etude.admin.w7c…                      allows everything; it creates and verifies all other keys
 
-The seal is an HMAC-SHA256 over the sentence before it; that of the admin key is made by a secret, or somebody chose the
-key. Times are those of the clock on the wall, as keys go to other machines.
+The signature is an HMAC-SHA256 over the payload. That of the admin key is made with the secret, unless the user chose
+the admin key. Expiry times are wall-clock times, since keys are sent to other machines.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ Scope: TypeAlias = Literal["admin", "runner", "model", "reward"]
 SCOPES: dict[str, Scope] = {scope: scope for scope in get_args(Scope)}
 ADMIN = "etude.admin"
 MIN_SECRET_BYTES = 16
-"""Bytes: fewer can be guessed."""
+"""Smallest size of a secret, in bytes. A shorter one can be guessed."""
 ADMIN_KEY, RUNNER_KEY = "admin.key", "runner.key"
-"""Files in a directory: the two keys that outlast a process, so that all others stay good too. Nobody else may read
-them."""
+"""Files in a store's directory with its two long-lived keys, so that all other keys stay valid after a restart. Only
+the owner of the files can read them."""
 
 
 class Grant(NamedTuple):
-    """What a key allows."""
+    """The access that a key grants."""
 
     scope: Scope
     attempt_id: AttemptId | None
-    """The attempt it speaks for; None for those that speak for none."""
+    """The attempt of the key; None for keys that belong to no attempt."""
 
     @property
     def owner(self) -> Hashable:
-        """Under which its requests are counted: both keys of an attempt are one owner."""
+        """The owner under which requests are counted. Both keys of an attempt have the same owner."""
         return self if self.attempt_id is None else self.attempt_id
 
 
 class Keyring:
-    """Makes keys and reads them, with one secret. Without one it makes up its own, and its keys end with it."""
+    """Creates and verifies keys with one secret. Without a secret it generates one, and its keys end with the
+    process."""
 
     def __init__(self, secret: bytes | None = None, *, admin: str = "") -> None:
-        """admin: the admin key, of whoever has that in place of the secret."""
+        """admin: the admin key, if that is given in place of the secret."""
         if admin:
             if len(admin) < MIN_SECRET_BYTES or not admin.isascii() or not admin.isprintable() or " " in admin:
                 raise ConfigError(
@@ -74,7 +75,7 @@ class Keyring:
 
     @classmethod
     def load_or_create(cls, directory: Path, admin: str = "") -> Keyring:
-        """The keys that a directory keeps, made if it has none. admin: the key that it is to have from now on."""
+        """Load the keys of a directory, or create them if it has none. admin: the admin key to use from now on."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / ADMIN_KEY
         if not admin and path.exists():
@@ -89,24 +90,24 @@ class Keyring:
 
     @property
     def admin(self) -> str:
-        """The key that may do everything."""
+        """The key that allows everything."""
         return self._admin
 
     @property
     def runner(self) -> str:
-        """The key that runners on other machines come with."""
+        """The key for runners on other machines."""
         return self._make_key("etude.runner")
 
     def model_key(self, key: AttemptId, expires_s: float) -> str:
-        """Lets an agent call the model as this attempt, for so many seconds."""
+        """Return a key with which an agent calls the model as this attempt, for `expires_s` seconds."""
         return self._attempt_key("model", key, expires_s)
 
     def reward_key(self, key: AttemptId, expires_s: float) -> str:
-        """Lets it write rewards and events of this attempt, for so many seconds."""
+        """Return a key with which an agent writes rewards and events of this attempt, for `expires_s` seconds."""
         return self._attempt_key("reward", key, expires_s)
 
     def read(self, text: str) -> Grant:
-        """What a key allows. One that was not made with this secret, or that is too old, is a `InvalidKeyError`."""
+        """Return the grant of a key. A key of another secret, or an expired one, raises `InvalidKeyError`."""
         if hmac.compare_digest(text.encode(errors="replace"), self._admin.encode()):
             return Grant("admin", None)
         claims, _, signature = text.rpartition(".")
@@ -115,8 +116,8 @@ class Keyring:
         )
         if not is_signed or claims == ADMIN:
             raise InvalidKeyError(
-                "The key was not made here. Give the one that was shown when the server started, or that the attempt "
-                "was given; keys of a server that was started anew with another secret are no longer good."
+                "The key was not made by this server. Use the key shown when the server started, or the key of the "
+                "attempt. Keys made before a restart with another secret are no longer valid."
             )
         _, scope_name, *rest = claims.split(".")
         scope = SCOPES[scope_name]
@@ -125,13 +126,13 @@ class Keyring:
         rollout, attempt, expires = map(int, rest)
         if (late := time.time() - expires) > 0:
             raise InvalidKeyError(
-                f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago: it lasts as long "
-                "as an attempt may take. Allow the attempt more time with its limit timeout_s."
+                f"The {scope} key of attempt {attempt} of rollout {rollout} expired {late:.0f} s ago. It lasts as long "
+                "as the attempt may take. Raise the limit timeout_s to give the attempt more time."
             )
         return Grant(scope, AttemptId(rollout, attempt))
 
     def read_first(self, texts: Sequence[str]) -> Grant:
-        """Return what the first good key of these allows; raise the `InvalidKeyError` of the first where none is."""
+        """Return the grant of the first valid key. If none is valid, raise the `InvalidKeyError` of the first."""
         refused = None
         for text in texts:
             try:
@@ -141,7 +142,7 @@ class Keyring:
         raise refused or InvalidKeyError("This needs a key, as the header 'Authorization: Bearer KEY'.")
 
     def read_headers(self, headers: Mapping[bytes, bytes]) -> Grant | None:
-        """What the key allows that the headers of a request bring, whatever it opens; None without a good one."""
+        """Return the grant of the key in a request's headers, whatever its scope; None without a valid key."""
         values = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
         try:
             return self.read_first(keys_from_headers(*values))
@@ -156,7 +157,8 @@ class Keyring:
 
 
 def keys_from_headers(authorization: str | None, api_key: str | None) -> list[str]:
-    """The keys that a request brings, in the order in which they are tried: `Authorization: Bearer …`, `x-api-key`."""
+    """Return the keys of a request in the order in which they are tried: `Authorization: Bearer …`, then
+    `x-api-key`."""
     scheme, _, text = (authorization or "").partition(" ")
     texts = (text if scheme.lower() == "bearer" else "", api_key or "")
     return [text.strip() for text in texts if text.strip()]
@@ -168,7 +170,7 @@ def _sign(secret: bytes, claims: str) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Have a file hold this, which only its owner reads; it is whole or not there."""
+    """Write a file that only its owner can read, atomically."""
     if path.exists() and path.read_text(encoding="utf-8").strip() == text:
         return
     new = path.with_name(f"{path.name}.{os.getpid()}.new")

@@ -1,6 +1,6 @@
-"""Spans as OpenTelemetry sends them over HTTP, in both its forms, as notes that a desk keeps.
+"""Spans in OpenTelemetry's OTLP/HTTP format, protobuf or JSON, parsed into notes.
 
-Training never depends on a span; it is kept to be looked at beside the turns.
+Training never depends on a span; the store keeps it for people to inspect beside the turns.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ __all__ = ["ATTEMPT", "JSON", "PROTOBUF", "ROLLOUT", "ParsedSpan", "encode_reply
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ROLLOUT, ATTEMPT = "etude.rollout", "etude.attempt"
-"""The attributes of a resource that say whose its spans are."""
+"""Resource attributes that name the attempt of the spans."""
 _IDS = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _MAX_DEPTH = 64
 MAX_EXPORT_BYTES, MAX_EXPORT_SPANS = 4 * 2**20, 4096
-"""Of one export: exporters send some hundreds of spans at once."""
+"""Limits of one export. Exporters send some hundreds of spans at once."""
 MAX_REPEATED_BYTES = 16 * 2**20
-"""Bytes of what an export says once and is kept with each of its spans."""
+"""Bytes of resources and scopes, which an export holds once and the store keeps with each span."""
 MAX_PARTS = 100_000
-"""Messages in an export: spans, attributes, events and what they are made of; or values, of one in JSON. Also the
-values of resources, each as often as it is kept."""
+"""Messages in a protobuf export (spans, attributes, events and their parts), or values in a JSON export. It limits also
+the values of resources, each counted once per span."""
 MAX_FIELDS = 2**18
-"""Fields of all these messages, those that are not known included."""
+"""Fields of all these messages, unknown ones included."""
 
 
 class ParsedSpan(NamedTuple):
-    """A span, and whose it says it is."""
+    """A span, and the attempt that its resource names."""
 
     attempt_id: AttemptId | None
     data: dict[str, Any]
     size: int
-    """About how many bytes of JSON it is."""
+    """About how many bytes of JSON it takes."""
     why: str
-    """Why it is not kept; empty where it is."""
+    """Reason for which it is not stored; empty if it is."""
 
 
 def parse_spans(body: bytes, media_type: str) -> list[ParsedSpan]:
-    """The spans of one export; `DataError` where the body is none, `RequestRefusedError` where it is too large."""
+    """Return the spans of one export. A malformed body raises `DataError`, one that is too large
+    `RequestRefusedError`."""
     if len(body) > MAX_EXPORT_BYTES:
         raise RequestRefusedError(413, f"This export has {len(body)} bytes; send at most {MAX_EXPORT_BYTES} at once.")
     try:
@@ -67,16 +68,18 @@ def parse_spans(body: bytes, media_type: str) -> list[ParsedSpan]:
             check_json_size(body, MAX_PARTS, _MAX_DEPTH)
             document = json.loads(body.decode())
             if not isinstance(document, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
             request = ParseDict(_with_base64_ids(document), ExportTraceServiceRequest(), ignore_unknown_fields=True)
         _check_repeated(request)
         return list(_spans(request))
     except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"This is no export of spans as OTLP/HTTP has it ({media_type}): {error}.") from error
+        raise DataError(
+            f"This is not an export of spans in the format of OTLP/HTTP ({media_type}): {error}."
+        ) from error
 
 
 def _check_counts(body: bytes) -> None:
-    """Refuse an export of more messages or fields than are read of one: before it is parsed, by the lengths in it."""
+    """Refuse a protobuf export with too many spans, messages or fields, before it is parsed, by the lengths in it."""
     fields = parts = spans = 0
     stack = [(0, len(body), ExportTraceServiceRequest.DESCRIPTOR)]
     while stack:
@@ -96,8 +99,10 @@ def _check_counts(body: bytes) -> None:
 
 
 def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[Descriptor | None, int, int]]:
-    """The fields of a message: of each the message that it is, if it is one, and where it stands. What is malformed
-    ends it: the parser says so."""
+    """Yield the fields of a message: the type of a nested message or None, and the start and end of the value.
+
+    Malformed data ends the iteration; the parser reports it later.
+    """
     known = kind.fields_by_number
     while at < end:
         tag, at = _varint(body, at, end)
@@ -114,12 +119,12 @@ def _fields(body: bytes, at: int, end: int, kind: Descriptor) -> Iterator[tuple[
         elif tag & 7 in (1, 5):
             at += 8 if tag & 7 == 1 else 4
         else:
-            raise ValueError("it has a group, which no export has")
+            raise ValueError("it has a protobuf group, which OTLP does not use")
         yield message, start, at
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number, and what follows it; the end, where there is none."""
+    """Return a varint and the position after it; without a complete one, 0 and `end`."""
     if at < end and body[at] < 128:
         return body[at], at + 1
     value = shift = 0
@@ -132,7 +137,7 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _check_repeated(request: ExportTraceServiceRequest) -> None:
-    """Refuse an export of too many spans; or of so many with so much said of all of them, which is kept with each."""
+    """Refuse an export with too many spans, or whose resources and scopes are too large to be stored with each span."""
     count = size = values = 0
     for resource in request.resource_spans:
         scopes = [scope for scope in resource.scope_spans if len(scope.spans)]
@@ -147,14 +152,14 @@ def _check_repeated(request: ExportTraceServiceRequest) -> None:
     if size > MAX_REPEATED_BYTES or values > MAX_PARTS:
         raise RequestRefusedError(
             413,
-            f"What the resource of these {count} spans says is kept with each of them, and would take {size} bytes and "
-            f"{values} values; at most {MAX_REPEATED_BYTES} and {MAX_PARTS} are kept. Say less there, or send fewer at "
-            "once.",
+            f"The resource of these {count} spans is stored with each of them, which would take {size} bytes and "
+            f"{values} values; at most {MAX_REPEATED_BYTES} and {MAX_PARTS} are stored. Send a smaller resource, or "
+            "fewer spans at once.",
         )
 
 
 def _values(pairs: Iterable[KeyValue]) -> int:
-    """How many values there are in attributes, within each other."""
+    """Return the number of values in attributes, nested ones included."""
     stack, count = [pair.value for pair in pairs], 0
     while stack:
         value = stack.pop()
@@ -165,7 +170,7 @@ def _values(pairs: Iterable[KeyValue]) -> int:
 
 
 def encode_reply(media_type: str, refused: int, why: str) -> bytes:
-    """What a client is told: how many spans were not kept, and why."""
+    """Encode the reply: the number of spans that were not stored, and the reason."""
     reply = ExportTraceServiceResponse()
     if refused:
         reply.partial_success.CopyFrom(ExportTracePartialSuccess(rejected_spans=refused, error_message=why))
@@ -173,7 +178,7 @@ def encode_reply(media_type: str, refused: int, why: str) -> bytes:
 
 
 def _with_base64_ids(document: Any, depth: int = 0) -> Any:
-    """The same with its ids as protobuf's own JSON has them: OTLP writes them in hexadecimal, protobuf in base64."""
+    """Return the document with its ids in base64, as protobuf's JSON expects them; OTLP writes them in hexadecimal."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
     if isinstance(document, list):
@@ -202,7 +207,8 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[ParsedSpan]:
 
 
 def _key(resource: Mapping[str, Any]) -> AttemptId | None:
-    """The attempt that a resource names; some exporters can send text only."""
+    """Return the attempt that a resource names, or None. The values may be text, since some exporters send only
+    text."""
     try:
         key = AttemptId(int(resource[ROLLOUT]), int(resource[ATTEMPT]))
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -233,7 +239,7 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
 
 
 def _value(value: AnyValue) -> Any:
-    """As JSON has it: bytes in base64, and a number that is none as its name."""
+    """Convert a value to JSON: bytes to base64, NaN and infinities to their names."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None

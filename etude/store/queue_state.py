@@ -56,8 +56,7 @@ from etude.store.writer_thread import DEFERRED, TICK_S, PendingResult
 __all__ = ["INTERRUPTED", "QueueState"]
 
 INTERRUPTED = "The run was stopped while this was under way."
-"""The error of an attempt that ended because its run stopped. It never counts against the rollout, however often it
-occurs."""
+"""The error of an attempt that ended because its run stopped. It never counts against the rollout."""
 FARTHEST = 2**62
 """The largest id that a caller may give; it leaves room for more."""
 
@@ -206,10 +205,8 @@ class QueueState:
         return [get_rollout(txn, id) for id in rollouts]
 
     def add_wait(self, txn: Transaction, wait: PendingWait, promise: PendingResult) -> Any:
-        """Return the ends after a cursor as pairs of position and rollout, now or as soon as there is one.
-
-        Return None if those ends are older than the ones in memory: the caller reads them from the journal.
-        """
+        """Return the ends after a cursor as pairs of position and rollout, now or as soon as there is one. Return None
+        if they are no longer in memory: the caller then reads the journal."""
         if wait.cursor > (newest := txn.start + len(txn.records)):
             raise NotFoundError(f"The journal ends at {newest}, so it has no cursor {wait.cursor}: begin with 0.")
         if wait.cursor < self._ends.floor:
@@ -230,8 +227,7 @@ class QueueState:
         return DEFERRED
 
     def cancel_claim(self, txn: Transaction, claim: PendingClaim) -> None:
-        """Cancel the claim of a runner that disconnected. Attempts assigned to it, of which it cannot know, are queued
-        again."""
+        """Cancel the claim of a disconnected runner. Attempts already assigned to it are queued again."""
         claim.is_cancelled = True
         for attempt in claim.leased:
             if attempt.attempt_id in self._work.leases:

@@ -1,4 +1,4 @@
-"""Answers that are kept for a while, so that who did not hear one can ask again without its being done again."""
+"""Cached replies: a client that lost a reply repeats the request and receives it, without a second execution."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from typing import Any
 __all__ = ["ATTEMPT_QUOTA", "REPLY_TTL_S", "SHARED_QUOTA", "CacheQuota", "HttpReply", "ReplyCache"]
 
 REPLY_TTL_S = 120.0
-"""Seconds that an answer is kept; a client gives up asking again before they are over."""
+"""Seconds that a reply is cached. A client stops its retries earlier."""
 HttpReply = tuple[int, bytes]
-"""A status, and a body."""
+"""A status and a body."""
 
 
 @dataclass(frozen=True)
 class CacheQuota:
-    """How many answers are kept, of one key or of all, and how many bytes of them. Beyond that the oldest go first."""
+    """Limits of cached replies, of one key or of all, in number and bytes. Beyond them the oldest are dropped first."""
 
     answers: int
     bytes: int
 
 
 SHARED_QUOTA = CacheQuota(2**17, 64 * 2**20)
-"""Of all keys together, and of one that many use."""
+"""Quota of all keys together, and of one shared key."""
 ATTEMPT_QUOTA = CacheQuota(512, 2**20)
-"""Of an attempt's own key."""
+"""Quota of one attempt's own key."""
 
 
 @dataclass
 class _CachedReply:
-    """Something under way or done, and how many wait for it."""
+    """A request under way or done, and the number of callers that wait for it."""
 
     at: float
     owner: Hashable
     task: asyncio.Task[HttpReply] | None
-    """None once it is done: a task holds on to all that it was made of."""
+    """None once the request is done, since a task holds references to everything it used."""
     answer: HttpReply = (0, b"")
     waiting: int = 0
 
 
 @dataclass
 class _OwnerReplies:
-    """The kept answers of one owner, the oldest first."""
+    """The cached replies of one owner, the oldest first."""
 
     names: dict[Hashable, None] = field(default_factory=dict)
     bytes: int = 0
 
 
 class ReplyCache:
-    """What was answered to what, by whatever names a request and nobody else's.
+    """Replies by the cache key of their request.
 
-    One that is asked while the first is under way waits for that one's answer. What ended in an exception is forgotten,
-    and asked again it is done again.
+    A request that repeats one under way waits for the same reply. A request that raised an exception is forgotten; its
+    repetition is executed.
     """
 
     def __init__(self, ttl_s: float = REPLY_TTL_S, quota: CacheQuota = SHARED_QUOTA) -> None:
@@ -71,9 +71,10 @@ class ReplyCache:
         owner: Hashable = None,
         quota: CacheQuota = SHARED_QUOTA,
     ) -> HttpReply:
-        """The answer, made now if it was not before. It is made to its end, even where who asked is cancelled.
+        """Return the cached reply, or execute the request. The execution continues even if the caller is cancelled.
 
-        owner: the key it is asked with, of which no more than this share is kept."""
+        owner: the key of the client, whose replies are limited by `quota`.
+        """
         self._forget_old()
         entry = self._replies.get(key)
         if entry is None:
@@ -87,12 +88,12 @@ class ReplyCache:
             entry.waiting -= 1
 
     def contains(self, key: Hashable) -> bool:
-        """Whether this was asked, and is kept."""
+        """Return whether the request is under way or cached."""
         return key in self._replies
 
     async def abandon(self, key: Hashable, undo: Callable[[HttpReply], Awaitable[None]]) -> None:
-        """Who asked has gone. Where nobody else waits, it is as if it had not been asked: what is under way is
-        cancelled, and what was done is undone."""
+        """Drop a request whose caller has disconnected, unless another caller waits for it. A request under way is
+        cancelled; a reply is passed to `undo`."""
         entry = self._replies.get(key)
         if entry is None or entry.waiting:
             return
@@ -109,7 +110,7 @@ class ReplyCache:
     def _begin(
         self, key: Hashable, run: Callable[[], Coroutine[Any, Any, HttpReply]], owner: Hashable, quota: CacheQuota
     ) -> _CachedReply:
-        """One that was not asked before."""
+        """Start a request that is not cached."""
         task = asyncio.create_task(run())
         entry = self._replies[key] = _CachedReply(time.monotonic(), owner, task)
         self._by_owner.setdefault(owner, _OwnerReplies()).names[key] = None
@@ -117,7 +118,7 @@ class ReplyCache:
         return entry
 
     def _done(self, key: Hashable, entry: _CachedReply, task: asyncio.Task[HttpReply], quota: CacheQuota) -> None:
-        """Keep an answer, within its owner's share."""
+        """Cache a reply, within its owner's quota."""
         if self._replies.get(key) is not entry:
             return
         if task.cancelled() or task.exception() is not None:
@@ -132,14 +133,15 @@ class ReplyCache:
                 self._forget(oldest, only_done=True)
 
     def _forget_old(self) -> None:
-        """A few at a time, of those asked first: more than can come in until the next call."""
+        """Drop expired replies and those beyond the quota, up to four of the oldest. That is more than the next call
+        can add."""
         before = time.monotonic() - self._ttl_s
         for key, entry in list(islice(self._replies.items(), 4)):
             if entry.at < before or self._bytes > self._quota.bytes or len(self._replies) > self._quota.answers:
                 self._forget(key, only_done=True)
 
     def _forget(self, key: Hashable, *, only_done: bool = False) -> None:
-        """It is not known any more. done: only if it is not under way."""
+        """Drop an entry. only_done: keep it if it is under way."""
         entry = self._replies[key]
         if only_done and entry.task is not None:
             return

@@ -1,8 +1,8 @@
-"""Bounds of every request to a server of ours, in one place: of its head, its body, what it holds, and its time.
+"""Limits of all requests to the servers, in one place: of heads, bodies, memory and time.
 
-`connection` holds heads to them, `request_middleware` bodies, both before anything is parsed, and whoever sends them.
-`check_json_size` looks at the bytes of JSON and says how much parsing would make of them, at a small part of the cost
-of parsing.
+`http_connection` enforces those of heads and `request_middleware` those of bodies, before anything is parsed and for
+every client. `check_json_size` reads the bytes of JSON and tells how much parsing would create, at a small part of the
+cost of parsing.
 """
 
 from __future__ import annotations
@@ -18,61 +18,64 @@ __all__ = ["RequestRefusedError", "check_count", "check_json_size", "check_secon
 # -- a head ------------------------------------------------------------------------------------------------------------
 
 HEAD_BYTES = 32 * 2**10
-"""Of the request line and the headers together."""
+"""Bytes of the request line and the headers together."""
 HEADERS = 100
-"""Lines of headers."""
+"""Number of headers."""
 HEAD_S = 20.0
-"""Seconds that a head may take to arrive, and a new connection to send one."""
+"""Seconds that a head may take to arrive, and that a new connection may take to send one."""
 PIPELINED = 16
-"""Requests that may wait on one connection behind the one that is answered."""
+"""Requests that may wait on a connection behind the one being answered."""
 
 # -- a body ------------------------------------------------------------------------------------------------------------
 
 BODY_BYTES = 32 * 2**20
-"""As it came, and inflated."""
+"""Bytes of a body, both as sent and as inflated."""
 REWARDS_BYTES = 8 * 2**20
-"""Of a request by the key with which one attempt writes."""
+"""Bytes of a body that is sent with the reward key of an attempt."""
 ANONYMOUS_BYTES, ANONYMOUS_S = 64 * 2**10, 10.0
-"""Of a request without a key: its body, and the seconds that it may take."""
+"""Bytes of a body without a key, and the seconds that it may take."""
 ANONYMOUS_UNREAD = 64 * 2**20
-"""Bytes of answers that connections without a key leave unread, all together."""
+"""Bytes of responses that all anonymous connections together may leave unread."""
 BODY_S = 60.0
 """Seconds that a body may take to arrive."""
 HELD_BYTES, HELD_BY_KEY = 512 * 2**20, 128 * 2**20
-"""Of all bodies that are being read or answered at once; and of those of the admin key, or of the runners'. Attempts
-together hold half of all at most. Bodies up to `SHORT_BYTES` by the admin's and the runners' keys are always read."""
-HELD_BY_ATTEMPT, HELD_BY_ANONYMOUS = 48 * 2**20, 32 * 2**20
-"""Of those by both keys of one attempt; and of all that come without a key."""
-DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
-"""What is still read of a request that is refused, so that its sender hears why rather than a broken connection."""
+"""Bytes of all bodies being read or answered at once; and of those of one shared key (the admin key or the runner key).
 
-# -- what a body holds -------------------------------------------------------------------------------------------------
+Attempts together may take half of the total. Bodies up to `SHORT_BYTES` with a shared key are always read.
+"""
+HELD_BY_ATTEMPT, HELD_BY_ANONYMOUS = 48 * 2**20, 32 * 2**20
+"""Bytes of the bodies of both keys of one attempt; and of all bodies without a key."""
+DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
+"""Bytes and seconds that a refused request is still read, so that its client receives the reason and not a broken
+connection."""
+
+# -- the contents of a body --------------------------------------------------------------------------------------------
 
 VALUES = 2**18
-"""Values in a body of JSON: each in a list, each entry of an object."""
+"""Values in a JSON body: each list item and each object entry counts."""
 DEPTH = 100
-"""Lists and objects within each other."""
+"""Levels of nested lists and objects."""
 NOTE_BYTES, NOTE_VALUES = 2**20, 20_000
-"""Of what one note holds that an agent or a runner writes."""
+"""Bytes and values of one note of an agent or a runner."""
 NOTES, NOTES_BYTES = 10_000, 64 * 2**20
-"""Of the notes and spans that one attempt writes with its own key."""
+"""Notes and spans that one attempt may write with its own key, and their bytes."""
 REWARDS, REWARDS_WRITTEN_BYTES = 100_000, 64 * 2**20
-"""Of what one attempt pays its turns with its own key."""
+"""Rewards of turns that one attempt may write with its own key, and their bytes."""
 WRITERS = 2**16
-"""Attempts that are remembered with what they have written: those that wrote last."""
+"""Attempts whose writes are counted: those that wrote last."""
 RUNNER_INFO = (4096, 200)
-"""Bytes and values of what one runner says of itself."""
+"""Bytes and values of the data that a runner reports about itself."""
 RUNNERS = 1024
 """Runners that are remembered at once."""
 SHORT_BYTES = 2**17
-"""Of a request that holds ids and little else."""
+"""Bytes of a request that holds ids and little else."""
 INLINE_BYTES = 16 * 2**10
-"""A body up to here is parsed on the event loop, a longer one beside it."""
+"""Bytes up to which a body is parsed on the event loop. A longer one is parsed in a background thread."""
 
 # -- connections -------------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 2**16
-"""At once, where the system allows so many; else three quarters of the files that a process may open."""
+"""Connections at once, if the system allows as many; else three quarters of the files that the process may open."""
 
 _PIECE = 64 * 2**10
 _STRUCTURE = b"[]{},"
@@ -81,21 +84,21 @@ _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 
 
 def check_seconds(seconds: float, name: str) -> float:
-    """How long somebody waits at most."""
+    """Return the duration of a wait, which must be finite and not negative."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise DataError(f"{name} is {seconds}; every wait is bounded: give a number of seconds, 0 or more.")
+        raise DataError(f"{name} is {seconds}; every wait must be bounded: give a number of seconds, 0 or more.")
     return seconds
 
 
 def check_count(count: int, name: str) -> int:
-    """How many somebody wants at most."""
+    """Return a count, which must be 1 or more."""
     if count < 1:
         raise DataError(f"{name} is {count}; it must be 1 or more.")
     return count
 
 
 class RequestRefusedError(Exception):
-    """A request that is not read: the status of the answer, and why."""
+    """A request that is refused before it is read: the status of the response, and the reason."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -103,10 +106,10 @@ class RequestRefusedError(Exception):
 
 
 def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> None:
-    """Refuse JSON of more values, or more levels, than these.
+    """Refuse JSON with more values or levels than these.
 
-    It counts the commas and brackets outside of texts, a piece at a time. What is not JSON may pass: a parser stops at
-    its first error, and has made no more of what stands before it than was counted.
+    The check counts the commas and brackets outside of strings, piece by piece. Malformed JSON may pass: a parser stops
+    at its first error, and has created no more until there than was counted.
     """
     if len(body) <= _PIECE and body.count(b"[") + body.count(b"{") <= depth:
         return
@@ -123,35 +126,36 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
                 413, f"The body has more than {values} values, in lists and objects; send less at once."
             )
     nesting = b"".join(brackets)
-    for _ in range(depth):  # a level each: what is left of a body that ends too early is no pair
+    for _ in range(depth):  # removes one level each; brackets of a truncated body are left
         if b"[]" not in nesting:
             break
         nesting = nesting.replace(b"[]", b"")
     if b"[]" in nesting or nesting.count(b"[") > depth:
         raise RequestRefusedError(
-            400, f"The body is nested too deeply: more than {depth} lists and objects in each other."
+            400, f"The body is nested too deeply: lists and objects have more than {depth} levels."
         )
 
 
 def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
-    """What stands outside of the texts of a body, a piece at a time, and how many quotation marks each piece has."""
+    """Yield the parts of a body outside of strings, piece by piece, with the number of quotation marks in each
+    piece."""
     inside, escape = False, b""
     for start in range(0, len(body), _PIECE):
         piece = (escape + body[start : start + _PIECE]).replace(b"\\\\", b"")
-        escape = b"\\" if piece.endswith(b"\\") else b""  # what it escapes stands in the next piece
+        escape = b"\\" if piece.endswith(b"\\") else b""  # the escaped character is in the next piece
         parts = piece.removesuffix(escape).replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[inside::2]), len(parts) - 1
         inside ^= len(parts) % 2 == 0
 
 
 def check_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> Any:
-    """A value of JSON that is kept for people to look at, if it holds no more than this."""
+    """Return a JSON value that is stored for people to inspect; raise `DataError` if it is larger than this."""
     json_size(value, name, max_bytes, max_values)
     return value
 
 
 def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: int = NOTE_VALUES) -> int:
-    """About how many bytes of JSON a value is; `DataError` where it holds more than this."""
+    """Return about how many bytes of JSON a value takes; raise `DataError` if it is larger than this."""
     stack, size, count = [value], 0, 0
     while stack:
         item = stack.pop()
@@ -163,14 +167,14 @@ def json_size(value: Any, name: str, max_bytes: int = NOTE_BYTES, max_values: in
             stack += item
         if size > max_bytes or count + len(stack) > max_values:
             raise DataError(
-                f"{name} holds more than is kept for looking at: at most {max_bytes} bytes as JSON, and {max_values} "
-                "values in lists and objects. Say less, or in several."
+                f"{name} is too large: at most {max_bytes} bytes of JSON and {max_values} values in lists and objects "
+                "are stored. Send less, or split it."
             )
     return size
 
 
 def _size(value: Any) -> int:
-    """About how many bytes of JSON a value is, without what is in it."""
+    """Return about how many bytes of JSON a value takes, without its items."""
     if isinstance(value, str):
         return len(value) + 2 if value.isascii() else len(value.encode(errors="replace")) + 2
     return 1 + value.bit_length() // 4 if isinstance(value, int) else 2

@@ -1,10 +1,12 @@
-"""What every request to a server of ours goes through before an app sees it, whichever app that is.
+"""The middleware that every request passes before an app sees it.
 
-It gets a name, which is sent back and is in the log. Its body is read whole, within a time and up to a size, whatever
-its headers say of that; what is compressed is inflated, up to the same size; and what would be too much to parse is
-refused before it is parsed (`request_limits`). What is long is inflated and counted beside the event loop, a few of
-each key at a time. An app hears of a refusal when it asks for the body, so that it can say it in its own words. Where
-an app fails, the answer is a sentence with the request's name, and the traceback is in the log.
+Each request gets an id, which is sent back and logged. The middleware reads the whole body, within a time and a size
+limit, whatever its headers claim. It inflates a compressed body up to the same size. It refuses JSON that would be too
+large to parse, before parsing (`request_limits`).
+
+Long bodies are inflated and counted in a background thread, a few per key at a time. The app receives a refusal as an
+exception when it reads the body, so that it can phrase the reply itself. If an app fails, the reply names the request
+id, and the log has the traceback.
 """
 
 from __future__ import annotations
@@ -37,36 +39,38 @@ ReadGrant: TypeAlias = Callable[[Mapping[bytes, bytes]], Grant | None]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 NO_JSON = "/v1/traces", b"application/x-protobuf"
-"""The one route whose bodies may be no JSON, and their content type: its own parser counts what they hold."""
+"""The one route whose bodies need not be JSON, and their content type. Its own parser limits their size."""
 SINGLE_HEADERS = (b"authorization", b"x-api-key", b"content-type", b"content-encoding")
-"""Headers that come once: of two, the gate and an app might each read another one."""
+"""Headers that may appear only once: of two, the middleware and an app might read different ones."""
 MAX_LONG_REQUESTS = 8
-"""Long requests that are worked on at once of a key that many use: a trainer's, and the runners'."""
+"""Long requests that are processed at once for a shared key: the admin key or a runner key."""
 ENCODINGS = (b"", b"identity", b"gzip", b"x-gzip", b"deflate")
 MAX_INFLATION = 1032
-"""How many times as much a compressed body may become: it is taken for that much before it is inflated."""
+"""The largest factor by which a compressed body may grow. Before inflation the body counts as this many times its
+size."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _LOG = get_logger("store")
 
 
 class _DisconnectedError(Exception):
-    """Who asked hung up before all was said."""
+    """The client disconnected before it had sent the whole body."""
 
 
 def encode_error(kind: str, message: str, request_id: str) -> bytes:
-    """The body of every answer that is no success."""
+    """Return the body of an error response."""
     return json.dumps({"error": {"kind": kind, "message": message, "request": request_id}}).encode()
 
 
 def work_slot(background: BackgroundThread, grant: Grant | None, size: int) -> AbstractAsyncContextManager[None]:
-    """Room for a long request: an attempt has one worked on at a time, strangers one, and a key that many use a few."""
+    """Wait for a slot to process a long request: one per attempt, one for all requests without a key, and a few per
+    shared key."""
     if grant is None:
         return background.slot(None, size)
     return background.slot(grant.owner, size, 1 if grant.attempt_id is not None else MAX_LONG_REQUESTS)
 
 
 class RequestMiddleware:
-    """An app, and what stands before it. Apps find an `BackgroundThread` in the request's state, for what is heavy."""
+    """Wraps an app. The state of each request holds a `BackgroundThread` for heavy work."""
 
     def __init__(
         self,
@@ -76,8 +80,8 @@ class RequestMiddleware:
         max_bytes: int = bounds.BODY_BYTES,
         read_s: float | None = None,
     ) -> None:
-        """whose: the key that the headers of a request bring, if there is one; without it no more is read than a
-        little, so that strangers fill no memory, and hear from the app all the same that they need one."""
+        """read_grant: returns the grant of the key in a request's headers, or None. Without a key only a little of the
+        body is read, so that such requests cannot fill the memory. The app still answers them that they need a key."""
         self.app, self._instance, self._read_grant = app, instance.encode(), read_grant
         self._max_bytes, self._read_s = max_bytes, bounds.BODY_S if read_s is None else read_s
         self._request_ids = (b"%s-%d" % (self._instance, number) for number in count(1))
@@ -101,12 +105,12 @@ class RequestMiddleware:
         try:
             await self._call_app(scope, headers, receive, answer)
         except _DisconnectedError:
-            return  # nobody is there to be answered
+            return  # the client is gone
         except RequestRefusedError as refused:
             await answer.send_error(refused.status, "Refused", str(refused), request_id.decode())
         except Exception:
             _LOG.exception("Request %s, %s %s, failed.", request_id.decode(), scope["method"], scope["path"][:200])
-            message = "The server failed at this; its log says more under this request."
+            message = "The server failed on this request; its log has the details under this request id."
             await answer.send_error(500, "Failed", message, request_id.decode())
         _LOG.log(
             20 if 400 <= answer.status < 500 else 10,
@@ -121,7 +125,7 @@ class RequestMiddleware:
     async def _call_app(
         self, scope: Message, headers: dict[bytes, bytes], receive: Receive, answer: _ResponseSender
     ) -> None:
-        """Have the app answer, with the body as far as there is one."""
+        """Call the app with the body, if there is one."""
         grant = self._read_grant(headers)
         if grant is not None and GOOD_KEY in scope.get("extensions", ()):
             scope["extensions"][GOOD_KEY](grant.attempt_id)
@@ -135,13 +139,13 @@ class RequestMiddleware:
     async def _buffer_body(
         self, scope: Message, headers: dict[bytes, bytes], receive: Receive, buffer: _RequestBuffer
     ) -> Receive:
-        """The body, whole and inflated, as an app receives it; or the refusal of it, as an app hears of that."""
+        """Return a `receive` that yields the whole inflated body, or that raises its refusal."""
         more = True
 
         async def receive_part() -> Message:
             nonlocal more
             message = await receive()
-            more = message.get("more_body", False)  # who has gone sends no more
+            more = message.get("more_body", False)  # missing in a disconnect
             return message
 
         try:
@@ -169,13 +173,13 @@ class RequestMiddleware:
     async def _read_body(
         self, scope: Message, headers: dict[bytes, bytes], receive: Receive, buffer: _RequestBuffer
     ) -> bytes:
-        """The body, within its time and its size, inflated, and no more in it than may be parsed."""
+        """Read the body within its limits of time and size, inflate it, and check how much it would take to parse."""
         _refuse_duplicate_headers(scope)
         max_bytes = self._max_body(buffer.grant)
         encoding = headers.get(b"content-encoding", b"").strip().lower()
         if encoding not in ENCODINGS:
             name = encoding.decode("latin-1")
-            raise RequestRefusedError(415, f"Content-Encoding {name!r} is not read here; gzip and deflate are.")
+            raise RequestRefusedError(415, f"Content-Encoding {name!r} is not supported; use gzip or deflate.")
         if int(headers.get(b"content-length", b"0")) > max_bytes:
             raise self._too_large(max_bytes, buffer.grant)
         read_s = min(bounds.ANONYMOUS_S, self._read_s) if buffer.grant is None else self._read_s
@@ -197,7 +201,7 @@ class RequestMiddleware:
         return body
 
     async def _receive_body(self, receive: Receive, buffer: _RequestBuffer, max_bytes: int) -> bytes:
-        """The body as it came."""
+        """Return the body as it was sent."""
         parts, size, more = [], 0, True
         while more:
             message = await receive()
@@ -212,21 +216,21 @@ class RequestMiddleware:
         return b"".join(parts)
 
     def _max_body(self, grant: Grant | None) -> int:
-        """Bytes of a body that comes with this key."""
+        """Return the largest size of a body with this grant, in bytes."""
         if grant is None:
             return min(bounds.ANONYMOUS_BYTES, self._max_bytes)
         return min(bounds.REWARDS_BYTES, self._max_bytes) if grant.scope == "reward" else self._max_bytes
 
     def _too_large(self, max_bytes: int, grant: Grant | None) -> RequestRefusedError:
         if grant is None:
-            return RequestRefusedError(401, f"This needs a key, without which no more than {max_bytes} bytes are read.")
+            return RequestRefusedError(401, f"This needs a key; without one at most {max_bytes} bytes are read.")
         return RequestRefusedError(
-            413, f"The body has more than {max_bytes} bytes, counted as sent and as inflated; send less at once."
+            413, f"The body has more than {max_bytes} bytes, as sent or as inflated; send less in one request."
         )
 
 
 class _BufferedBytes:
-    """How much of the bodies of requests is in memory, and for which owners of keys."""
+    """Counts the bytes of request bodies in memory, per owner of a key."""
 
     def __init__(self) -> None:
         self.bytes = self.attempts = 0
@@ -234,7 +238,7 @@ class _BufferedBytes:
 
     @contextmanager
     def of(self, grant: Grant | None) -> Iterator[_RequestBuffer]:
-        """The part of it that one request holds."""
+        """Count the buffer of one request while it exists."""
         buffer = _RequestBuffer(self, grant)
         try:
             yield buffer
@@ -242,7 +246,7 @@ class _BufferedBytes:
             buffer.release()
 
     def add(self, grant: Grant | None, size: int) -> None:
-        """So much more of it, or less."""
+        """Add bytes, or remove them if `size` is negative."""
         owner = None if grant is None else grant.owner
         self.bytes += size
         self.by[owner] += size
@@ -252,7 +256,7 @@ class _BufferedBytes:
             self.attempts += size
 
     def exceeded_limit(self, grant: Grant | None) -> str:
-        """The limit that is crossed, in words; empty where there is room."""
+        """Return the limit that is exceeded, in words; empty if there is none."""
         if grant is None:
             limit, sender = bounds.HELD_BY_ANONYMOUS, "without a key"
         elif grant.attempt_id is not None:
@@ -270,45 +274,45 @@ class _BufferedBytes:
 
 
 class _RequestBuffer:
-    """The memory that one request holds while it is read and answered."""
+    """The memory that one request uses while it is read and answered."""
 
     def __init__(self, buffered: _BufferedBytes, grant: Grant | None) -> None:
         self._buffered, self.grant, self._bytes = buffered, grant, 0
 
     def take(self, size: int) -> None:
-        """So much more of it."""
+        """Count more bytes; refuse the request if a limit is exceeded."""
         self._bytes += size
         self._buffered.add(self.grant, size)
         if self.grant is not None and self.grant.attempt_id is None and self._bytes <= bounds.SHORT_BYTES:
             return
         if crossed := self._buffered.exceeded_limit(self.grant):
             raise RequestRefusedError(
-                429, f"Requests under way hold {crossed}. Send this again when others are answered."
+                429, f"Requests under way hold {crossed}. Send this again after others are answered."
             )
 
     def release(self) -> None:
-        """All of it."""
+        """Release all bytes."""
         self._buffered.add(self.grant, -self._bytes)
         self._bytes = 0
 
 
 class _ResponseSender:
-    """The sending end: it adds our headers, and knows how far an answer has come."""
+    """Sends the response with the headers of the middleware, and records its status."""
 
     def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send, self._headers, self.status = send, headers, 0
 
     async def __call__(self, message: Message) -> None:
-        """Send a part of an answer."""
+        """Send a part of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self._headers]
         await self._send(message)
 
     async def send_error(self, status: int, kind: str, why: str, request_id: str) -> None:
-        """Say why not, unless something is being said already."""
+        """Send an error response, unless a response has begun."""
         if self.status:
-            raise ConnectionAbortedError("an answer broke off in its middle")  # the connection is closed, not ended
+            raise ConnectionAbortedError("a response broke off in its middle")  # so that the connection is aborted
         body = encode_error(kind, why, request_id)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self({"type": "http.response.start", "status": status, "headers": headers})
@@ -316,7 +320,7 @@ class _ResponseSender:
 
 
 def _refuse_duplicate_headers(scope: Message) -> None:
-    """Refuse a request with two of a header that has to be one."""
+    """Refuse a request that repeats a header which must be unique."""
     counts = Counter(name for name, _ in scope["headers"])
     duplicate = next((name.decode() for name in SINGLE_HEADERS if counts[name] > 1), None)
     if duplicate is not None:
@@ -326,21 +330,21 @@ def _refuse_duplicate_headers(scope: Message) -> None:
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress a body, to one byte more than the limit at most."""
-    stream = zlib.decompressobj(wbits=47)  # a gzip or a zlib header, whichever it has
+    """Decompress a body, up to one byte more than the limit."""
+    stream = zlib.decompressobj(wbits=47)  # detects a gzip or a zlib header
     try:
         inflated = stream.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise RequestRefusedError(400, f"The body is not {encoding}: {error}.") from None
     if stream.unused_data:
-        raise RequestRefusedError(400, "The compressed body goes on behind its end; send it as one stream.")
+        raise RequestRefusedError(400, "The compressed body has data after its end; send it as one stream.")
     if not stream.eof and len(inflated) <= max_bytes:
-        raise RequestRefusedError(400, "The compressed body ends before its end: it was cut short.")
+        raise RequestRefusedError(400, "The compressed body is truncated.")
     return inflated
 
 
 async def _drain(receive: Receive) -> None:
-    """Read what is still coming, within bounds."""
+    """Read the rest of a request, within limits."""
     left = bounds.DRAINED_BYTES
     try:
         async with asyncio.timeout(bounds.DRAINED_S):

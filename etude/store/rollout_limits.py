@@ -1,4 +1,4 @@
-"""What a rollout is for, how long it may take, and how often it is tried."""
+"""The use of a rollout, its time limits, and its retries."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from etude.records import Outcome
 __all__ = ["MAX_INFRA_RETRIES", "RETRIED", "RolloutLimits", "RolloutPurpose"]
 
 RolloutPurpose: TypeAlias = Literal["train", "val"]
-"""What a rollout is for: to be learned from, or to see how well the model does."""
+"""The use of a rollout: for training, or to evaluate the model."""
 
 RETRIED = frozenset({Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE, Outcome.INFRA_ERROR})
-"""The outcomes after which a rollout may be tried again."""
+"""Outcomes after which a rollout may be retried."""
 MAX_INFRA_RETRIES = 10
-"""How many infrastructure errors of a rollout are made good by one more attempt."""
+"""Infrastructure errors of a rollout that are retried without being counted as attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """How long a rollout may take, and how often it is tried. None is without a limit."""
+    """Time limits and retries of a rollout. None is no limit."""
 
     timeout_s: float | None = 1800.0
-    """An attempt, from the claim on."""
+    """Seconds of an attempt, from the claim on."""
     unresponsive_s: float = 60.0
-    """Without a word from its runner."""
+    """Seconds without a heartbeat of its runner."""
     queue_timeout_s: float | None = None
-    """In the queue, each time it waits there."""
+    """Seconds in the queue, each time the rollout waits there."""
     max_attempts: int = 2
     retry_on: tuple[Outcome, ...] = (Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNRESPONSIVE)
-    """After which of these it is queued again. An infrastructure error is nobody's attempt: it is always tried again,
-    and does not count, up to ten times."""
+    """Outcomes after which the rollout is queued again. An infrastructure error is always retried, up to ten times, and
+    does not count as an attempt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "retry_on", tuple(Outcome(outcome) for outcome in self.retry_on))
@@ -49,12 +49,12 @@ class RolloutLimits:
             raise DataError(f"RolloutLimits.max_attempts is {self.max_attempts}; a rollout is tried at least once.")
         if final := set(self.retry_on) - RETRIED:
             raise DataError(
-                f"RolloutLimits.retry_on names {', '.join(sorted(final))}, which cannot be retried; what can: "
+                f"RolloutLimits.retry_on names {', '.join(sorted(final))}, which cannot be retried. It may name: "
                 f"{', '.join(sorted(RETRIED))}."
             )
 
     def allows_retry(self, ended: list[Outcome]) -> bool:
-        """Whether a rollout is tried once more, after attempts that ended so, the newest last."""
+        """Return whether a rollout may be retried after attempts with these outcomes, the newest last."""
         counted = [outcome for outcome in ended if outcome is not Outcome.INFRA_ERROR]
         if ended[-1] is Outcome.INFRA_ERROR:
             return len(ended) - len(counted) <= MAX_INFRA_RETRIES
@@ -66,11 +66,11 @@ class RolloutLimits:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> RolloutLimits:
-        """The limits that were written so."""
+        """Restore the limits from their JSON fields."""
         return _restored(**{**document, "retry_on": tuple(document["retry_on"])})
 
 
-# Almost all rollouts of a run have the same limits, which are made and written once.
+# Almost all rollouts of a run have the same limits, so these are created and encoded once.
 
 
 @lru_cache(64)

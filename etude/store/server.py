@@ -1,15 +1,16 @@
-"""A desk behind HTTP: any desk, for whoever has a key, and beside it whatever else is served from the same port.
+"""The HTTP server of a rollout queue, with any other routes that share its port.
 
-    with serve(desk, keyring, port=8700) as serving:
-        desk_elsewhere = RemoteRolloutQueue(serving.url, keyring.admin)
+    with serve(queue, keyring, port=8700) as server:
+        remote = RemoteRolloutQueue(server.url, keyring.admin)
 
-Every verb of a desk is `POST /v1/store/NAME` with a JSON body (`requests`); `/openapi.json` describes them all. The
-admin key opens everything. A runner's key claims, says that it is alive and writes what became of its attempts. An
-attempt's reward key writes rewards and notes of that attempt. A model key opens nothing here. Spans are taken at
-`/v1/traces` as OTLP/HTTP has them. `/healthz`, the description and its page need no key: they tell nothing of a run.
+Each operation of a queue is `POST /v1/store/NAME` with a JSON body (`requests`). `/openapi.json` describes them all.
 
-What must not be done twice carries an `idempotency-key`, and its answer is kept (`reply_cache`), so that who lost it
-can ask again. A claim whose runner has gone before the answer was there is handed back to the queue.
+The admin key opens every route. A runner key claims rollouts, sends heartbeats and writes the results of attempts. The
+reward key of an attempt writes its rewards and notes. A model key opens nothing here. `/v1/traces` takes spans in the
+format of OTLP/HTTP. `/healthz`, the description and its page need no key: they reveal nothing of a run.
+
+A request that must run once carries an `idempotency-key`. The server caches its reply (`reply_cache`), so that a client
+that lost the reply can ask again. If a runner disconnects before it receives its claims, they return to the queue.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ __all__ = ["create_app", "serve"]
 T = TypeVar("T")
 F = TypeVar("F", bound=StrictModel)
 MAX_CONCURRENT_NOTES = 64
-"""Spans of one export that are noted beside each other."""
+"""Spans of one export that are written concurrently."""
 RESTARTED_MESSAGE = (
-    "This was sent before the store was restarted, and nobody can tell whether it was written; to write it again might "
-    "count it twice. Look at what is there, and send it anew if it is not."
+    "This was sent before the store was restarted, and the store cannot tell whether it was written. Writing it again "
+    "might count it twice. Check whether the store has it, and send it again if not."
 )
 SPANS_INFLATION = 16
-"""How many times as long as its bytes say an export of spans takes."""
+"""Parsing an export of spans takes as long as parsing a JSON body of this many times its bytes."""
 _TOKEN = re.compile(r"[!-~]{1,200}")
 _LOG = get_logger("store")
 
@@ -87,8 +88,8 @@ def create_app(
     lifespans: Sequence[AbstractAsyncContextManager[Any]] = (),
     max_body_bytes: int = bounds.BODY_BYTES,
 ) -> FastAPI:
-    """The app that serves a desk, and beside it these routers, and these apps under their paths. beside: what is
-    entered on the server's loop for as long as it runs."""
+    """Return the app that serves a queue, with further routers, and apps mounted at their paths. The server enters
+    `lifespans` when it starts, and exits them when it stops."""
     api = _StoreApi(queue, keyring)
 
     @asynccontextmanager
@@ -103,10 +104,10 @@ def create_app(
         version="1",
         exception_handlers={HTTPException: _not_found},
         lifespan=lifespan,
-        openapi_url=None,  # it is served below, as bytes that are made once
+        openapi_url=None,  # a route below serves it, encoded once
     )
     app.state.closing = api.closing
-    for router in routers:  # before the rest, as an agent's calls are the most frequent
+    for router in routers:  # before the rest, since agents' calls are the most frequent
         app.include_router(router)
     for kind in REQUESTS:
         app.router.routes.append(Route(f"/v1/store/{kind.name}", api.handler_for(kind), methods=["POST"]))
@@ -136,26 +137,26 @@ def serve(
     start_s: float = 10.0,
     show: Callable[[str], None] | None = None,
 ) -> ServerThread:
-    """Serve a desk from a thread of this process, until the result is stopped; it listens when this returns.
+    """Serve a queue from a thread of this process until the result is stopped. It listens when this returns.
 
-    Port 0 is any that is free. Without a keyring one is made, and `show` is told its admin key, once; that is refused
-    where other machines can reach the server, since nobody would know the key who should.
+    Port 0 chooses a free port. Without a keyring, one is made and `show` receives its admin key. This is refused if
+    other machines can reach the server, since their users would not know the key.
     """
     if keyring is None:
         if host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
-                f"A store that listens on {host} can be reached from other machines, so it needs a key that you give "
-                "it. Give one, or listen on 127.0.0.1."
+                f"A store that listens on {host} can be reached from other machines, so it needs a key that you give. "
+                "Give one, or listen on 127.0.0.1."
             )
         keyring = Keyring(secrets.token_bytes(32))
         if show is not None:
-            show(f"The admin key of this store, made for it and shown this once: {keyring.admin}")
+            show(f"The admin key of this store, shown only once: {keyring.admin}")
     app = create_app(queue, keyring, routers=routers, mounts=mounts, lifespans=lifespans, max_body_bytes=max_body_bytes)
     return start_server(app, host, port, keyring.admin, app.state.closing, start_s)
 
 
 class _StoreApi:
-    """Who comes in, what they may do, and what they are told."""
+    """The handlers of the routes, with access checks and cached replies."""
 
     def __init__(self, queue: RolloutQueue, keyring: Keyring) -> None:
         self._queue, self._keyring, self._reply_cache = queue, keyring, ReplyCache()
@@ -163,12 +164,12 @@ class _StoreApi:
         self._rewards = WriteQuota("rewards of turns", bounds.REWARDS, bounds.REWARDS_WRITTEN_BYTES)
         self.instance = secrets.token_hex(8)
         self.closing = asyncio.Event()
-        """Set when the server stops: who waits for something to happen is told that nothing has."""
+        """Set when the server stops, so that waiting requests end at once."""
 
-    # -- verbs --------------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def handler_for(self, kind: type[StoreRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers requests for a verb."""
+        """Return the handler of one kind of request."""
 
         async def answer(request: Request) -> Response:
             return await respond(request, self._answer(kind, request))
@@ -176,7 +177,7 @@ class _StoreApi:
         return answer
 
     async def batch(self, request: Request) -> Response:
-        """Answer many writings."""
+        """Answer a batch of writes."""
         return await respond(request, self._answer_batch(request))
 
     async def _answer(self, kind: type[StoreRequest], request: Request) -> HttpReply:
@@ -207,7 +208,7 @@ class _StoreApi:
     async def _reply(
         self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool = False
     ) -> HttpReply:
-        """Do it; the answer."""
+        """Execute a request and encode its reply."""
         document = await self._execute(parsed, queue, grant, size, stale)
         if parsed.has_long_reply:
             return 200, await asyncio.to_thread(messages.to_json, document)
@@ -216,8 +217,7 @@ class _StoreApi:
     async def _execute(
         self, parsed: StoreRequest, queue: RolloutQueue, grant: Grant, size: int, stale: bool
     ) -> dict[str, Any]:
-        """Do it; what is answered. size: bytes that it came in. stale: whether an earlier life of the server may have
-        done it."""
+        """Execute a request. size: bytes of its body. stale: whether an earlier instance may have executed it."""
         if grant.scope == "reward" and isinstance(parsed, RecordNoteRequest):
             self._notes.take(parsed.attempt_id, size)
         elif grant.scope == "reward" and isinstance(parsed, RecordRewardRequest) and parsed.turn is not None:
@@ -230,12 +230,12 @@ class _StoreApi:
         return document
 
     def _queue_for(self, request: Request) -> RolloutQueue:
-        """The desk as whoever asks has it: where a life of its keeper is named, in that."""
+        """Return the queue, bound to the epoch that the request names, if it names one."""
         epoch = request.headers.get(messages.OWNER_EPOCH)
         if epoch is None:
             return self._queue
         if not (epoch.isascii() and epoch.isdecimal() and len(epoch) < 20):
-            raise DataError(f"The header {messages.OWNER_EPOCH} is the number of a life, and {epoch!r} is none.")
+            raise DataError(f"The header {messages.OWNER_EPOCH} is {epoch!r}; it must be the number of an epoch.")
         return self._queue.with_epoch(int(epoch))
 
     async def _answer_batch(self, request: Request) -> HttpReply:
@@ -248,7 +248,7 @@ class _StoreApi:
             )
             writes: list[WriteRequest] = list(parsed.writings)
             notes = sum(isinstance(write, RecordNoteRequest) for write in writes)
-            size = len(body) // max(1, notes)  # all of it is that of notes
+            size = len(body) // max(1, notes)  # the whole body counts as notes
             work = partial(self._write, queue, grant, writes, size)
             if cache_key is None:
                 return await work(False)
@@ -258,7 +258,7 @@ class _StoreApi:
     async def _write(
         self, queue: RolloutQueue, grant: Grant, writes: Sequence[WriteRequest], size: int, stale: bool
     ) -> HttpReply:
-        """Those of an attempt in order, attempts beside each other. size: bytes that a note came in."""
+        """Execute a batch: the writes of one attempt in order, attempts concurrently. size: bytes per note."""
         indexes_of: dict[AttemptId, list[int]] = {}
         for index, write in enumerate(writes):
             indexes_of.setdefault(write.attempt_id, []).append(index)
@@ -277,10 +277,10 @@ class _StoreApi:
         await asyncio.gather(*(write_attempt(indexes) for indexes in indexes_of.values()))
         return 200, messages.to_json({"replies": replies})
 
-    # -- those who wait -----------------------------------------------------------------------------------------------
+    # -- waiting requests ---------------------------------------------------------------------------------------------
 
     async def _claim(self, request: Request, grant: Grant, cache_key: Hashable, parsed: StoreRequest) -> HttpReply:
-        """Claim, unless the runner goes away: then nothing is claimed for it, or it is handed back."""
+        """Claim rollouts. If the runner disconnects, the claim is cancelled, or its rollouts return to the queue."""
         try:
             queue = self._queue_for(request)
             work = partial(self._reply, parsed, queue, grant, 0)
@@ -295,13 +295,13 @@ class _StoreApi:
         return reply or _empty_reply(parsed)
 
     async def _hand_back(self, reply: HttpReply) -> None:
-        why = "the runner that claimed it went away before it was told so"
+        why = "the runner that claimed it disconnected before the reply"
         for claim in ClaimRequest.ClaimReply.model_validate_json(reply[1]).claims:
-            _LOG.warning("Rollout %d goes back into the queue: %s.", claim.rollout, why)
+            _LOG.warning("Rollout %d returns to the queue: %s.", claim.rollout, why)
             await self._queue.finish(AttemptId(claim.rollout, claim.attempt), AttemptReport(Outcome.INFRA_ERROR, why))
 
     async def _while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-        """What comes of it; None where who asked goes away, or the server stops, before it does."""
+        """Await `work`. Return None if the client disconnects or the server stops first."""
         task = asyncio.create_task(work)
         others = [asyncio.create_task(_wait_for_disconnect(request)), asyncio.create_task(self.closing.wait())]
         try:
@@ -315,14 +315,14 @@ class _StoreApi:
     # -- spans --------------------------------------------------------------------------------------------------------
 
     async def traces(self, request: Request) -> Response:
-        """Take spans."""
+        """Record an export of spans."""
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         return await respond(request, self._answer_traces(request, media_type), media_type)
 
     async def _answer_traces(self, request: Request, media_type: str) -> HttpReply:
         grant = self._grant(request, frozenset({"admin", "reward"}))
         if media_type not in (otlp.JSON, otlp.PROTOBUF):
-            why = f"Spans come as {otlp.PROTOBUF} or {otlp.JSON}, and this says that it is {media_type!r}."
+            why = f"The content type is {media_type!r}; spans must be sent as {otlp.PROTOBUF} or {otlp.JSON}."
             return 415, error_body(request, "Refused", why)
         body = await request.body()
         async with work_slot(_background_thread(request), grant, SPANS_INFLATION * len(body)):
@@ -336,7 +336,7 @@ class _StoreApi:
         return 200, otlp.encode_reply(media_type, len(refused), refused[0] if refused else "")
 
     async def _record_spans(self, grant: Grant, spans: Sequence[otlp.ParsedSpan]) -> list[str]:
-        """Note spans; why those were refused that were."""
+        """Record spans as notes; return the reasons for refused ones."""
         refused: list[str] = []
 
         async def note(span: otlp.ParsedSpan) -> None:
@@ -359,13 +359,13 @@ class _StoreApi:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def _grant(self, request: Request, scopes: frozenset[Scope]) -> Grant:
-        """What the key of a request opens, if that is enough."""
+        """Return the grant of the request's key, if its scope allows the request."""
         grant = self._keyring.read_first(keys_from_headers(*map(request.headers.get, ("authorization", "x-api-key"))))
         _check_scope(grant, scopes)
         return grant
 
     def _may_be_done(self, request: Request, cache_key: Hashable) -> bool:
-        """Whether this was sent to another life of the server before, which may have done it."""
+        """Return whether another instance of the server may have executed the request before."""
         sent_to = request.headers.get(messages.SENT_TO, self.instance)
         return sent_to != self.instance and not self._reply_cache.contains(cache_key)
 
@@ -373,39 +373,39 @@ class _StoreApi:
 def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
     if grant.scope not in scopes:
         raise WrongScopeError(
-            f"This key is {grant.scope} and does not open this; what does: {', '.join(sorted(scopes))}. Ask whoever "
-            "runs the store for one."
+            f"The scope of this key is {grant.scope}; this request needs one of: {', '.join(sorted(scopes))}. Ask the "
+            "operator of the store for such a key."
         )
 
 
 def _check_attempt(grant: Grant, parsed: StrictModel) -> None:
-    """A reward key is good for its own attempt."""
+    """Refuse a reward key for anything but writes of its own attempt."""
     if grant.scope == "reward" and (not isinstance(parsed, WriteRequest) or parsed.attempt_id != grant.attempt_id):
         raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 
 
 def _read(model: type[F], body: bytes) -> F:
-    """What a body says, if it says what it must."""
+    """Validate a body and return it as a model."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         if problems[0]["type"] == "json_invalid":
-            raise UnreadableError(f"The body is no JSON: {problems[0]['msg']}.") from None
+            raise UnreadableError(f"The body is not JSON: {problems[0]['msg']}.") from None
         message = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'the body'}: {problem['msg']}" for problem in problems[:5]
         )
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise DataError(f"The body does not say what it must: {message}{more}.") from None
+        raise DataError(f"The body is not valid: {message}{more}.") from None
 
 
 def _parse_request(model: type[F], name: str, request: Request, body: bytes, grant: Grant) -> tuple[F, bytes | None]:
-    """What a body says; and what names a request that must not be done twice: nobody with another key can name it."""
+    """Validate a body; return it with the cache key of its reply, if the client sent an idempotency key. The cache key
+    includes the client's grant, so that no other client can name it."""
     token = request.headers.get(messages.IDEMPOTENCY_KEY)
     if token and not _TOKEN.fullmatch(token):
         raise DataError(
-            f"The header {messages.IDEMPOTENCY_KEY} is 1 to 200 visible characters without a space, and this one is "
-            "not."
+            f"The header {messages.IDEMPOTENCY_KEY} must be 1 to 200 visible ASCII characters without a space."
         )
     parsed = _read(model, body)
     if grant.scope != "admin":
@@ -420,7 +420,7 @@ def _parse_request(model: type[F], name: str, request: Request, body: bytes, gra
 
 
 def _cache_owner(grant: Grant) -> tuple[Grant, CacheQuota]:
-    """The owners whose answers are kept, and how many."""
+    """Return the owner of cached replies, and its quota."""
     return grant, SHARED_QUOTA if grant.attempt_id is None else ATTEMPT_QUOTA
 
 
@@ -430,12 +430,12 @@ def _background_thread(request: Request) -> BackgroundThread:
 
 
 def _empty_reply(parsed: StoreRequest) -> HttpReply:
-    """What is said to those who waited for what did not happen."""
+    """Encode the reply to a wait that ended without a result."""
     return 200, messages.to_json(parsed.empty_reply())
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Until whoever asked has hung up."""
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -446,5 +446,5 @@ async def _health(_: Request) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json says what there is."
+    why = f"{request.method} {request.url.path}: {error.detail}; /openapi.json lists the routes."
     return Response(error_body(request, "Refused", why), error.status_code, error.headers, media_type=otlp.JSON)

@@ -1,4 +1,4 @@
-"""A server in a thread of this process: it listens when it is made, and is gone soon after it is told to stop."""
+"""A server in a thread of this process. It listens when `start_server` returns, and ends soon after `stop`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from etude.store.http_connection import KEPT_ALIVE_S, HttpConnection, HttpServer
 __all__ = ["ServerThread", "reachable_url", "start_server"]
 
 GRACEFUL_SHUTDOWN_S = 2
-"""Seconds that answers under way get when the server stops."""
+"""Seconds that requests under way get when the server stops."""
 WILDCARD_URLS = ("http://0.0.0.0:", "http://[::]:")
 UNROUTED_ADDRESS = "192.0.2.1"
-"""An address that is nobody's, to ask the system by which way one leaves this machine."""
+"""An address of no machine (TEST-NET-1). A socket towards it shows the address by which this machine reaches others."""
 
 
 class ServerThread:
-    """A server under way."""
+    """A running server."""
 
     def __init__(self, server: _StoreServer, thread: threading.Thread, url: str, admin: str) -> None:
         self._server, self._thread = server, thread
@@ -34,7 +34,8 @@ class ServerThread:
         """The admin key."""
 
     def stop(self, within_s: float = 10.0) -> None:
-        """Hear nobody new, answer those who were heard, and end; what is still under way then is cut off."""
+        """Accept no more connections, answer the requests under way, and end. Requests that take too long are cut
+        off."""
         self._server.should_exit = True
         self._thread.join(within_s)
         if self._thread.is_alive():
@@ -42,7 +43,7 @@ class ServerThread:
             self._thread.join(within_s)
         if self._thread.is_alive():
             raise StoreError(
-                f"The server at {self.url} did not stop within {2 * within_s:g} seconds; it is left behind."
+                f"The server at {self.url} did not stop within {2 * within_s:g} seconds; its thread still runs."
             )
 
     def __enter__(self) -> Self:
@@ -55,7 +56,7 @@ class ServerThread:
 
 
 def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Event, start_s: float) -> ServerThread:
-    """Serve an app from a thread. Those who wait when it stops are told by `closing`."""
+    """Serve an app from a thread. The event `closing` is set when the server stops, to end waiting requests."""
     listener = _bind(host, port)
     config = HttpServerConfig(
         app,
@@ -86,8 +87,8 @@ def start_server(app: Any, host: str, port: int, admin: str, closing: asyncio.Ev
 
 
 def reachable_url(url: str, towards: str = UNROUTED_ADDRESS) -> str:
-    """How others reach a server here: as it says, or, where it listens on every interface, by the address that this
-    machine has on the way to them."""
+    """Return the URL by which other machines reach a server here. If it listens on every interface, use the address of
+    this machine on the route to `towards`."""
     prefix = next((wildcard for wildcard in WILDCARD_URLS if url.startswith(wildcard)), None)
     if prefix is None:
         return url
@@ -101,14 +102,14 @@ def reachable_url(url: str, towards: str = UNROUTED_ADDRESS) -> str:
 
 
 class _StoreServer(uvicorn.Server):
-    """Tells those who wait, before it waits for them, and looks at its connections from time to time."""
+    """A server that ends waiting requests before it shuts down, and checks its connections once a second."""
 
     def __init__(self, config: HttpServerConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
         self._closing, self._limiter = closing, config.limiter
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: see, once a second, that none waits for ever, and that there may be more."""
+        """Run ten times a second. Once a second, enforce the timeouts and the limits of the connections."""
         if counter % 10 == 0:
             now = time.monotonic()
             for connection in list(self.server_state.connections):
@@ -117,13 +118,13 @@ class _StoreServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop."""
+        """End waiting requests and stop."""
         self._closing.set()
         await super().shutdown(sockets)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, which nobody else has."""
+    """Return a socket that listens at this address alone."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(

@@ -1,7 +1,7 @@
-"""How much each attempt writes with its own key, so that none fills the disk.
+"""Limits of the writes of each attempt with its own key, so that no attempt fills the disk.
 
-It is kept in memory and begins anew with the server. An attempt that is over has what is left of its own: spans and
-events arrive after its end.
+The counts are in memory and start again with the server. An attempt that is over may use the rest of its quota, since
+spans and events arrive after its end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ __all__ = ["WriteQuota"]
 
 
 class WriteQuota:
-    """The writings of one kind of each attempt: how many, and how many bytes. Used on one event loop."""
+    """Counts one kind of write of each attempt, in number and bytes. It is used on one event loop."""
 
     def __init__(self, kind: str, max_count: int, max_bytes: int) -> None:
         self._kind, self._max_count, self._max_bytes = kind, max_count, max_bytes
         self._written: dict[AttemptId, tuple[int, int]] = {}
-        """The attempt that wrote last is the last."""
+        """Number and bytes of the writes of each attempt; the attempt that wrote last is the last."""
 
     def take(self, key: AttemptId, size: int) -> None:
-        """Count one more of an attempt. `DataError` where there is no room for it."""
+        """Count one more write of an attempt; raise `DataError` if it exceeds the quota."""
         count, written = self._written.pop(key, (0, 0))
         fits = count < self._max_count and written + size <= self._max_bytes
         self._written[key] = (count + 1, written + size) if fits else (count, written)

@@ -427,9 +427,9 @@ def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> Non
             IllegalTransitionError, match=r"taken up in /runs/mine, and now in /runs/copied.*--give-over"
         ):
             await desk.acquire_lease(copied)
-        with pytest.raises(DataError, match="records the queue.s owner"):
+        with pytest.raises(DataError, match="records the queue's owner"):
             await desk.put_resource("owner", {})
-        with pytest.raises(DataError, match="every wait is bounded"):
+        with pytest.raises(DataError, match="every wait must be bounded"):
             await desk.acquire_lease(RUN, None, math.inf)
 
     tell(story)
@@ -515,9 +515,9 @@ def test_ends_are_waited_for_in_their_order_and_none_is_missed(tell: Callable[[S
 def test_a_wait_has_a_bound_and_a_cursor_of_this_journal(tell: Callable[[Story], None]) -> None:
     async def story(desk: RolloutQueue) -> None:
         for seconds in (math.inf, -1.0):
-            with pytest.raises(DataError, match="every wait is bounded"):
+            with pytest.raises(DataError, match="every wait must be bounded"):
                 await desk.wait(0, seconds)
-            with pytest.raises(DataError, match="every wait is bounded"):
+            with pytest.raises(DataError, match="every wait must be bounded"):
                 await desk.claim("runner", 1, seconds)
         with pytest.raises(NotFoundError, match="it has no cursor 1000"):
             await desk.wait(1000, 0)

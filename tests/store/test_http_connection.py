@@ -310,7 +310,7 @@ def test_the_longest_silent_makes_room_where_all_have_keys_and_the_log_says_so(
             poll.sendall(posted("claim", POLL, admin))
             assert soon(lambda number=number: answering(serving) == number)
         status, error = refused(sent(place, ends=False))  # it is told before it asks
-        assert status == 503 and "as many connections as it may have" in error["message"]
+        assert status == 503 and "reached its limit of connections" in error["message"]
     assert sum("Raise the limit with: ulimit -n" in record.getMessage() for record in caplog.records) == 1
 
 

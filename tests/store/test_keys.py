@@ -54,7 +54,7 @@ def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
 def test_of_another_secret_none_is_good() -> None:
     other = Keyring(b"fedcba9876543210fedcba9876543210")
     for key in (RING.admin, RING.runner, MODEL):
-        with pytest.raises(InvalidKeyError, match="was not made here"):
+        with pytest.raises(InvalidKeyError, match="was not made by this server"):
             other.read(key)
     assert Keyring().admin != Keyring().admin, "without a secret each makes up its own"
 
@@ -101,7 +101,7 @@ def test_one_character_changed_is_no_key(place: int, character: str) -> None:
 
 @given(st.text() | st.text().map(lambda text: f"etude.admin.{text}"))
 def test_any_text_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(InvalidKeyError, match="was not made here"):
+    with pytest.raises(InvalidKeyError, match="was not made by this server"):
         RING.read(text)
 
 

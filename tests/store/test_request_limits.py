@@ -76,7 +76,7 @@ def test_what_is_no_json_is_left_to_who_parses_it(body: bytes) -> None:
 def test_a_note_is_small() -> None:
     assert check_size({"text": "x" * 1000, "list": [1] * 1000}, "It")
     for large in ("x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1), {"é" * NOTE_BYTES: 1}, 2 ** (5 * NOTE_BYTES)):
-        with pytest.raises(DataError, match="The note holds more than is kept"):
+        with pytest.raises(DataError, match="The note is too large"):
             check_size(large, "The note")
 
 

@@ -49,7 +49,7 @@ def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) ->
     for data in large:
         for key in (claim.reward_key, store.ring.runner):
             answer = store.ask("/v1/store/note", own | {"data": data}, key)
-            assert answer.status_code == 422 and "Say less" in answer.json()["error"]["message"]
+            assert answer.status_code == 422 and "Send less" in answer.json()["error"]["message"]
 
     async def written() -> list[Any]:
         transport = httpx2.ASGITransport(store.app)

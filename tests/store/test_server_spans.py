@@ -209,7 +209,7 @@ def test_a_span_that_is_too_large_is_counted_and_the_others_kept(store: Served) 
     large = told["resourceSpans"][0]["scopeSpans"][0]["spans"][0] | {"name": "x" * (NOTE_BYTES + 1)}
     told["resourceSpans"][0]["scopeSpans"][0]["spans"].append(large)
     answer = store.ask("/v1/traces", told, claim.reward_key, content_type=JSON).json()["partialSuccess"]
-    assert answer["rejectedSpans"] == "1" and "Say less" in answer["errorMessage"]
+    assert answer["rejectedSpans"] == "1" and "Send less" in answer["errorMessage"]
     assert len(notes(store, claim)) == 2
 
 
