@@ -61,10 +61,10 @@ class Checkpoint:
 
 def flat(tree: TensorTree, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a tree under dotted names."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in tree.items():
-        found |= {prefix + name: value} if isinstance(value, Tensor) else flat(value, f"{prefix}{name}.")
-    return found
+        tensors |= {prefix + name: value} if isinstance(value, Tensor) else flat(value, f"{prefix}{name}.")
+    return tensors
 
 
 def write_tensors(directory: Path, tensors: TensorTree) -> None:
@@ -89,47 +89,48 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """What the manifest says, if it can be read and every file is there with its size."""
-    told = _read_manifest(path)
-    for name, wanted in told["files"].items():
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"The checkpoint {path} is broken: its file {name} is missing.")
-        if file.stat().st_size != wanted["size"]:
+        if file.stat().st_size != expected["size"]:
             raise CheckpointError(
                 f"The checkpoint {path} is broken: its file {name} has {file.stat().st_size} bytes and should have "
-                f"{wanted['size']}."
+                f"{expected['size']}."
             )
-    return Checkpoint(told["step"], path, told["facts"])
+    return Checkpoint(manifest["step"], path, manifest["facts"])
 
 
 def verify_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint, if every byte of it is what was written."""
-    found = read_checkpoint(path)
-    for name, wanted in _read_manifest(path)["files"].items():
+    checkpoint = read_checkpoint(path)
+    for name, expected in _read_manifest(path)["files"].items():
         try:
-            same = file_sha256(path / name) == wanted["sha256"]
+            matches = file_sha256(path / name) == expected["sha256"]
         except OSError as error:
             raise CheckpointError(f"The checkpoint {path} cannot be read: {error}.") from error
-        if not same:
+        if not matches:
             raise CheckpointError(
                 f"The checkpoint {path} is broken: its file {name} is not what was written (its SHA-256 differs)."
             )
-    return found
+    return checkpoint
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
     """Read into these tensors, in place; names, shapes and dtypes are compared before anything is written to them."""
-    wanted = flat(tensors)
+    targets = flat(tensors)
     with _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
         table = read_tensor_index(checkpoint.path)
-    there = table.state_dict_metadata
-    for name, tensor in wanted.items():
-        stored = there.get(name)
+    stored_tensors = table.state_dict_metadata
+    for name, tensor in targets.items():
+        stored = stored_tensors.get(name)
         if not isinstance(stored, TensorStorageMetadata):
-            near = ", ".join(sorted(there)[:3])
+            first_names = ", ".join(sorted(stored_tensors)[:3])
             raise CheckpointError(
-                f"The checkpoint {checkpoint.path} has no tensor `{name}` (it has {near} … {len(there)} in all). It is "
-                f"of another model or another optimizer: resume with the configuration that wrote it."
+                f"The checkpoint {checkpoint.path} has no tensor `{name}` (it has {first_names} … "
+                f"{len(stored_tensors)} in all). It is of another model or another optimizer: resume with the "
+                f"configuration that wrote it."
             )
         if (stored.size, stored.properties.dtype) != (tensor.shape, tensor.dtype):
             raise CheckpointError(
@@ -138,35 +139,35 @@ def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
                 f"configuration that wrote it."
             )
     with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
-        load(dict(wanted), storage_reader=CheckpointReader(checkpoint.path, table), no_dist=not _is_distributed())
+        load(dict(targets), storage_reader=CheckpointReader(checkpoint.path, table), no_dist=not _is_distributed())
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, if its own checksum holds and it is of this format."""
     try:
-        told = read_json(path / MANIFEST)
+        manifest = read_json(path / MANIFEST)
     except DamagedFileError as error:
         if (older := _older_format(path)) is None:
             raise CheckpointError(f"The checkpoint {path} is broken: {error}") from error
         raise _make_format_error(path, older) from None
-    if told["format"] != FORMAT:
-        raise _make_format_error(path, told["format"])
-    return told
+    if manifest["format"] != FORMAT:
+        raise _make_format_error(path, manifest["format"])
+    return manifest
 
 
 def _older_format(path: Path) -> int | None:
     """The format of a manifest that was written before manifests had a checksum."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads((path / MANIFEST).read_bytes())
-        if "sha256" not in told and int(told["format"]) < FORMAT:
-            return int(told["format"])
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if "sha256" not in manifest and int(manifest["format"]) < FORMAT:
+            return int(manifest["format"])
     return None
 
 
-def _make_format_error(path: Path, written: int) -> CheckpointError:
+def _make_format_error(path: Path, found_format: int) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {path} is of format {written}, and this version of Etude reads format {FORMAT}. Resume it "
-        f"with the version that wrote it; or export its model with that, and begin a new run with the model."
+        f"The checkpoint {path} is of format {found_format}, and this version of Etude reads format {FORMAT}. Resume "
+        f"it with the version that wrote it; or export its model with that, and begin a new run with the model."
     )
 
 
@@ -184,14 +185,14 @@ def _ignore_torch_warning() -> Iterator[None]:
 
 
 @contextmanager
-def _translate_torch_errors(what: str) -> Iterator[None]:
+def _translate_torch_errors(failure: str) -> Iterator[None]:
     """torch raises what is no `Exception`, with a list of stack frames for a message."""
     try:
         yield
     except DamagedFileError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{failure}: {error}") from error
     except CheckpointException as error:
         if any(isinstance(reason, KeyboardInterrupt) for reason, _ in error.failures.values()):
             raise KeyboardInterrupt from error  # which torch caught as if it were a failure of the disk
         reasons = "; ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
-        raise CheckpointError(f"{what} ({reasons}).") from error
+        raise CheckpointError(f"{failure} ({reasons}).") from error

@@ -54,29 +54,31 @@ def export(
     (tied weights) is written under the first, and loaded as the configuration ties it. A dtype casts the weights; none
     writes them as they are.
     """
-    copied = [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
-    if tokenizer is not None and not copied:
+    tokenizer_files = (
+        [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    )
+    if tokenizer is not None and not tokenizer_files:
         raise CheckpointError(
             f"{tokenizer} has no tokenizer files (looked for {', '.join(TOKENIZER_FILES[:4])} …). Name the directory "
             f"that the model's tokenizer was loaded from."
         )
-    with _write_atomically(directory) as writing:
-        kept = _write_weights(writing, weights, dtype, max_shard_bytes)
-        told = dict(config) | {"dtype": str(kept).removeprefix("torch.")}
-        _write_json(writing / "config.json", told)
+    with _write_atomically(directory) as staging:
+        weights_dtype = _write_weights(staging, weights, dtype, max_shard_bytes)
+        model_config = dict(config) | {"dtype": str(weights_dtype).removeprefix("torch.")}
+        _write_json(staging / "config.json", model_config)
         if generation is not None:
-            _write_json(writing / "generation_config.json", generation)
-        for file in copied:
-            shutil.copyfile(file, writing / file.name)
+            _write_json(staging / "generation_config.json", generation)
+        for file in tokenizer_files:
+            shutil.copyfile(file, staging / file.name)
     return directory
 
 
 def export_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Path:
     """Write a directory that peft's `from_pretrained` loads, and return it."""
-    with _write_atomically(directory) as writing:
-        named = {f"base_model.model.{name}": weight.detach().contiguous() for name, weight in weights.items()}
-        save_file(named, writing / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_json(writing / "adapter_config.json", config)
+    with _write_atomically(directory) as staging:
+        named_weights = {f"base_model.model.{name}": weight.detach().contiguous() for name, weight in weights.items()}
+        save_file(named_weights, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(staging / "adapter_config.json", config)
     return directory
 
 
@@ -87,56 +89,58 @@ def _write_atomically(directory: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{directory} exists and is not empty: nothing is exported over it. Name another directory."
         )
-    writing = directory.with_name(f".{directory.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
+    staging = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        writing.mkdir(parents=True)
-        yield writing
+        staging.mkdir(parents=True)
+        yield staging
         if directory.exists():
             directory.rmdir()
-        writing.rename(directory)
+        staging.rename(directory)
     except OSError as error:
         raise CheckpointError(
             f"The model could not be exported to {directory} ({error}). Nothing was left there."
         ) from error
     finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_weights(
-    directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, shard: int
+    directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> torch.dtype:
     """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
     seen: set[tuple[Any, ...]] = set()  # what is computed as it is asked for is forgotten again
-    where: dict[str, int] = {}
-    held: dict[str, Tensor] = {}
+    shard_of_weight: dict[str, int] = {}
+    pending: dict[str, Tensor] = {}
     total, count, size = 0, 0, 0
-    kept: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
     for name, tensor in weights:
-        place = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
-        if place in seen:
+        storage_key = (_storage(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape)
+        if storage_key in seen:
             continue
-        seen.add(place)
-        plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
-        kept = kept or plain.dtype
-        if held and size + plain.nbytes > shard:
-            _write_shard(directory, count, held)
-            held, size, count = {}, 0, count + 1
-        held[name] = plain
-        where[name] = count
-        size += plain.nbytes
-        total += plain.nbytes
-    assert kept is not None, "a model without weights"
-    _write_shard(directory, count, held)
+        seen.add(storage_key)
+        copy = torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor.detach())
+        weights_dtype = weights_dtype or copy.dtype
+        if pending and size + copy.nbytes > max_shard_bytes:
+            _write_shard(directory, count, pending)
+            pending, size, count = {}, 0, count + 1
+        pending[name] = copy
+        shard_of_weight[name] = count
+        size += copy.nbytes
+        total += copy.nbytes
+    assert weights_dtype is not None, "a model without weights"
+    _write_shard(directory, count, pending)
     if count == 0:
         _shard(directory, 0).rename(directory / "model.safetensors")
-        return kept
+        return weights_dtype
     names = [f"model-{index + 1:05d}-of-{count + 1:05d}.safetensors" for index in range(count + 1)]
     for index, name in enumerate(names):
         _shard(directory, index).rename(directory / name)
-    table = {name: names[index] for name, index in where.items()}
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": table})
-    return kept
+    weight_map = {name: names[index] for name, index in shard_of_weight.items()}
+    _write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
+    return weights_dtype
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> None:

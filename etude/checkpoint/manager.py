@@ -62,14 +62,14 @@ class CheckpointManager:
         Every rank calls it, with its own shards of the tensors and the same facts. If it fails, the checkpoints that
         were there are there still.
         """
-        writing = self.directory / _WRITING
-        self._run_on_rank_zero(lambda: self._clear(writing))
+        staging = self.directory / _WRITING
+        self._run_on_rank_zero(lambda: self._clear(staging))
         failure: CheckpointError | None = None
         try:
-            write_tensors(writing, tensors)
+            write_tensors(staging, tensors)
         except CheckpointError as error:
             failure = error
-        path = self._run_on_rank_zero(lambda: self._finish(writing, step, facts, failure))
+        path = self._run_on_rank_zero(lambda: self._finish(staging, step, facts, failure))
         return Checkpoint(step, path, facts)
 
     def newest(self, *, fall_back: bool = False) -> Checkpoint | None:
@@ -78,39 +78,39 @@ class CheckpointManager:
         A broken one is an error that names the file and the newest whole one before it. With `fall_back` that one is
         returned instead.
         """
-        complaint: CheckpointError | None = None
+        first_error: CheckpointError | None = None
         for path in reversed(self._paths()):
             try:
-                found = verify_checkpoint(path)
+                checkpoint = verify_checkpoint(path)
             except CheckpointError as error:
-                complaint = complaint or error
+                first_error = first_error or error
                 continue
-            if complaint is None:
-                return found
+            if first_error is None:
+                return checkpoint
             if fall_back:
-                _log.warning(f"{complaint} Going back to {found.path}, of step {found.step}.")
-                return found
+                _log.warning(f"{first_error} Going back to {checkpoint.path}, of step {checkpoint.step}.")
+                return checkpoint
             raise CheckpointError(
-                f"{complaint} The newest whole checkpoint before it is {found.path.name}, of step {found.step}. Bring "
-                f"the damaged file back from a copy, or set `checkpoint.fall_back=true` (`etude export` takes "
-                f"--fall-back)."
-            ) from complaint
-        if complaint is not None:
+                f"{first_error} The newest whole checkpoint before it is {checkpoint.path.name}, of step "
+                f"{checkpoint.step}. Bring the damaged file back from a copy, or set `checkpoint.fall_back=true` "
+                f"(`etude export` takes --fall-back)."
+            ) from first_error
+        if first_error is not None:
             raise CheckpointError(
-                f"{complaint} There is no whole checkpoint before it. Bring the damaged file back from a copy, or "
+                f"{first_error} There is no whole checkpoint before it. Bring the damaged file back from a copy, or "
                 f"begin a new run in another directory."
-            ) from complaint
+            ) from first_error
         return None
 
     def list_complete(self) -> list[Checkpoint]:
         """Those that are there with all their files, oldest first."""
-        found = []
+        checkpoints = []
         for path in self._paths():
             try:
-                found.append(read_checkpoint(path))
+                checkpoints.append(read_checkpoint(path))
             except CheckpointError:
                 continue  # `newest` complains of it; here it counts for nothing
-        return found
+        return checkpoints
 
     def load(self, checkpoint: Checkpoint, tensors: TensorTree) -> None:
         """Read into these tensors, in place. The checkpoint may hold more than is asked for, never less."""
@@ -123,16 +123,16 @@ class CheckpointManager:
         Only a step that was saved can be the best: returns whether this one now is. One that a run which went back has
         saved again counts as it was saved last: the first may be damaged.
         """
-        of_step = [found for found in self.list_complete() if found.step == step]
-        if not of_step:
+        saved = [checkpoint for checkpoint in self.list_complete() if checkpoint.step == step]
+        if not saved:
             return False
-        made = {"name": of_step[-1].path.name, "step": step, "score": score, "measured": metric}
+        entry = {"name": saved[-1].path.name, "step": step, "score": score, "measured": metric}
         best = self._read_best()
         if best is not None and best["measured"] == metric:
-            saved_again = best["step"] == step and best["name"] != made["name"]
+            saved_again = best["step"] == step and best["name"] != entry["name"]
             if score <= best["score"] and not saved_again:
                 return False
-        self._run_on_rank_zero(lambda: write_json(self.directory / _BEST, made))
+        self._run_on_rank_zero(lambda: write_json(self.directory / _BEST, entry))
         return True
 
     def best(self) -> Checkpoint | None:
@@ -147,26 +147,26 @@ class CheckpointManager:
 
     # -- what the first rank does alone ---------------------------------------------------------------------------
 
-    def _clear(self, writing: Path) -> Path:
+    def _clear(self, staging: Path) -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(writing, ignore_errors=True)
-        return writing
+        shutil.rmtree(staging, ignore_errors=True)
+        return staging
 
-    def _finish(self, writing: Path, step: int, facts: Mapping[str, Any], failure: CheckpointError | None) -> Path:
+    def _finish(self, staging: Path, step: int, facts: Mapping[str, Any], failure: CheckpointError | None) -> Path:
         """From shards on the disk to a checkpoint with a name; whatever goes wrong, the half-written one goes."""
         try:
             if failure is not None:
                 raise failure
             self._on_point("checkpoint.writing")
-            write_manifest(writing, step, facts)
+            write_manifest(staging, step, facts)
             self._on_point("checkpoint.renaming")
             number = max((_sequence_number(path) for path in self._paths()), default=0) + 1
             path = self.directory / f"step-{step:08d}.{number}"
-            writing.rename(path)
+            staging.rename(path)
             sync_directory(self.directory)
         except (CheckpointError, OSError) as error:
             free = shutil.disk_usage(self.directory).free / 2**20
-            shutil.rmtree(writing, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
                 f"Step {step} could not be saved in {self.directory}, where {free:.0f} MiB are free: {error} Earlier "
                 f"checkpoints are whole. Make room, or save to another disk."
@@ -194,23 +194,23 @@ class CheckpointManager:
         path = self.directory / _BEST
         if not path.is_file():
             return None
-        found = read_json(path, _REMEDY)
-        return found if (self.directory / found["name"]).is_dir() else None
+        entry = read_json(path, _REMEDY)
+        return entry if (self.directory / entry["name"]).is_dir() else None
 
     def _run_on_rank_zero(self, action: Callable[[], T]) -> T:
         """Let the first rank act, and every rank wait for it and share what came of it."""
         if not (dist.is_available() and dist.is_initialized()):
             return action()
-        said: list[Any] = [None, None]
+        shared: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
-                said[0] = action()
+                shared[0] = action()
             except (EtudeError, OSError) as error:
-                said[1] = error
-        dist.broadcast_object_list(said, src=0)
-        if said[1] is not None:
-            raise said[1]
-        result: T = said[0]
+                shared[1] = error
+        dist.broadcast_object_list(shared, src=0)
+        if shared[1] is not None:
+            raise shared[1]
+        result: T = shared[0]
         return result
 
 

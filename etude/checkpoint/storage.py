@@ -81,17 +81,17 @@ class CheckpointWriter(StorageWriter):
                 piece = planner.resolve_data(item)
                 assert isinstance(piece, Tensor), f"{item.index.fqn} is no tensor"
                 assert _dtype_name(piece.dtype) in DTYPES, f"{item.index.fqn} is {piece.dtype}, which is not written"
-                at, data = file.tell(), _tensor_bytes(piece)
+                offset, data = file.tell(), _tensor_bytes(piece)
                 file.write(data)
-                written.append(WriteResult(item.index, len(data), ChunkLocation(plan.storage_data, at, len(data))))
+                written.append(WriteResult(item.index, len(data), ChunkLocation(plan.storage_data, offset, len(data))))
             sync_file(file)
         return _completed_future(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table."""
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {
-            name: _describe_tensor(name, stored, places)
+            name: _describe_tensor(name, stored, locations)
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
@@ -129,11 +129,11 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read into the tensors of the plan."""
-        pieces = self._table.state_dict_metadata
+        tensor_metadata = self._table.state_dict_metadata
         for item in plan.items:
-            stored = pieces[item.storage_index.fqn]
+            stored = tensor_metadata[item.storage_index.fqn]
             assert isinstance(stored, TensorStorageMetadata), f"{item.storage_index.fqn} is no tensor"
-            shape = next(each.sizes for each in stored.chunks if each.offsets == item.storage_index.offset)
+            shape = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
             piece = self._read_chunk(self._table.storage_data[item.storage_index], stored.properties.dtype, shape)
             for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 piece = piece.narrow(dimension, first, length)
@@ -147,13 +147,13 @@ class CheckpointReader(StorageReader):
         """A directory's path is all that is ever given."""
         return isinstance(checkpoint_id, Path)
 
-    def _read_chunk(self, place: ChunkLocation, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        data = bytearray(place.length)
-        path = self._directory / place.file
+    def _read_chunk(self, location: ChunkLocation, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        data = bytearray(location.length)
+        path = self._directory / location.file
         with add_path_to_errors(path), path.open("rb") as file:
-            file.seek(place.offset)
-            read = file.readinto(data)
-        if read != place.length or place.length != shape.numel() * dtype.itemsize:
+            file.seek(location.offset)
+            num_read = file.readinto(data)
+        if num_read != location.length or location.length != shape.numel() * dtype.itemsize:
             raise CheckpointError(f"{path} ends inside a tensor")
         return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
@@ -162,23 +162,23 @@ def read_tensor_index(directory: Path) -> Metadata:
     """Read the table of a checkpoint's tensors, in the form that torch's readers use."""
     tensors = read_json(directory / TENSOR_INDEX)["tensors"]
     stored: dict[str, Any] = {}
-    places: dict[MetadataIndex, ChunkLocation] = {}
+    locations: dict[MetadataIndex, ChunkLocation] = {}
     for name, row in tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in row["pieces"]]
         stored[name] = TensorStorageMetadata(TensorProperties(DTYPES[row["dtype"]]), torch.Size(row["shape"]), chunks)
         for piece in row["pieces"]:
-            places[MetadataIndex(name, piece["offset"])] = ChunkLocation(piece["file"], piece["at"], piece["length"])
-    return Metadata(stored, planner_data={name: (name,) for name in stored}, storage_data=places)
+            locations[MetadataIndex(name, piece["offset"])] = ChunkLocation(piece["file"], piece["at"], piece["length"])
+    return Metadata(stored, planner_data={name: (name,) for name in stored}, storage_data=locations)
 
 
 def _describe_tensor(
-    name: str, stored: TensorStorageMetadata, places: Mapping[MetadataIndex, ChunkLocation]
+    name: str, stored: TensorStorageMetadata, locations: Mapping[MetadataIndex, ChunkLocation]
 ) -> dict[str, Any]:
     pieces = []
     for chunk in stored.chunks:
-        place = places[MetadataIndex(name, chunk.offsets)]
-        told = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
-        pieces.append(told | {"file": place.file, "at": place.offset, "length": place.length})
+        location = locations[MetadataIndex(name, chunk.offsets)]
+        piece = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
+        pieces.append(piece | {"file": location.file, "at": location.offset, "length": location.length})
     return {"dtype": _dtype_name(stored.properties.dtype), "shape": list(stored.size), "pieces": pieces}
 
 
@@ -187,8 +187,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _tensor_bytes(piece: Tensor) -> memoryview:
-    plain = piece.detach().cpu().contiguous().reshape(-1)
-    data: Any = plain.view(torch.uint8).numpy()
+    flat = piece.detach().cpu().contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data)
 
 

@@ -28,18 +28,21 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
     """
     if parts < 1:
         raise ConfigError(f"Costs are divided into 1 or more parts; {parts} were asked for.")
-    found = np.asarray(costs, dtype=np.float64)
-    if not (np.isfinite(found) & (found >= 0)).all():
-        odd = int(np.flatnonzero(~(np.isfinite(found) & (found >= 0)))[0])
-        raise ConfigError(f"A cost is a finite number from 0 on; item {odd} costs {found[odd]}.")
+    values = np.asarray(costs, dtype=np.float64)
+    if not (np.isfinite(values) & (values >= 0)).all():
+        invalid = int(np.flatnonzero(~(np.isfinite(values) & (values >= 0)))[0])
+        raise ConfigError(f"A cost is a finite number from 0 on; item {invalid} costs {values[invalid]}.")
     # The widest division first; among equals the one that holds the earliest item.
-    heap = [(-each, item, _single_item(each, item, parts)) for item, each in enumerate(found.tolist())]
+    heap = [(-cost, item, _single_item(cost, item, parts)) for item, cost in enumerate(values.tolist())]
     heapify(heap)
     while len(heap) > 1:
-        _, item, one = heappop(heap)
-        _, other, two = heappop(heap)
+        _, item, first = heappop(heap)
+        _, other, second = heappop(heap)
         joined = sorted(
-            ((a + b, mine + theirs) for (a, mine), (b, theirs) in zip(one, reversed(two), strict=True)),
+            (
+                (a + b, first_items + second_items)
+                for (a, first_items), (b, second_items) in zip(first, reversed(second), strict=True)
+            ),
             key=lambda part: -part[0],
         )
         heappush(heap, (joined[-1][0] - joined[0][0], min(item, other), joined))

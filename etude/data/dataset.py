@@ -108,11 +108,15 @@ class Dataset(RowTable):
                 f"Every one of the {len(self)} prompts is longer than the {max_prompt_length} tokens that are allowed, "
                 f"so nothing is left to ask: the shortest has {lengths.min()}. Allow more."
             )
-        over = int((~fits).sum())
+        num_overlong = int((~fits).sum())
         counts = Metrics(
-            {"prompts": Sum.of(len(self)), "overlong_prompts": Sum.of(over), "longest_prompt": Max.of(lengths.max())}
+            {
+                "prompts": Sum.of(len(self)),
+                "overlong_prompts": Sum.of(num_overlong),
+                "longest_prompt": Max.of(lengths.max()),
+            }
         )
-        if overlong != "filter" or not over:
+        if overlong != "filter" or not num_overlong:
             return self, counts
         return self.select(fits), counts
 
@@ -124,10 +128,10 @@ class Dataset(RowTable):
     def _ground_truth(self, values: Mapping[str, Any], row: int) -> Any:
         if self._columns.answer:
             return self._require_column(values, self._columns.answer, row)
-        return next((found for path in GROUND_TRUTH_PATHS if (found := lookup(values, path)) is not None), None)
+        return next((value for path in GROUND_TRUTH_PATHS if (value := lookup(values, path)) is not None), None)
 
     def _data_source(self, values: Mapping[str, Any], row: int) -> str:
         if self._columns.source:
             return str(self._require_column(values, self._columns.source, row))
-        found = lookup(values, DATA_SOURCE_COLUMN)
-        return "" if found is None else str(found)
+        value = lookup(values, DATA_SOURCE_COLUMN)
+        return "" if value is None else str(value)

@@ -60,14 +60,17 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         if conversation is not None:
             return (self._tokenize_conversation(conversation, tools, chat, where),)
         completion = lookup(row, columns.completion)
-        there = set(column_paths(row))
-        if prompt is not None and (completion is not None or columns.completion in there):
-            said = check_text_or_messages(completion, where, "completion")
-            if self.learn == "last" and not isinstance(said, str):
-                said = [form if place == len(said) - 1 else {**form, "weight": 0} for place, form in enumerate(said)]
-            return (tokenize_answer(chat, check_prompt(prompt, where), said, tools, where),)
+        paths = set(column_paths(row))
+        if prompt is not None and (completion is not None or columns.completion in paths):
+            answer_messages = check_text_or_messages(completion, where, "completion")
+            if self.learn == "last" and not isinstance(answer_messages, str):
+                answer_messages = [
+                    message if index == len(answer_messages) - 1 else {**message, "weight": 0}
+                    for index, message in enumerate(answer_messages)
+                ]
+            return (tokenize_answer(chat, check_prompt(prompt, where), answer_messages, tools, where),)
         text = lookup(row, columns.text)
-        if columns.text in there or text is not None:
+        if columns.text in paths or text is not None:
             if text is not None and not isinstance(text, str):
                 raise DataError(
                     f"{where} has a value of type {type(text).__name__} for its `{columns.text}`; it must be text."
@@ -82,10 +85,10 @@ class DemonstrationDataConfig(SupervisedDataConfig):
     def _tokenize_conversation(
         self, value: Any, tools: list[dict[str, Any]], chat: ChatRenderer, where: str
     ) -> AnswerRows:
-        forms = check_prompt(value, where, "conversation")
-        if isinstance(forms, str):
+        messages = check_prompt(value, where, "conversation")
+        if isinstance(messages, str):
             raise DataError(f"{where} has a text for its `{self.columns.messages}`; it must be a list of messages.")
         try:
-            return tokenize_messages(chat, forms, tools, last_only=self.learn == "last")
+            return tokenize_messages(chat, messages, tools, last_only=self.learn == "last")
         except ChatError as error:
             raise ChatError(f"{where}: {error}") from error

@@ -78,33 +78,34 @@ class SupervisedDataConfig(DataFiles, ABC):
     ) -> Examples:
         """The examples of some files, named by the option that gave them; advance: is called after each row."""
         table, limit = RowTable(open_sources(files)), self.max_row_tokens(context_length)
-        found, thoughts = Examples(name, len(table)), 0
+        examples, rows_with_reasoning = Examples(name, len(table)), 0
         for row in range(len(table)):
             values, where = table.row(row), table.location(row)
             example = self.tokenize_row(values, chat, where)
-            why = _skip_reason(example)
-            if why is None and _max_length(example) > limit:
+            reason = _skip_reason(example)
+            if reason is None and _max_length(example) > limit:
                 if self.overlong == "error":
                     raise DataError(
                         f"{where} has {_max_length(example)} tokens; {limit} are allowed. Allow more with "
                         f"`data.max_tokens`, or have such rows left out (`data.overlong=filter`) or cut (`truncate`)."
                     )
-                example, why = _truncate(example, limit), TOO_LONG
-            cut = why == TOO_LONG and self.overlong == "truncate"
-            found.add(example, self._source(values), where, why, keep=cut and _skip_reason(example) is None)
-            thoughts += _has_reasoning(values)
+                example, reason = _truncate(example, limit), TOO_LONG
+            truncated = reason == TOO_LONG and self.overlong == "truncate"
+            examples.add(example, self._source(values), where, reason, keep=truncated and _skip_reason(example) is None)
+            rows_with_reasoning += _has_reasoning(values)
             on_row()
-        if thoughts and not chat.shows_reasoning():
+        if rows_with_reasoning and not chat.shows_reasoning():
             get_logger("data").warning(
-                f"{thoughts} of {len(table)} rows in {name} have reasoning beside their answers, which the chat "
-                f"template leaves out: nothing of it is learned. A template that shows it is set by `chat.template`."
+                f"{rows_with_reasoning} of {len(table)} rows in {name} have reasoning beside their answers, which the "
+                f"chat template leaves out: nothing of it is learned. A template that shows it is set by "
+                f"`chat.template`."
             )
-        found.report_skipped(limit, self.overlong, explicit=self.max_tokens is not None)
-        return found
+        examples.report_skipped(limit, self.overlong, explicit=self.max_tokens is not None)
+        return examples
 
     def _source(self, values: Mapping[str, Any]) -> str:
-        found = lookup(values, self.columns.source or DATA_SOURCE_COLUMN)
-        return "" if found is None else str(found)
+        value = lookup(values, self.columns.source or DATA_SOURCE_COLUMN)
+        return "" if value is None else str(value)
 
 
 class Examples:
@@ -142,24 +143,28 @@ class Examples:
 
     def skip_metrics(self) -> Metrics:
         """How many rows were too long, and how many were left out, for whatever reason."""
-        left = self._rows - len(self)
-        return Metrics({"overlong_rows": Last.of(self._skip_counts[TOO_LONG]), "skipped_rows": Last.of(left)})
+        skipped = self._rows - len(self)
+        return Metrics({"overlong_rows": Last.of(self._skip_counts[TOO_LONG]), "skipped_rows": Last.of(skipped)})
 
     def report_skipped(self, limit: int, overlong: OverlongHandling, *, explicit: bool) -> None:
         """Say what was left out or cut; refuse files of which nothing is left."""
         allowed = f"`data.max_tokens={limit}`" if explicit else f"this model's context of {limit} tokens"
         if not len(self):
-            reasons = "; ".join(f"{self._first_skipped[why]} {why}" for why in self._skip_counts)
+            reasons = "; ".join(f"{self._first_skipped[reason]} {reason}" for reason in self._skip_counts)
             raise DataError(
                 f"None of the {self._rows} rows in {self._name} can be learned from (longer than {allowed}: "
                 f"{self._skip_counts[TOO_LONG]}; with nothing to learn: {self._skip_counts[NOTHING_TO_LEARN]}; "
                 f"preferring an answer to itself: {self._skip_counts[EQUAL_ANSWERS]}). {reasons}."
             )
-        done = "left out" if overlong == "filter" else "cut at the end"
+        action = "left out" if overlong == "filter" else "cut at the end"
         log = get_logger("data")
-        for why, count in self._skip_counts.items():
-            how = f"are longer than {allowed}: {done}" if why == TOO_LONG else f"{SKIP_MESSAGES[why]}: left out"
-            log.warning(f"{count} of {self._rows} rows in {self._name} {how}. The first is {self._first_skipped[why]}.")
+        for reason, count in self._skip_counts.items():
+            outcome = (
+                f"are longer than {allowed}: {action}" if reason == TOO_LONG else f"{SKIP_MESSAGES[reason]}: left out"
+            )
+            log.warning(
+                f"{count} of {self._rows} rows in {self._name} {outcome}. The first is {self._first_skipped[reason]}."
+            )
 
 
 def _skip_reason(example: Example) -> str | None:
@@ -178,7 +183,7 @@ def _equal_answers(one: AnswerRows, other: AnswerRows) -> bool:
 def _has_reasoning(values: Mapping[str, Any]) -> bool:
     """Whether a row has messages with reasoning."""
     lists = (value for value in values.values() if isinstance(value, list))
-    messages = (message for each in lists for message in each if isinstance(message, Mapping))
+    messages = (message for message_list in lists for message in message_list if isinstance(message, Mapping))
     return any(message.get(key) for message in messages for key in REASONING_KEYS)
 
 
@@ -188,4 +193,7 @@ def _max_length(example: Example) -> int:
 
 def _truncate(example: Example, limit: int) -> Example:
     """Rows of at most so many tokens, those that still have something to learn."""
-    return tuple(tuple(cut for row in answer if (cut := row.truncate(limit)).num_trained_tokens) for answer in example)
+    return tuple(
+        tuple(truncated for row in answer if (truncated := row.truncate(limit)).num_trained_tokens)
+        for answer in example
+    )

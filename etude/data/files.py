@@ -119,20 +119,20 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
     """The value at a column's name, or at a dotted path into columns that hold mappings; None where there is none."""
     if path in row:
         return row[path]
-    found: Any = row
+    value: Any = row
     for key in path.split("."):
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
-def column_paths(row: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def column_paths(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Every dotted path of a row."""
     for key, value in row.items():
-        yield above + key
+        yield prefix + key
         if isinstance(value, Mapping):
-            yield from column_paths(value, f"{above}{key}.")
+            yield from column_paths(value, f"{prefix}{key}.")
 
 
 def read_rows(path: Path) -> RowSource:
@@ -188,21 +188,21 @@ def _to_json_value(value: Any) -> Any:
 def _to_chunks(texts: Iterable[str]) -> pa.ChunkedArray:
     """Texts in Arrow memory, a chunk at a time."""
     chunks: list[pa.Array] = []
-    held: list[str] = []
+    pending: list[str] = []
     for text in texts:
-        held.append(text)
-        if len(held) == CHUNK_ROWS:
-            chunks.append(_to_arrow(held))
-            held.clear()
-    return pa.chunked_array([*chunks, _to_arrow(held)])
+        pending.append(text)
+        if len(pending) == CHUNK_ROWS:
+            chunks.append(_to_arrow(pending))
+            pending.clear()
+    return pa.chunked_array([*chunks, _to_arrow(pending)])
 
 
 def _to_arrow(texts: Sequence[str]) -> pa.Array:
     """Texts as an Arrow array, from its buffers: `pyarrow.array` would load pandas to ask whether a list is of its."""
-    held = [text.encode() for text in texts]
-    ends = np.zeros(len(held) + 1, dtype=np.int64)
-    np.cumsum([len(each) for each in held], out=ends[1:])
-    return pa.LargeStringArray.from_buffers(len(held), pa.py_buffer(ends), pa.py_buffer(b"".join(held)))
+    encoded = [text.encode() for text in texts]
+    ends = np.zeros(len(encoded) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in encoded], out=ends[1:])
+    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
 
 
 # -- the formats ------------------------------------------------------------------------------------------------------
@@ -281,16 +281,16 @@ def _read_saved_dataset(path: Path) -> RowSource:
     """A directory that `datasets` wrote with `save_to_disk`, mapped into memory."""
     splits = path / "dataset_dict.json"
     if splits.exists():
-        there = ", ".join(f"`{path / split}`" for split in json.loads(splits.read_text())["splits"])
-        raise ConfigError(f"The data `{path}` holds several splits. Name the one that is meant: {there}.")
+        names = ", ".join(f"`{path / split}`" for split in json.loads(splits.read_text())["splits"])
+        raise ConfigError(f"The data `{path}` holds several splits. Name the one that is meant: {names}.")
     if not (path / "state.json").exists():
         raise ConfigError(
             f"The data `{path}` is a directory without a `state.json`, so `save_to_disk` did not write it. "
             f"Name the files in it instead."
         )
-    files = [path / each["filename"] for each in json.loads((path / "state.json").read_text())["_data_files"]]
-    absent = [file for file in files if not file.exists()]
-    if absent:
-        raise DataError(f"The data `{path}` is not whole: `{absent[0].name}` is missing. Save it again.")
+    files = [path / entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        raise DataError(f"The data `{path}` is not whole: `{missing[0].name}` is missing. Save it again.")
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files]
     return ArrowRows(str(path), pa.concat_tables(tables))

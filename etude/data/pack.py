@@ -41,11 +41,11 @@ def pack_prefix_tree(batch: Batch) -> Pack:
     starts, lengths, depths = (torch.tensor(column, dtype=torch.int64) for column in forest.columns)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     path = torch.tensor([segment for segments in forest.paths for segment in segments], dtype=torch.int64)
-    place = ranges(offsets[path], lengths[path])  # [T]: where each batch token stands in the pack
-    source = torch.cat([place.new_full((1,), -1), place[:-1]])[: len(place)]
+    positions = ranges(offsets[path], lengths[path])  # [T]: where each batch token stands in the pack
+    source = torch.cat([positions.new_full((1,), -1), positions[:-1]])[: len(positions)]
     first = batch.offsets.cpu()
     source[first[:-1][first[1:] > first[:-1]]] = -1
-    ends = torch.where(first[1:] > first[:-1], torch.cat([place, place.new_full((1,), -1)])[first[1:] - 1], -1)
+    ends = torch.where(first[1:] > first[:-1], torch.cat([positions, positions.new_full((1,), -1)])[first[1:] - 1], -1)
     return Pack(
         ids=batch.ids[ranges(starts, lengths).to(batch.device)],
         positions=ranges(depths, lengths).to(batch.device),
@@ -95,9 +95,9 @@ class _ContextRows:
     def from_batch(cls, batch: Batch) -> _ContextRows:
         offsets = batch.offsets.cpu().numpy()
         ids = np.ascontiguousarray(batch.ids.cpu().numpy(), dtype=np.int32)
-        acts = np.flatnonzero(batch.action.cpu().numpy())
-        after = np.append(acts, batch.num_tokens)[np.searchsorted(acts, offsets[:-1])]
-        ends = np.minimum(after, offsets[1:]).tolist()
+        action_tokens = np.flatnonzero(batch.action.cpu().numpy())
+        first_actions = np.append(action_tokens, batch.num_tokens)[np.searchsorted(action_tokens, offsets[:-1])]
+        ends = np.minimum(first_actions, offsets[1:]).tolist()
         starts = offsets[:-1].tolist()
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(batch.group[batch.unit].tolist()):
@@ -116,8 +116,8 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
     if a == b:
         return len(a) // ID_BYTES
     shorter = min(len(a), len(b)) // ID_BYTES
-    differ: NDArray[np.bool_] = np.frombuffer(a, np.int32, shorter) != np.frombuffer(b, np.int32, shorter)
-    return int(differ.argmax()) if differ.any() else shorter
+    differences: NDArray[np.bool_] = np.frombuffer(a, np.int32, shorter) != np.frombuffer(b, np.int32, shorter)
+    return int(differences.argmax()) if differences.any() else shorter
 
 
 # -- the tree ---------------------------------------------------------------------------------------------------------
@@ -141,25 +141,25 @@ class _PrefixForest:
         contexts = self.rows.contexts
         order = sorted(members, key=contexts.__getitem__)
         shared = [0, *(_common_prefix_length(contexts[a], contexts[b]) for a, b in pairwise(order))]
-        todo = [(0, len(order), 0, -1)]  # from, to (of `order`); the tokens and the segment above them
-        while todo:
-            low, high, depth, above = todo.pop()
+        stack = [(0, len(order), 0, -1)]  # from, to (of `order`); the tokens and the segment above them
+        while stack:
+            low, high, depth, parent = stack.pop()
             if high - low == 1:
-                self._add_segment(order[low : low + 1], depth, self.rows.lengths[order[low]], above)
+                self._add_segment(order[low : low + 1], depth, self.rows.lengths[order[low]], parent)
                 continue
             common = min(shared[low + 1 : high])
-            below = self._add_segment(order[low:high], depth, common, above)
-            cuts = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
-            todo.extend((a, b, common, below) for a, b in reversed(list(pairwise(cuts))))
+            segment = self._add_segment(order[low:high], depth, common, parent)
+            boundaries = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
+            stack.extend((a, b, common, segment) for a, b in reversed(list(pairwise(boundaries))))
 
-    def _add_segment(self, members: Sequence[int], depth: int, end: int, above: int) -> int:
+    def _add_segment(self, members: Sequence[int], depth: int, end: int, parent: int) -> int:
         """Give these rows one segment from token `depth` of theirs to token `end`, unless there is nothing there."""
         if end == depth:
-            return above
+            return parent
         segment = len(self.parent)
         for column, value in zip(self.columns, (self.rows.starts[members[0]] + depth, end - depth, depth), strict=True):
             column.append(value)
-        self.parent.append(above)
+        self.parent.append(parent)
         for row in members:
             self.paths[row].append(segment)
         return segment
@@ -176,12 +176,12 @@ class _PrefixCounter:
 
     def add(self, context: bytes, length: int) -> int:
         """The tokens that one more row adds: the row that it shares most with is next to it in order."""
-        at = bisect_left(self.contexts, context)
+        index = bisect_left(self.contexts, context)
         shared = max(
-            (_common_prefix_length(context, other) for other in self.contexts[max(at - 1, 0) : at + 1]), default=0
+            (_common_prefix_length(context, other) for other in self.contexts[max(index - 1, 0) : index + 1]), default=0
         )
-        if self.contexts[at : at + 1] != [context]:
-            self.contexts.insert(at, context)
+        if self.contexts[index : index + 1] != [context]:
+            self.contexts.insert(index, context)
         return length - shared
 
 
@@ -193,31 +193,33 @@ def _rollouts_by_group(batch: Batch) -> list[list[int]]:
     return list(groups.values())
 
 
-def _split_group(rows: _ContextRows, members: Sequence[int], tokens: int, cut: bool) -> list[tuple[int, list[int]]]:
+def _split_group(
+    rows: _ContextRows, members: Sequence[int], max_tokens: int, may_split: bool
+) -> list[tuple[int, list[int]]]:
     """A group as (packed tokens, rollouts): one piece, or where it may be cut, pieces within the budget."""
     pieces: list[tuple[int, list[int]]] = []
     size, piece, prefixes = 0, list[int](), _PrefixCounter()
     for rollout in members:
-        mine = range(rows.rollout_row_offsets[rollout], rows.rollout_row_offsets[rollout + 1])
-        more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
-        if cut and piece and size + more > tokens:
+        row_range = range(rows.rollout_row_offsets[rollout], rows.rollout_row_offsets[rollout + 1])
+        added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
+        if may_split and piece and size + added > max_tokens:
             pieces.append((size, piece))
             size, piece, prefixes = 0, [], _PrefixCounter()
-            more = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in mine)
-        size += more
+            added = sum(prefixes.add(rows.contexts[row], rows.lengths[row]) for row in row_range)
+        size += added
         piece.append(rollout)
     return [*pieces, (size, piece)]
 
 
-def _first_fit(pieces: Sequence[tuple[int, list[int]]], tokens: int) -> list[list[int]]:
+def _first_fit(pieces: Sequence[tuple[int, list[int]]], max_tokens: int) -> list[list[int]]:
     """The pieces in few bins: the largest first, each into the first bin with room. Rollouts keep their order."""
     bins: list[list[int]] = []
     room: list[int] = []
     for size, rollouts in sorted(pieces, key=lambda piece: -piece[0]):
-        into = next((i for i, left in enumerate(room) if left >= size), len(bins))
-        if into == len(bins):
+        bin_index = next((i for i, space in enumerate(room) if space >= size), len(bins))
+        if bin_index == len(bins):
             bins.append([])
-            room.append(tokens)
-        room[into] -= size
-        bins[into] += rollouts
+            room.append(max_tokens)
+        room[bin_index] -= size
+        bins[bin_index] += rollouts
     return sorted(sorted(rollouts) for rollouts in bins)

@@ -64,25 +64,25 @@ class PreferenceDataConfig(SupervisedDataConfig):
         both = [self._read_answer(row, name, where) for name in (columns.chosen, columns.rejected)]
         if not all(both):
             return ((), ())
-        given = lookup(row, columns.prompt)
-        if given is None and columns.prompt != "prompt":
+        value = lookup(row, columns.prompt)
+        if value is None and columns.prompt != "prompt":
             raise _missing_column(where, columns.prompt, row)
-        prompt = None if given is None else check_prompt(given, where)
-        asked, chosen, rejected = _split_prompt(prompt, both[0], both[1], where)
+        prompt = None if value is None else check_prompt(value, where)
+        shared_prompt, chosen, rejected = _split_prompt(prompt, both[0], both[1], where)
         tools = tools_of(lookup(row, columns.tools), where)
-        return tuple(tokenize_answer(chat, asked, said, tools, where) for said in (chosen, rejected))
+        return tuple(tokenize_answer(chat, shared_prompt, answer, tools, where) for answer in (chosen, rejected))
 
     def _read_answer(self, row: Mapping[str, Any], name: str, where: str) -> TextOrMessages:
-        found = lookup(row, name)
-        if found is None and name not in set(column_paths(row)):
+        value = lookup(row, name)
+        if value is None and name not in set(column_paths(row)):
             raise _missing_column(where, name, row)
-        return check_text_or_messages(found, where, f"`{name}`")
+        return check_text_or_messages(value, where, f"`{name}`")
 
 
 def shared_prefix(one: str, other: str) -> str:
     """What two texts begin with, in whole words; each is left something to say after it."""
-    words, others = (WORDS.findall(text) for text in (one, other))
-    return "".join(words[: _common_length(words, others)])
+    words, other_words = (WORDS.findall(text) for text in (one, other))
+    return "".join(words[: _common_length(words, other_words)])
 
 
 def _split_prompt(
@@ -104,23 +104,23 @@ def _split_prompt(
     assert not isinstance(chosen, str) and not isinstance(rejected, str)
     if prompt is not None and not isinstance(prompt, str) and not _starts_with(chosen, prompt):
         return prompt, chosen, rejected
-    begun = _common_length(chosen, rejected) if prompt is None or isinstance(prompt, str) else len(prompt)
-    if not begun:
+    num_shared = _common_length(chosen, rejected) if prompt is None or isinstance(prompt, str) else len(prompt)
+    if not num_shared:
         raise DataError(
             f"{where} has answers of messages that begin with no message in common, and no messages for a prompt. Give "
             f"the prompt as messages, in `prompt` or before both answers."
         )
-    return chosen[:begun], chosen[begun:], rejected[begun:]
+    return chosen[:num_shared], chosen[num_shared:], rejected[num_shared:]
 
 
-def _starts_with(messages: Sequence[MessageDict], with_: Sequence[MessageDict]) -> bool:
-    return len(messages) > len(with_) and all(a == b for a, b in zip(messages, with_, strict=False))
+def _starts_with(messages: Sequence[MessageDict], prefix: Sequence[MessageDict]) -> bool:
+    return len(messages) > len(prefix) and all(a == b for a, b in zip(messages, prefix, strict=False))
 
 
 def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many words, or messages, two begin with alike, their last ones left aside."""
-    most = min(len(one), len(other)) - 1
-    return next((at for at in range(most) if one[at] != other[at]), max(most, 0))
+    limit = min(len(one), len(other)) - 1
+    return next((index for index in range(limit) if one[index] != other[index]), max(limit, 0))
 
 
 def _missing_column(where: str, name: str, row: Mapping[str, Any]) -> DataError:

@@ -34,8 +34,8 @@ VOCABULARY_COLUMN = "vocabulary"
 def load_token_rows(value: Any, tokenizer: Tokenizer, where: str) -> AnswerRows:
     """What is learned of a row of tokens, or of several rows that are one conversation, in the order of time."""
     rows: list[TokenRow] = []
-    for each in value if isinstance(value, list) else [value]:
-        row = _load_token_row(each, tokenizer, where, int(rows[-1].turn.max()) + 1 if rows else 0)
+    for item in value if isinstance(value, list) else [value]:
+        row = _load_token_row(item, tokenizer, where, int(rows[-1].turn.max()) + 1 if rows else 0)
         if row.num_trained_tokens:
             rows.append(row)
     return tuple(rows)
@@ -43,10 +43,10 @@ def load_token_rows(value: Any, tokenizer: Tokenizer, where: str) -> AnswerRows:
 
 def check_vocabulary(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> None:
     """Refuse ids that mean other tokens to this model."""
-    named = row.get(VOCABULARY_COLUMN)
-    if named is not None and named != tokenizer.vocab_hash:
+    vocabulary = row.get(VOCABULARY_COLUMN)
+    if vocabulary is not None and vocabulary != tokenizer.vocab_hash:
         raise DataError(
-            f"{where} has token ids of another vocabulary ({named}) than the tokenizer in {tokenizer.directory} "
+            f"{where} has token ids of another vocabulary ({vocabulary}) than the tokenizer in {tokenizer.directory} "
             f"({tokenizer.vocab_hash}): they would be other words. Choose a model of the same family, or write the "
             f"rollouts as text: `etude export rollouts RUN FILE --form text`."
         )
@@ -76,24 +76,24 @@ def _load_token_row(value: Any, tokenizer: Tokenizer, where: str, first: int) ->
             f"{where} has {len(ids)} `{INPUT_IDS}` and {len(mask)} `{ASSISTANT_MASKS}`: there is one for each token."
         )
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        invalid = int(ids.min() if ids.min() < 0 else ids.max())
         raise DataError(
-            f"{where} has the token id {wrong}, and the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} "
-            f"tokens: these ids are of another model."
+            f"{where} has the token id {invalid}, and the tokenizer in {tokenizer.directory} has "
+            f"{tokenizer.vocab_size} tokens: these ids are of another model."
         )
-    learned = mask != 0
-    learned[:1] = False  # nothing predicts the first token
-    begins = learned & ~np.concatenate([[False], learned[:-1]])
-    turn = np.where(learned, first + np.cumsum(begins) - 1, 0)
-    return TokenRow(ids.astype(np.int32), learned, turn.astype(np.int16))
+    trained = mask != 0
+    trained[:1] = False  # nothing predicts the first token
+    starts = trained & ~np.concatenate([[False], trained[:-1]])
+    turn = np.where(trained, first + np.cumsum(starts) - 1, 0)
+    return TokenRow(ids.astype(np.int32), trained, turn.astype(np.int16))
 
 
 def _integer_array(values: Any, name: str, where: str) -> NDArray[np.int64]:
     """A list of whole numbers."""
     try:
-        found = np.asarray(values if values is not None else [])
+        array = np.asarray(values if values is not None else [])
     except ValueError:
-        found = np.asarray("")
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iub"):
+        array = np.asarray("")
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
         raise DataError(f"{where} has a `{name}` that is no list of whole numbers.")
-    return found.astype(np.int64)
+    return array.astype(np.int64)

@@ -29,18 +29,18 @@ def check_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dic
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
-        found = repr(value) if value in (None, "", []) else f"a value of type {type(value).__name__}"
-        raise DataError(f"{where} has {found} for a {what}; it must be text, or a list of messages.")
-    for place, message in enumerate(value):
+        actual = repr(value) if value in (None, "", []) else f"a value of type {type(value).__name__}"
+        raise DataError(f"{where} has {actual} for a {what}; it must be text, or a list of messages.")
+    for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where} has {message!r} for message {place} of its {what}; a message is a mapping with a `role` and "
+                f"{where} has {message!r} for message {index} of its {what}; a message is a mapping with a `role` and "
                 f"its `content`."
             )
         if message.get("content") is None and not message.get("tool_calls"):
-            others = ", ".join(name for name, value in message.items() if value is not None)
+            keys = ", ".join(name for name, value in message.items() if value is not None)
             raise DataError(
-                f"{where} has a message without `content` at place {place} of its {what}: it has {others}. "
+                f"{where} has a message without `content` at place {index} of its {what}: it has {keys}. "
                 f"Give it one; only a message with `tool_calls` may do without."
             )
     return [drop_nulls(message) for message in value]
@@ -68,13 +68,13 @@ def _parse_message(message: Mapping[str, Any]) -> Message:
 def _parse_part(part: Mapping[str, Any]) -> ContentPart:
     """`{"type": "text", "text": …}`, or `{"type": "image_url", "image_url": {"url": …}}`."""
     kind = part["type"]
-    held = part.get(kind)
-    url = held["url"] if isinstance(held, Mapping) else part.get("url", "")
+    nested = part.get(kind)
+    url = nested["url"] if isinstance(nested, Mapping) else part.get("url", "")
     return ContentPart(kind, text=part.get("text", ""), url=url)
 
 
 def _parse_tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function", call)
     arguments = function.get("arguments", "{}")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(call.get("id", ""), function["name"], written)
+    arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(call.get("id", ""), function["name"], arguments_text)

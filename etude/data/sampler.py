@@ -74,8 +74,8 @@ class RowOrder(ABC):
 
     def replay(self, ordinal: int, row: int) -> None:
         """The next ordinal was asked as this row before the run was taken up: go on behind it."""
-        found = self.advance_to(ordinal)
-        assert found == row, f"ordinal {ordinal} was row {row}, and this order has {found}"
+        replayed = self.advance_to(ordinal)
+        assert replayed == row, f"ordinal {ordinal} was row {row}, and this order has {replayed}"
 
     def record_rewards(self, row: int, rewards: Sequence[float]) -> None:  # noqa: B027  (most orders do not look)
         """What the rollouts of a row's group earned."""
@@ -86,13 +86,13 @@ class RowOrder(ABC):
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Stand where `state` was taken. Another order cannot be gone on with, and says so."""
-        mine = {"order": type(self).__name__, "rows": self.rows, "seed": self.seed}
-        changed = [name for name in mine if tree[name] != mine[name]]
+        own = {"order": type(self).__name__, "rows": self.rows, "seed": self.seed}
+        changed = [name for name in own if tree[name] != own[name]]
         if changed:
             name = changed[0]
             remedy = {"order": "sampler", "rows": "data, and the limits on its prompts,", "seed": "seed"}[name]
             raise ConfigError(
-                f"The order of the data was saved with {name} {tree[name]}, and {name} is now {mine[name]}: no "
+                f"The order of the data was saved with {name} {tree[name]}, and {name} is now {own[name]}: no "
                 f"row would be where it was. Resume with the {remedy} that the run began with."
             )
         self.position = tree["position"]
@@ -111,9 +111,9 @@ class _EpochPermutations:
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 
-    def __getitem__(self, place: tuple[int, int]) -> int:
+    def __getitem__(self, position: tuple[int, int]) -> int:
         """The row at a place of an epoch."""
-        epoch, index = place
+        epoch, index = position
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.argsort(_random_bits(self._rows, *self._key, epoch), kind="stable")
@@ -172,18 +172,18 @@ class WeightedSampler(Sampler):
         return self
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
-        of_row = np.array(sources(), dtype=np.str_)
-        assert len(of_row) == rows, f"{rows} rows have {len(of_row)} sources"
-        there, which = np.unique(of_row, return_inverse=True)
-        odd = sorted(self.weights.keys() ^ set(there.tolist())) if self.weights else []
-        if odd:
-            said = "has no rows" if odd[0] in self.weights else "has no weight"
+        row_sources = np.array(sources(), dtype=np.str_)
+        assert len(row_sources) == rows, f"{rows} rows have {len(row_sources)} sources"
+        names, source_of_row = np.unique(row_sources, return_inverse=True)
+        unmatched = sorted(self.weights.keys() ^ set(names.tolist())) if self.weights else []
+        if unmatched:
+            problem = "has no rows" if unmatched[0] in self.weights else "has no weight"
             raise ConfigError(
-                f"The data source `{odd[0]}` {said}: the data is of {', '.join(f'`{name}`' for name in there)}. "
-                f"Give each of these a weight; 0 leaves it out."
+                f"The data source `{unmatched[0]}` {problem}: the data is of "
+                f"{', '.join(f'`{name}`' for name in names)}. Give each of these a weight; 0 leaves it out."
             )
-        shares = np.array([self.weights.get(name, 1.0) for name in there.tolist()])
-        return _WeightedOrder(rows, seed, [np.flatnonzero(which == s) for s in range(len(there))], shares)
+        shares = np.array([self.weights.get(name, 1.0) for name in names.tolist()])
+        return _WeightedOrder(rows, seed, [np.flatnonzero(source_of_row == s) for s in range(len(names))], shares)
 
 
 class _WeightedOrder(RowOrder):
@@ -192,14 +192,16 @@ class _WeightedOrder(RowOrder):
     ) -> None:
         super().__init__(rows, seed)
         self._rows_by_source, self._shares = rows_by_source, shares / shares.sum()
-        self._epochs = [_EpochPermutations(len(mine), seed, source) for source, mine in enumerate(rows_by_source)]
+        self._epochs = [
+            _EpochPermutations(len(source_rows), seed, source) for source, source_rows in enumerate(rows_by_source)
+        ]
         self._taken = np.zeros(len(rows_by_source), np.int64)
 
     def next_row(self) -> int:
-        behind = np.where(self._shares > 0, self._shares * (self.position + 1) - self._taken, -np.inf)
-        source = int(behind.argmax())
-        mine = self._rows_by_source[source]
-        row = mine[self._epochs[source][divmod(int(self._taken[source]), len(mine))]]
+        deficit = np.where(self._shares > 0, self._shares * (self.position + 1) - self._taken, -np.inf)
+        source = int(deficit.argmax())
+        source_rows = self._rows_by_source[source]
+        row = source_rows[self._epochs[source][divmod(int(self._taken[source]), len(source_rows))]]
         self._taken[source] += 1
         return int(row)
 

@@ -34,15 +34,17 @@ def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = (
     own, because rows stand in the order of time, by which credit is given.
     """
     rows: list[_SampleBuilder] = []
-    for turn, begins in zip(turns, find_observation_starts(turns), strict=True):
+    for turn, observation_start in zip(turns, find_observation_starts(turns), strict=True):
         if not tags or set(tags) & set(turn.tags):
             if not rows or not rows[-1].is_continued_by(turn):
                 rows.append(_SampleBuilder(turn.model))
-            rows[-1].add(turn, begins)
+            rows[-1].add(turn, observation_start)
         if turn.reward is not None:
-            acted = next((row for row in reversed(rows) if row.last_action >= 0), None)
-            if acted is not None:
-                acted.rewards[acted.last_action] = acted.rewards.get(acted.last_action, 0.0) + turn.reward
+            row_with_action = next((row for row in reversed(rows) if row.last_action >= 0), None)
+            if row_with_action is not None:
+                row_with_action.rewards[row_with_action.last_action] = (
+                    row_with_action.rewards.get(row_with_action.last_action, 0.0) + turn.reward
+                )
     return [row.build(rollout) for row in rows]
 
 
@@ -55,23 +57,33 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
     earlier turn was shown already, in the same place after the same tokens, is not shown again: also where the two
     prompts differ after it.
     """
-    begins: list[int] = []
-    known: dict[str, list[tuple[NDArray[np.int32], bool]]] = {}  # of each model, the longest first: ids, answered
-    prompts: dict[str, list[NDArray[np.int32]]] = {}
+    starts: list[int] = []
+    contexts_by_model: dict[
+        str, list[tuple[NDArray[np.int32], bool]]
+    ] = {}  # of each model, the longest first: ids, answered
+    prompts_by_model: dict[str, list[NDArray[np.int32]]] = {}
     for turn in turns:
-        prompt, said, end = turn.prompt, turn.completion.ids, len(turn.prompt) - turn.opened
-        earlier, shown = known.setdefault(turn.model, []), prompts.setdefault(turn.model, [])
-        before, answered = next(((len(ids), acted) for ids, acted in earlier if _starts_with(prompt, ids)), (0, False))
+        prompt, completion_ids, end = turn.prompt, turn.completion.ids, len(turn.prompt) - turn.opened
+        earlier_contexts, earlier_prompts = (
+            contexts_by_model.setdefault(turn.model, []),
+            prompts_by_model.setdefault(turn.model, []),
+        )
+        before, answered = next(
+            ((len(ids), acted) for ids, acted in earlier_contexts if _starts_with(prompt, ids)), (0, False)
+        )
         if turn.observed is not None:
             answered = turn.observed > 0
             before = max(before, end - turn.observed)
-        for other in shown if answered else ():
-            before = _common_prefix_length(prompt, other, before)
-        begins.append(min(before, end) if answered else end)
-        shown.append(prompt)
-        earlier += [(prompt, answered), (np.concatenate([prompt, said]), answered or len(said) > 0)]
-        earlier.sort(key=lambda each: -len(each[0]))
-    return begins
+        for earlier_prompt in earlier_prompts if answered else ():
+            before = _common_prefix_length(prompt, earlier_prompt, before)
+        starts.append(min(before, end) if answered else end)
+        earlier_prompts.append(prompt)
+        earlier_contexts += [
+            (prompt, answered),
+            (np.concatenate([prompt, completion_ids]), answered or len(completion_ids) > 0),
+        ]
+        earlier_contexts.sort(key=lambda context: -len(context[0]))
+    return starts
 
 
 def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], least: int) -> int:
@@ -79,8 +91,8 @@ def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], leas
     length = min(len(one), len(other))
     if length <= least or one[least] != other[least]:  # so it is for most: they end before, or differ there
         return least
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return max(least, int(differ[0]) if len(differ) else length)
+    differences = np.flatnonzero(one[:length] != other[:length])
+    return max(least, int(differences[0]) if len(differences) else length)
 
 
 def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
@@ -93,16 +105,16 @@ def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
 def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
     """Into how many rows turns join; and how many tokens of their prompts stood in the row before, which are not
     computed and not trained again."""
-    rows = known = 0
-    whole, model = np.empty(0, np.int32), ""
+    rows = num_known_tokens = 0
+    row_ids, model = np.empty(0, np.int32), ""
     for turn in turns:
-        length = len(whole)
-        if rows and turn.model == model and np.array_equal(turn.prompt[:length], whole):
-            known += length
+        length = len(row_ids)
+        if rows and turn.model == model and np.array_equal(turn.prompt[:length], row_ids):
+            num_known_tokens += length
         else:
             rows += 1
-        whole, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
-    return rows, known
+        row_ids, model = np.concatenate([turn.prompt, turn.completion.ids]), turn.model
+    return rows, num_known_tokens
 
 
 @dataclass
@@ -122,17 +134,17 @@ class _SampleBuilder:
         """Whether a turn's prompt begins with all of this row."""
         if turn.model != self.model or len(turn.prompt) < self.length:
             return False
-        ids = np.concatenate([stretch["ids"] for stretch in self.segments])
+        ids = np.concatenate([segment["ids"] for segment in self.segments])
         return np.array_equal(turn.prompt[: self.length], ids)
 
-    def add(self, turn: Turn, begins: int) -> None:
+    def add(self, turn: Turn, observation_start: int) -> None:
         """Add the new part of the prompt, then the answer. begins: the start of the observation in the prompt."""
-        told = turn.prompt[self.length :]
-        said = turn.completion
-        self.observed.append((max(begins, self.length), len(turn.prompt) - turn.opened))
-        self._append_segment(told, False, np.full(len(told), np.nan), np.full(len(told), -1), -1)
-        self._append_segment(said.ids, True, said.logp, said.version, turn.index, turn.anchor)
-        if len(said.ids):
+        context_ids = turn.prompt[self.length :]
+        completion = turn.completion
+        self.observed.append((max(observation_start, self.length), len(turn.prompt) - turn.opened))
+        self._append_segment(context_ids, False, np.full(len(context_ids), np.nan), np.full(len(context_ids), -1), -1)
+        self._append_segment(completion.ids, True, completion.logp, completion.version, turn.index, turn.anchor)
+        if len(completion.ids):
             self.last_action = self.length - 1
 
     def _append_segment(
@@ -156,17 +168,19 @@ class _SampleBuilder:
         if self.rewards:
             reward = np.zeros(self.length)
             reward[list(self.rewards)] = list(self.rewards.values())
-        columns = {name: np.concatenate([each[name] for each in self.segments]) for name in self.segments[0]}
+        columns = {name: np.concatenate([segment[name] for segment in self.segments]) for name in self.segments[0]}
         anchor = np.concatenate(self.anchors) if self.has_anchor else None
-        seen = self._observation_mask()
-        return Sample(**columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=seen)
+        observation = self._observation_mask()
+        return Sample(
+            **columns, rollout=rollout, model=self.model, reward=reward, anchor=anchor, observation=observation
+        )
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
         """The mask of tokens that were shown between answers; None where there are none."""
-        stretches = [(begin, end) for begin, end in self.observed if begin < end]
-        if not stretches:
+        spans = [(begin, end) for begin, end in self.observed if begin < end]
+        if not spans:
             return None
         mask = np.zeros(self.length, np.bool_)
-        for begin, end in stretches:
+        for begin, end in spans:
             mask[begin:end] = True
         return mask

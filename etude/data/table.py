@@ -28,10 +28,10 @@ DatasetLike = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
 class RowTable:
     """Rows of one or several files, in their order. A row is made when it is asked for."""
 
-    def __init__(self, parts: Sequence[RowSource]) -> None:
-        self._sources = tuple(parts)
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        self._sources = tuple(sources)
         self._indices: NDArray[np.int64] | None = None
-        self._ends = list(accumulate(len(part) for part in parts))
+        self._ends = list(accumulate(len(source) for source in sources))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._indices is None else len(self._indices)
@@ -43,34 +43,34 @@ class RowTable:
 
     def row(self, row: int) -> dict[str, Any]:
         """One row, as plain data."""
-        part, index = self._locate(row)
-        return part.row(index)
+        source, index = self._locate(row)
+        return source.row(index)
 
     def location(self, row: int) -> str:
         """What an error calls a row: its file and its place there."""
-        part, index = self._locate(row)
-        return f"{part.name}, row {index}"
+        source, index = self._locate(row)
+        return f"{source.name}, row {index}"
 
     def column(self, path: str) -> Iterator[Any]:
         """A column of all rows, read some at a time; None where a row has none."""
-        kept = np.full(self._ends[-1], self._indices is None)
+        selected = np.full(self._ends[-1], self._indices is None)
         if self._indices is not None:
-            kept[self._indices] = True
-        for part, end in zip(self._sources, self._ends, strict=True):
-            for start in range(0, len(part), CHUNK):
-                stop = min(start + CHUNK, len(part))
-                mine = kept[end - len(part) :][start:stop]
-                yield from compress(part.values(path, start, stop), mine)
+            selected[self._indices] = True
+        for source, end in zip(self._sources, self._ends, strict=True):
+            for start in range(0, len(source), CHUNK):
+                stop = min(start + CHUNK, len(source))
+                mask = selected[end - len(source) :][start:stop]
+                yield from compress(source.values(path, start, stop), mask)
 
     def require_column(self, values: Mapping[str, Any], path: str, row: int, remedy: str) -> Any:
         """A column of a row that was named, or has to be there. remedy: how another is named."""
-        found = lookup(values, path)
-        if found is None and path not in set(column_paths(values)):
+        value = lookup(values, path)
+        if value is None and path not in set(column_paths(values)):
             raise DataError(
                 f"{self.location(row)} has no column `{path}`; it has {', '.join(column_paths(values))}. "
                 f"Say which is meant with `data.columns`, such as `{remedy}`."
             )
-        return found
+        return value
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """[rows] → the rows that are wanted; the others are no longer counted."""
@@ -81,9 +81,9 @@ class RowTable:
 
     def _locate(self, row: int) -> tuple[RowSource, int]:
         assert 0 <= row < len(self), f"row {row} of {len(self)}"
-        place = row if self._indices is None else int(self._indices[row])
-        part = bisect_right(self._ends, place)
-        return self._sources[part], place - (self._ends[part - 1] if part else 0)
+        position = row if self._indices is None else int(self._indices[row])
+        number = bisect_right(self._ends, position)
+        return self._sources[number], position - (self._ends[number - 1] if number else 0)
 
 
 def open_sources(data: DatasetLike) -> list[RowSource]:
@@ -91,17 +91,17 @@ def open_sources(data: DatasetLike) -> list[RowSource]:
 
     `module:Name` is an iterable of mappings, or a function without arguments that returns one.
     """
-    given = [data] if isinstance(data, str | Path) else data
-    if isinstance(given, Sequence) and all(isinstance(each, str | Path) for each in given):
-        if not given:
+    items = [data] if isinstance(data, str | Path) else data
+    if isinstance(items, Sequence) and all(isinstance(item, str | Path) for item in items):
+        if not items:
             raise ConfigError("No data was named. Give at least one file.")
-        parts = [_open_source(str(each)) for each in given]
+        sources = [_open_source(str(item)) for item in items]
     else:
-        parts = [rows_from_iterable(given, "The data given")]
-    for part in parts:
-        if not len(part):
-            raise DataError(f"{part.name} has no rows. Give data with at least one, or leave it out.")
-    return parts
+        sources = [rows_from_iterable(items, "The data given")]
+    for source in sources:
+        if not len(source):
+            raise DataError(f"{source.name} has no rows. Give data with at least one, or leave it out.")
+    return sources
 
 
 def _open_source(data: str) -> RowSource:
@@ -109,8 +109,8 @@ def _open_source(data: str) -> RowSource:
     path = Path(data).expanduser()
     if path.exists() or ":" not in data:
         return read_rows(path)
-    found = load_plugin(data, None)
-    items = found() if callable(found) else found
+    loaded = load_plugin(data, None)
+    items = loaded() if callable(loaded) else loaded
     if not isinstance(items, Iterable):
         raise ConfigError(
             f"The data `{data}` is of type {type(items).__name__}; it must be an iterable of mappings, or a function "

@@ -78,9 +78,11 @@ def tokenize_completion(chat: ChatRenderer, prompt: str, completion: str) -> Ans
     """What is written after a text, with the token that ends it."""
     if not completion:
         return ()
-    asked = chat.tokenizer.encode(prompt, add_special_tokens=True)
+    prompt_ids = chat.tokenizer.encode(prompt, add_special_tokens=True)
     return _build_row(
-        chat, asked, chat.tokenizer.encode_after_text(prompt, completion, add_special_tokens=True, before_ids=asked)
+        chat,
+        prompt_ids,
+        chat.tokenizer.encode_after_text(prompt, completion, add_special_tokens=True, before_ids=prompt_ids),
     )
 
 
@@ -96,21 +98,24 @@ def tokenize_messages(
 
     An answer that says nothing, or that its file gives the `weight` 0, is context.
     """
-    messages = [message_from_dict(form) for form in message_dicts]
-    conversation, turns, learned = chat.start_conversation(), list[Turn](), list[int]()
-    for place, message in enumerate(messages):
-        if message.role != "assistant" or place == 0:
+    messages = [message_from_dict(message_dict) for message_dict in message_dicts]
+    conversation, turns, eligible_turns = chat.start_conversation(), list[Turn](), list[int]()
+    for index, message in enumerate(messages):
+        if message.role != "assistant" or index == 0:
             continue
-        before = messages[:place]
-        asked = conversation.render(before, tools)
-        said = chat.encode_answer(before, message, tools, prompt_ids=None if turns else asked)
-        conversation.remember_answer(before, tools, asked, said, message)
-        if place >= first and _has_content(message) and message_dicts[place].get("weight", 1) != 0:
-            learned.append(len(turns))
-        nothing = np.zeros(len(said), np.int32)
-        turns.append(Turn(asked, Completion(said, nothing.astype(np.float32), nothing, "stop"), len(turns)))
-    kept = learned[-1:] if last_only else learned
-    rows = (TokenRow(s.ids, s.action & np.isin(s.turn, kept), s.turn.astype(np.int16)) for s in build_samples(turns, 0))
+        before = messages[:index]
+        prompt_ids = conversation.render(before, tools)
+        answer_ids = chat.encode_answer(before, message, tools, prompt_ids=None if turns else prompt_ids)
+        conversation.remember_answer(before, tools, prompt_ids, answer_ids, message)
+        if index >= first and _has_content(message) and message_dicts[index].get("weight", 1) != 0:
+            eligible_turns.append(len(turns))
+        zeros = np.zeros(len(answer_ids), np.int32)
+        turns.append(Turn(prompt_ids, Completion(answer_ids, zeros.astype(np.float32), zeros, "stop"), len(turns)))
+    trained_turns = eligible_turns[-1:] if last_only else eligible_turns
+    rows = (
+        TokenRow(sample.ids, sample.action & np.isin(sample.turn, trained_turns), sample.turn.astype(np.int16))
+        for sample in build_samples(turns, 0)
+    )
     return tuple(row for row in rows if row.num_trained_tokens)
 
 
@@ -120,10 +125,10 @@ def tokenize_answer(
     """An answer to a prompt, each as text or as messages."""
     try:
         if not isinstance(prompt, str):
-            more: Sequence[MessageDict] = (
+            answer_messages: Sequence[MessageDict] = (
                 [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             )
-            return tokenize_messages(chat, [*prompt, *more], tools, first=len(prompt))
+            return tokenize_messages(chat, [*prompt, *answer_messages], tools, first=len(prompt))
         if isinstance(answer, str):
             return tokenize_completion(chat, prompt, answer)
     except ChatError as error:
@@ -145,20 +150,20 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{where} has tools that are not JSON: {error}. Write a list of their schemas.") from error
     if not value:
         return []
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(
             f"{where} has a value of type {type(value).__name__} for its tools; they are a list of their schemas."
         )
-    return [drop_nulls(each) for each in value]
+    return [drop_nulls(tool) for tool in value]
 
 
-def _build_row(chat: ChatRenderer, asked: NDArray[np.int32], said: NDArray[np.int32]) -> AnswerRows:
+def _build_row(chat: ChatRenderer, prompt_ids: NDArray[np.int32], answer_ids: NDArray[np.int32]) -> AnswerRows:
     """One row: what is asked, and what is learned of what is said after it, with the end."""
-    ends = chat.tokenizer.eos_ids
-    if not len(said) or int(said[-1]) not in ends:
-        said = np.append(said, np.int32(ends[0]))
-    ids = np.concatenate([asked, said]).astype(np.int32)
-    action = np.arange(len(ids)) >= max(len(asked), 1)
+    eos_ids = chat.tokenizer.eos_ids
+    if not len(answer_ids) or int(answer_ids[-1]) not in eos_ids:
+        answer_ids = np.append(answer_ids, np.int32(eos_ids[0]))
+    ids = np.concatenate([prompt_ids, answer_ids]).astype(np.int32)
+    action = np.arange(len(ids)) >= max(len(prompt_ids), 1)
     return (TokenRow(ids, action, np.zeros(len(ids), np.int16)),)
 
 

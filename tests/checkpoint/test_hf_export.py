@@ -25,7 +25,7 @@ def logits(directory: Path) -> Tensor:
         return module(IDS).logits
 
 
-def told(model: Model) -> dict[str, Any]:
+def model_config(model: Model) -> dict[str, Any]:
     return model.module.config.to_dict() | {"architectures": [type(model.module).__name__]}
 
 
@@ -47,7 +47,7 @@ def tokenizer(tmp_path: Path) -> Path:
 def test_transformers_loads_it_and_says_the_same(tmp_path: Path, family: str, tied: bool, shard: int) -> None:
     model = create(tiny_config(61, family=family, hidden=32, tied=tied), seed=4)
     by_us, by_them = tmp_path / "ours", tmp_path / "theirs"
-    assert export(model.named_weights(), told(model), by_us, max_shard_bytes=shard) == by_us
+    assert export(model.named_weights(), model_config(model), by_us, max_shard_bytes=shard) == by_us
     assert (by_us / "model.safetensors").exists() == (shard == 10**9)
     model.module.save_pretrained(by_them)
     assert torch.equal(logits(by_us), logits(by_them))
@@ -60,7 +60,7 @@ def test_a_tensor_under_two_names_is_written_once(tmp_path: Path) -> None:
     model = create(tiny_config(61, hidden=32), seed=4)
     names = dict(model.named_weights())
     twice = [*names.items(), ("lm_head.weight", names["model.embed_tokens.weight"])]
-    directory = export(twice, told(model), tmp_path / "model", max_shard_bytes=20_000)
+    directory = export(twice, model_config(model), tmp_path / "model", max_shard_bytes=20_000)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == names.keys()
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in names.values())
@@ -71,14 +71,14 @@ def test_a_tensor_under_two_names_is_written_once(tmp_path: Path) -> None:
 def test_weights_that_are_made_as_they_are_asked_for_are_all_written(tmp_path: Path) -> None:
     model = create(tiny_config(50), seed=0)
     made = ((name, weight.detach() + 1) for name, weight in model.named_weights())
-    found = load(export(made, told(model), tmp_path / "model"), dtype=torch.float32)
+    loaded = load(export(made, model_config(model), tmp_path / "model"), dtype=torch.float32)
     wanted = dict(model.named_weights())
-    assert all(torch.equal(weight, wanted[name] + 1) for name, weight in found.named_weights())
+    assert all(torch.equal(weight, wanted[name] + 1) for name, weight in loaded.named_weights())
 
 
 def test_a_dtype_casts(tmp_path: Path) -> None:
     model = create(tiny_config(61, hidden=32), seed=4)
-    directory = export(model.named_weights(), told(model), tmp_path / "model", dtype=torch.bfloat16)
+    directory = export(model.named_weights(), model_config(model), tmp_path / "model", dtype=torch.bfloat16)
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     for name, weight in model.named_weights():
@@ -90,7 +90,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path, tokenizer: P
     generation = {"eos_token_id": [3, 4], "temperature": 0.7, "do_sample": True}
     (tmp_path / "model").mkdir()  # an empty directory may be there
     directory = export(
-        model.named_weights(), told(model), tmp_path / "model", tokenizer=tokenizer, generation=generation
+        model.named_weights(), model_config(model), tmp_path / "model", tokenizer=tokenizer, generation=generation
     )
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert {path.name for path in directory.iterdir()} == copied | {
@@ -107,21 +107,21 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     model = create(tiny_config(61, hidden=32), seed=4)
     with pytest.raises(CheckpointError, match="exists and is not empty"):
-        export(model.named_weights(), told(model), tmp_path)
+        export(model.named_weights(), model_config(model), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_a_directory_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     model = create(tiny_config(61, hidden=32), seed=4)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="has no tokenizer files"):
-        export(model.named_weights(), told(model), tmp_path / "model", tokenizer=tmp_path / "empty")
+        export(model.named_weights(), model_config(model), tmp_path / "model", tokenizer=tmp_path / "empty")
     assert not (tmp_path / "model").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_told_and_left_alone(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     model = create(tiny_config(61, hidden=32), seed=4)
     with pytest.raises(CheckpointError, match=r"could not be exported .* Nothing was left"):
-        export(model.named_weights(), told(model), tmp_path / "file" / "model")
+        export(model.named_weights(), model_config(model), tmp_path / "file" / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

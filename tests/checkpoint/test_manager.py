@@ -48,16 +48,16 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints")
     assert checkpoints.newest() is None
     saved = checkpoints.save(12, tensors(3), FACTS)
-    found = checkpoints.newest()
-    assert found is not None
-    assert (found.step, found.path, found.facts) == (12, saved.path, FACTS)
+    checkpoint = checkpoints.newest()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.path, checkpoint.facts) == (12, saved.path, FACTS)
     target = like(tensors(3))
     assert not same(target, tensors(3))
-    checkpoints.load(found, target)
+    checkpoints.load(checkpoint, target)
     assert same(target, tensors(3))
 
 
-def test_a_fact_that_is_no_number_is_told_and_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_fact_that_is_not_finite_is_reported_and_leaves_the_one_before(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     saved = checkpoints.save(1, tensors(), FACTS)
     with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .* a number that is not finite"):
@@ -78,7 +78,7 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.9), (5, 0.1)):
         checkpoints.save(step, tensors(step), {})
         assert checkpoints.mark_best(step, score) == ((score > 0.5 and step == 2) or step == 1)
-    assert [found.step for found in checkpoints.list_complete()] == [2, 4, 5]
+    assert [checkpoint.step for checkpoint in checkpoints.list_complete()] == [2, 4, 5]
     best = checkpoints.best()
     assert best is not None and best.step == 2 and checkpoints.best_score() == 0.9
     assert not checkpoints.mark_best(3, 1.0)  # it is no longer there
@@ -138,7 +138,7 @@ def flip(file: Path) -> None:
         ("facts.json", flip, r"is broken: .*facts.json is damaged"),
     ],
 )
-def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
+def test_a_broken_checkpoint_is_reported_and_the_one_before_is_offered(
     tmp_path: Path, name: str, damage: Callable[[Path], None], complaint: str
 ) -> None:
     checkpoints = CheckpointManager(tmp_path)
@@ -147,10 +147,10 @@ def test_a_broken_checkpoint_is_told_and_the_one_before_is_offered(
     damage(broken.path / name)
     with pytest.raises(CheckpointError, match=complaint + ".*whole checkpoint before it is step-00000001.1, of step 1"):
         checkpoints.newest()
-    found = checkpoints.newest(fall_back=True)
-    assert found is not None and found.facts == {"at": 1}
+    checkpoint = checkpoints.newest(fall_back=True)
+    assert checkpoint is not None and checkpoint.facts == {"at": 1}
     target = like(tensors())
-    checkpoints.load(found, target)
+    checkpoints.load(checkpoint, target)
     assert same(target, tensors(1))
     checkpoints.save(2, tensors(3), {"at": 3})  # the run went on from there: its own checkpoint is the newest
     newest = checkpoints.newest()
@@ -172,7 +172,7 @@ def test_an_interrupt_within_a_save_is_no_failure_of_the_disk(tmp_path: Path, mo
     assert checkpoints.save(2, tensors(2), {}).step == 2
 
 
-def test_a_broken_checkpoint_alone_is_told(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_alone_is_reported(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     truncate(checkpoints.save(2, tensors(2), {}).path / "tensors.json")
     for fall_back in (False, True):
@@ -239,15 +239,15 @@ def test_nothing_in_a_checkpoint_is_unpickled(tmp_path: Path) -> None:
     saved = checkpoints.save(1, tensors(1), {})
     mark = tmp_path / "ran"
     pickled = pickle.dumps(Planted(mark))
-    told = read_json(saved.path / "facts.json")
-    for name in (*told["files"], ".metadata"):
+    manifest = read_json(saved.path / "facts.json")
+    for name in (*manifest["files"], ".metadata"):
         (saved.path / name).write_bytes(pickled)
-        told["files"][name] = {"size": len(pickled), "sha256": hashlib.sha256(pickled).hexdigest()}
-    write_json(saved.path / "facts.json", told)
-    found = checkpoints.newest()
-    assert found is not None, "the manifest agrees"
+        manifest["files"][name] = {"size": len(pickled), "sha256": hashlib.sha256(pickled).hexdigest()}
+    write_json(saved.path / "facts.json", manifest)
+    checkpoint = checkpoints.newest()
+    assert checkpoint is not None, "the manifest agrees"
     with pytest.raises(CheckpointError, match=r"tensors\.json is damaged: it is not the JSON object"):
-        checkpoints.load(found, like(tensors()))
+        checkpoints.load(checkpoint, like(tensors()))
     assert not mark.exists()
 
 
@@ -263,7 +263,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"name": 3}', '{"name": "step-00000001.1", "step": 1}'])
-def test_what_is_no_best_is_told(tmp_path: Path, content: str) -> None:
+def test_a_broken_best_file_is_reported(tmp_path: Path, content: str) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, tensors(1), {})
     (tmp_path / "best.json").write_text(content)
@@ -274,11 +274,11 @@ def test_what_is_no_best_is_told(tmp_path: Path, content: str) -> None:
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     facts = checkpoints.save(2, tensors(2), {}).path / "facts.json"
-    told = read_json(facts)
-    write_json(facts, told | {"format": 99})
+    manifest = read_json(facts)
+    write_json(facts, manifest | {"format": 99})
     with pytest.raises(CheckpointError, match=r"of format 99.*reads format 2"):
         checkpoints.newest()
-    facts.write_text(json.dumps(told | {"format": 1}))  # which had no checksum of its own
+    facts.write_text(json.dumps(manifest | {"format": 1}))  # which had no checksum of its own
     with pytest.raises(CheckpointError, match=r"of format 1.*reads format 2.*with the version that wrote it"):
         checkpoints.newest()
 

@@ -111,18 +111,18 @@ def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) ->
         (iter(()), DatasetColumns(), "has no rows"),
     ],
 )
-def test_what_is_not_there_is_told(rows: Any, columns: DatasetColumns, message: str) -> None:
+def test_missing_columns_and_files_are_reported(rows: Any, columns: DatasetColumns, message: str) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
         Dataset.load(rows, columns)
 
 
-def test_an_empty_file_is_told(tmp_path: Path) -> None:
+def test_an_empty_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"a\.jsonl has no rows"):
         Dataset.load(tmp_path / "a.jsonl")
 
 
-def test_a_name_that_is_no_data_is_told() -> None:
+def test_a_name_without_data_is_reported() -> None:
     with pytest.raises(ConfigError, match="is of type int; it must be an iterable"):
         Dataset.load("tests.data.tasks_for_tests:NUMBER")
     with pytest.raises(ConfigError, match=r"has no mode\. Did you mean made"):
@@ -145,10 +145,10 @@ def test_longer_prompts_are_left_out_and_counted() -> None:
 
 def test_rows_after_a_gap_keep_their_places_in_the_file() -> None:
     data = Dataset.load([{"prompt": "xxx"}, {"prompt": "x"}, {"prompt": "xxx"}, {"prompt": "y"}])
-    kept, _ = data.filter_overlong(letters, 1, "filter")
-    assert [kept.task(row, 0).fields["row"] for row in range(2)] == [0, 1]
-    assert kept.location(1) == "The data given, row 3"
-    assert kept.sources() == ["", ""]
+    filtered, _ = data.filter_overlong(letters, 1, "filter")
+    assert [filtered.task(row, 0).fields["row"] for row in range(2)] == [0, 1]
+    assert filtered.location(1) == "The data given, row 3"
+    assert filtered.sources() == ["", ""]
 
 
 def test_longer_prompts_are_cut_at_the_beginning() -> None:

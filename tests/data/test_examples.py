@@ -20,7 +20,7 @@ from etude.data.preferences import PreferenceColumns, PreferenceDataConfig, shar
 from etude.errors import ChatError, ConfigError, DataError
 from etude.observe import configure_logging
 from tests.chat.conversations import by
-from tests.data.speaking import chat_of, shown
+from tests.data.chats import chat_of, shown
 
 CONTEXT = 64
 Warned = Callable[[], str]
@@ -48,15 +48,15 @@ def write(file: Path, *rows: dict[str, Any]) -> str:
 
 def read(data: SupervisedDataConfig, file: str, chat: ChatRenderer, context: int = CONTEXT) -> list[list[list[str]]]:
     """Every example of a file as text: each answer's rows."""
-    found = data.load_examples("data.train", [file], chat, context)
-    return [[shown(chat, answer) for answer in found[n]] for n in range(len(found))]
+    examples = data.load_examples("data.train", [file], chat, context)
+    return [[shown(chat, answer) for answer in examples[n]] for n in range(len(examples))]
 
 
 def refused(data: SupervisedDataConfig, file: str, chat: ChatRenderer) -> str:
     """What a file is refused with."""
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as refusal:
         data.load_examples("data.train", [file], chat, CONTEXT)
-    return str(told.value)
+    return str(refusal.value)
 
 
 # -- demonstrations ---------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_text_is_continued_and_plain_text_is_learned(chat: ChatRenderer, tmp_pat
     assert read(DemonstrationDataConfig(), file, chat) == [[["2 +[ 2<|im_end|>]"]], [["2[ + 2<|im_end|>]"]]]
 
 
-def test_columns_are_named_and_found_in_mappings(chat: ChatRenderer, tmp_path: Path) -> None:
+def test_columns_are_named_also_inside_mappings(chat: ChatRenderer, tmp_path: Path) -> None:
     columns = DemonstrationColumns(prompt="q", completion="meta.answer")
     file = write(tmp_path / "a.jsonl", {"q": "2 +", "meta": {"answer": " 2"}})
     assert read(DemonstrationDataConfig(columns=columns), file, chat) == [[["2 +[ 2<|im_end|>]"]]]
@@ -101,7 +101,7 @@ def test_tables_have_nulls_where_rows_have_no_key(chat: ChatRenderer, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         (
             {"question": "?", "answer": "!"},
@@ -118,17 +118,19 @@ def test_tables_have_nulls_where_rows_have_no_key(chat: ChatRenderer, tmp_path: 
         ({"messages": [HI, HELLO], "tools": "{"}, "row 0 has tools that are not JSON"),
     ],
 )
-def test_a_row_that_shows_nothing_is_told(row: dict[str, Any], told: str, chat: ChatRenderer, tmp_path: Path) -> None:
-    assert told in refused(DemonstrationDataConfig(), write(tmp_path / "a.jsonl", row), chat)
+def test_a_row_without_a_demonstration_is_reported(
+    row: dict[str, Any], message: str, chat: ChatRenderer, tmp_path: Path
+) -> None:
+    assert message in refused(DemonstrationDataConfig(), write(tmp_path / "a.jsonl", row), chat)
 
 
-def test_messages_for_a_model_without_a_template_are_told(tmp_path: Path) -> None:
+def test_messages_for_a_model_without_a_template_are_refused(tmp_path: Path) -> None:
     bare, file = chat_of(tmp_path / "bare", None), write(tmp_path / "a.jsonl", {"messages": [HI, HELLO]})
     with pytest.raises(ConfigError, match=r"no chat template.*`chat\.template`"):
         read(DemonstrationDataConfig(), file, bare)
 
 
-def test_reasoning_that_a_template_hides_is_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
+def test_reasoning_that_a_template_hides_is_reported(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     thought = {**HELLO, "reasoning_content": "Greet."}
     file = write(tmp_path / "a.jsonl", {"messages": [HI, thought]}, {"messages": [HI, HELLO]})
     read(DemonstrationDataConfig(), file, chat)
@@ -167,15 +169,15 @@ def test_pairs_of_text_may_begin_with_their_prompt(chat: ChatRenderer, tmp_path:
 @given(st.text("ab \n", max_size=12), st.text("ab \n", max_size=6), st.text("ab \n", max_size=6))
 def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str, one: str, other: str) -> None:
     a, b = begun + one, begun + other
-    found = shared_prefix(a, b)
+    examples = shared_prefix(a, b)
     for text in (a, b):
-        rest = text[len(found) :]
-        assert text.startswith(found) and (rest or not text)
-        assert not found or rest[0].isspace() or found[-1:].isspace(), "no word is cut in two"
+        rest = text[len(examples) :]
+        assert text.startswith(examples) and (rest or not text)
+        assert not examples or rest[0].isspace() or examples[-1:].isspace(), "no word is cut in two"
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"prompt": "?", "chosen": "!"}, "row 0 has no column `rejected`; it has prompt, chosen"),
         ({"prompt": "?", "better": "!"}, "such as `data.columns.chosen=better`"),
@@ -185,16 +187,16 @@ def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str,
         ({"prompt": "Hi", "chosen": "x", "rejected": [HEY]}, "a text and messages to choose between"),
     ],
 )
-def test_a_row_that_compares_nothing_is_told(
-    row: dict[str, Any], told: str, chat: ChatRenderer, tmp_path: Path
+def test_a_row_without_a_comparison_is_reported(
+    row: dict[str, Any], message: str, chat: ChatRenderer, tmp_path: Path
 ) -> None:
-    assert told in refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
+    assert message in refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", row), chat)
 
 
-def test_a_column_that_was_named_and_is_not_there_is_told(chat: ChatRenderer, tmp_path: Path) -> None:
+def test_a_named_column_that_is_missing_is_reported(chat: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"chosen": "a b", "rejected": "a c"})
-    told = refused(PreferenceDataConfig(columns=PreferenceColumns(prompt="question")), file, chat)
-    assert "no column `question`; it has chosen, rejected" in told
+    message = refused(PreferenceDataConfig(columns=PreferenceColumns(prompt="question")), file, chat)
+    assert "no column `question`; it has chosen, rejected" in message
 
 
 # -- what is left out -------------------------------------------------------------------------------------------------
@@ -205,22 +207,22 @@ LONG = {"prompt": "a" * 9, "completion": "b" * 9}
 def test_rows_that_are_too_long_are_left_out_cut_or_refused(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
     assert len(read(DemonstrationDataConfig(max_tokens=12), file, chat)) == 1
-    told = warned()
-    assert "1 of 2 rows in data.train are longer than `data.max_tokens=12`: left out. The first is" in told
-    assert "a.jsonl, row 1" in told
+    message = warned()
+    assert "1 of 2 rows in data.train are longer than `data.max_tokens=12`: left out. The first is" in message
+    assert "a.jsonl, row 1" in message
     kept = read(DemonstrationDataConfig(max_tokens=12, overlong="truncate"), file, chat)
     assert kept[1] == [["a" * 9 + "[bbb]"]] and ": cut at the end." in warned()
-    told = refused(DemonstrationDataConfig(max_tokens=12, overlong="error"), file, chat)
-    assert "row 1 has 19 tokens; 12 are allowed" in told
+    message = refused(DemonstrationDataConfig(max_tokens=12, overlong="error"), file, chat)
+    assert "row 1 has 19 tokens; 12 are allowed" in message
 
 
 def test_a_row_that_is_cut_to_nothing_is_left_out(chat: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, LONG)
-    found = DemonstrationDataConfig(max_tokens=9, overlong="truncate").load_examples(
+    examples = DemonstrationDataConfig(max_tokens=9, overlong="truncate").load_examples(
         "data.train", [file], chat, CONTEXT
     )
-    counts = found.skip_metrics().reduce()
-    assert len(found) == 1 and counts == {"overlong_rows": 1, "skipped_rows": 1}
+    counts = examples.skip_metrics().reduce()
+    assert len(examples) == 1 and counts == {"overlong_rows": 1, "skipped_rows": 1}
 
 
 def test_without_a_limit_the_context_is_one(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
@@ -232,34 +234,39 @@ def test_without_a_limit_the_context_is_one(chat: ChatRenderer, tmp_path: Path, 
         read(DemonstrationDataConfig(max_tokens=19), file, chat, context=18)
 
 
-def test_rows_that_teach_nothing_are_left_out_and_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
+def test_rows_with_nothing_to_learn_are_left_out_and_reported(
+    chat: ChatRenderer, tmp_path: Path, warned: Warned
+) -> None:
     good = {"prompt": "a", "completion": "b"}
     file = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": ""}, good, {"prompt": "a", "completion": None})
     assert len(read(DemonstrationDataConfig(), file, chat)) == 1
     assert "2 of 3 rows in data.train have nothing to learn: left out. The first is" in warned()
 
 
-def test_pairs_that_prefer_nothing_are_left_out_and_told(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
+def test_pairs_of_equal_answers_are_left_out_and_reported(chat: ChatRenderer, tmp_path: Path, warned: Warned) -> None:
     pairs = [("b", "b"), ("b", "c"), ("b", ""), ("", "")]
     rows = [{"prompt": "a", "chosen": one, "rejected": other} for one, other in pairs]
     assert len(read(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)) == 1
-    told = warned()
-    assert "1 of 4 rows in data.train prefer an answer to itself: left out" in told
-    assert "2 of 4 rows in data.train have nothing to learn: left out" in told
+    message = warned()
+    assert "1 of 4 rows in data.train prefer an answer to itself: left out" in message
+    assert "2 of 4 rows in data.train have nothing to learn: left out" in message
 
 
 def test_files_of_which_nothing_is_left_are_refused(chat: ChatRenderer, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "", "rejected": "b"}]
-    told = refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)
-    assert "None of the 2 rows in data.train can be learned from" in told
-    assert "with nothing to learn: 1; preferring an answer to itself: 1" in told and "row 0 prefers an answer" in told
+    message = refused(PreferenceDataConfig(), write(tmp_path / "a.jsonl", *rows), chat)
+    assert "None of the 2 rows in data.train can be learned from" in message
+    assert (
+        "with nothing to learn: 1; preferring an answer to itself: 1" in message
+        and "row 0 prefers an answer" in message
+    )
 
 
-def test_every_row_is_told_of_as_it_is_read(chat: ChatRenderer, tmp_path: Path) -> None:
-    told: list[int] = []
+def test_a_callback_runs_for_every_row_that_is_read(chat: ChatRenderer, tmp_path: Path) -> None:
+    calls: list[int] = []
     file = write(tmp_path / "a.jsonl", *[{"prompt": "a", "completion": "b", "data_source": "x"}] * 3)
-    found = DemonstrationDataConfig().load_examples("data.train", [file], chat, CONTEXT, lambda: told.append(1))
-    assert len(told) == 3 and found.sources() == ["x"] * 3
+    examples = DemonstrationDataConfig().load_examples("data.train", [file], chat, CONTEXT, lambda: calls.append(1))
+    assert len(calls) == 3 and examples.sources() == ["x"] * 3
 
 
 def test_an_error_names_the_row_of_its_file(chat: ChatRenderer, tmp_path: Path) -> None:

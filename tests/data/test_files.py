@@ -89,8 +89,8 @@ json_values = st.recursive(
 
 @given(st.lists(st.dictionaries(st.text(), json_values, max_size=4), min_size=1, max_size=4))
 def test_rows_of_an_iterable_come_back_equal_however_unlike_each_other(rows: list[dict[str, Any]]) -> None:
-    kept = rows_from_iterable(iter(rows), "rows")
-    assert [kept.row(i) for i in range(len(kept))] == rows
+    source = rows_from_iterable(iter(rows), "rows")
+    assert [source.row(i) for i in range(len(source))] == rows
 
 
 def test_what_json_does_not_have_becomes_text_or_lists() -> None:
@@ -135,7 +135,7 @@ def test_a_name_with_a_dot_is_not_a_path() -> None:
         ("a.parquet", "no", r"a\.parquet cannot be read as \.parquet"),
     ],
 )
-def test_a_broken_file_is_told_where(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_the_place_of_an_error_in_a_file_is_reported(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         read_rows(tmp_path / name)
@@ -166,7 +166,7 @@ def test_a_directory_with_a_missing_shard_is_not_read(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def test_bytes_and_objects_have_no_place_in_a_task(tmp_path: Path) -> None:
+def test_bytes_and_objects_are_refused_in_a_task(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": {"bytes": b"png"}}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row 0 has bytes in the column `image`"):
         read_rows(tmp_path / "a.parquet").row(0)

@@ -98,13 +98,13 @@ def test_what_is_shared_stands_once(batch: Batch) -> None:
 @given(trees)
 def test_unpacking_gives_each_token_the_one_before_it(batch: Batch) -> None:
     pack = pack_prefix_tree(batch)
-    found = pack.unpack(pack.ids.double())
-    apart = Pack.from_batch(batch)
-    assert torch.equal(found.nan_to_num(-1), apart.unpack(apart.ids.double()).nan_to_num(-1))
+    unpacked = pack.unpack(pack.ids.double())
+    separate = Pack.from_batch(batch)
+    assert torch.equal(unpacked.nan_to_num(-1), separate.unpack(separate.ids.double()).nan_to_num(-1))
 
 
 @given(trees)
-def test_action_tokens_of_two_rows_never_share_a_place(batch: Batch) -> None:
+def test_action_tokens_of_two_rows_never_share_a_position(batch: Batch) -> None:
     """A token's own place is where the next one is predicted: two rows' gradients meet in contexts alone."""
     pack = pack_prefix_tree(batch)
     inner = pack.source[1:][batch.action[:-1] & (pack.source[1:] >= 0)]

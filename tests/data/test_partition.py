@@ -19,8 +19,8 @@ def computed(batch: Batch, parts: list[list[int]]) -> list[int]:
     return [len(pack_prefix_tree(batch.select(part)).ids) for part in parts]
 
 
-def imbalance(found: list[int]) -> float:
-    return max(found) / (sum(found) / len(found)) - 1
+def imbalance(costs: list[int]) -> float:
+    return max(costs) / (sum(costs) / len(costs)) - 1
 
 
 def test_shares_are_whole_groups_of_about_the_same_cost() -> None:
@@ -63,7 +63,7 @@ def test_groups_weigh_what_is_computed_of_them() -> None:
     assert _token_costs(BatchMeta.from_batch(roles), 1).sum() == len(pack_prefix_tree(roles).ids) + 4
 
 
-def test_an_outline_is_shared_out_as_its_batch() -> None:
+def test_batch_metadata_is_partitioned_as_its_batch() -> None:
     batch = rollouts(seed=1, groups=6)
     chosen = [3, 17, 4, 5, 0, 11, 12]
     assert partition_rollouts(BatchMeta.from_batch(batch), 3) == partition_rollouts(batch, 3)

@@ -48,34 +48,38 @@ def started(sampler: Sampler, rows: int, seed: int) -> RowOrder:
     return sampler.start(rows, seed, lambda: [("a", "b", "c")[row % 3] for row in range(rows)])
 
 
-def asked(order: RowOrder, first: int, count: int, rng: np.random.Generator) -> list[int]:
+def drawn_rows(order: RowOrder, first: int, count: int, rng: np.random.Generator) -> list[int]:
     """Rows asked one by one, each answered with rewards that are mixed or all equal by chance."""
-    found = []
+    rows_drawn = []
     for ordinal in range(first, first + count):
-        found.append(order.advance_to(ordinal))
-        order.record_rewards(found[-1], rng.integers(0, 2, 2).tolist())
-    return found
+        rows_drawn.append(order.advance_to(ordinal))
+        order.record_rewards(rows_drawn[-1], rng.integers(0, 2, 2).tolist())
+    return rows_drawn
 
 
 @given(every, sizes, seeds, st.integers(0, 40))
 def test_a_restored_order_has_the_same_future(sampler: Sampler, rows: int, seed: int, before: int) -> None:
     order = started(sampler, rows, seed)
-    asked(order, 0, before, np.random.default_rng(0))
+    drawn_rows(order, 0, before, np.random.default_rng(0))
     tree = json.loads(json.dumps(order.state()))
     again = started(sampler, rows, seed)
     again.restore(tree)
     assert again.state() == tree
-    assert asked(again, before, 40, np.random.default_rng(1)) == asked(order, before, 40, np.random.default_rng(1))
+    assert drawn_rows(again, before, 40, np.random.default_rng(1)) == drawn_rows(
+        order, before, 40, np.random.default_rng(1)
+    )
     assert again.state() == order.state()
 
 
 @given(every, sizes, seeds, st.integers(0, 20), st.integers(1, 20))
-def test_what_a_journal_tells_is_gone_on_behind(sampler: Sampler, rows: int, seed: int, saved: int, told: int) -> None:
+def test_an_order_continues_after_a_replayed_journal(
+    sampler: Sampler, rows: int, seed: int, saved: int, replayed: int
+) -> None:
     """Rows that were asked after the checkpoint are told again, and their rewards are not known at that moment."""
     order = started(sampler, rows, seed)
-    asked(order, 0, saved, np.random.default_rng(0))
+    drawn_rows(order, 0, saved, np.random.default_rng(0))
     tree = order.state()
-    journal = asked(order, saved, told, np.random.default_rng(1))
+    journal = drawn_rows(order, saved, replayed, np.random.default_rng(1))
     again = started(sampler, rows, seed)
     again.restore(tree)
     for ordinal, row in enumerate(journal, saved):
@@ -90,8 +94,8 @@ def test_what_a_journal_tells_is_gone_on_behind(sampler: Sampler, rows: int, see
 def test_every_epoch_has_every_row_once(sampler: Sampler, rows: int, seed: int) -> None:
     order = started(sampler, rows, seed)
     for epoch in range(3):
-        found = [order.advance_to(epoch * rows + n) for n in range(rows)]
-        assert sorted(found) == list(range(rows))
+        rows_drawn = [order.advance_to(epoch * rows + n) for n in range(rows)]
+        assert sorted(rows_drawn) == list(range(rows))
 
 
 @given(every, sizes, seeds, st.integers(0, 30))
@@ -124,7 +128,7 @@ def test_a_shuffle_is_the_same_on_every_machine_and_version() -> None:
     assert [curriculum.advance_to(n) for n in range(16)] == [1, 2, 3, 0, 6, 7, 4, 5, 1, 0, 2, 6, 4, 5, 7, 3]
 
 
-def test_shuffled_places_are_uniform() -> None:
+def test_shuffled_positions_are_uniform() -> None:
     """Where row 0 of 5 stands, over 2000 epochs: the bound is five standard errors."""
     order = ShuffledSampler().start(5, 0)
     places = Counter(n % 5 for n in range(10_000) if order.advance_to(n) == 0)
@@ -149,15 +153,15 @@ def test_shares_are_kept_at_every_moment(weights: list[int], seed: int) -> None:
 @given(seeds)
 def test_no_row_of_a_source_comes_again_before_all_of_it(seed: int) -> None:
     order = WeightedSampler().start(15, seed, lambda: SOURCES)
-    found = [order.advance_to(n) for n in range(90)]
+    rows_drawn = [order.advance_to(n) for n in range(90)]
     for source in "abc":
-        mine = [row for row in found if SOURCES[row] == source]
+        mine = [row for row in rows_drawn if SOURCES[row] == source]
         size = SOURCES.count(source)
         for start in range(0, len(mine) - size + 1, size):
             assert len(set(mine[start : start + size])) == size
 
 
-def test_a_weight_that_fits_no_source_is_told() -> None:
+def test_a_weight_without_a_source_is_reported() -> None:
     with pytest.raises(ConfigError, match="source `c` has no weight: the data is of `a`, `b`, `c`"):
         WeightedSampler(weights={"a": 1, "b": 2}).start(15, 0, lambda: SOURCES)
     with pytest.raises(ConfigError, match="source `d` has no rows"):
@@ -177,12 +181,12 @@ def rewarded(row: int) -> Sequence[float]:
 @given(seeds)
 def test_level_rows_come_less_often_and_none_twice_in_an_epoch(seed: int) -> None:
     order = CurriculumSampler(cooldown=3).start(40, seed)
-    found = []
+    rows_drawn = []
     for ordinal in range(40 + 3 * 20 + 40):  # an epoch of all, three without the level rows, one of all
-        found.append(order.advance_to(ordinal))
-        order.record_rewards(found[-1], rewarded(found[-1]))
+        rows_drawn.append(order.advance_to(ordinal))
+        order.record_rewards(rows_drawn[-1], rewarded(rows_drawn[-1]))
     teaching, everything = set(range(20)), set(range(40))
-    epochs = [found[:40], found[40:60], found[60:80], found[80:100], found[100:]]
+    epochs = [rows_drawn[:40], rows_drawn[40:60], rows_drawn[60:80], rows_drawn[80:100], rows_drawn[100:]]
     for epoch, rows in zip(epochs, [everything, *[teaching] * 3, everything], strict=True):
         assert len(epoch) == len(rows) and set(epoch) == rows
 

@@ -20,13 +20,13 @@ from tests.conformance.restated_turns import seen_plainly
 def turn(
     index: int,
     prompt: Sequence[int],
-    said: Sequence[int],
+    answer: Sequence[int],
     reward: float | None = None,
     model: str = "policy",
     anchor: int | None = None,
 ) -> Turn:
     """A turn whose tokens have log-probs and versions of their own."""
-    ids = np.array(said, dtype=np.int32)
+    ids = np.array(answer, dtype=np.int32)
     completion = Completion(ids, -0.01 * ids - index, ids % 3 + index, "stop")
     return Turn(np.array(prompt, dtype=np.int32), completion, index, model=model, reward=reward, anchor=anchor)
 
@@ -62,7 +62,7 @@ def test_a_turns_reward_stands_at_its_last_action_token() -> None:
     assert row.reward is not None and row.reward.tolist() == [0, 0, 0.5, 0, 0]
 
 
-def test_the_reward_of_a_turn_that_said_nothing_stands_at_the_action_before() -> None:
+def test_the_reward_of_an_empty_turn_is_at_the_action_before() -> None:
     rows = build_samples([turn(0, [1], [2, 3], reward=0.5), turn(1, [9], [], reward=0.25)], 0)
     assert rows[0].reward is not None and rows[0].reward.tolist() == [0, 0, 0.75]
     assert rows[1].ids.tolist() == [9] and rows[1].reward is None and not rows[1].action.any()
@@ -93,12 +93,12 @@ def test_no_turns_no_rows() -> None:
 
 def seen(turns: Sequence[Turn]) -> list[tuple[tuple[int, ...], int]]:
     """Every token that a row marks as observed, after the tokens that it follows."""
-    found = []
+    observed = []
     for row in build_samples(turns, 0):
         marked = [] if row.observation is None else np.flatnonzero(row.observation).tolist()
         assert not row.action[marked].any()
-        found += [(tuple(row.ids[:place].tolist()), int(row.ids[place])) for place in marked]
-    return sorted(found)
+        observed += [(tuple(row.ids[:place].tolist()), int(row.ids[place])) for place in marked]
+    return sorted(observed)
 
 
 def test_what_a_prompt_adds_to_the_answer_before_was_observed() -> None:
@@ -147,12 +147,12 @@ def test_the_beginning_of_an_answer_was_not_observed(observed: int | None) -> No
 
 
 def test_a_turn_says_no_more_than_its_prompt_has() -> None:
-    for opened, observed, told in (
+    for opened, observed, message in (
         (3, None, "opened must be"),
         (-1, None, "opened must be"),
         (1, 2, "less the 1 that"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             replace(turn(0, [1, 2], [3]), opened=opened, observed=observed)
 
 
@@ -175,44 +175,46 @@ def attempts(draw: st.DrawFn) -> list[Turn]:
     sofar: list[int] = []
     for index in range(draw(st.integers(1, 5))):
         prompt = sofar + draw(ids) if draw(st.booleans()) else draw(ids)
-        said = draw(ids)
-        turns.append(turn(index, prompt, said, reward=draw(st.none() | st.integers(-2, 2).map(float))))
-        sofar = prompt + said
+        answer = draw(ids)
+        turns.append(turn(index, prompt, answer, reward=draw(st.none() | st.integers(-2, 2).map(float))))
+        sofar = prompt + answer
     return turns
 
 
 @given(attempts())
 def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[Turn]) -> None:
     rows = build_samples(turns, 5)
-    acts = [(row, place) for row in rows for place in np.flatnonzero(row.action)]
-    told = [(each, n) for each in turns for n in range(len(each.completion.ids))]
-    assert len(acts) == len(told)
-    for (row, place), (each, n) in zip(acts, told, strict=True):
-        past = [*each.prompt, *each.completion.ids[:n]]
+    action_tokens = [(row, place) for row in rows for place in np.flatnonzero(row.action)]
+    answer_tokens = [(turn_of_token, n) for turn_of_token in turns for n in range(len(turn_of_token.completion.ids))]
+    assert len(action_tokens) == len(answer_tokens)
+    for (row, place), (turn_of_token, n) in zip(action_tokens, answer_tokens, strict=True):
+        past = [*turn_of_token.prompt, *turn_of_token.completion.ids[:n]]
         assert row.ids[:place].tolist() == past
-        assert row.ids[place] == each.completion.ids[n]
-        assert row.logp[place] == each.completion.logp[n]
-        assert row.version[place] == each.completion.version[n]
-        assert row.turn[place] == each.index
+        assert row.ids[place] == turn_of_token.completion.ids[n]
+        assert row.logp[place] == turn_of_token.completion.logp[n]
+        assert row.version[place] == turn_of_token.completion.version[n]
+        assert row.turn[place] == turn_of_token.index
 
 
 @given(attempts())
 def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[Turn]) -> None:
     """Another model's turn between any two keeps each in a row of its own."""
-    apart = [each for one in turns for each in (one, turn(one.index, [9], [9], model="other"))]
-    assert seen(apart) == seen(turns)
+    separated = [
+        inserted for original in turns for inserted in (original, turn(original.index, [9], [9], model="other"))
+    ]
+    assert seen(separated) == seen(turns)
 
 
 @given(attempts(), st.data())
 def test_no_token_is_observed_twice(turns: list[Turn], data: st.DataObject) -> None:
     """However much of its prompt each turn says that it was shown."""
-    said = []
-    for each in turns:
-        opened = data.draw(st.integers(0, len(each.prompt)))
-        observed = data.draw(st.none() | st.integers(0, len(each.prompt) - opened))
-        said.append(replace(each, opened=opened, observed=observed))
-    assert len(seen(said)) == len(set(seen(said)))
-    assert seen(said) == sorted(seen_plainly(said))
+    marked = []
+    for original in turns:
+        opened = data.draw(st.integers(0, len(original.prompt)))
+        observed = data.draw(st.none() | st.integers(0, len(original.prompt) - opened))
+        marked.append(replace(original, opened=opened, observed=observed))
+    assert len(seen(marked)) == len(set(seen(marked)))
+    assert seen(marked) == sorted(seen_plainly(marked))
 
 
 @given(attempts())

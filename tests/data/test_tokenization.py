@@ -12,7 +12,7 @@ from etude.chat.conversation import History
 from etude.data.tokenization import tokenize_answer, tokenize_completion, tokenize_messages, tokenize_text, tools_of
 from etude.errors import ChatError, DataError
 from tests.chat.conversations import CONVERSATIONS, WEATHER, by
-from tests.data.speaking import chat_of, shown
+from tests.data.chats import chat_of, shown
 
 TALK = [by("system", "Be brief."), by("user", "Hi"), by("assistant", "Hello."), by("user", "2?"), by("assistant", "4")]
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
@@ -25,8 +25,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 
 def test_answers_are_learned_with_their_ends_and_nothing_else(chat: ChatRenderer) -> None:
-    (told,) = shown(chat, tokenize_messages(chat, TALK))
-    assert told == (
+    (text,) = shown(chat, tokenize_messages(chat, TALK))
+    assert text == (
         f"{OPEN}system\nBe brief.{CLOSE}\n{OPEN}user\nHi{CLOSE}\n{OPEN}assistant\n[Hello.{CLOSE}]\n"
         f"{OPEN}user\n2?{CLOSE}\n{OPEN}assistant\n[4{CLOSE}]"
     )
@@ -39,19 +39,19 @@ def test_the_ids_are_those_of_the_template(chat: ChatRenderer) -> None:
 
 
 def test_the_last_answer_alone_is_learned_if_that_is_asked(chat: ChatRenderer) -> None:
-    (told,) = shown(chat, tokenize_messages(chat, TALK, last_only=True))
-    assert "Hello.<|im_end|>\n" in told and told.endswith(f"[4{CLOSE}]") and told.count("[") == 1
+    (text,) = shown(chat, tokenize_messages(chat, TALK, last_only=True))
+    assert "Hello.<|im_end|>\n" in text and text.endswith(f"[4{CLOSE}]") and text.count("[") == 1
 
 
 def test_what_comes_after_the_first_message_that_counts_is_learned(chat: ChatRenderer) -> None:
-    (told,) = shown(chat, tokenize_messages(chat, TALK, first=3))
-    assert told.count("[") == 1 and "[4" in told
+    (text,) = shown(chat, tokenize_messages(chat, TALK, first=3))
+    assert text.count("[") == 1 and "[4" in text
 
 
 def test_an_answer_of_weight_0_is_context(chat: ChatRenderer) -> None:
     forms = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
-    (told,) = shown(chat, tokenize_messages(chat, forms))
-    assert told.count("[") == 1 and "[4" in told
+    (text,) = shown(chat, tokenize_messages(chat, forms))
+    assert text.count("[") == 1 and "[4" in text
 
 
 def test_an_answer_that_says_nothing_teaches_nothing(chat: ChatRenderer) -> None:
@@ -66,18 +66,18 @@ def test_earlier_thinking_is_kept_or_dropped_as_it_would_be_for_the_sampler(
     history: History, rows: int, tmp_path: Path
 ) -> None:
     chat = chat_of(tmp_path, "qwen3", history)
-    told = shown(chat, tokenize_messages(chat, CONVERSATIONS["thought"][0]))
-    assert len(told) == rows and sum(text.count("[") for text in told) == 2
-    assert "[<think>\nTwo and two\n\nis four.\n</think>\n\n4<|im_end|>]" in told[0]
-    assert told[-1].endswith("[<think>\nHm.\n</think>\n\nYes.<|im_end|>]")
-    assert ("Two and two" in told[-1]) is (history == "served")
+    texts = shown(chat, tokenize_messages(chat, CONVERSATIONS["thought"][0]))
+    assert len(texts) == rows and sum(text.count("[") for text in texts) == 2
+    assert "[<think>\nTwo and two\n\nis four.\n</think>\n\n4<|im_end|>]" in texts[0]
+    assert texts[-1].endswith("[<think>\nHm.\n</think>\n\nYes.<|im_end|>]")
+    assert ("Two and two" in texts[-1]) is (history == "served")
 
 
 def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, "qwen2_5")
     forms, tools = CONVERSATIONS["answer"]
-    (told,) = shown(chat, tokenize_messages(chat, forms, tools))
-    assert told.count("[<tool_call>") == 1 and "[Rain.<|im_end|>]" in told and "\nrain\n" in told
+    (text,) = shown(chat, tokenize_messages(chat, forms, tools))
+    assert text.count("[<tool_call>") == 1 and "[Rain.<|im_end|>]" in text and "\nrain\n" in text
 
 
 def test_a_completion_goes_on_from_its_prompt_and_ends(chat: ChatRenderer) -> None:
@@ -96,18 +96,18 @@ def test_a_text_is_learned_from_its_second_token_on(chat: ChatRenderer) -> None:
 
 
 def test_a_prompt_and_its_answer_are_alike(chat: ChatRenderer) -> None:
-    asked, said = [by("user", "Hi")], [by("assistant", "Hello.")]
-    one, other = (shown(chat, tokenize_answer(chat, asked, each, (), "row 0")) for each in ("Hello.", said))
+    prompt, answer = [by("user", "Hi")], [by("assistant", "Hello.")]
+    one, other = (shown(chat, tokenize_answer(chat, prompt, form, (), "row 0")) for form in ("Hello.", answer))
     assert one == other == [f"{OPEN}user\nHi{CLOSE}\n{OPEN}assistant\n[Hello.{CLOSE}]"]
     with pytest.raises(DataError, match="row 0 has a prompt of text and an answer of messages"):
-        tokenize_answer(chat, "Hi", said, (), "row 0")
+        tokenize_answer(chat, "Hi", answer, (), "row 0")
     with pytest.raises(ChatError, match="row 0: Message 0 of the conversation has the role 'robot'"):
         tokenize_answer(chat, [by("robot", "beep")], "?", (), "row 0")
 
 
 def test_answers_in_the_prompt_are_context(chat: ChatRenderer) -> None:
-    (told,) = shown(chat, tokenize_answer(chat, TALK[:4], "4", (), "row 0"))
-    assert told.count("[") == 1 and told.endswith(f"[4{CLOSE}]")
+    (text,) = shown(chat, tokenize_answer(chat, TALK[:4], "4", (), "row 0"))
+    assert text.count("[") == 1 and text.endswith(f"[4{CLOSE}]")
 
 
 def test_tools_are_a_list_or_its_json() -> None:
@@ -115,10 +115,10 @@ def test_tools_are_a_list_or_its_json() -> None:
     assert tools_of(None, "row 0") == tools_of("", "row 0") == []
     assert tools_of('[{"type": "function"}]', "row 0") == [{"type": "function"}]
     assert tools_of([nulls, WEATHER], "row 0") == [{"type": "function", "function": {"name": "f"}}, WEATHER]
-    for value, told in (
+    for value, message in (
         ("{", "not JSON"),
         ({"a": 1}, "a value of type dict for its tools"),
         ([1], "a value of type list for its tools"),
     ):
-        with pytest.raises(DataError, match=f"row 0 has .*{told}"):
+        with pytest.raises(DataError, match=f"row 0 has .*{message}"):
             tools_of(value, "row 0")

@@ -37,8 +37,8 @@ PREPARATIONS: dict[str, type[Preparation]] = {
 def find_preparation(name: str) -> type[Preparation]:
     """The preparation of this name."""
     if name not in PREPARATIONS:
-        near = get_close_matches(name, PREPARATIONS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        suggestions = get_close_matches(name, PREPARATIONS, n=1)
+        hint = f" Did you mean {suggestions[0]}?" if suggestions else ""
         raise UnknownChoiceError(
             f"There is no data set '{name}' to prepare.{hint} There are {', '.join(PREPARATIONS)}. Files of your own "
             f"need no preparation where `data.columns` can name their columns."

@@ -55,14 +55,14 @@ class SkippedRows:
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
     """How often for each reason, and where first. A reason goes on after "left out:"."""
 
-    def add(self, why: str, where: str) -> None:
+    def add(self, reason: str, where: str) -> None:
         """One more."""
-        count, first = self.reasons.get(why, (0, where))
-        self.reasons[why] = (count + 1, first)
+        count, first = self.reasons.get(reason, (0, where))
+        self.reasons[reason] = (count + 1, first)
 
     def lines(self) -> list[str]:
         """A line for each reason."""
-        return [f"{count:,} left out: {why} (first: {first})" for why, (count, first) in self.reasons.items()]
+        return [f"{count:,} left out: {reason} (first: {first})" for reason, (count, first) in self.reasons.items()]
 
 
 class Preparation(Config, ABC):
@@ -95,8 +95,8 @@ class Preparation(Config, ABC):
 
     def arrow_schema(self) -> pa.Schema:
         """The columns of its files."""
-        about = pa.struct([("split", pa.string()), ("index", pa.int64()), *self.extra_info_fields.items()])
-        return pa.schema([("data_source", pa.string()), *self.columns().items(), ("extra_info", about)])
+        extra_info = pa.struct([("split", pa.string()), ("index", pa.int64()), *self.extra_info_fields.items()])
+        return pa.schema([("data_source", pa.string()), *self.columns().items(), ("extra_info", extra_info)])
 
     @property
     def data_source(self) -> str:
@@ -121,10 +121,10 @@ class PromptPreparation(Preparation):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> PromptPreparation:
-        absent = [f"{{{word}}}" for word in self.placeholders if f"{{{word}}}" not in self.prompt]
-        if absent:
+        missing = [f"{{{word}}}" for word in self.placeholders if f"{{{word}}}" not in self.prompt]
+        if missing:
             raise ConfigError(
-                f"`prompt` is {self.prompt!r}, without {' and '.join(absent)}: the model would not learn the problem. "
+                f"`prompt` is {self.prompt!r}, without {' and '.join(missing)}: the model would not learn the problem. "
                 f"Write it where the problem is to stand."
             )
         if self.system and self.form == "text":
@@ -141,13 +141,13 @@ class PromptPreparation(Preparation):
 
     def make_row(self, ground_truth: Any, extra_info: Mapping[str, Any], **values: str) -> Row:
         """A row that asks about these words."""
-        asked = self.prompt
-        for word, meant in values.items():
-            asked = asked.replace(f"{{{word}}}", meant)
-        before = [{"role": "system", "content": self.system}] if self.system else []
+        text = self.prompt
+        for word, value in values.items():
+            text = text.replace(f"{{{word}}}", value)
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
         return {
             "data_source": self.data_source,
-            "prompt": asked if self.form == "text" else [*before, {"role": "user", "content": asked}],
+            "prompt": text if self.form == "text" else [*system_messages, {"role": "user", "content": text}],
             "ability": self.ability,
             "reward_model": {"style": "rule", "ground_truth": ground_truth},
             "extra_info": dict(extra_info),
@@ -176,10 +176,10 @@ class SyntheticPreparation(PromptPreparation):
     def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:  # noqa: ARG002
         """Those to score on are drawn first, and none of them is drawn again."""
         seen: set[Hashable] = set()
-        made: dict[DataSplit, list[Row]] = {"train": [], "test": []}
-        wanted: dict[DataSplit, int] = {"test": self.test, "train": self.train}
+        rows_by_split: dict[DataSplit, list[Row]] = {"train": [], "test": []}
+        counts: dict[DataSplit, int] = {"test": self.test, "train": self.train}
         with progress(f"making {self.title}", self.test + self.train, console) as bar:
-            for split, count in wanted.items():
+            for split, count in counts.items():
                 problems = self._new_problems(random.Random(f"{self.title} {split} {self.seed}").random, seen)
                 for index in range(count):
                     row = next(problems, None)
@@ -190,9 +190,9 @@ class SyntheticPreparation(PromptPreparation):
                             f"prepare {self.title} --options` shows by what."
                         )
                     row["extra_info"] |= {"split": split, "index": index}
-                    made[split].append(row)
+                    rows_by_split[split].append(row)
                     bar.advance()
-        return made
+        return rows_by_split
 
     def _new_problems(self, uniform: Callable[[], float], seen: set[Hashable]) -> Iterator[Row]:
         """Problems that were not drawn before, until there seem to be no more."""
@@ -201,11 +201,11 @@ class SyntheticPreparation(PromptPreparation):
             # Of all that `random` offers, this alone is promised to stay as it is.
             return low + int(uniform() * (high - low + 1))
 
-        vain = 0
-        while vain < MAX_DUPLICATES:
+        num_duplicates = 0
+        while num_duplicates < MAX_DUPLICATES:
             key, row = self.make_problem(draw)
-            vain = vain + 1 if key in seen or row is None else 0
-            if not vain:
+            num_duplicates = num_duplicates + 1 if key in seen or row is None else 0
+            if not num_duplicates:
                 assert row is not None
                 seen.add(key)
                 yield row

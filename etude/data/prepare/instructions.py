@@ -33,22 +33,22 @@ class InstructionPreparation(RawFilePreparation, PromptPreparation):
 
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
         question = require_text(values, "prompt", where)
-        names, told = values.get("instruction_id_list"), values.get("kwargs")
-        if not isinstance(names, list) or not isinstance(told, list) or not _is_valid(names, told):
+        names, kwargs_list = values.get("instruction_id_list"), values.get("kwargs")
+        if not isinstance(names, list) or not isinstance(kwargs_list, list) or not _is_valid(names, kwargs_list):
             raise DataError(
                 f"{where} should name its constraints in `instruction_id_list` and say as many times in `kwargs` what "
-                f"each is told; it has {names!r} and {told!r}. Give the files as they were published."
+                f"each is told; it has {names!r} and {kwargs_list!r}. Give the files as they were published."
             )
         if not question:
             return "the prompt is empty"
         if not names:
             return "it has no constraint"
-        plain = [{key: value for key, value in each.items() if value is not None} for each in told]
-        truth = json.dumps({"instruction_id_list": names, "kwargs": plain}, ensure_ascii=False, sort_keys=True)
+        given_kwargs = [{key: value for key, value in kwargs.items() if value is not None} for kwargs in kwargs_list]
+        truth = json.dumps({"instruction_id_list": names, "kwargs": given_kwargs}, ensure_ascii=False, sort_keys=True)
         return self.make_row(truth, {"key": str(values.get("key", ""))}, question=question)
 
 
-def _is_valid(names: list[Any], told: list[Any]) -> bool:
+def _is_valid(names: list[Any], kwargs_list: list[Any]) -> bool:
     """Whether these are names, and a mapping for each."""
     named = all(isinstance(name, str) for name in names)
-    return named and len(names) == len(told) and all(isinstance(each, dict) for each in told)
+    return named and len(names) == len(kwargs_list) and all(isinstance(kwargs, dict) for kwargs in kwargs_list)

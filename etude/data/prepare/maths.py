@@ -52,20 +52,20 @@ class MathPreparation(RawFilePreparation, PromptPreparation):
         if not truth:
             return "the solution has no \\boxed answer"
         kind = values.get("type") or values.get("subject")
-        about = {"question": question, "answer": solution, "level": int(level[0]) if level else None, "type": kind}
-        return self.make_row(truth, about, question=question)
+        extra_info = {"question": question, "answer": solution, "level": int(level[0]) if level else None, "type": kind}
+        return self.make_row(truth, extra_info, question=question)
 
 
 def extract_last_boxed(text: str) -> str:
     """What the last `\\boxed{…}` holds, its braces balanced, or `\\boxed 2` without any; empty where there is none."""
-    for found in reversed(list(BOXED.finditer(text))):
-        rest = text[found.end() :].lstrip()
+    for match in reversed(list(BOXED.finditer(text))):
+        rest = text[match.end() :].lstrip()
         if not rest.startswith("{"):
             return re.split(r"[\s$]", rest, maxsplit=1)[0].strip(".,")
         depth = 0
-        for place, letter in enumerate(rest):
-            escaped = rest[place - 1 : place] == "\\"
+        for position, letter in enumerate(rest):
+            escaped = rest[position - 1 : position] == "\\"
             depth += (letter == "{" and not escaped) - (letter == "}" and not escaped)
             if depth == 0:
-                return rest[1:place].strip()
+                return rest[1:position].strip()
     return ""

@@ -68,29 +68,29 @@ class PreferencePreparation(RawFilePreparation):
             return "the prompt or an answer is empty"
         if chosen == rejected:
             return "both answers are the same"
-        about = {f"score_{name}": score for name, score in zip(ANSWER_COLUMNS, scores, strict=True)}
-        found = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        return {"data_source": self.data_source, **found, "extra_info": about}
+        extra_info = {f"score_{name}": score for name, score in zip(ANSWER_COLUMNS, scores, strict=True)}
+        columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        return {"data_source": self.data_source, **columns, "extra_info": extra_info}
 
     def _pair_from_scores(self, values: Mapping[str, Any], where: str) -> Pair | str:
         """The best of several answers, and one of the worse."""
-        asked, answers = require_text(values, "instruction", where), values["completions"]
+        prompt, answers = require_text(values, "instruction", where), values["completions"]
         if not isinstance(answers, list) or not all(isinstance(answer, Mapping) for answer in answers):
             raise DataError(
                 f"{where} should have a list of mappings in `completions`, each with its `response` and its "
                 f"`overall_score`; it has {answers!r:.80}. Give the files as they were published."
             )
         scores: dict[str, float] = {}
-        for each in answers:
-            score = _parse_score(each.get("overall_score"))
+        for answer in answers:
+            score = _parse_score(answer.get("overall_score"))
             if score is not None:
-                scores.setdefault(require_text(each, "response", where), score)
+                scores.setdefault(require_text(answer, "response", where), score)
         best = max(scores, key=lambda text: scores[text], default="")
         worse = [text for text, score in scores.items() if score < scores[best]]
         if not worse:
             return "no two of its answers have different scores"
-        (other,) = sample_keys(worse, 1, f"{self.seed} {asked}")
-        return self._pair_from_texts(asked, best, other, (scores[best], scores[other]))
+        (worse_answer,) = sample_keys(worse, 1, f"{self.seed} {prompt}")
+        return self._pair_from_texts(prompt, best, worse_answer, (scores[best], scores[worse_answer]))
 
     def _read_pair(self, values: Mapping[str, Any], where: str) -> Pair | str:
         """Two answers, with or without the prompt before them."""
@@ -99,17 +99,17 @@ class PreferencePreparation(RawFilePreparation):
         if isinstance(chosen, list) and isinstance(rejected, list):
             return self._pair_from_messages(prompt, chosen, rejected, scores, where)
         names = ("chosen", "rejected", "prompt") if "prompt" in values else ANSWER_COLUMNS
-        said = {name: require_text(values, name, where) for name in names}
+        texts = {name: require_text(values, name, where) for name in names}
         if self.form == "text":
-            said = {name: values[name] for name in names}
-        if "prompt" not in said:
-            parts = _split_dialogue(said["chosen"], said["rejected"], where)
+            texts = {name: values[name] for name in names}
+        if "prompt" not in texts:
+            parts = _split_dialogue(texts["chosen"], texts["rejected"], where)
             if isinstance(parts, str):
                 return parts
-            said = dict(zip(("prompt", *ANSWER_COLUMNS), parts, strict=True))
-        if self.form == "messages" and TURN.match(said["prompt"]):
-            return _pair_from_dialogue(said["prompt"], said["chosen"], said["rejected"], scores)
-        return self._pair_from_texts(said["prompt"], said["chosen"], said["rejected"], scores)
+            texts = dict(zip(("prompt", *ANSWER_COLUMNS), parts, strict=True))
+        if self.form == "messages" and TURN.match(texts["prompt"]):
+            return _pair_from_dialogue(texts["prompt"], texts["chosen"], texts["rejected"], scores)
+        return self._pair_from_texts(texts["prompt"], texts["chosen"], texts["rejected"], scores)
 
     def _pair_from_texts(self, prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair:
         if self.form == "text":
@@ -126,44 +126,54 @@ class PreferencePreparation(RawFilePreparation):
     ) -> Pair | str:
         if self.form == "text":
             raise DataError(f"{where} holds messages, which `form=text` cannot leave as they are. Leave `form` out.")
-        before = prompt if isinstance(prompt, list) else []
-        asked, one, other = (
-            [_check_message(each, where) for each in each_of] for each_of in (before, chosen, rejected)
+        given_prompt = prompt if isinstance(prompt, list) else []
+        prompt_messages, chosen_messages, rejected_messages = (
+            [_check_message(message, where) for message in message_list]
+            for message_list in (given_prompt, chosen, rejected)
         )
         shared = 0
-        while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        while (
+            shared < min(len(chosen_messages), len(rejected_messages))
+            and chosen_messages[shared] == rejected_messages[shared]
+        ):
             shared += 1
-        if not asked or one[: len(asked)] == asked:
-            asked, one, other = one[:shared], one[shared:], other[shared:]
-        if not asked and isinstance(prompt, str):
-            asked = _single_message("user", prompt)
-        if any(not answer or answer[0]["role"] != "assistant" for answer in (one, other)):
+        if not prompt_messages or chosen_messages[: len(prompt_messages)] == prompt_messages:
+            prompt_messages, chosen_messages, rejected_messages = (
+                chosen_messages[:shared],
+                chosen_messages[shared:],
+                rejected_messages[shared:],
+            )
+        if not prompt_messages and isinstance(prompt, str):
+            prompt_messages = _single_message("user", prompt)
+        if any(not answer or answer[0]["role"] != "assistant" for answer in (chosen_messages, rejected_messages)):
             return "what was judged is not said by the assistant"
-        return asked, one, other, scores
+        return prompt_messages, chosen_messages, rejected_messages, scores
 
 
 def _split_dialogue(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | str:
     """Two dialogues as text: what both begin with, up to the assistant's last turn, and that turn in each."""
-    ends = [[found.end() for found in TURN.finditer(text) if found[1] == "Assistant"] for text in (chosen, rejected)]
+    ends = [[match.end() for match in TURN.finditer(text) if match[1] == "Assistant"] for text in (chosen, rejected)]
     if not all(ends):
         raise DataError(
             f"{where} has no `prompt`, and no dialogue in `chosen` and `rejected` to read it from: it is looked for "
             f"before their last `Assistant:`. Give the files as they were published."
         )
-    one, other = (found[-1] for found in ends)
-    if chosen[:one] != rejected[:other]:
+    chosen_start, rejected_start = (match[-1] for match in ends)
+    if chosen[:chosen_start] != rejected[:rejected_start]:
         return "its answers are to different prompts"
-    return chosen[:one], chosen[one:], rejected[other:]
+    return chosen[:chosen_start], chosen[chosen_start:], rejected[rejected_start:]
 
 
-def _pair_from_dialogue(asked: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
+def _pair_from_dialogue(prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
     """A prompt that is a dialogue as text, in messages, and two answers to it."""
-    turns = [(found[1], found.end(), found.start()) for found in TURN.finditer(asked)]
-    ends = [start for _, _, start in turns[1:]] + [len(asked)]
-    said = [(ROLES[who], asked[begin:end].strip()) for (who, begin, _), end in zip(turns, ends, strict=True)]
-    if len(said) < 2 or said.pop() != ("assistant", "") or not all(text for _, text in said):
+    turns = [(match[1], match.end(), match.start()) for match in TURN.finditer(prompt)]
+    ends = [start for _, _, start in turns[1:]] + [len(prompt)]
+    texts_by_role = [
+        (ROLES[speaker], prompt[begin:end].strip()) for (speaker, begin, _), end in zip(turns, ends, strict=True)
+    ]
+    if len(texts_by_role) < 2 or texts_by_role.pop() != ("assistant", "") or not all(text for _, text in texts_by_role):
         return "its dialogue does not lead up to the assistant"
-    messages = [{"role": role, "content": text} for role, text in said]
+    messages = [{"role": role, "content": text} for role, text in texts_by_role]
     return (
         messages,
         _single_message("assistant", chosen.strip()),
@@ -185,11 +195,11 @@ def _single_message(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-def _has_content(spoken: TextOrMessages) -> bool:
+def _has_content(content: TextOrMessages) -> bool:
     """Whether there is anything in it to read."""
-    if isinstance(spoken, str):
-        return bool(spoken.strip())
-    return bool(spoken) and all(message["content"].strip() for message in spoken)
+    if isinstance(content, str):
+        return bool(content.strip())
+    return bool(content) and all(message["content"].strip() for message in content)
 
 
 def _parse_score(value: Any) -> float | None:

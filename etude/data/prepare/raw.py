@@ -62,36 +62,38 @@ class RawFilePreparation(Preparation):
 
     def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
         """What is scored on is read first, so that what stands on both sides is kept from training."""
-        files, opened = self._files(), list[tuple[DataSplit, RowSource]]()
+        files, sources = self._files(), list[tuple[DataSplit, RowSource]]()
         with progress(f"opening {self.title}", len(files), console) as bar:
             for split, path in files:
-                opened.append((split, read_rows(path)))
+                sources.append((split, read_rows(path)))
                 bar.advance()
-        found: dict[DataSplit, list[Row]] = {split: [] for split in SPLITS}
-        once = _Deduplicator()
-        with progress(f"reading {self.title}", sum(len(rows) for _, rows in opened), console) as bar:
+        rows_by_split: dict[DataSplit, list[Row]] = {split: [] for split in SPLITS}
+        deduplicator = _Deduplicator()
+        with progress(f"reading {self.title}", sum(len(rows) for _, rows in sources), console) as bar:
             for split in reversed(SPLITS):
-                places = ((rows, place) for name, rows in opened if name == split for place in range(len(rows)))
-                for index, (rows, place) in enumerate(places):
-                    where = f"{rows.name}, row {place}"
-                    row = self.convert_row(rows.row(place), where)
-                    why = (
+                located_rows = (
+                    (rows, row_index) for name, rows in sources if name == split for row_index in range(len(rows))
+                )
+                for index, (rows, row_index) in enumerate(located_rows):
+                    where = f"{rows.name}, row {row_index}"
+                    row = self.convert_row(rows.row(row_index), where)
+                    reason = (
                         row
                         if isinstance(row, str)
-                        else once.skip_reason(self.question_key(row), self.duplicate_key(row), split)
+                        else deduplicator.skip_reason(self.question_key(row), self.duplicate_key(row), split)
                     )
-                    if isinstance(row, str) or why:
-                        skipped.add(why, where)
+                    if isinstance(row, str) or reason:
+                        skipped.add(reason, where)
                     else:
                         row["extra_info"] |= {"split": split, "index": index}
-                        found[split].append(row)
+                        rows_by_split[split].append(row)
                     bar.advance()
-        if not any(found.values()):
+        if not any(rows_by_split.values()):
             raise DataError(
                 f"Nothing in {', '.join(map(str, self.raw))} makes a row of {self.title}. "
                 f"{'; '.join(skipped.lines()) or 'Its files are empty'}. Give the files as they were published."
             )
-        return self._apply_limit(self._hold_out(found))
+        return self._apply_limit(self._hold_out(rows_by_split))
 
     def _files(self) -> list[tuple[DataSplit, Path]]:
         if not self.raw:
@@ -102,37 +104,37 @@ class RawFilePreparation(Preparation):
             )
         return list(find_raw_files(self.raw))
 
-    def _hold_out(self, found: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
+    def _hold_out(self, rows_by_split: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
         """Some of what would be trained on becomes what is scored on meanwhile; a question is on one side only."""
         if not self.held_out:
-            return found
-        if found["val"]:
+            return rows_by_split
+        if rows_by_split["val"]:
             raise ConfigError(
-                f"`held_out={self.held_out}` keeps rows apart to score on, and the raw files have {len(found['val'])} "
-                f"such rows of their own. Leave `held_out` out."
+                f"`held_out={self.held_out}` keeps rows apart to score on, and the raw files have "
+                f"{len(rows_by_split['val'])} such rows of their own. Leave `held_out` out."
             )
-        questions = [self.question_key(row) for row in found["train"]]
-        asked = list(dict.fromkeys(questions))
-        apart = sample_keys(asked, round(self.held_out * len(asked)), f"{self.seed} held out")
+        questions = [self.question_key(row) for row in rows_by_split["train"]]
+        distinct = list(dict.fromkeys(questions))
+        held_out = sample_keys(distinct, round(self.held_out * len(distinct)), f"{self.seed} held out")
         parts: dict[DataSplit, list[Row]] = {"train": [], "val": []}
-        for row, question in zip(found["train"], questions, strict=True):
-            split: DataSplit = "val" if question in apart else "train"
+        for row, question in zip(rows_by_split["train"], questions, strict=True):
+            split: DataSplit = "val" if question in held_out else "train"
             row["extra_info"]["split"] = split
             parts[split].append(row)
         if not parts["train"] or not parts["val"]:
             raise ConfigError(
-                f"`held_out={self.held_out}` of {len(asked)} questions leaves {len(parts['train'])} rows to train on "
-                f"and {len(parts['val'])} to score on. Choose another share, or 0."
+                f"`held_out={self.held_out}` of {len(distinct)} questions leaves {len(parts['train'])} rows to train "
+                f"on and {len(parts['val'])} to score on. Choose another share, or 0."
             )
-        return found | parts
+        return rows_by_split | parts
 
-    def _apply_limit(self, found: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
+    def _apply_limit(self, rows_by_split: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
         if self.limit is None:
-            return found
+            return rows_by_split
         limited = {}
-        for split, rows in found.items():
-            kept = sample_keys([self.duplicate_key(row) for row in rows], self.limit, f"{self.seed} limit")
-            limited[split] = [row for row in rows if self.duplicate_key(row) in kept]
+        for split, rows in rows_by_split.items():
+            kept_keys = sample_keys([self.duplicate_key(row) for row in rows], self.limit, f"{self.seed} limit")
+            limited[split] = [row for row in rows if self.duplicate_key(row) in kept_keys]
         return limited
 
 
@@ -160,23 +162,23 @@ def find_raw_files(raw: Sequence[Path]) -> Iterator[tuple[DataSplit, Path]]:
     What is hidden is passed over, and what describes data without holding any. The files of a folder come in the order
     of their names, numbers counted as numbers.
     """
-    for place in (each.expanduser() for each in raw):
-        if not place.exists():
-            raise ConfigError(f"`raw` names {place}, and there is no such file or folder (in {Path.cwd()}).")
-        found = sorted(_list_files(place), key=_natural_key)
-        if not found:
+    for root in (path.expanduser() for path in raw):
+        if not root.exists():
+            raise ConfigError(f"`raw` names {root}, and there is no such file or folder (in {Path.cwd()}).")
+        files = sorted(_list_files(root), key=_natural_key)
+        if not files:
             raise ConfigError(
-                f"`raw` names {place}, and nothing in it can be read. What can: files that end in "
+                f"`raw` names {root}, and nothing in it can be read. What can: files that end in "
                 f"{', '.join(READERS)}, and directories written by `save_to_disk`."
             )
-        yield from ((_split_of(path, place), path) for path in found)
+        yield from ((_split_of(path, root), path) for path in files)
 
 
-def _list_files(place: Path) -> Iterator[Path]:
-    if place.is_file() or (place / SAVED_MARKER).exists():
-        yield place
+def _list_files(root: Path) -> Iterator[Path]:
+    if root.is_file() or (root / SAVED_MARKER).exists():
+        yield root
         return
-    for path in place.iterdir():
+    for path in root.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir():
@@ -190,28 +192,28 @@ def _natural_key(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", str(path))]
 
 
-def _split_of(path: Path, place: Path) -> DataSplit:
+def _split_of(path: Path, root: Path) -> DataSplit:
     """What the last part of a path tells that names a split: `train-00000-of-00001.parquet`, `test/algebra/1.json`."""
-    for part in reversed(path.relative_to(place).parts or (place.name,)):
-        told = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_NAMES]
-        if told:
-            return told[0]
-    return SPLIT_NAMES.get(place.name.lower(), "train")
+    for part in reversed(path.relative_to(root).parts or (root.name,)):
+        splits = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_NAMES]
+        if splits:
+            return splits[0]
+    return SPLIT_NAMES.get(root.name.lower(), "train")
 
 
 def require_text(values: Mapping[str, Any], column: str, where: str) -> str:
     """The text in a column, spaces around it aside."""
-    found = values.get(column)
-    if not isinstance(found, str):
-        have = (
-            f"a value of type {type(found).__name__} in it"
-            if found is not None
+    value = values.get(column)
+    if not isinstance(value, str):
+        actual = (
+            f"a value of type {type(value).__name__} in it"
+            if value is not None
             else "none"
             if column in values
             else "no such column"
         )
         raise DataError(
-            f"{where} should have text in the column `{column}`, and it has {have}; its columns are "
+            f"{where} should have text in the column `{column}`, and it has {actual}; its columns are "
             f"{', '.join(values)}. Give the files as they were published, and no others with them."
         )
-    return found.strip()
+    return value.strip()

@@ -36,8 +36,8 @@ def prepare_dataset(preparation: Preparation, console: Console | None = None) ->
     """Prepare what is asked for: read or make its rows, and write them."""
     directory = (preparation.directory or Path("data", preparation.title)).expanduser()
     _check_directory(directory)
-    left_out = SkippedRows()
-    splits = {split: rows for split, rows in preparation.make_rows(left_out, console).items() if rows}
+    skipped = SkippedRows()
+    splits = {split: rows for split, rows in preparation.make_rows(skipped, console).items() if rows}
     with progress(f"writing {preparation.title}", None, console) as bar:
         drafts: dict[DataSplit, Path] = {}
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def prepare_dataset(preparation: Preparation, console: Console | None = None) ->
     return PreparedFiles(
         files,
         {split: len(rows) for split, rows in splits.items()},
-        left_out,
+        skipped,
         splits[first][0],
         preparation.command(files),
     )
@@ -62,10 +62,10 @@ def prepare_dataset(preparation: Preparation, console: Console | None = None) ->
 
 def _check_directory(directory: Path) -> None:
     """What cannot be a directory is told before anything is read."""
-    for place in (directory, *directory.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise ConfigError(f"`directory` is {directory}, and {place} is a file. Give another `directory`.")
+    for path in (directory, *directory.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(f"`directory` is {directory}, and {path} is a file. Give another `directory`.")
             return
 
 
@@ -76,15 +76,15 @@ def _write(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
 def _rename_drafts(drafts: Mapping[DataSplit, Path]) -> dict[DataSplit, Path]:
     """Give the drafts their names, unless a file of that name holds something else."""
     files = {split: draft.with_name(f"{split}.parquet") for split, draft in drafts.items()}
-    others = [
+    conflicts = [
         str(file)
         for split, file in files.items()
         if file.exists() and not filecmp.cmp(file, drafts[split], shallow=False)
     ]
-    if others:
+    if conflicts:
         raise ConfigError(
-            f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} there already, with other rows in it. Give "
-            f"another `directory`, or move what is there away."
+            f"{' and '.join(conflicts)} {'is' if len(conflicts) == 1 else 'are'} there already, with other rows in it. "
+            f"Give another `directory`, or move what is there away."
         )
     for split, file in files.items():
         drafts[split].replace(file)

@@ -45,15 +45,15 @@ for words in sys.argv[2:]:
 def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     """In processes that hash differently; and another seed draws something else."""
     lines(tmp_path / "raw" / "train.jsonl", MANY)
-    found = {}
+    result = {}
     for name, seed, hashing in (("a", "", "1"), ("b", "", "2"), ("c", " seed=1", "1")):
         command = [sys.executable, "-c", WRITE, name, *(words + seed for words in SETS)]
         done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONHASHSEED": hashing}, capture_output=True)
         assert done.returncode == 0, done.stderr
         place = tmp_path / name
-        found[name] = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*.parquet")}
-    assert found["a"] == found["b"] and found["a"].keys() == found["c"].keys() and len(found["a"]) == 6
-    assert all(found["a"][name] != found["c"][name] for name in found["a"])
+        result[name] = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*.parquet")}
+    assert result["a"] == result["b"] and result["a"].keys() == result["c"].keys() and len(result["a"]) == 6
+    assert all(result["a"][name] != result["c"][name] for name in result["a"])
 
 
 @pytest.mark.parametrize(("name", "digest"), [("countdown", "0c465ef9"), ("arithmetic", "38f0823e")])
@@ -84,13 +84,13 @@ def test_rows_have_verls_columns(tmp_path: Path) -> None:
     assert first.fields["prompt"] == done.example["prompt"]
 
 
-def test_what_is_asked_may_be_put_otherwise(tmp_path: Path) -> None:
+def test_the_prompt_is_an_option(tmp_path: Path) -> None:
     raw = f"raw='{lines(tmp_path / 'train.jsonl', GSM8K)}'"
-    asked = "prompt='Q: {question}\\nA:'"
-    plain = rows(run("gsm8k", tmp_path / "a", raw, asked, "form=text", "source=mine"))[0]
+    option = "prompt='Q: {question}\\nA:'"
+    plain = rows(run("gsm8k", tmp_path / "a", raw, option, "form=text", "source=mine"))[0]
     assert plain["prompt"] == f"Q: {GSM8K[0]['question']}\\nA:" and plain["data_source"] == "mine"
-    told = rows(run("gsm8k", tmp_path / "b", raw, asked, "system='Be brief.'"))[0]["prompt"]
-    assert [message["role"] for message in told] == ["system", "user"] and told[0]["content"] == "Be brief."
+    messages = rows(run("gsm8k", tmp_path / "b", raw, option, "system='Be brief.'"))[0]["prompt"]
+    assert [message["role"] for message in messages] == ["system", "user"] and messages[0]["content"] == "Be brief."
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,7 @@ def test_what_cannot_be_prepared_is_refused(
         ),
     ],
 )
-def test_a_file_that_is_something_else_is_told_with_its_row(
-    bad: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_a_row_of_another_format_is_reported(bad: dict[str, object], message: str, tmp_path: Path) -> None:
     raw = lines(tmp_path / "train.jsonl", [GSM8K[0], bad])
     with pytest.raises(DataError, match=message):
         run("gsm8k", tmp_path / "out", f"raw='{raw}'")
@@ -199,7 +197,7 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert done.files["train"].read_bytes() == before
 
 
-def test_splits_are_told_by_names(tmp_path: Path) -> None:
+def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
     names = {
         "data/train-00000-of-00002.parquet": "train",
         "data/train-00001-of-00002.parquet": "train",
@@ -214,9 +212,9 @@ def test_splits_are_told_by_names(tmp_path: Path) -> None:
     for name in [*names, "dataset_infos.json", "README.md", ".hidden/train.jsonl", "a/.train.jsonl"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = [(str(path.relative_to(tmp_path)), split) for split, path in find_raw_files([tmp_path])]
-    assert dict(found) == names
-    order = [name for name, _ in found]
+    result = [(str(path.relative_to(tmp_path)), split) for split, path in find_raw_files([tmp_path])]
+    assert dict(result) == names
+    order = [name for name, _ in result]
     assert order.index("test/algebra/2.json") < order.index("test/algebra/10.json")
     assert [split for split, _ in find_raw_files([tmp_path / "test"])] == ["test", "test"]
 
@@ -234,8 +232,8 @@ def test_the_next_command_is_one(tmp_path: Path) -> None:
     for directory in (tmp_path / "plain", tmp_path / "it's, [a] place"):
         quoted = str(directory).replace("'", "\\'")
         done = run("gsm8k", tmp_path, f"raw='{raw}'", "held_out=0.5", f"directory='{quoted}'")
-        asked = build_parser().parse_args(shlex.split(done.command)[1:])
-        composed = compose(Run, asked.overrides[1:])
+        arguments = build_parser().parse_args(shlex.split(done.command)[1:])
+        composed = compose(Run, arguments.overrides[1:])
         assert composed.data.train == (str(directory / "train.parquet"),)
         assert composed.data.val == (str(directory / "val.parquet"),)
 
@@ -248,7 +246,7 @@ def test_every_preparation_is_named_as_it_is_asked_for() -> None:
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=20), st.integers(0, 25), st.text(max_size=3))
 def test_what_is_drawn_depends_on_nothing_else(keys: list[str], count: int, purpose: str) -> None:
-    found = sample_keys(keys, count, purpose)
-    assert len(found) == min(count, len(keys)) and found <= set(keys)
-    assert found == sample_keys(keys[::-1], count, purpose)
-    assert found - {"another"} <= sample_keys([*keys, "another"], count + 1, purpose)
+    result = sample_keys(keys, count, purpose)
+    assert len(result) == min(count, len(keys)) and result <= set(keys)
+    assert result == sample_keys(keys[::-1], count, purpose)
+    assert result - {"another"} <= sample_keys([*keys, "another"], count + 1, purpose)

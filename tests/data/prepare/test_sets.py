@@ -54,8 +54,8 @@ def test_math_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None:
     else:
         lines(raw / "train.jsonl", MATH)
     done = run("math", tmp_path / "out", f"raw='{raw}'")
-    found = {task.fields["extra_info"]["type"]: task for task in tasks(done)}  # type: ignore[call-overload,index]
-    assert {kind: task.fields["ground_truth"] for kind, task in found.items()} == {
+    result = {task.fields["extra_info"]["type"]: task for task in tasks(done)}  # type: ignore[call-overload,index]
+    assert {kind: task.fields["ground_truth"] for kind, task in result.items()} == {
         "Algebra": "\\frac{5}{6}",
         "Geometry": "12\\pi",
         "Counting": "2",
@@ -64,18 +64,18 @@ def test_math_is_judged_by_its_own_solutions(form: str, tmp_path: Path) -> None:
     assert levels == {"Algebra": 1, "Geometry": 5, "Counting": None}
     reward = judge(done)
     assert isinstance(reward, Math)
-    for kind, said in {"Algebra": "5/6", "Geometry": "12 \\pi", "Counting": "2"}.items():
-        assert earned(reward, found[kind], f"So it is $\\boxed{{{said}}}$.") == 1
-        assert earned(reward, found[kind], "So it is $\\boxed{77}$.") == 0
+    for kind, answer in {"Algebra": "5/6", "Geometry": "12 \\pi", "Counting": "2"}.items():
+        assert earned(reward, result[kind], f"So it is $\\boxed{{{answer}}}$.") == 1
+        assert earned(reward, result[kind], "So it is $\\boxed{77}$.") == 0
 
 
 def test_math_500_has_its_answers_in_a_column(tmp_path: Path) -> None:
     row = {"problem": "1+1?", "solution": "\\boxed{3}", "answer": "2", "subject": "Algebra", "level": 2}
     done = run("math", tmp_path / "out", f"raw='{lines(tmp_path / 'test.jsonl', [row])}'")
     assert done.counts == {"test": 1} and done.command.startswith("etude eval model.path=MODEL data.val=[")
-    (found,) = rows(done, "test")
-    assert found["reward_model"]["ground_truth"] == "2"
-    assert (found["extra_info"]["level"], found["extra_info"]["type"]) == (2, "Algebra")
+    (result,) = rows(done, "test")
+    assert result["reward_model"]["ground_truth"] == "2"
+    assert (result["extra_info"]["level"], result["extra_info"]["type"]) == (2, "Algebra")
 
 
 def test_levels_may_be_chosen(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_levels_may_be_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [
         ("\\boxed{1} and \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         ("\\boxed{\\{1, 2\\}}.", "\\{1, 2\\}"),
@@ -99,8 +99,8 @@ def test_levels_may_be_chosen(tmp_path: Path) -> None:
         ("\\boxed{}", ""),
     ],
 )
-def test_the_last_box_is_found(text: str, found: str) -> None:
-    assert extract_last_boxed(text) == found
+def test_the_last_box_is_found(text: str, result: str) -> None:
+    assert extract_last_boxed(text) == result
 
 
 @given(st.text("a{}\\ ", max_size=12), st.text("a{}\\ ", max_size=12))
@@ -130,7 +130,7 @@ def key(row: dict[str, Any]) -> tuple[int, ...]:
 def test_countdown_can_be_solved(
     numbers: list[int], largest: int, highest: int, operations: list[str], seed: int
 ) -> None:
-    asked = [
+    options = [
         f"numbers={numbers}",
         f"max_number={largest}",
         f"max_target={highest}",
@@ -138,7 +138,7 @@ def test_countdown_can_be_solved(
     ]
     with TemporaryDirectory() as directory:
         try:
-            done = run("countdown", Path(directory), *asked, f"seed={seed}", "train=6", "test=2")
+            done = run("countdown", Path(directory), *options, f"seed={seed}", "train=6", "test=2")
         except ConfigError as error:
             assert "that differ. Ask for fewer" in str(error)
             return
@@ -162,8 +162,8 @@ def test_countdown_can_be_solved(
 def test_what_is_scored_on_does_not_depend_on_how_much_is_trained_on(name: str, tmp_path: Path) -> None:
     few, many = (run(name, tmp_path / str(n), f"train={n}", "test=20") for n in (10, 300))
     assert rows(few, "test") == rows(many, "test") and rows(few) == rows(many)[:10]
-    asked = [json.dumps(row["prompt"]) for split in many.files for row in rows(many, split)]
-    assert len(set(asked)) == len(asked) == 320
+    prompts = [json.dumps(row["prompt"]) for split in many.files for row in rows(many, split)]
+    assert len(set(prompts)) == len(prompts) == 320
     assert run(name, tmp_path / "alone", "train=5", "test=0").counts == {"train": 5}
 
 
@@ -174,9 +174,9 @@ def test_what_is_scored_on_does_not_depend_on_how_much_is_trained_on(name: str, 
 )
 @settings(max_examples=15)
 def test_arithmetic_is_right(operations: list[str], digits: int, terms: int) -> None:
-    asked = [f"operations=[{','.join(operations)}]", f"digits={digits}", f"terms={terms}", "train=20", "test=0"]
+    options = [f"operations=[{','.join(operations)}]", f"digits={digits}", f"terms={terms}", "train=20", "test=0"]
     with TemporaryDirectory() as directory:
-        done = run("arithmetic", Path(directory), *asked)
+        done = run("arithmetic", Path(directory), *options)
         reward = judge(done)
         for task, row in zip(tasks(done), rows(done), strict=True):
             expression = row["prompt"][0]["content"].split("? ")[0].removeprefix("What is ")
@@ -221,7 +221,7 @@ IFEVAL = [
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_constraints_are_kept_with_what_each_is_told(form: str, tmp_path: Path) -> None:
+def test_constraints_keep_their_arguments(form: str, tmp_path: Path) -> None:
     """Parquet gives every constraint all keys that any has; those that are null are none of its own."""
     write = {"jsonl": lines, "parquet": table}[form]
     done = run("instructions", tmp_path / "out", f"raw='{write(tmp_path / f'ifeval_input_data.{form}', IFEVAL)}'")
@@ -244,7 +244,7 @@ def test_constraints_are_judged(tmp_path: Path) -> None:
     "change",
     [{"kwargs": [{}]}, {"kwargs": None}, {"instruction_id_list": "a:b"}, {"kwargs": [1, 2]}],
 )
-def test_constraints_that_do_not_fit_are_told_with_their_row(change: dict[str, Any], tmp_path: Path) -> None:
+def test_constraints_that_do_not_fit_are_reported_with_their_row(change: dict[str, Any], tmp_path: Path) -> None:
     raw = lines(tmp_path / "a.jsonl", [IFEVAL[1], IFEVAL[0] | change])
     with pytest.raises(DataError, match=r"a\.jsonl, row 1 should name its constraints in `instruction_id_list`"):
         run("instructions", tmp_path / "out", f"raw='{raw}'")
@@ -304,8 +304,8 @@ def test_a_score_that_no_float_holds_is_none(tmp_path: Path) -> None:
 
 def test_text_stays_as_it_is(tmp_path: Path) -> None:
     raw = lines(tmp_path / "a.jsonl", [SHAPES["hh"][0], {"prompt": "Joke:\n", "chosen": " Ha. ", "rejected": " No"}])
-    found = rows(run("preferences", tmp_path / "out", f"raw='{raw}'", "form=text"))
-    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in found] == [
+    result = rows(run("preferences", tmp_path / "out", f"raw='{raw}'", "form=text"))
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in result] == [
         (ASKED, " Knock, knock.", " No."),
         ("Joke:\n", " Ha. ", " No"),
     ]
@@ -348,7 +348,7 @@ def test_a_pair_that_teaches_nothing_is_left_out(raw: dict[str, Any], why: str, 
         ({"instruction": "a", "completions": "b"}, r"row 0 should have a list of mappings in `completions`"),
     ],
 )
-def test_what_is_no_pair_is_told_with_its_row(raw: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_row_without_a_pair_is_reported(raw: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         run("preferences", tmp_path / "out", f"raw='{lines(tmp_path / 'a.jsonl', [raw])}'")
 
@@ -366,8 +366,8 @@ def test_the_worse_answer_is_drawn_by_the_seed(tmp_path: Path) -> None:
     raw = lines(tmp_path / "a.jsonl", [{"instruction": f"q{n}", "completions": answers} for n in range(20)])
     drawn = {}
     for seed in (0, 1):
-        found = rows(run("preferences", tmp_path / str(seed), f"raw='{raw}'", f"seed={seed}"))
-        assert {row["chosen"][0]["content"] for row in found} == {"answer 3"}
-        drawn[seed] = [row["rejected"][0]["content"] for row in found]
+        result = rows(run("preferences", tmp_path / str(seed), f"raw='{raw}'", f"seed={seed}"))
+        assert {row["chosen"][0]["content"] for row in result} == {"answer 3"}
+        drawn[seed] = [row["rejected"][0]["content"] for row in result]
         assert set(drawn[seed]) == {"answer 0", "answer 1", "answer 2"}
     assert drawn[0] != drawn[1]

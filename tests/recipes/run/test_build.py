@@ -111,7 +111,7 @@ def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, t
     assert same(weights(train(world, tmp_path / "run", steps=1, **{"model.path": model})), weights(whole, 1))
 
 
-def test_messages_for_a_model_without_a_template_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_messages_for_a_model_without_a_template_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     tasks = tmp_path / "chat.jsonl"
     tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
     told = refused_run(capsys, world, tmp_path / "run", **{"data.train": tasks})

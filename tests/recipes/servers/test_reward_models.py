@@ -22,7 +22,7 @@ from etude.recipes.servers.reward_models import encode_prompt_and_answer, load_r
 from etude.records import Outcome, Task
 from etude.rewards import REWARDS, Judge, RewardModelScore
 from tests.chat.conversations import by
-from tests.data.speaking import chat_of
+from tests.data.chats import chat_of
 from tests.recipes.lessons import sums
 from tests.recipes.runs import Captured, measured, options, refused_run, train
 from tests.worlds import make_tokenizer

@@ -14,7 +14,7 @@ from etude.cli import main
 from etude.models import create, save, tiny_config
 from etude.recipes.supervised.builder import build
 from tests.chat.conversations import by
-from tests.data.speaking import chat_of
+from tests.data.chats import chat_of
 from tests.recipes.lessons import learned, refusal, run_of, weights, write
 from tests.recipes.runs import Captured, measured, same
 
@@ -123,7 +123,7 @@ def test_an_exported_model_is_one_to_begin_from(talker: Path, plain: Path, tmp_p
     assert measured(again)[0]["loss"] < measured(plain)[0]["loss"]
 
 
-def test_messages_for_a_model_without_a_template_are_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_messages_for_a_model_without_a_template_are_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
     file = write(tmp_path / "talks.jsonl", TALKS)
     told = refusal(capsys, "sft", school, tmp_path / "run", data__train=f"[{file}]")
     assert "no chat template" in told and "`chat.template`" in told

@@ -20,7 +20,7 @@ def chat_of(directory: Path, name: str | None = "chatml", history: History = "se
 
 def shown(chat: ChatRenderer, answer: AnswerRows) -> list[str]:
     """Each row as text, what is learned in [brackets]."""
-    told = []
+    rows = []
     for row in answer:
         text, open_ = "", False
         for id, learned in zip(row.ids.tolist(), row.action.tolist(), strict=True):
@@ -28,5 +28,5 @@ def shown(chat: ChatRenderer, answer: AnswerRows) -> list[str]:
                 [id], keep_special_tokens=True
             )
             open_ = learned
-        told.append(text + ("]" if open_ else ""))
-    return told
+        rows.append(text + ("]" if open_ else ""))
+    return rows
