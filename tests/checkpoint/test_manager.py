@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from etude.checkpoint import CheckpointManager
+from etude.checkpoint.files import FORMAT
 from etude.checkpoint.storage import DTYPES
 from etude.errors import CheckpointError, DamagedFileError
 from etude.integrity import read_json, write_json
@@ -276,10 +277,10 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     facts = checkpoints.save(2, tensors(2), {}).path / "facts.json"
     manifest = read_json(facts)
     write_json(facts, manifest | {"format": 99})
-    with pytest.raises(CheckpointError, match=r"of format 99.*reads format 2"):
+    with pytest.raises(CheckpointError, match=rf"of format 99.*reads format {FORMAT}"):
         checkpoints.newest()
     facts.write_text(json.dumps(manifest | {"format": 1}))  # which had no checksum of its own
-    with pytest.raises(CheckpointError, match=r"of format 1.*reads format 2.*with the version that wrote it"):
+    with pytest.raises(CheckpointError, match=rf"of format 1.*reads format {FORMAT}.*with the version that wrote it"):
         checkpoints.newest()
 
 
