@@ -102,7 +102,7 @@ def asked(point: Point, folder: Path) -> dict[str, Any]:
         "group_size": GROUP_SIZE,
         "learning_rate": 1e-6,
         "directory": str(folder / name),
-        "etude": {"rollout.max_running": 128, "rollout.kv_gib": 0.25, "train.max_tokens_per_micro_batch": 4096},
+        "etude": {"rollout.max_num_seqs": 128, "rollout.kv_gib": 0.25, "train.max_tokens_per_micro_batch": 4096},
     }
 
 

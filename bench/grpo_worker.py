@@ -77,7 +77,7 @@ def etude(asked: Specification, pace: Pace) -> None:
         "loss.reduction": "token-mean",
         "train.precision": "bf16",
         "train.learning_rate": asked["learning_rate"],
-        "rollout.max_running": asked["groups"] * asked["group_size"],
+        "rollout.max_num_seqs": asked["groups"] * asked["group_size"],
         "rollout.kv_gib": 2.0,
         "checkpoint.every": 1_000_000,
         "steps": 1_000_000,

@@ -104,9 +104,9 @@ CASES = (*COLLECTING, *LEARNING, *TRAINED)
 SIZES: dict[str, Any] = {"vocab_size": 4096, "layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4}
 COMMON = (
     *("data.max_prompt_length=48", "sampling.max_tokens=96", "collect.tasks=8", "collect.group_size=4", "device=cpu"),
-    *("train.max_tokens_per_micro_batch=1024", "rollout.max_running=32"),
+    *("train.max_tokens_per_micro_batch=1024", "rollout.max_num_seqs=32"),
 )
-ENGINE = ("rollout.kv_gib=0.003", "rollout.prefill_tokens=256", "rollout.prepack=false")
+ENGINE = ("rollout.kv_gib=0.003", "rollout.max_num_batched_tokens=256", "rollout.prepack=false")
 REAL = (
     *("steps=2", "reward=function", f"reward.path={Path(__file__).with_name('grpo_worker.py')}:judge"),
     *("observe.console=off", "observe.level=error"),

@@ -26,7 +26,7 @@ from tests.worlds import make_tokenizer
 
 CONTEXT = 128
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "context": CONTEXT, "tied": False}
-OPTIONS: dict[str, Any] = {"kv_gib": 0.05, "max_running": 32}
+OPTIONS: dict[str, Any] = {"kv_gib": 0.05, "max_num_seqs": 32}
 AT_START = {"TORCH_COMPILE_DISABLE": "1"}
 """Nothing is compiled for the few tokens of a test."""
 
@@ -79,7 +79,7 @@ def started(
 def joined(engine: ServerPool, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The options by which a run joins it, whose key is in its environment."""
     patch.setenv("THEIR_KEY", engine.servers[0].address.key)
-    return {"rollout.url": engine.servers[0].url, "rollout.key_from": "THEIR_KEY"}
+    return {"rollout.url": engine.servers[0].url, "rollout.api_key_env": "THEIR_KEY"}
 
 
 def bring(engine: ServerPool, model: Path, version: int) -> None:

@@ -30,10 +30,10 @@ __all__ = [
     "etude_command",
     "generate_ray_token",
     "is_allocator_configured",
-    "key_from",
     "limit_kernel_caches",
     "may_download",
     "ray_address",
+    "read_api_key",
     "read_assigned_attempt",
     "read_role",
     "required_components",
@@ -213,7 +213,7 @@ def store_address() -> tuple[str, str]:
     return os.environ.get("ETUDE_STORE_URL", ""), os.environ.get("ETUDE_STORE_KEY", "")
 
 
-def key_from(variable: str | None, service: str) -> str:
+def read_api_key(variable: str | None, service: str) -> str:
     """Return the API key of an external service from a variable; empty without a variable."""
     if variable is None:
         return ""

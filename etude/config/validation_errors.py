@@ -153,7 +153,7 @@ def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str,
     is_ours = path.partition(".")[0] in root.model_fields
     equivalents: dict[str, str] = {}
     for key, last in _iter_leaf_paths(path, value):
-        if name := _match_full_name(key, verl_trl):
+        if (name := _match_full_name(key, verl_trl)) and name != key:
             equivalents[key] = name
         elif last in aliases and (not is_ours or _parent_path(key) == _parent_path(aliases[last])):
             equivalents[key] = aliases[last]

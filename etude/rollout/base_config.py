@@ -14,7 +14,7 @@ __all__ = ["RolloutConfig"]
 class RolloutConfig(Config, ABC):
     """An engine that samples."""
 
-    max_running: int = Field(128, ge=1, description="most requests computed at once; others wait")
+    max_num_seqs: int = Field(128, ge=1, description="most requests computed at once; others wait")
 
     @abstractmethod
     def max_concurrency(self, ranks: int) -> int:

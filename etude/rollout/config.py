@@ -25,7 +25,7 @@ class TorchEngineConfig(RolloutConfig):
 
     kv_gib: float = Field(1.0, gt=0, description="GiB of memory for keys and values")
     block_size: int = Field(16, ge=1, description="tokens in a block of keys and values")
-    prefill_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="most prompt tokens computed in a step")
     deterministic: bool = Field(True, description="float32 results that do not depend on what shares a batch")
     prepack: bool = Field(
         True,
@@ -34,7 +34,7 @@ class TorchEngineConfig(RolloutConfig):
 
     def max_concurrency(self, ranks: int) -> int:
         """Each rank has one."""
-        return self.max_running * ranks
+        return self.max_num_seqs * ranks
 
 
 class ServerConfig(RolloutConfig):
@@ -44,7 +44,7 @@ class ServerConfig(RolloutConfig):
     """The named environment for each device."""
 
     url: tuple[Url, ...] = Field((), description="servers that run already; by default some are started")
-    key_from: str | None = Field(
+    api_key_env: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*$",
         description="the environment variable that holds the key of the servers in `url`; null sends them none",
@@ -61,18 +61,20 @@ class ServerConfig(RolloutConfig):
     devices: tuple[int, ...] = Field(
         (), description="GPUs for the replicas, in order, `tensor_parallel` for each; by default those that are there"
     )
-    memory: float | None = Field(
+    gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1, description="share of a GPU's memory that a server takes; null is the server's own default"
     )
     kv_gib: float | None = Field(
-        None, gt=0, description="GiB of memory for keys and values; null is what `memory` leaves for them"
+        None,
+        gt=0,
+        description="GiB of memory for keys and values; null is what `gpu_memory_utilization` leaves for them",
     )
-    line: int = Field(4096, ge=0, description="most requests that wait for their turn; others are refused")
+    max_waiting: int = Field(4096, ge=0, description="most requests that wait for their turn; others are refused")
     start_timeout: float = Field(
         900.0, gt=0, description="seconds that a server may take to start, or be away while requests wait"
     )
     restarts: int = Field(3, ge=0, description="how often a server that ended, or hangs, is started again")
-    arguments: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
+    server_args: tuple[str, ...] = Field((), description="what else stands on the servers' command line")
     weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
         "files",
         description="how weights reach the servers: `files` of a whole model, `shm`: shared memory of this machine, "
@@ -100,7 +102,7 @@ class ServerConfig(RolloutConfig):
         "which a rank reaches the server",
     )
 
-    @field_validator("url", "arguments", mode="before")
+    @field_validator("url", "server_args", mode="before")
     @classmethod
     def _wrap_single_value(cls, value: Any) -> Any:
         """One may stand without brackets."""
@@ -117,23 +119,23 @@ class ServerConfig(RolloutConfig):
                 "nodes",
                 "rendezvous",
                 "devices",
-                "memory",
+                "gpu_memory_utilization",
                 "kv_gib",
             )
-            for name in (*launch_options, "restarts", "arguments"):
+            for name in (*launch_options, "restarts", "server_args"):
                 if getattr(self, name) != fields[name].default:
                     raise ConfigError(
                         f"`rollout.{name}` is for servers that are started, and `rollout.url` names some that run. "
                         f"Leave one of them out."
                     )
-        if self.key_from is not None and not self.url:
+        if self.api_key_env is not None and not self.url:
             raise ConfigError(
-                "`rollout.key_from` is for servers that `rollout.url` names; those that are started get keys of their "
-                "own. Leave it out."
+                "`rollout.api_key_env` is for servers that `rollout.url` names; those that are started get keys of "
+                "their own. Leave it out."
             )
-        if "--api-key" in " ".join(self.arguments):
+        if "--api-key" in " ".join(self.server_args):
             raise ConfigError(
-                "`rollout.arguments` holds an `--api-key`, and servers that are started get keys of their own. Leave "
+                "`rollout.server_args` holds an `--api-key`, and servers that are started get keys of their own. Leave "
                 "it out."
             )
         needed = self.replicas * self.tensor_parallel // self.nodes
@@ -171,7 +173,7 @@ class ServerConfig(RolloutConfig):
 
     def max_concurrency(self, ranks: int) -> int:  # noqa: ARG002
         """How many requests are computed at once by all of it."""
-        return self.max_running * (len(self.url) or self.replicas)
+        return self.max_num_seqs * (len(self.url) or self.replicas)
 
     def needs_untied_head(self, device: str) -> bool:  # noqa: ARG002
         """Whether a model whose head is its embedding is to be served with a head of its own."""
@@ -208,9 +210,9 @@ class SglangConfig(ServerConfig):
             raise ConfigError(
                 "`rollout.adapters=only` is for servers of vLLM so far. Leave it out, or choose `rollout=vllm`."
             )
-        if "--config" in " ".join(self.arguments):
+        if "--config" in " ".join(self.server_args):
             raise ConfigError(
-                "`rollout.arguments` holds a `--config`, and SGLang reads one such file, in which it gets its key. "
+                "`rollout.server_args` holds a `--config`, and SGLang reads one such file, in which it gets its key. "
                 "Give the options that are in it themselves."
             )
         return self

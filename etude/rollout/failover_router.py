@@ -34,11 +34,11 @@ MAX_TRIES = 4
 class FailoverRouter(Router):
     """A `TokenGenerator` over servers. All requests come from one event loop."""
 
-    def __init__(self, servers: Sequence[ServerEngine], *, max_running: int, max_waiting: int) -> None:
+    def __init__(self, servers: Sequence[ServerEngine], *, max_num_seqs: int, max_waiting: int) -> None:
         """most: requests that one server has at once. line: requests that may wait for their turn."""
         super().__init__(servers)
         self.servers = servers
-        self.limits = [AdaptiveConcurrencyLimit(max_running) for _ in servers]
+        self.limits = [AdaptiveConcurrencyLimit(max_num_seqs) for _ in servers]
         self.failure: EngineError | None = None
         """Why there will be no server any more."""
         self.resumed = self.restarted = 0
@@ -158,7 +158,7 @@ class FailoverRouter(Router):
             if not retry and self.failure is None and len(self._queue) >= self._max_waiting:
                 raise EngineError(
                     f"{len(self._queue)} requests wait for a server already, which is as many as may. Ask for fewer at "
-                    f"once, or raise `rollout.line`."
+                    f"once, or raise `rollout.max_waiting`."
                 )
             await self._wait_for_slot(at_front=retry, holds_slot=False)
         else:

@@ -114,7 +114,7 @@ class HttpClient:
                 text = self._redact((await response.aread()).decode(errors="replace"))
                 message = f"The server at {self.url} answered {response.status_code} to {path}: {text}"
                 if response.status_code in AUTH_ERROR_CODES:
-                    message += " It wants another key: name the variable that holds it with `rollout.key_from`."
+                    message += " It wants another key: name the variable that holds it with `rollout.api_key_env`."
                 if response.status_code == 404:
                     raise EndpointNotFoundError(message)
                 raise DataError(message) if response.status_code in CLIENT_ERROR_CODES else EngineError(message)

@@ -245,7 +245,7 @@ def _split_by_chunk(rows: Tensor, num_groups: int, per_group: int) -> Tensor:
 def count_blocks(model: Model, config: TorchEngineConfig) -> int:
     """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
     bytes_of_block = block_bytes(model, config.block_size)
-    max_useful = config.max_running * -(-model.context_length // config.block_size)
+    max_useful = config.max_num_seqs * -(-model.context_length // config.block_size)
     blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, max_useful)
     if blocks == 0:
         raise ConfigError(

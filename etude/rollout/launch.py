@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from etude.config.env import key_from
+from etude.config.env import read_api_key
 from etude.errors import ConfigError
 from etude.rollout.config import ServerConfig
 from etude.rollout.model_shape import ModelShape
@@ -52,7 +52,7 @@ def start_servers(
     shape = ModelShape.read(model)
     backend = config.create_backend()
     targets: list[tuple[str, LaunchSpec | None]] = [(url, None) for url in config.url]
-    key = key_from(config.key_from, "the servers in `rollout.url`")
+    key = read_api_key(config.api_key_env, "the servers in `rollout.url`")
     if not config.url:
         python = find_python(config, device, console)
         make_specs = partial(launch_specs, config, python, model, shape, dtype=dtype, device=device, threads=threads)
@@ -79,7 +79,9 @@ def start_servers(
         ]
 
     name = f"{len(targets)} {backend.package} server{'s' if len(targets) > 1 else ''}"
-    return ServerPool(replicas, name=name, max_running=config.max_running, max_waiting=config.line, console=console)
+    return ServerPool(
+        replicas, name=name, max_num_seqs=config.max_num_seqs, max_waiting=config.max_waiting, console=console
+    )
 
 
 def launch_specs(
@@ -105,16 +107,16 @@ def launch_specs(
             dtype=dtype,
             device=device,
             devices=config.devices[index * devices_per_node : (index + 1) * devices_per_node],
-            max_running=config.max_running,
+            max_num_seqs=config.max_num_seqs,
             tensor_parallel=config.tensor_parallel,
             nodes=config.nodes,
             rendezvous=config.rendezvous,
-            memory=config.memory,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             kv_gib=config.kv_gib,
             kv_tokens=None if config.kv_gib is None else shape.tokens_in(config.kv_gib, DTYPE_BYTES[dtype]),
             enable_sleep=enable_sleep,
             threads=threads,
-            arguments=config.arguments,
+            server_args=config.server_args,
             plugin_path=plugin_path,
             adapter_rank=adapter_rank,
             key=secrets.token_hex(32),

@@ -51,16 +51,18 @@ class SchedulerStats:
 class Scheduler:
     """The queue and the running requests; `schedule`, then `advance` by what was computed."""
 
-    def __init__(self, blocks: BlockPool, *, max_running: int, prefill_tokens: int, max_total_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_total_tokens: int
+    ) -> None:
         self.blocks = blocks
-        self.max_running, self.prefill_tokens = max_running, prefill_tokens
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.table = np.zeros((max_running, -(-max_total_tokens // blocks.size)), dtype=np.int64)
+        self.table = np.zeros((max_num_seqs, -(-max_total_tokens // blocks.size)), dtype=np.int64)
         """[slot, block]: the blocks of each running request."""
         self.stats = SchedulerStats()
         self.version = 0
-        self._slots = list(range(max_running - 1, -1, -1))
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
         """To the end of the queue."""
@@ -91,10 +93,10 @@ class Scheduler:
 
     def schedule(self, max_tokens: int | None = None) -> list[ScheduledWork]:
         """The work of the next step; empty only if nothing is under way. `most`: it has no more tokens than these."""
-        budget, max_running = self.prefill_tokens, self.max_running
+        budget, max_num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if max_tokens is not None:
             generating = sum(request.length - request.computed == 1 for request in self.running)
-            budget, max_running = min(budget, max_tokens - generating), min(max_running, max_tokens)
+            budget, max_num_seqs = min(budget, max_tokens - generating), min(max_num_seqs, max_tokens)
         works: list[ScheduledWork] = []
         index = 0
         while index < len(self.running):
@@ -107,7 +109,7 @@ class Scheduler:
                 works.append(self._make_work(request, request.computed, request.computed + count))
             index += 1
         first_works: dict[bytes, ScheduledWork] = {}
-        while self.waiting and budget > 0 and len(self.running) < max_running:
+        while self.waiting and budget > 0 and len(self.running) < max_num_seqs:
             request = self.waiting[0]
             duplicate_of = first_works.get(key := request.tokens[: request.length].tobytes())
             start = self._start_request(request, duplicate_of)

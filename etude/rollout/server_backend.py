@@ -39,12 +39,12 @@ class LaunchSpec:
     device: Literal["cpu", "cuda"]
     devices: tuple[int, ...]
     """The GPUs that it may see; none named are all."""
-    max_running: int
+    max_num_seqs: int
     tensor_parallel: int
     nodes: int
     rendezvous: str
     """Where the nodes of one replica meet."""
-    memory: float | None
+    gpu_memory_utilization: float | None
     """Share of a GPU's memory."""
     kv_gib: float | None
     kv_tokens: int | None
@@ -52,7 +52,7 @@ class LaunchSpec:
     enable_sleep: bool
     """Whether it is to give its memory up when it is asked to."""
     threads: int
-    arguments: tuple[str, ...] = ()
+    server_args: tuple[str, ...] = ()
     plugin_path: Path | None = None
     """A folder with Etude's plug-in for weights, for the path that the server's Python imports from."""
     adapter_rank: int = 0

@@ -50,12 +50,12 @@ class ServerPool:
         replicas: Callable[[], Sequence[Replica]],
         *,
         name: str,
-        max_running: int,
+        max_num_seqs: int,
         max_waiting: int,
         console: Console | None = None,
     ) -> None:
         """Start or join all of them, and return once they are ready. `replicas` makes them, on their loop; of `most`
-        and `line`, see `FailoverRouter`."""
+        and `max_waiting`, see `FailoverRouter`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="etude-servers", daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class ServerPool:
         self._restart_counts: dict[ServerEngine, int] = {}
         """How often each had been started when servers were withheld last."""
         try:
-            started = self._submit(self._start(replicas, max_running, max_waiting))
+            started = self._submit(self._start(replicas, max_num_seqs, max_waiting))
             with progress(f"starting {name}", None, console) as bar:
                 while True:
                     try:
@@ -80,9 +80,9 @@ class ServerPool:
             self.close()
             raise
 
-    async def _start(self, replicas: Callable[[], Sequence[Replica]], max_running: int, max_waiting: int) -> None:
+    async def _start(self, replicas: Callable[[], Sequence[Replica]], max_num_seqs: int, max_waiting: int) -> None:
         self.replicas = replicas()
-        self.router = FailoverRouter(self.servers, max_running=max_running, max_waiting=max_waiting)
+        self.router = FailoverRouter(self.servers, max_num_seqs=max_num_seqs, max_waiting=max_waiting)
         try:
             async with asyncio.TaskGroup() as group:
                 for replica in self.replicas:

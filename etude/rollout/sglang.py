@@ -34,14 +34,14 @@ class SglangBackend(ServerBackend):
         """`sglang.launch_server`."""
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        args += ["--max-running-requests", str(launch.max_running), "--sampling-defaults", "openai"]
+        args += ["--max-running-requests", str(launch.max_num_seqs), "--sampling-defaults", "openai"]
         args += ["--incremental-streaming-output", "--skip-server-warmup", "--weight-version", "0", "--sleep-on-idle"]
         if launch.tensor_parallel > 1:
             args += ["--tp-size", str(launch.tensor_parallel)]
         if launch.nodes > 1:
             args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--dist-init-addr", launch.rendezvous]
-        if launch.memory is not None:
-            args += ["--mem-fraction-static", f"{launch.memory:g}"]
+        if launch.gpu_memory_utilization is not None:
+            args += ["--mem-fraction-static", f"{launch.gpu_memory_utilization:g}"]
         if launch.kv_tokens is not None:
             args += ["--max-total-tokens", str(launch.kv_tokens)]
         if launch.enable_sleep:
@@ -51,7 +51,7 @@ class SglangBackend(ServerBackend):
         if launch.device == "cpu":
             args += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             args.append("--disable-cuda-graph")
-        return [*args, *launch.arguments]
+        return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """It does not find out by itself that it is to compute on a CPU."""

@@ -422,8 +422,8 @@ class TorchEngine:
     def _new_scheduler(self, version: int, stats: SchedulerStats | None = None) -> Scheduler:
         scheduler = Scheduler(
             BlockPool(self._num_blocks, self.config.block_size),
-            max_running=self.config.max_running,
-            prefill_tokens=self.config.prefill_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_total_tokens=min(self.model.context_length, self._num_blocks * self.config.block_size)
             + max_context_padding(self.config.block_size),
         )
@@ -439,8 +439,8 @@ def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError
     engine_error: EngineError
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
         engine_error = EngineError(
-            f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), prefill_tokens (now "
-            f"{config.prefill_tokens}) or max_running (now {config.max_running}). ({error})"
+            f"The engine ran out of memory. Lower kv_gib (now {config.kv_gib:g}), max_num_batched_tokens (now "
+            f"{config.max_num_batched_tokens}) or max_num_seqs (now {config.max_num_seqs}). ({error})"
         )
     else:
         engine_error = EngineError(f"The engine failed in a step, and all that was under way with it: {error!r}")

@@ -42,7 +42,7 @@ class VllmBackend(ServerBackend):
         """`vllm.entrypoints.openai.api_server`, with the log-probs of the distribution that it draws from."""
         args = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
-        args += ["--max-num-seqs", str(launch.max_running), "--generation-config", "vllm", "--enable-scale-out"]
+        args += ["--max-num-seqs", str(launch.max_num_seqs), "--generation-config", "vllm", "--enable-scale-out"]
         args += [
             "--logprobs-mode",
             "processed_logprobs",
@@ -56,8 +56,8 @@ class VllmBackend(ServerBackend):
             host, _, port = launch.rendezvous.rpartition(":")
             args += ["--nnodes", str(launch.nodes), "--node-rank", str(node), "--master-addr", host]
             args += ["--master-port", port, *(["--headless"] if node else [])]
-        if launch.memory is not None:
-            args += ["--gpu-memory-utilization", f"{launch.memory:g}"]
+        if launch.gpu_memory_utilization is not None:
+            args += ["--gpu-memory-utilization", f"{launch.gpu_memory_utilization:g}"]
         if launch.kv_gib is not None:
             args += ["--kv-cache-memory-bytes", str(int(launch.kv_gib * 2**30))]
         if launch.enable_sleep:
@@ -68,7 +68,7 @@ class VllmBackend(ServerBackend):
             args += ["--weight-transfer-config", '{"backend": "etude"}']
         if launch.adapter_rank:
             args += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_round_up_rank(launch.adapter_rank))]
-        return [*args, *launch.arguments]
+        return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
         """Nothing is reported either, and the endpoints for training are open: what it takes a key for lies below

@@ -66,7 +66,7 @@ def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
         tokenizer = tokenizer_of(table, template, Path(directory), corpus=corpus(), size=4000)
         model = model_of_table(table, tokenizer, CONTEXT)
         with (
-            engine_of(model, tokenizer, kv_gib=0.1, prefill_tokens=4096) as engine,
+            engine_of(model, tokenizer, kv_gib=0.1, max_num_batched_tokens=4096) as engine,
             serving(engine, ChatRenderer(tokenizer), context=CONTEXT, train=SamplingParams(max_tokens=80)) as world,
         ):
             yield world

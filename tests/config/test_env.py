@@ -157,10 +157,10 @@ def test_downloads_are_allowed_by_the_environment(said: str | None, may: bool, m
 
 def test_a_key_is_read_from_the_variable_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", " abc \n")
-    assert (env.key_from(None, "the judge"), env.key_from("MY_KEY", "the judge")) == ("", "abc")
+    assert (env.read_api_key(None, "the judge"), env.read_api_key("MY_KEY", "the judge")) == ("", "abc")
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match="The key for the judge is read from MY_KEY, which is not set"):
-        env.key_from("MY_KEY", "the judge")
+        env.read_api_key("MY_KEY", "the judge")
 
 
 def test_ranks_speak_through_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

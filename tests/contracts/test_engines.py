@@ -59,7 +59,7 @@ def asked(request: pytest.FixtureRequest, served_models: tuple[Path, Path]) -> I
     tokenizer, kind = Tokenizer.load(served_models[0]), str(request.param)
     if kind == "embedded":
         copy = load(served_models[0], dtype=torch.float32)
-        with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_running=32)) as embedded:
+        with TorchEngine(copy, tokenizer, TorchEngineConfig(kv_gib=0.01, max_num_seqs=32)) as embedded:
             yield Asked(kind, embedded, model, other, tokenizer, served_models)
         return
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")

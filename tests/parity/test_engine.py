@@ -24,7 +24,7 @@ def test_every_family_says_what_the_model_says(family: str) -> None:
     prompts = [prompt_of(length, seed=length) for length in (3, 16, 37, 70)]
     prompts += [prompts[3], np.concatenate([prompts[3][:40], prompts[0]])]
     samplings = [SamplingParams(max_tokens=10, temperature=row % 2, seed=row) for row in range(len(prompts))]
-    with engine_of(model, prefill_tokens=48, block_size=8) as engine:
+    with engine_of(model, max_num_batched_tokens=48, block_size=8) as engine:
         for prompt, sampling, completion in zip(
             prompts, samplings, engine.generate_all(prompts, samplings), strict=True
         ):
@@ -80,7 +80,7 @@ def test_what_a_request_gets_does_not_depend_on_what_shares_its_batch(
     """Mixed arrivals, lengths and parameters, with many preemptions, bit for bit as one by one."""
     model = model_of(family)
     prompts, samplings = mixed(count)
-    with engine_of(model, blocks=blocks, block_size=8, max_running=16, prefill_tokens=64) as engine:
+    with engine_of(model, blocks=blocks, block_size=8, max_num_seqs=16, max_num_batched_tokens=64) as engine:
         together = asyncio.run(_arriving(engine, prompts, samplings))
         happened = engine.stats().reduce()
     assert happened["engine/preemptions"] >= preempted

@@ -32,7 +32,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.02, "fp64": 1e-6}
 @contextmanager
 def engine_of(model: Model, *, merge: bool = False) -> Iterator[TorchEngine]:
     """An engine over a model's own weights."""
-    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.05, prefill_tokens=64), merge=merge)
+    engine = TorchEngine(model, None, TorchEngineConfig(kv_gib=0.05, max_num_batched_tokens=64), merge=merge)
     try:
         yield engine
     finally:

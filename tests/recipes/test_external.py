@@ -66,7 +66,7 @@ def test_an_agent_may_ask_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     seen: list[str] = []
     with served(judge(seen)) as url:
         file = tmp_path / "models.yaml"
-        file.write_text(f"judge: {{url: '{url}', model: large, key_from: JUDGES_KEY}}\n")
+        file.write_text(f"judge: {{url: '{url}', model: large, api_key_env: JUDGES_KEY}}\n")
         algorithm = etude.RL("grpo", options(tmp_path, **{"agent.external": file}), tmp_path / "run")
         told = etude.Trainer(algorithm).fit(judged, [{"key": key} for key in "abc"])
     assert seen == ["Bearer not-to-be-seen large"] * 4
@@ -84,7 +84,7 @@ def test_an_agent_may_ask_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_asked_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGES_KEY", raising=False)
     file = tmp_path / "models.yaml"
-    file.write_text(json.dumps({"judge": {"url": "http://127.0.0.1:9/v1", "key_from": "JUDGES_KEY"}}))
+    file.write_text(json.dumps({"judge": {"url": "http://127.0.0.1:9/v1", "api_key_env": "JUDGES_KEY"}}))
     algorithm = etude.RL("grpo", options(tmp_path, **{"agent.external": file}), tmp_path / "run")
     with pytest.raises(ConfigError, match="JUDGES_KEY, which is not set"):
         etude.Trainer(algorithm).fit(judged, [{"key": "a"}])

@@ -92,7 +92,7 @@ def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path, monkey
     """Each step's answers are drawn by its adapters: the trainer's log-probs are the server's."""
     shutil.copytree(world.model, tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    given = {"rollout": "vllm", "rollout.max_running": 32, **joined(world.server, monkeypatch)}
+    given = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
     given |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1}
     lines = measured(train(tmp_path, tmp_path / "run", **given, steps=3))
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size

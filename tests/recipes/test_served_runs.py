@@ -39,7 +39,7 @@ def test_a_run_is_sampled_for_by_a_server(
     """Each step's answers are drawn by its weights: the trainer's log-probs are the server's."""
     engine: ServerPool = request.getfixturevalue(f"{kind}_server")
     reached = joined(engine, monkeypatch)
-    given = {"rollout": kind, "rollout.max_running": 32, **reached}
+    given = {"rollout": kind, "rollout.max_num_seqs": 32, **reached}
     try:
         run = train(sums, sums / "run", **given, steps=3, data__val=f"[{sums / 'held_out.jsonl'}]", evaluate__every=3)
         for line in measured(run):
@@ -99,7 +99,7 @@ def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
 ) -> None:
     if cluster == "ray":
         require("ray")
-    given = {"rollout": "vllm", "rollout.max_running": 32, **joined(plugged, monkeypatch)}
+    given = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(plugged, monkeypatch)}
     given |= {"rollout.weight_transport": weight_transport, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
     for line in measured(train(sums, sums / "run", **given, steps=3)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_failed_replicas"] == 0

@@ -107,7 +107,7 @@ def test_shapes_for_other_processors_compute_the_same(
     """They hold here too, and are as near to the model; blocks need not divide their sizes."""
     monkeypatch.setattr(torch_engine, "find_batch_invariant_shapes", lambda _: shapes)
     model = model_of()
-    with engine_of(model, block_size=block_size, max_running=5) as engine:
+    with engine_of(model, block_size=block_size, max_num_seqs=5) as engine:
         assert batches_match(engine) or find_batch_invariant_shapes(model) != USUAL_SHAPES
         prompt, sampling = prompt_of(150), SamplingParams(max_tokens=6, temperature=0)
         assert_follows(model, prompt, engine.generate_all([prompt], [sampling])[0], sampling)

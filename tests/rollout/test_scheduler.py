@@ -22,7 +22,7 @@ def request_of(length: int, max_tokens: int = 100, seed: int = 0) -> Request:
 
 def scheduler_of(blocks: int = 100, size: int = 4, **asked: Any) -> Scheduler:
     return Scheduler(
-        BlockPool(blocks, size), **{"max_running": 8, "prefill_tokens": 32, "max_total_tokens": 400, **asked}
+        BlockPool(blocks, size), **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_total_tokens": 400, **asked}
     )
 
 
@@ -100,7 +100,7 @@ def test_the_last_to_begin_gives_way_and_comes_back_first() -> None:
 def test_everybody_finishes_with_their_tokens_and_no_block_is_lost(seed: int) -> None:
     """Random lengths, arrivals and departures on little memory."""
     random = np.random.default_rng(seed)
-    scheduler = scheduler_of(blocks=20, size=4, max_running=5, prefill_tokens=16)
+    scheduler = scheduler_of(blocks=20, size=4, max_num_seqs=5, max_num_batched_tokens=16)
     lengths = random.integers(1, 39, (int(random.integers(1, 12)), 2))
     todo = [request_of(int(prompt), int(new), seed=int(random.integers(3))) for prompt, new in lengths]
     everybody, left = list(todo), set()
@@ -127,7 +127,7 @@ def test_everybody_finishes_with_their_tokens_and_no_block_is_lost(seed: int) ->
 
 def test_a_step_has_no_more_tokens_than_a_pass_may_compute() -> None:
     """And goes on: with everybody at a prompt, with everybody at an answer, and where memory runs out."""
-    scheduler, most = scheduler_of(blocks=24, max_running=30), 12
+    scheduler, most = scheduler_of(blocks=24, max_num_seqs=30), 12
     asked = [request_of(3 + 7 * (row % 5), max_tokens=25, seed=row // 2) for row in range(40)]
     for request in asked:
         scheduler.add(request)

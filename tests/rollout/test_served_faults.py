@@ -41,7 +41,7 @@ def states(engine: ServerPool) -> list[tuple[bool, bool]]:
 
 def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
     """A group belongs to one, until that one is full; and what ends at one that takes nothing frees no place."""
-    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         first, second = engine.servers
         for pace, limit in zip(engine.router.limits, (1, 8), strict=True):
             pace.max_limit = pace.limit = limit
@@ -151,7 +151,7 @@ def goes_on(server: ServerEngine) -> None:
 def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing_goes_on(tmp_path: Path) -> None:
     """Nobody knows with which weights it would."""
     new = weights(tmp_path / "new", 11)
-    with served(tmp_path, replicas=2, arguments=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, server_args=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 30)
         busy, other = busy_of(engine)
         be(busy.url, poor=True, deaf=True, pace=5.0)
@@ -168,7 +168,7 @@ def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing
 
 def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_who_drew_it(tmp_path: Path) -> None:
     """Whoever brings weights has a server go on, before it is known here that it holds them."""
-    with served(tmp_path, replicas=2, restarts=0, arguments=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, restarts=0, server_args=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
         busy, other = busy_of(engine)
         servers = engine.withdraw_servers()
@@ -284,7 +284,7 @@ def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_ha
         end = time.monotonic() + 2.5
         until(lambda: time.monotonic() > end)
 
-    with served(tmp_path, arguments=("--pace=0.06",)) as engine:
+    with served(tmp_path, server_args=("--pace=0.06",)) as engine:
         be(engine.servers[0].url, hangs=True)
         assert ask(engine, [[2]], 55)[0].ids.tolist() == expected([2], 55)
         withheld = engine.withdraw_servers()
@@ -297,7 +297,7 @@ def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_ha
 
 
 def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
-    with served(tmp_path, arguments=("--child",)) as engine:
+    with served(tmp_path, server_args=("--child",)) as engine:
         (server,) = pids(tmp_path)
         child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])
         keeper = engine.replicas[0]._process._reaper

@@ -18,7 +18,7 @@ from tests.rollout.test_server_pool import ask, expected, served, weights
 
 
 def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path: Path) -> None:
-    with served(tmp_path, arguments=("--tells",)) as engine:
+    with served(tmp_path, server_args=("--tells",)) as engine:
         address = engine.servers[0].address
         key = address.key
         assert len(key) == 64 and key not in repr(address)
@@ -37,10 +37,12 @@ def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path
                 await stranger.close()
 
         for wrong in ("", "another"):
-            with pytest.raises(EngineError, match=r"answered 401 .*wants another key.*`rollout\.key_from`") as refused:
+            with pytest.raises(
+                EngineError, match=r"answered 401 .*wants another key.*`rollout\.api_key_env`"
+            ) as refused:
                 asyncio.run(asked(wrong))
             assert "another'" not in str(refused.value) and "Bearer another" not in str(refused.value)
-    with pytest.raises(EngineError, match=r"args: key='\*\*\*'"), served(tmp_path, arguments=("--tells", "--dies")):
+    with pytest.raises(EngineError, match=r"args: key='\*\*\*'"), served(tmp_path, server_args=("--tells", "--dies")):
         pass
 
 
@@ -58,10 +60,10 @@ def test_a_server_that_takes_its_key_from_a_file_is_told_where_it_is(tmp_path: P
         assert keyed.key_file.read_text() == f'api-key: "{launch.key}"\n' and keyed.key_file.stat().st_mode & 0o077 == 0
         assert launch.key not in " ".join(dialect.command(keyed)) and launch.key not in repr(launch)
     assert not keyed.key_file.exists()
-    with pytest.raises(ConfigError, match=r"`rollout\.arguments` holds an `--api-key`"):
-        VllmConfig(arguments=("--api-key", "mine"))
+    with pytest.raises(ConfigError, match=r"`rollout\.server_args` holds an `--api-key`"):
+        VllmConfig(server_args=("--api-key", "mine"))
     with pytest.raises(ConfigError, match="SGLang reads one such file, in which it gets its key"):
-        SglangConfig(arguments=("--config=mine.yaml",))
+        SglangConfig(server_args=("--config=mine.yaml",))
 
 
 def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
@@ -72,11 +74,11 @@ def test_the_key_of_servers_that_are_there_is_read_from_a_variable(
         url, key = owner.servers[0].url, owner.servers[0].address.key
         with pytest.raises(EngineError, match="answered 401"):
             start_servers(VllmConfig(url=(url,)), tmp_path / "model", None, **place)  # type: ignore[arg-type]
-        config = VllmConfig(url=(url,), key_from="THEIR_KEY")
+        config = VllmConfig(url=(url,), api_key_env="THEIR_KEY")
         with pytest.raises(ConfigError, match=r"`rollout\.url` is read from THEIR_KEY, which is not set"):
             start_servers(config, tmp_path / "model", None, **place)  # type: ignore[arg-type]
         monkeypatch.setenv("THEIR_KEY", key)
         with start_servers(config, tmp_path / "model", None, **place) as engine:  # type: ignore[arg-type]
             assert ask(engine, [[2]], 4)[0].ids.tolist() == expected([2], 4)
-    with pytest.raises(ConfigError, match=r"`rollout\.key_from` is for servers that `rollout\.url` names"):
-        VllmConfig(key_from="THEIR_KEY")
+    with pytest.raises(ConfigError, match=r"`rollout\.api_key_env` is for servers that `rollout\.url` names"):
+        VllmConfig(api_key_env="THEIR_KEY")

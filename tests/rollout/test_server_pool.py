@@ -111,7 +111,7 @@ def ask(engine: ServerPool, prompts: list[list[int]], tokens: int) -> list[Compl
 
 def test_they_share_the_work_and_tell_what_they_did(tmp_path: Path) -> None:
     prompts = [[n, n + 1] for n in range(12)]
-    with served(tmp_path, replicas=2, arguments=("--pace=0.005",)) as engine:
+    with served(tmp_path, replicas=2, server_args=("--pace=0.005",)) as engine:
         answers = ask(engine, prompts, 6)
         assert len(pids(tmp_path)) == 2
         assert all(server.finished for server in engine.servers)
@@ -128,7 +128,7 @@ def test_they_share_the_work_and_tell_what_they_did(tmp_path: Path) -> None:
 
 def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: Path) -> None:
     prompts = [[n] for n in range(8)]
-    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, prompts, 40)
         until(lambda: sum(server.new_tokens for server in engine.servers) > 40)
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_when_one_dies_another_goes_on_from_the_tokens_that_are_there(tmp_path: 
 def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 1.0)
     monkeypatch.setattr("etude.rollout.server_process.GRACE_SECONDS", 0.5)
-    with served(tmp_path, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3], [4]], 30)
         until(lambda: engine.servers[0].new_tokens > 5)
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_last_one_gone_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with served(tmp_path, restarts=0, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 60)
         until(lambda: engine.servers[0].new_tokens > 2)
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
@@ -165,11 +165,11 @@ def test_the_last_one_gone_is_told_with_its_last_words(tmp_path: Path) -> None:
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     wrong = r"(?s)did not start.*ended with status 3.*there is no such kernel"
-    with pytest.raises(EngineError, match=wrong), served(tmp_path / "a", arguments=("--dies",)):
+    with pytest.raises(EngineError, match=wrong), served(tmp_path / "a", server_args=("--dies",)):
         pass
     with (
         pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude speaks with 0\.32"),
-        served(tmp_path / "b", arguments=("--version=0.11.2",)),
+        served(tmp_path / "b", server_args=("--version=0.11.2",)),
     ):
         pass
     with pytest.raises(ConfigError, match="is no file"), served(tmp_path / "c", python=tmp_path / "nothing"):
@@ -192,7 +192,7 @@ def test_new_weights_take_over_and_one_that_does_not_take_them_is_left_out(tmp_p
 
 
 def test_where_no_server_takes_new_weights_that_is_an_error(tmp_path: Path) -> None:
-    with served(tmp_path, arguments=("--poor",)) as engine:
+    with served(tmp_path, server_args=("--poor",)) as engine:
         with pytest.raises(EngineError, match="the weights do not fit"):
             asyncio.run(engine.load(weights(tmp_path / "new", 11), 3))
         assert engine.servers[0].withdrawn
@@ -201,7 +201,7 @@ def test_where_no_server_takes_new_weights_that_is_an_error(tmp_path: Path) -> N
 def test_an_answer_is_begun_anew_where_the_weights_are_others_by_now(tmp_path: Path) -> None:
     """One server breaks off; the other has newer weights, so that nothing of what is there is kept."""
     new = weights(tmp_path / "new", 11)
-    with served(tmp_path, replicas=2, restarts=0, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
         until(lambda: any(server.active_requests for server in engine.servers))
         busy = next(server for server in engine.servers if server.active_requests)
@@ -249,7 +249,7 @@ def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> N
         await reached(lambda: engine.servers[0].active_requests == 1)
         waiting = asyncio.create_task(engine.generate(ids([2]), SamplingParams(max_tokens=3)))
         await reached(lambda: engine.router.waiting == 1)
-        with pytest.raises(EngineError, match=r"1 requests wait .* raise `rollout\.line`"):
+        with pytest.raises(EngineError, match=r"1 requests wait .* raise `rollout\.max_waiting`"):
             await engine.generate(ids([3]), SamplingParams(max_tokens=3))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -261,7 +261,7 @@ def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+    with served(tmp_path, max_num_seqs=1, max_waiting=1, server_args=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
 
 
@@ -275,7 +275,7 @@ def test_an_answer_that_broke_off_is_never_refused_and_goes_before_those_that_wa
         assert (await begun).ids.tolist() == expected([1], 40) and not waiting.done()
         assert (await waiting).ids.tolist() == expected([2], 3)
 
-    with served(tmp_path, max_running=1, line=1, arguments=(SLOW,)) as engine:
+    with served(tmp_path, max_num_seqs=1, max_waiting=1, server_args=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
 
 
@@ -292,12 +292,12 @@ def test_a_stream_comes_piece_by_piece_and_ends_when_it_is_left(tmp_path: Path) 
             while engine.servers[0].active_requests:
                 await asyncio.sleep(0.01)
 
-    with served(tmp_path, arguments=(SLOW,)) as engine:
+    with served(tmp_path, server_args=(SLOW,)) as engine:
         asyncio.run(scenario(engine))
 
 
 def test_whoever_carries_weights_withdraws_drains_and_stamps(tmp_path: Path) -> None:
-    with served(tmp_path, replicas=2, arguments=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
+    with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[n] for n in range(4)], 20)
         until(lambda: all(server.active_requests for server in engine.servers))
         first, second = engine.servers
@@ -373,7 +373,7 @@ def be(url: str, **how: object) -> None:
 def joining(owner: ServerPool, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """The options that join a server which another started."""
     monkeypatch.setenv("THEIR_KEY", owner.servers[0].address.key)
-    return VllmConfig(url=(owner.servers[0].url,), key_from="THEIR_KEY")
+    return VllmConfig(url=(owner.servers[0].url,), api_key_env="THEIR_KEY")
 
 
 def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,11 +444,11 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
         backend = config.create_backend()
         return " ".join(backend.command(launch, node)), backend.environment_variables(launch)
 
-    assert "--max-num-seqs 7" in command(max_running=7)[0]
+    assert "--max-num-seqs 7" in command(max_num_seqs=7)[0]
     assert "--tensor-parallel-size 2" in command(tensor_parallel=2)[0]
-    assert "--gpu-memory-utilization 0.5" in command(memory=0.5)[0]
+    assert "--gpu-memory-utilization 0.5" in command(gpu_memory_utilization=0.5)[0]
     assert "--kv-cache-memory-bytes 1073741824" in command(kv_gib=1)[0]
-    assert command(arguments=("--extra", "1"))[0].endswith("--extra 1")
+    assert command(server_args=("--extra", "1"))[0].endswith("--extra 1")
     assert command(replicas=2, tensor_parallel=2, devices=(4, 5, 6, 7))[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert command(device="cpu")[1]["CUDA_VISIBLE_DEVICES"] == "" and "--enforce-eager" in command(device="cpu")[0]
     assert "--enable-sleep-mode" in command(enable_sleep=True)[0]

@@ -174,7 +174,7 @@ def test_cancelling_a_wait_or_leaving_a_stream_frees_the_request() -> None:
 
 
 def test_abort_hands_over_what_there_is() -> None:
-    with engine_of(max_running=1) as engine:
+    with engine_of(max_num_seqs=1) as engine:
 
         async def main() -> list[Completion]:
             tasks = [asyncio.create_task(engine.generate(prompt_of(5, seed), LONG)) for seed in range(2)]
@@ -453,7 +453,7 @@ def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
     model = model_of()
     with engine_of(model) as engine:
         whole, model.logits = model.logits, lambda hidden: torch.empty(1 << 50)  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match=r"Lower kv_gib \(now 0.01\), prefill_tokens .* or max_running"):
+        with pytest.raises(EngineError, match=r"Lower kv_gib \(now 0.01\), max_num_batched_tokens .* or max_num_seqs"):
             engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])
         model.logits = whole  # type: ignore[method-assign]
         assert len(engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])[0].ids) == 4

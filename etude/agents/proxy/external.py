@@ -30,7 +30,7 @@ from etude.agents.proxy.slot_queue import SlotQueue
 from etude.agents.proxy.sse import event_data, iter_events
 from etude.agents.proxy.turn_recorder import TurnRecorder
 from etude.config import Config
-from etude.config.env import key_from
+from etude.config.env import read_api_key
 from etude.errors import ConfigError
 
 __all__ = ["ExternalCall", "ExternalModel", "Passthrough", "external_models"]
@@ -53,7 +53,7 @@ class ExternalModel(Config):
 
     url: str = Field(pattern=r"^https?://\S+$", description="where it is served, up to and with /v1")
     model: str | None = Field(None, min_length=1, description="what it is called there; by default as here")
-    key_from: str | None = Field(
+    api_key_env: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="the environment variable that holds the provider's key"
     )
 
@@ -70,7 +70,7 @@ def external_models(path: Path | None) -> dict[str, ExternalModel]:
         isinstance(name, str) and isinstance(sections[name], Mapping) for name in sections
     ):
         raise ConfigError(
-            f"{path} must hold a section for each model: its name, and under it `url`, `model`, `key_from`."
+            f"{path} must hold a section for each model: its name, and under it `url`, `model`, `api_key_env`."
         )
     return {name: ExternalModel.model_validate(dict(sections[name])) for name in sections}
 
@@ -106,7 +106,7 @@ class Passthrough:
         timeout_s: float,
     ) -> None:
         self.models = dict(models)
-        self._keys = {name: key_from(model.key_from, f"the model '{name}'") for name, model in models.items()}
+        self._keys = {name: read_api_key(model.api_key_env, f"the model '{name}'") for name, model in models.items()}
         self._slots, self._metrics, self._recorder, self._timeout = slots, metrics, recorder, timeout_s
         self._client: httpx2.AsyncClient | None = None
 
@@ -191,7 +191,9 @@ class Passthrough:
         status, model = response.status_code, self.models[call.name]
         if status in (401, 403):
             credential = (
-                f"the key in {model.key_from}" if model.key_from else "a call without a key, as `key_from` is not set"
+                f"the key in {model.api_key_env}"
+                if model.api_key_env
+                else "a call without a key, as `api_key_env` is not set"
             )
             return APIError(f"The provider of '{call.name}' refused {credential} ({status}).", "failed", status=502)
         message = f"The provider of '{call.name}' answered {status}: {self._error_text(call, data)}"

@@ -38,7 +38,7 @@ OPTION_ALIASES: Mapping[str, str] = {
     "filter_overlong_prompts": "data.overlong",
     "truncation": "data.overlong",
     "gpu_memory_utilization": "rollout.kv_gib",
-    "max_num_seqs": "rollout.max_running",
+    "max_num_seqs": "rollout.max_num_seqs",
     "adv_estimator": "advantage",
     "loss_type": "loss",
     "loss_agg_mode": "loss.reduction",

@@ -205,8 +205,8 @@ def _refuse_too_many(run: Run, num_gpus: int) -> None:
         assert isinstance(run.rollout, ServerConfig)
         parts.append(_describe_server_gpus(run.rollout, server_gpus))
         remedy = (
-            "or `rollout.replicas`; have servers share GPUs with the ranks, by `rollout.devices` and `rollout.memory` "
-            "or in turns by `train.offload`"
+            "or `rollout.replicas`; have servers share GPUs with the ranks, by `rollout.devices` and "
+            "`rollout.gpu_memory_utilization` or in turns by `train.offload`"
         )
     raise ConfigError(
         f"This layout wants {required} GPUs, and torch sees {num_gpus}: {', '.join(parts)}. Lower `ranks`, {remedy}, "

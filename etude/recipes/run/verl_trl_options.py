@@ -54,10 +54,10 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.rollout.n": "collect.group_size",
     "actor_rollout_ref.rollout.temperature": "sampling.temperature",
     "actor_rollout_ref.rollout.gpu_memory_utilization": (
-        "`rollout.kv_gib`, in GiB for keys and values; of a server, `rollout=vllm rollout.memory=0.5`"
+        "`rollout.kv_gib`, in GiB for keys and values; of a server, `rollout=vllm rollout.gpu_memory_utilization=0.5`"
     ),
-    "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_running",
-    "actor_rollout_ref.rollout.max_num_batched_tokens": "rollout.prefill_tokens",
+    "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.val_kwargs.n": "evaluate.samples",
     "actor_rollout_ref.rollout.val_kwargs.temperature": "evaluate.sampling.temperature",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "evaluate.sampling.top_p",

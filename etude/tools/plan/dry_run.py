@@ -132,7 +132,7 @@ class _DryRun:
         """Each phase once."""
         run, ledger, engine = self.run, self.tracker, self.run.rollout
         wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-        at_once = engine.max_running if run.data.val else min(engine.max_running, wanted)
+        at_once = engine.max_num_seqs if run.data.val else min(engine.max_num_seqs, wanted)
         held = 0
         with label_by_optimizers(ledger, self.policy):
             worker = self._worker() if "policy" in self.roles else None
@@ -326,11 +326,11 @@ def _steps(
 ) -> Iterator[tuple[list[ScheduledWork], Any]]:
     """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
     longest = min(longest, blocks * engine.block_size, model.context_length)
-    for reads, prefill in ((True, engine.prefill_tokens), (False, max_concurrency * longest)):
+    for reads, prefill in ((True, engine.max_num_batched_tokens), (False, max_concurrency * longest)):
         scheduler = Scheduler(
             BlockPool(blocks, engine.block_size),
-            max_running=engine.max_running,
-            prefill_tokens=prefill,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=prefill,
             max_total_tokens=longest + max_context_padding(engine.block_size),
         )
         chance = np.random.default_rng(0)

@@ -169,7 +169,7 @@ def _plan_devices(
     if servers is None or not isinstance(run, Run):
         return tuple(found.values()), first
     devices, tokens = add_servers(run, servers, found, first.model, limit)
-    return devices, replace(first, held=tokens, max_concurrency=servers.max_running)
+    return devices, replace(first, held=tokens, max_concurrency=servers.max_num_seqs)
 
 
 def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
@@ -252,13 +252,15 @@ def _candidates(run: Recipe, device: torch.device, played: DryRunResult) -> list
         wanted.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, TorchEngineConfig):
             wanted.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
-            wanted.append(("rollout.max_running", max(rollout.max_running // 2, 1), rollout.max_running > 1))
+            wanted.append(("rollout.max_num_seqs", max(rollout.max_num_seqs // 2, 1), rollout.max_num_seqs > 1))
             wanted.append(("rollout.prepack", False, not gpu and rollout.prepack))
         servers = server_options(run)
         if servers is not None and not servers.url:
-            memory = servers.memory or default_memory_share(servers)
+            memory = servers.gpu_memory_utilization or default_memory_share(servers)
             wanted.append(("rollout.kv_gib", (servers.kv_gib or 0) / 2, servers.kv_gib is not None))
-            wanted.append(("rollout.memory", (memory or 0) / 2, servers.kv_gib is None and memory is not None))
+            wanted.append(
+                ("rollout.gpu_memory_utilization", (memory or 0) / 2, servers.kv_gib is None and memory is not None)
+            )
     return [
         (option, _format_value(value), _with_option(run, option, value)) for option, value, applies in wanted if applies
     ]

@@ -164,9 +164,9 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
         whole = 2 * model.num_layers * model.head_dim * model.dtype.itemsize * model.kv_heads
         kv = int(kv // whole * of_token) if habit.kv_per_replica else kv
         return ServerMemory(weights, kv, int(kv // of_token))
-    share = config.memory or habit.share
+    share = config.gpu_memory_utilization or habit.share
     if share is None or limit is None:
-        missing = "`rollout.memory=…`" if share is None else "`gpu_gib=…`"
+        missing = "`rollout.gpu_memory_utilization=…`" if share is None else "`gpu_gib=…`"
         raise ConfigError(
             f"{package} makes what room there is its own, and how much that is cannot be known here. Give {missing}, "
             f"or `rollout.kv_gib=…`."
@@ -175,7 +175,8 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
     if taken <= weights:
         raise ConfigError(
             f"A server's weights are {weights / GIB:.3g} GiB on each device, and its share of memory is "
-            f"{taken / GIB:.3g} GiB (`rollout.memory={share:g}`). Raise that, or `rollout.tensor_parallel`."
+            f"{taken / GIB:.3g} GiB (`rollout.gpu_memory_utilization={share:g}`). Raise that, or "
+            f"`rollout.tensor_parallel`."
         )
     return ServerMemory(weights, int(taken - weights), int((taken - weights) // of_token))
 

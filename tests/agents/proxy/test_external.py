@@ -48,7 +48,7 @@ def provider() -> Iterator[World]:
 def world(provider: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("THEIR_KEY", provider.attempt().model_key)
     config = EndpointConfig(
-        external={"judge": ExternalModel(url=provider.url, model="their-model", key_from="THEIR_KEY")}
+        external={"judge": ExternalModel(url=provider.url, model="their-model", api_key_env="THEIR_KEY")}
     )
     with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
         yield world
@@ -194,7 +194,7 @@ def trouble() -> Iterator[World]:
     monkey = pytest.MonkeyPatch()
     monkey.setenv("THEIR_KEY", SECRET)
     with served(troubled()) as url:
-        models = {name: ExternalModel(url=url, key_from="THEIR_KEY") for name in MODELS}
+        models = {name: ExternalModel(url=url, api_key_env="THEIR_KEY") for name in MODELS}
         config = EndpointConfig(external=models | {"gone": ExternalModel(url="http://127.0.0.1:9/v1")}, timeout_s=1.0)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine."), chat_of(), config=config) as world:
             yield world
@@ -316,7 +316,7 @@ def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pyt
 
 def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THEIR_KEY", raising=False)
-    config = EndpointConfig(external={"judge": ExternalModel(url="http://127.0.0.1:9/v1", key_from="THEIR_KEY")})
+    config = EndpointConfig(external={"judge": ExternalModel(url="http://127.0.0.1:9/v1", api_key_env="THEIR_KEY")})
     upstream = Scripted(chat_of().tokenizer, lambda _: "")
     with (
         pytest.raises(ConfigError, match="'judge' is read from THEIR_KEY"),
@@ -331,11 +331,11 @@ def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyP
 def test_models_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text(
-        "judge:\n  url: https://example.org/v1\n  model: large\n  key_from: THEIR_KEY\nuser: {url: http://h/v1}\n"
+        "judge:\n  url: https://example.org/v1\n  model: large\n  api_key_env: THEIR_KEY\nuser: {url: http://h/v1}\n"
     )
     found = external_models(file)
     assert found == {
-        "judge": ExternalModel(url="https://example.org/v1", model="large", key_from="THEIR_KEY"),
+        "judge": ExternalModel(url="https://example.org/v1", model="large", api_key_env="THEIR_KEY"),
         "user": ExternalModel(url="http://h/v1"),
     }
     assert external_models(None) == {}

@@ -93,7 +93,7 @@ def test_many_that_wait_share_one_clock(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_engine_says_when_it_begins_once_for_each_request() -> None:
     """Also where its memory holds few, and some are put back and begin again."""
     model = create(tiny_config(32, layers=1, hidden=16, heads=2, kv_heads=1, context=64), seed=0)
-    config = TorchEngineConfig(kv_gib=5 * block_bytes(model, 4) / 2**30, block_size=4, max_running=8)
+    config = TorchEngineConfig(kv_gib=5 * block_bytes(model, 4) / 2**30, block_size=4, max_num_seqs=8)
     told: list[float] = []
     sampling = SamplingParams(max_tokens=12)
 

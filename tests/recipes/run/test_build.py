@@ -326,7 +326,7 @@ def test_memory_that_runs_out_is_told_with_the_knob_and_the_run_goes_on(
 
 
 def test_an_engine_too_large_for_the_machine_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    given = {"rollout.kv_gib": 10**9, "rollout.max_running": 10**12}
+    given = {"rollout.kv_gib": 10**9, "rollout.max_num_seqs": 10**12}
     told = refused_run(capsys, world, tmp_path / "run", **given)
     assert "ran out of memory" in told and "Lower kv_gib" in told
     assert not (tmp_path / "run").exists()

@@ -145,14 +145,14 @@ def changed(path: str) -> tuple[dict[str, Any], str, str]:
         "rollout.rendezvous": "10.0.0.1:2900",
     }
     values |= {"mesh": "{tensor: 3}", "cluster": "ray", "rollout.weight_transport": "shm", "rollout.devices": "[3]"}
-    values |= {"rollout.memory": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
-    values |= {"rollout.key_from": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
+    values |= {"rollout.gpu_memory_utilization": "0.3", "rollout.restarts": "5", "rollout.running": "finish"}
+    values |= {"rollout.api_key_env": "KEY", "rollout.address": "10.0.0.1", "rollout.adapters": "only"}
     judged = {"reward": "judge", "reward.path": None, "reward.base_url": "http://here/v1", "reward.model": "small"}
     beside: dict[str, Any] = judged if path.startswith("reward.") else {}
     beside |= {"lora.rank": 2} if path == "lora.publish" else {}
     served = VllmConfig.model_fields.keys() - TorchEngineConfig.model_fields.keys()
     beside |= {"rollout": "vllm"} if path.removeprefix("rollout.") in served else {}
-    beside |= {"rollout.url": "http://127.0.0.1:8000"} if path == "rollout.key_from" else {}
+    beside |= {"rollout.url": "http://127.0.0.1:8000"} if path == "rollout.api_key_env" else {}
     beside |= {"rollout.tensor_parallel": 3} if path in ("rollout.nodes", "rollout.rendezvous") else {}
     beside |= {"rollout.nodes": 3} if path == "rollout.rendezvous" else {}
     carried = ("rollout.bucket_mib", "rollout.running", "rollout.update_timeout", "rollout.address")

@@ -336,7 +336,7 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
 @pytest.mark.parametrize("running", ["continue", "finish"])
 def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path) -> None:
     """And a server where it takes too long is left out."""
-    patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.arguments": '["--pace=0.05"]'}
+    patience = {"rollout.replicas": 1, "rollout.running": running, "rollout.server_args": '["--pace=0.05"]'}
     with world_of(tmp_path, **patience, **{"rollout.update_timeout": 20}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
         asked = pool.submit(ask, world, 20)
@@ -347,7 +347,7 @@ def test_what_is_under_way_goes_on_or_is_waited_for(running: str, tmp_path: Path
 
 
 def test_one_that_does_not_finish_in_time_is_left_out(tmp_path: Path) -> None:
-    patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.arguments": '["--pace=0.2"]'}
+    patience = {"rollout.running": "finish", "rollout.update_timeout": 0.5, "rollout.server_args": '["--pace=0.2"]'}
     with world_of(tmp_path, **patience, **{"rollout.replicas": 2}) as world, ThreadPoolExecutor() as pool:
         world.publish(1)
         asked = pool.submit(world.served.generate_all, [ids([1])], [SamplingParams(max_tokens=40)])

@@ -173,7 +173,7 @@ def test_a_plan_says_what_each_option_would_save(model: Path, capsys: Captured) 
 @pytest.mark.integration
 def test_a_plan_tries_the_options_of_sampling_and_of_several_ranks(model: Path, capsys: Captured) -> None:
     saved, total = knobs_of(capsys, "grpo", f"model.path={model}", *OPTIONS, "gpus=1")
-    assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_running"} <= saved.keys()
+    assert {"sampling.max_tokens", "rollout.kv_gib", "rollout.max_num_seqs"} <= saved.keys()
     assert saved["train.offload"] < total and "train.weights" not in saved
     saved, total = knobs_of(capsys, "dpo", f"model.path={model}", "data.max_tokens=128", "batch_size=4", "gpus=2")
     assert {"data.max_tokens", "ranks", "mesh.tensor", "mesh.sequence"} <= saved.keys()
@@ -330,7 +330,7 @@ def served(model: Path, *options: str) -> MemoryPlan:
 
 def test_servers_hold_weights_and_their_share_of_memory(model: Path) -> None:
     options = ("gpus=4", "gpu_gib=2", "rollout=vllm", "rollout.devices=[2,3]", "rollout.tensor_parallel=2")
-    found = served(model, *options, "rollout.memory=0.5")
+    found = served(model, *options, "rollout.gpu_memory_utilization=0.5")
     trains, serves = found.devices
     assert (trains.name, trains.count) == ("each GPU that trains", 2)
     assert (serves.name, serves.count) == ("each GPU that serves", 2)
@@ -358,7 +358,7 @@ def test_servers_that_share_a_gpu_are_added_to_what_is_there(model: Path) -> Non
     assert "optimizer" in updating and not {"server", "kv"} & updating.keys()
     found = served(model, *common, *here, "rollout.kv_gib=0.1")
     assert found.kv_tokens == ModelShape.read(model).tokens_in(0.1, 2)
-    part = served(model, *common, *here, "rollout.memory=0.5").devices[0].phases["sampling"]
+    part = served(model, *common, *here, "rollout.gpu_memory_utilization=0.5").devices[0].phases["sampling"]
     resting = alone.phases["sampling"].total
     assert part.total - resting == pytest.approx(0.5 * (2 * GIB - resting)), "a share of what was free"
 
@@ -393,7 +393,7 @@ class Other(VllmConfig):
 
 def test_servers_that_cannot_be_planned_are_refused(model: Path, capsys: Captured) -> None:
     command = ("plan", f"model.path={model}", *FEW, "gpus=2", "gpu_gib=1")
-    assert "Give `rollout.memory=…`" in refused(capsys, *command, "rollout=sglang")
+    assert "Give `rollout.gpu_memory_utilization=…`" in refused(capsys, *command, "rollout=sglang")
     assert "of its servers up to number 5" in refused(
         capsys, *command, "rollout=vllm", "rollout.devices=[5]", "ranks=2"
     )
@@ -421,6 +421,6 @@ def test_a_server_takes_the_share_that_its_kind_takes_and_no_less_than_its_weigh
         with pytest.raises(ConfigError, match=r"Give `gpu_gib=…`"):
             last("rollout=vllm", limit=None)
         with pytest.raises(ConfigError, match="its share of memory is"):
-            last("rollout=vllm", "rollout.memory=0.0001")
+            last("rollout=vllm", "rollout.gpu_memory_utilization=0.0001")
         with pytest.raises(ConfigError, match="How Elsewhere takes memory"):
             last(f"rollout={__name__}:Other")
