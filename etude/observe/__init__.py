@@ -139,8 +139,8 @@ def choose_sinks(
     return sinks
 
 
-def _missing(asked: str, package: str, error: ImportError) -> MissingPackageError:
+def _missing(option: str, package: str, error: ImportError) -> MissingPackageError:
     return MissingPackageError(
-        f"{asked} needs the package {package}, which cannot be imported here ({error}). "
+        f"{option} needs the package {package}, which cannot be imported here ({error}). "
         "Install it with: pip install 'etude[trackers]'"
     )

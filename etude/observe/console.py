@@ -119,8 +119,8 @@ class ConsoleSink:
     def progress(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
         """How far something inside a step has come: a bar below the run's, or now and then a line."""
         if self._bar is not None:
-            with self._bar.add_nested(description, total) as part:
-                yield part
+            with self._bar.add_nested(description, total) as nested:
+                yield nested
         else:
             yield _TextProgress(self._console, description, total, time.monotonic, STEP_LINE_INTERVAL_S)
 
@@ -152,9 +152,9 @@ def progress(
     """
     console = make_console() if console is None else console
     if console.is_interactive:
-        if (above := _LiveBar.find(console)) is not None:
-            with above.add_nested(description, total) as part:
-                yield part
+        if (outer := _LiveBar.find(console)) is not None:
+            with outer.add_nested(description, total) as nested:
+                yield nested
             return
         live = _LiveBar(console, description, total)
         try:
@@ -193,7 +193,7 @@ class _LiveBar:
     @classmethod
     def find(cls, console: Console) -> _LiveBar | None:
         """The bar that is shown where this console writes, by this console or another."""
-        return next((each for each in cls._active if each._progress.console.file is console.file), None)
+        return next((bar for bar in cls._active if bar._progress.console.file is console.file), None)
 
     def advance(self, amount: float = 1.0) -> None:
         self._progress.advance(self._task, amount)
@@ -213,12 +213,12 @@ class _LiveBar:
     @contextmanager
     def add_nested(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
         """A bar of its own below this one, while it lasts."""
-        shown = self._progress
-        task = shown.add_task(_single_line(shown.console, description), total=total)
+        progress = self._progress
+        task = progress.add_task(_single_line(progress.console, description), total=total)
         try:
-            yield _NestedBar(shown, task)
+            yield _NestedBar(progress, task)
         finally:
-            shown.remove_task(task)
+            progress.remove_task(task)
 
     def stop(self) -> None:
         if self in self._active:
@@ -264,11 +264,11 @@ class _TimeLeftColumn(TimeRemainingColumn):
 class _NestedBar:
     """A bar below another."""
 
-    def __init__(self, shown: Progress, task: TaskID) -> None:
-        self._shown, self._task = shown, task
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
 
     def advance(self, amount: float = 1.0) -> None:
-        self._shown.advance(self._task, amount)
+        self._progress.advance(self._task, amount)
 
 
 class _TextProgress:
@@ -295,13 +295,15 @@ class _TextProgress:
         now = self._clock()
         if now - self._last_printed >= self._every:
             self._last_printed = now
-            far = f"{self._done:,.0f}" if self._total is None else f"{min(self._done / self._total, 1.0):.0%}"
-            _print_line(self._console, Text(f"{self._description}: {far} after {format_seconds(now - self._began)}"))
+            amount_done = f"{self._done:,.0f}" if self._total is None else f"{min(self._done / self._total, 1.0):.0%}"
+            _print_line(
+                self._console, Text(f"{self._description}: {amount_done} after {format_seconds(now - self._began)}")
+            )
 
     def finish(self) -> None:
-        took = self._clock() - self._began
-        if took >= 2.0:
-            _print_line(self._console, Text(f"{self._description}: done in {format_seconds(took)}"))
+        seconds = self._clock() - self._began
+        if seconds >= 2.0:
+            _print_line(self._console, Text(f"{self._description}: done in {format_seconds(seconds)}"))
 
 
 class _PipeSafeConsole(Console):
@@ -309,8 +311,8 @@ class _PipeSafeConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), self.file.fileno())
+        with Path(os.devnull).open("w") as devnull:
+            os.dup2(devnull.fileno(), self.file.fileno())
 
 
 def _step_line(
@@ -324,17 +326,17 @@ def _step_line(
     """`step  12/100  reward  0.4310 (3 failed)  loss -0.0123  2.1 s`, without the last metrics where the width ends."""
     end = "" if steps is None else f"/{steps}"
     line = Text.assemble(("step ", "dim"), f"{step:>{max(0, len(end) - 1)}}", (end, "dim"))
-    took = f"  {format_seconds(values['time/step'])}" if "time/step" in values else ""
+    duration = f"  {format_seconds(values['time/step'])}" if "time/step" in values else ""
     for name in headline:
         if name not in values:
             continue
         cell = Text.assemble("  ", (name, "dim"), f" {format_number(values[name]):>7}")
         if failed := values.get(failures.get(name, ""), 0.0):
             cell.append(f" ({failed:.0f} failed)", "bold")
-        if width is not None and len(line) + len(cell) + len(took) > width:
+        if width is not None and len(line) + len(cell) + len(duration) > width:
             break
         line.append_text(cell)
-    return line.append(took, "dim")
+    return line.append(duration, "dim")
 
 
 def _print_line(console: Console, line: Text) -> None:

@@ -72,8 +72,8 @@ def read_last_step(directory: Path) -> int:
     for number, text in _lines(path):
         line = parse_step_line(text)
         if line is None:
-            told = "%s, line %d, is not a step with its metrics, was damaged or changed by hand, and is passed over."
-            get_logger("observe").warning(told, path, number)
+            message = "%s, line %d, is not a step with its metrics, was damaged or changed by hand, and is passed over."
+            get_logger("observe").warning(message, path, number)
         else:
             last = max(last, line["step"])
     return last

@@ -36,7 +36,9 @@ def escape_unprintable(text: str) -> str:
     """A text in one line: without control characters, separators other than a space, and halves of characters."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def configure_logging(
@@ -87,8 +89,8 @@ _ONE_LINE = _SingleLineFilter()
 class _Formatter(logging.Formatter):
     """`time role[rank] LEVEL message`, masked as a whole."""
 
-    def __init__(self, speaker: str, mask: Callable[[str], str]) -> None:
-        super().__init__(f"%(asctime)s {speaker} %(levelname)-5s %(message)s", datefmt="%H:%M:%S")
+    def __init__(self, process: str, mask: Callable[[str], str]) -> None:
+        super().__init__(f"%(asctime)s {process} %(levelname)-5s %(message)s", datefmt="%H:%M:%S")
         self._mask = mask
 
     def format(self, record: logging.LogRecord) -> str:

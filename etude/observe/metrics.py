@@ -26,7 +26,7 @@ from etude.errors import DataError
 
 __all__ = ["Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetrics"]
 
-Read = TypeVar("Read")
+T = TypeVar("T")
 
 WireMetrics = dict[str, tuple[str, tuple[float, ...]]]
 """Metrics as plain data: name -> (kind, numbers). Fit for pickle, msgpack or JSON."""
@@ -90,11 +90,11 @@ class Mean(Metric):
         return numbers[0] / numbers[1] if numbers else None
 
     def to_wire(self) -> tuple[float, ...]:
-        weighed = [(amount, times, weight) for amount, times, share in self.shares if (weight := float(share)) != 0.0]
-        weight = _exact_sum(weight for _, _, weight in weighed)
+        shares = [(amount, times, weight) for amount, times, share in self.shares if (weight := float(share)) != 0.0]
+        weight = _exact_sum(weight for _, _, weight in shares)
         if weight == 0.0:
             return ()
-        return _exact_sum(float(amount) * float(times) for amount, times, _ in weighed), weight
+        return _exact_sum(float(amount) * float(times) for amount, times, _ in shares), weight
 
     @classmethod
     def from_wire(cls, numbers: Sequence[float]) -> Self:
@@ -258,7 +258,7 @@ class Metrics(Mapping[str, Metric]):
         return metrics
 
 
-def _read(name: str, numbers: Callable[[], Read]) -> Read:
+def _read(name: str, numbers: Callable[[], T]) -> T:
     """What a metric's values come to; they are read here first, so it shows here if one of them is no number."""
     try:
         return numbers()

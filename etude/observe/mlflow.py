@@ -42,16 +42,18 @@ class MlflowSink:
         with _allow_file_store() if uri.startswith("file:") else nullcontext():
             self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(self._config.experiment)
-        identity = experiment.experiment_id if experiment else self._client.create_experiment(self._config.experiment)
-        self._run_id = self._client.create_run(identity, run_name=run.name).info.run_id
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(self._config.experiment)
+        )
+        self._run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
         params = [Param(_sanitize_name(key), str(value)[:_PARAM_LENGTH]) for key, value in _iter_leaves(run.config)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the step's metrics in as few calls as MLflow allows."""
-        stamp = int(self._now() * 1000)
-        metrics = [Metric(_sanitize_name(name), value, stamp, step) for name, value in values.items()]
+        timestamp = int(self._now() * 1000)
+        metrics = [Metric(_sanitize_name(name), value, timestamp, step) for name, value in values.items()]
         for start in range(0, len(metrics), _METRICS_PER_CALL):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS_PER_CALL])
 

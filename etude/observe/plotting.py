@@ -31,8 +31,8 @@ TEXT_COLOR, GOOD_COLOR, BAD_COLOR, GRID_COLOR = "#22313f", "#0f766e", "#c2410c",
 def sparkline(curve: Sequence[float], low: float, high: float, width: int, blocks: str = BLOCKS) -> str:
     """A curve as one line of blocks, `width` of them or one for each point; what leaves the range stays at its edge."""
     count = min(width, len(curve))
-    picked = [curve[round(i * (len(curve) - 1) / max(count - 1, 1))] for i in range(count)]
-    heights = [min(max((value - low) / (high - low), 0.0), 1.0) for value in picked]
+    points = [curve[round(i * (len(curve) - 1) / max(count - 1, 1))] for i in range(count)]
+    heights = [min(max((value - low) / (high - low), 0.0), 1.0) for value in points]
     return "".join(blocks[round(height * (len(blocks) - 1))] for height in heights)
 
 
@@ -50,9 +50,9 @@ def make_figure(
     """
     rows = math.ceil(count / most_columns)
     columns = math.ceil(count / rows)
-    wide, high = panel
+    width, height = panel
     figure = Figure(
-        figsize=(max(wide * columns, 6.0), max(high * rows, 2.6) + 0.95),
+        figsize=(max(width * columns, 6.0), max(height * rows, 2.6) + 0.95),
         dpi=150,
         layout=ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.07),
         facecolor="white",
@@ -61,8 +61,8 @@ def make_figure(
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=TEXT_COLOR)
     figure.supxlabel("step", fontsize=8, color=TEXT_COLOR)
     panels = list(figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).ravel())
-    for spare in panels[count:]:
-        spare.remove()
+    for unused in panels[count:]:
+        unused.remove()
     return figure, panels[:count], columns
 
 

@@ -62,11 +62,11 @@ class SafeDisplay:
             if context is not None and bar is not None:
                 self._run_safely(lambda _: context.__exit__(None, None, None))
 
-    def _run_safely(self, act: Callable[[ProgressDisplay], T]) -> T | None:
+    def _run_safely(self, call: Callable[[ProgressDisplay], T]) -> T | None:
         if self._display is None:
             return None
         try:
-            return act(self._display)
+            return call(self._display)
         except Exception as error:
             self._display = None
             get_logger("observe").warning("The display failed, and shows nothing more: %s.", error)

@@ -79,11 +79,11 @@ class SafeSink:
         """Close the sink."""
         self._run_safely("closing", self._sink.close)
 
-    def _run_safely(self, doing: str, act: Callable[[], None]) -> None:
+    def _run_safely(self, action: str, call: Callable[[], None]) -> None:
         if not self.alive:
             return
         try:
-            act()
+            call()
         except Exception as error:
             self.alive = False
             with suppress(Exception):
@@ -91,7 +91,7 @@ class SafeSink:
             get_logger("observe").warning(
                 "The %s sink failed while %s and is switched off; the run goes on without it. %s: %s",
                 self.name,
-                doing,
+                action,
                 type(error).__name__,
                 error,
             )
@@ -144,8 +144,8 @@ class BackgroundSink:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            told = f"It does not answer: {self._jobs.maxsize} calls are waiting for it."
-            raise self._error or TimeoutError(told) from None
+            message = f"It does not answer: {self._jobs.maxsize} calls are waiting for it."
+            raise self._error or TimeoutError(message) from None
 
     def _raise(self) -> None:
         if self._error is not None and not self._thread.is_alive():
