@@ -1,4 +1,4 @@
-"""Watching a run: metrics typed by their reduction, the sinks they go to, timers, the console and the log.
+"""Observation of a run: metrics typed by their reduction, sinks, timers, the console and the log.
 
 run = RunInfo(name="demo", directory=Path("runs/demo"), steps=100)
 with open_run_log(config.observe, run, headline=["reward", "loss"]) as log:
@@ -94,8 +94,11 @@ def open_run_log(
     last_written_step: int = -1,
     failures: Mapping[str, str] | None = None,
 ) -> RunLog:
-    """The log of a run, with the sinks that the configuration asks for, open; up to `written` its steps are there.
-    failures: which metric counts the failures that one of the headline leaves out."""
+    """Return the open log of a run, with the configured sinks.
+
+    last_written_step: the last step that an earlier epoch of the run wrote. headline: the metrics of the console line.
+    failures: for a headline metric, the metric that counts the failures it leaves out.
+    """
     from etude.observe.console import ConsoleSink
     from etude.observe.run_log import RunLog
 
@@ -110,7 +113,7 @@ def choose_sinks(
     console: Console | None = None,
     failures: Mapping[str, str] | None = None,
 ) -> list[Sink]:
-    """The sinks that the configuration asks for, not yet opened. `console` replaces the one on standard output."""
+    """Return the configured sinks, not yet open. `console` replaces the one on standard output."""
     from etude.observe.console import ConsoleSink, make_console
     from etude.observe.jsonl import JsonlSink
     from etude.observe.sinks import BackgroundSink

@@ -1,4 +1,4 @@
-"""What a run shows and where it sends its numbers."""
+"""The options of a run's output: the console, the log level, and the metric trackers."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ ConsoleStyle = Literal["auto", "rich", "plain", "off"]
 
 
 class WandbConfig(BaseModel):
-    """Weights & Biases."""
+    """The options of Weights & Biases."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["disabled", "offline", "online"] = Field(
         default="disabled",
-        description="disabled: not used; offline: written into the run directory, to be sent with `wandb sync`; "
-        "online: sent as the run goes (needs WANDB_API_KEY or `wandb login` beforehand: nothing is asked)",
+        description="disabled: no W&B; offline: write to the run directory, for `wandb sync`; online: send during the "
+        "run (needs WANDB_API_KEY or an earlier `wandb login`)",
     )
-    project: str = Field(default="etude", min_length=1, description="the W&B project the run belongs to")
-    entity: str | None = Field(default=None, description="the W&B user or team; by default, the one of the key")
-    name: str | None = Field(default=None, description="the run's name in W&B; by default, the name of the run")
+    project: str = Field(default="etude", min_length=1, description="W&B project of the run")
+    entity: str | None = Field(default=None, description="W&B user or team; null is the one of the key")
+    name: str | None = Field(default=None, description="name of the run in W&B; null is the name of the run")
 
 
 class MlflowConfig(BaseModel):
-    """MLflow."""
+    """The options of MLflow."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = Field(default=False, description="log to MLflow")
     uri: str | None = Field(
         default=None,
-        description="tracking URI (http://…, file:///…; sqlite:///… where all of mlflow is installed); by default, the "
-        "folder `mlruns` of the run directory (MLflow shows such a folder when MLFLOW_ALLOW_FILE_STORE=true is set)",
+        description="tracking URI: http://…, file:///…, or sqlite:///… with the full mlflow package; null is `mlruns` "
+        "in the run directory. MLflow displays such a folder only with MLFLOW_ALLOW_FILE_STORE=true",
     )
-    experiment: str = Field(default="etude", min_length=1, description="the MLflow experiment the run belongs to")
+    experiment: str = Field(default="etude", min_length=1, description="MLflow experiment of the run")
 
 
 class ObserveConfig(BaseModel):
-    """How a run is watched. Besides what is chosen here, `metrics.jsonl` is always written."""
+    """The options of a run's output. `metrics.jsonl` is always written too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     console: ConsoleStyle = Field(
         default="auto",
-        description="rich: a line per step and a live progress bar; plain: lines only; off: neither, only what is said "
-        "in words, which has its own `level`; auto: rich on a terminal, plain elsewhere",
+        description="rich: a line per step and a progress bar; plain: lines only; off: log messages only (see `level`)"
+        "; auto: rich on a terminal, plain elsewhere",
     )
-    level: LogLevel = Field(default="info", description="the least serious log message that is shown")
+    level: LogLevel = Field(default="info", description="lowest level of log messages to print")
     every: int = Field(
         default=1,
         ge=1,
-        description="write the metrics of each n steps together, means and sums over all; a save ends a line too",
+        description="write metrics every n steps, as means and sums over these steps; larger gives fewer lines; a "
+        "saved checkpoint writes them too",
     )
     tensorboard: bool = Field(
         default=False, description="write TensorBoard events to `tensorboard` in the run directory"

@@ -1,9 +1,8 @@
-"""What a person sees while something runs.
+"""The console output of a run.
 
-On a terminal: one line per step above a live progress bar, which also says what the step is at. Elsewhere (a file, a
-pipe, a build's log): plain lines.
-Either way the display is a guest: a reader that goes away, a standard output that is closed or knows only ASCII,
-never disturbs the run. rich decides what the terminal can do, and heeds NO_COLOR, COLUMNS and TERM.
+On a terminal: one line per step above a live progress bar, which also names the phase of the step. Elsewhere (a file, a
+pipe, a CI log): plain lines. The console never disturbs the run, also if its reader goes away, or if standard output is
+closed or takes only ASCII. rich detects the terminal's features, and respects NO_COLOR, COLUMNS and TERM.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ __all__ = ["ConsoleSink", "ProgressReporter", "format_number", "format_seconds",
 
 _DAY = 24 * 3600.0
 NARROW, WIDE = 10, 40
-"""Cells of a bar, at least and at most: it gives way to the words before it."""
+"""Minimum and maximum width of a bar, in cells; a long description makes it shorter."""
 BAR_SUFFIX_WIDTH = 20
-"""Cells for what stands behind a bar: `100% 0:00:12 left`, and the spaces."""
+"""Width of the text behind a bar, in cells: `100% 0:00:12 left`, and the spaces."""
 LINE_INTERVAL_S, STEP_LINE_INTERVAL_S = 5.0, 30.0
-"""Seconds between two lines that say how far something is, alone and inside a step, which ends with a line anyway."""
+"""Seconds between two progress lines: of work outside a step, and inside a step, which ends with a line anyway."""
 
 
 def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Console:
-    """The console for a style, on standard output unless another file is given."""
+    """Return the console of a style; it writes to standard output, or to `file`."""
     return _PipeSafeConsole(
         file=file,
         quiet=style == "off",
@@ -59,8 +58,9 @@ def make_console(style: ConsoleStyle = "auto", file: TextIO | None = None) -> Co
 
 
 def format_number(value: float) -> str:
-    """About four digits, as a rule in seven characters or fewer: `0.4310`, `-12.34`, `31250`, `1.2e-5`, `nan`."""
-    value += 0.0  # as nobody wants to read of a zero that it is negative
+    """Format a number with about four digits, usually in at most seven characters: `0.4310`, `-12.34`, `31250`,
+    `1.2e-5`, `nan`."""
+    value += 0.0  # turns -0.0 into 0.0
     size = abs(value)
     if not size < float("inf"):
         return str(value)
@@ -72,7 +72,7 @@ def format_number(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.012 s`, `2.1 s`, `4 min 05 s`, `3 h 12 min`."""
+    """Format a duration: `0.012 s`, `2.1 s`, `4 min 05 s`, `3 h 12 min`."""
     if seconds < 0.1:
         return f"{seconds:.3f} s"
     if seconds < 60:
@@ -84,20 +84,20 @@ def format_seconds(seconds: float) -> str:
 
 
 class ConsoleSink:
-    """One line per step: the metrics of the headline, in its order, where the step has them."""
+    """A sink that prints one line per step: the headline metrics that the step has, in their order."""
 
     name = "console"
 
     def __init__(
         self, console: Console, headline: Sequence[str] = (), failures: Mapping[str, str] | None = None
     ) -> None:
-        """failures: by the name of a metric of the headline, the one that counts the failures which it leaves out."""
+        """failures: for a headline metric, the metric that counts the failures it leaves out."""
         self._console = console
         self._headline, self._failures = headline, failures or {}
         self._bar: _LiveBar | None = None
 
     def open(self, run: RunInfo) -> None:
-        """Say where the run is kept; on a terminal, show the bar if the end is known."""
+        """Print the run directory; on a terminal, show the bar if the number of steps is known."""
         self._steps = run.steps
         _print_line(self._console, Text(f"{run.name}: metrics are written to {run.directory}"))
         if self._console.is_interactive and run.steps is not None:
@@ -111,13 +111,13 @@ class ConsoleSink:
             self._bar.move_to(step)
 
     def show_phase(self, step: int, name: str) -> None:
-        """What a step is at now, beside the bar."""
+        """Show the current phase of a step beside the bar."""
         if self._bar is not None:
             self._bar.describe(f"step {step}: {name}")
 
     @contextmanager
     def progress(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
-        """How far something inside a step has come: a bar below the run's, or now and then a line."""
+        """Report the progress of work inside a step: a second bar on a terminal, else a line from time to time."""
         if self._bar is not None:
             with self._bar.add_nested(description, total) as nested:
                 yield nested
@@ -125,16 +125,16 @@ class ConsoleSink:
             yield _TextProgress(self._console, description, total, time.monotonic, STEP_LINE_INTERVAL_S)
 
     def close(self) -> None:
-        """Take the bar away; the lines stay."""
+        """Remove the bar; the lines stay."""
         if self._bar is not None:
             self._bar.stop()
 
 
 class ProgressReporter(Protocol):
-    """What `progress` hands out."""
+    """The object that `progress` yields."""
 
     def advance(self, amount: float = 1.0) -> None:
-        """Say that this much more of the total is done."""
+        """Add this amount to the finished part of the total."""
         ...
 
 
@@ -145,10 +145,10 @@ def progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ProgressReporter]:
-    """Show that something long is under way: a live bar on a terminal, elsewhere a line every few seconds.
+    """Report the progress of long work: a live bar on a terminal, else a line every few seconds.
 
-    Without a `total` the bar only says that work goes on. Of a bar nothing is left when it ends. Elsewhere than on a
-    terminal, work of under two seconds leaves no line at all.
+    Without a `total` the bar shows activity only. The bar disappears at the end. Away from a terminal, work of less
+    than two seconds prints no line.
     """
     console = make_console() if console is None else console
     if console.is_interactive:
@@ -168,10 +168,10 @@ def progress(
 
 
 class _LiveBar:
-    """A bar that redraws itself on a terminal, with the time that is left, and goes away when it ends."""
+    """A bar that redraws itself on a terminal, with the remaining time. It disappears at the end."""
 
     _active: ClassVar[list[_LiveBar]] = []
-    """Those that are shown: of two on one terminal, each would draw over the other."""
+    """The visible bars. Two independent bars on one terminal would overwrite each other."""
 
     def __init__(self, console: Console, description: str, total: float | None) -> None:
         self._progress = Progress(
@@ -182,7 +182,7 @@ class _LiveBar:
             console=console,
             transient=True,
             refresh_per_second=4,
-            # Steps may take minutes: with rich's half a minute of memory there would never be an estimate.
+            # Steps may take minutes: rich's default window of 30 seconds would never give an estimate.
             speed_estimate_period=_DAY,
         )
         self._task = self._progress.add_task(_single_line(console, description), total=total)
@@ -192,14 +192,14 @@ class _LiveBar:
 
     @classmethod
     def find(cls, console: Console) -> _LiveBar | None:
-        """The bar that is shown where this console writes, by this console or another."""
+        """Return the visible bar of this console's file; None if there is none."""
         return next((bar for bar in cls._active if bar._progress.console.file is console.file), None)
 
     def advance(self, amount: float = 1.0) -> None:
         self._progress.advance(self._task, amount)
 
     def move_to(self, completed: float) -> None:
-        """Move to a place. The first one may lie far ahead, in a resumed run, and says nothing about the speed."""
+        """Set the finished part. In a resumed run the first value may be large, and does not count for the speed."""
         if self._has_moved:
             self._progress.update(self._task, completed=completed)
         else:
@@ -207,12 +207,12 @@ class _LiveBar:
             self._has_moved = True
 
     def describe(self, description: str) -> None:
-        """Call the bar something else."""
+        """Change the bar's description."""
         self._progress.update(self._task, description=_single_line(self._progress.console, description))
 
     @contextmanager
     def add_nested(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
-        """A bar of its own below this one, while it lasts."""
+        """Show a second bar below this one, inside the block."""
         progress = self._progress
         task = progress.add_task(_single_line(progress.console, description), total=total)
         try:
@@ -226,12 +226,12 @@ class _LiveBar:
         self._progress.stop()
 
     def _description_width(self) -> int:
-        """Cells of the longest description."""
+        """Return the width of the longest description, in cells."""
         return max((cell_len(task.description) for task in self._progress.tasks), default=0)
 
 
 class _DescriptionColumn(ProgressColumn):
-    """What a bar shows the progress of: in one line, and cut where the width ends."""
+    """The description of a bar, on one line and cut to the width."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _DescriptionColumn(ProgressColumn):
 
 
 class _FlexibleBarColumn(BarColumn):
-    """A bar that is as wide as the words before it leave."""
+    """A bar as wide as the description in front of it allows."""
 
     def __init__(self, console: Console, description_width: Callable[[], int]) -> None:
         super().__init__(table_column=Column(no_wrap=True))
@@ -254,7 +254,7 @@ class _FlexibleBarColumn(BarColumn):
 
 
 class _TimeLeftColumn(TimeRemainingColumn):
-    """`0:00:12 left`, where an end is known."""
+    """The remaining time, `0:00:12 left`, if the total is known."""
 
     def render(self, task: Task) -> Text:
         time = super().render(task)
@@ -262,7 +262,7 @@ class _TimeLeftColumn(TimeRemainingColumn):
 
 
 class _NestedBar:
-    """A bar below another."""
+    """A bar below another one."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
@@ -272,7 +272,7 @@ class _NestedBar:
 
 
 class _TextProgress:
-    """Says how far things are, in a line of its own, now and then."""
+    """Progress as plain lines, one every few seconds."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class _TextProgress:
 
 
 class _PipeSafeConsole(Console):
-    """rich's console, except that a reader that left (`etude train | head`) ends the display and not the program."""
+    """rich's console, with one change: if the reader has gone (`etude train | head`), only the output ends."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -323,7 +323,7 @@ def _step_line(
     failures: Mapping[str, str],
     width: int | None,
 ) -> Text:
-    """`step  12/100  reward  0.4310 (3 failed)  loss -0.0123  2.1 s`, without the last metrics where the width ends."""
+    """Format `step  12/100  reward  0.4310 (3 failed)  loss -0.0123  2.1 s`; drop metrics that exceed the width."""
     end = "" if steps is None else f"/{steps}"
     line = Text.assemble(("step ", "dim"), f"{step:>{max(0, len(end) - 1)}}", (end, "dim"))
     duration = f"  {format_seconds(values['time/step'])}" if "time/step" in values else ""
@@ -340,16 +340,16 @@ def _step_line(
 
 
 def _print_line(console: Console, line: Text) -> None:
-    """Print one line as it is: on a terminal it may go on in the next, between words; elsewhere it is never cut."""
+    """Print one line. A terminal may wrap it between words; elsewhere it is never cut."""
     line.plain = _replace_unencodable(console, line.plain)
     console.print(line, soft_wrap=not console.is_interactive)
 
 
 def _single_line(console: Console, description: str) -> str:
-    """A description in one line, as the console can carry it."""
+    """Return a description on one line, in characters that the console can encode."""
     return _replace_unencodable(console, " ".join(description.split()))
 
 
 def _replace_unencodable(console: Console, text: str) -> str:
-    """The text with what the console's file cannot carry replaced by question marks."""
+    """Replace the characters that the console cannot encode by question marks."""
     return text.encode(console.encoding, "replace").decode(console.encoding)

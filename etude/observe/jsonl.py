@@ -1,10 +1,10 @@
-"""The sink that is always on: one JSON object per line in `metrics.jsonl`.
+"""The sink that every run has: one JSON object per line in `metrics.jsonl`.
 
     {"step": 3, "time": 1795210221.77, "loss": 0.43, "kl": null, "nonfinite": ["kl"]}
 
-Each line is handed to the operating system when its step ends, so a killed process leaves whole lines and at most one
-torn one behind them; opening the file again removes that. JSON has no NaN and no infinity: such a value becomes
-null and its name is listed. A resumed run appends, after the last step that has its line.
+Each line goes to the operating system when its step ends. A killed process leaves whole lines and at most one partial
+line at the end, which is removed when the file is opened again. JSON has no NaN and no infinity: such a value becomes
+null, and its name is listed. A resumed run appends after the last written step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["METRICS_FILE", "JsonlSink", "parse_step_line", "read_last_step", "re
 
 METRICS_FILE = "metrics.jsonl"
 NON_METRIC_FIELDS = frozenset({"step", "time", "nonfinite"})
-"""Other fields of a line."""
+"""The fields of a line that are not metrics."""
 MOST_STEPS = 2**53
 _BLOCK = 1 << 16
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl` in the run directory."""
+    """A sink that writes `metrics.jsonl` in the run directory."""
 
     name = "jsonl"
 
@@ -41,14 +41,14 @@ class JsonlSink:
         self._now = now
 
     def open(self, run: RunInfo) -> None:
-        """Open for appending, after cutting off a line that was torn."""
+        """Remove a partial last line, and open the file for appending."""
         run.directory.mkdir(parents=True, exist_ok=True)
         path = run.directory / METRICS_FILE
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one whole line."""
+        """Write the line of one step."""
         line: dict[str, object] = {"step": step, "time": self._now()}
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
@@ -64,15 +64,17 @@ class JsonlSink:
 
 
 def read_last_step(directory: Path) -> int:
-    """The last step that has its line in this run directory; -1 where none has. A line that is none is told of and
-    counts for nothing: nothing that is trained follows from it."""
+    """Return the last step with a line in this run directory; -1 for none.
+
+    A damaged line is logged and skipped, because training does not depend on this file.
+    """
     path = directory / METRICS_FILE
     _cut_torn_line(path)
     last = -1
     for number, text in _lines(path):
         line = parse_step_line(text)
         if line is None:
-            message = "%s, line %d, is not a step with its metrics, was damaged or changed by hand, and is passed over."
+            message = "%s, line %d, is not a step with its metrics: it was damaged or edited, and is skipped."
             get_logger("observe").warning(message, path, number)
         else:
             last = max(last, line["step"])
@@ -80,19 +82,19 @@ def read_last_step(directory: Path) -> int:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of metrics; one that is none is a `DataError` that names it."""
+    """Iterate over the steps in a metrics file; raise a `DataError` that names a damaged line."""
     for number, text in _lines(path):
         line = parse_step_line(text)
         if line is None:
             raise DataError(
-                f"{path}, line {number}, is not a step with its metrics: it was damaged, or changed by hand. Mend or "
-                f"remove that line; nothing but curves and tables is read from it."
+                f"{path}, line {number}, is not a step with its metrics: it was damaged or edited. Repair or remove "
+                f"that line; only curves and tables are read from it."
             )
         yield line
 
 
 def parse_step_line(text: str) -> dict[str, Any] | None:
-    """A line as a step with its metrics, if it is one."""
+    """Parse a line as a step with its metrics; return None for any other line."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -106,12 +108,12 @@ def parse_step_line(text: str) -> dict[str, Any] | None:
 def _is_value(value: Any) -> bool:
     try:
         return value is None or (isinstance(value, int | float) and math.isfinite(value))
-    except OverflowError:  # a whole number beyond all that a float holds
+    except OverflowError:  # an integer larger than any float
         return False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The whole lines of a file, with their numbers; a torn one at the end is no line."""
+    """Iterate over the lines of a file with their numbers, without a partial last line."""
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for number, text in enumerate(file, start=1):
@@ -120,7 +122,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Shorten the file to its last newline, reading backwards from the end."""
+    """Truncate the file after its last newline, which is searched backwards from the end."""
     if not path.exists():
         return
     with path.open("r+b", buffering=0) as file:

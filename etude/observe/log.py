@@ -1,13 +1,13 @@
-"""The log: what is said in words rather than in numbers.
+"""The log messages of Etude.
 
-Every room asks for its logger with `get_logger("store")` and all of them hang below the one logger named `etude`. A
-command calls `configure_logging` once; a program that uses Etude as a library need not, and then Python's own defaults
-apply. Nothing here touches the root logger or another library's handlers.
+Every package gets its logger with `get_logger("store")`; all of them are children of the logger `etude`. A command
+calls `configure_logging` once. A program that uses Etude as a library need not; Python's defaults apply then. The root
+logger and the handlers of other libraries are not touched.
 
     21:04:11 trainer[3] INFO  the reference model is on the CPU
 
-A message is one line, whatever stands in it, and moves no cursor: what is not printed as a character is written as
-Python escapes it (`\\n`, `\\x9b`, `\\u2028`). A traceback has lines of its own, each indented.
+A message is always one line and cannot move the cursor: unprintable characters are written as Python escapes (`\\n`,
+`\\x9b`, `\\u2028`). A traceback follows on its own indented lines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ROOT = logging.getLogger("etude")
 
 
 def get_logger(package: str) -> logging.Logger:
-    """The logger of one room: `get_logger("store")` is the standard library's `etude.store`."""
+    """Return the logger of a package: `get_logger("store")` is the standard library's logger `etude.store`."""
     log = _ROOT.getChild(package)
-    log.addFilter(_ONE_LINE)  # of all that is said there, wherever it goes; a filter that is there is not added again
+    log.addFilter(_ONE_LINE)  # before every handler; adding the same filter twice has no effect
     return log
 
 
 def escape_unprintable(text: str) -> str:
-    """A text in one line: without control characters, separators other than a space, and halves of characters."""
+    """Escape control characters, separators other than a space, and lone surrogates, so that a text is one line."""
     if text.isprintable():
         return text
     return "".join(
@@ -48,10 +48,10 @@ def configure_logging(
     file: Path | None = None,
     mask: Callable[[str], str] = str,
 ) -> None:
-    """Send Etude's log to standard error, and to `file` if one is given; calling it again starts over.
+    """Send Etude's log to standard error, and to `file`. A second call replaces the first.
 
-    `role` and `rank` say who speaks. `mask` is applied to every finished line, tracebacks included, and takes out
-    what must not be seen.
+    role, rank: the process that logs, printed in each line. mask: a function that removes secrets from every finished
+    line, tracebacks included.
     """
     handlers: list[logging.Handler] = [_StderrHandler()]
     if file is not None:
@@ -68,12 +68,12 @@ def configure_logging(
 
 
 class _SingleLineFilter(logging.Filter):
-    """Escapes what a record says, in its place, before any handler sees it."""
+    """A filter that escapes a record's message in place, before any handler sees it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except (TypeError, ValueError, KeyError):  # a mistake of ours, of which logging itself tells
+        except (TypeError, ValueError, KeyError):  # a bug of Etude, which logging itself reports
             return True
         if not message.isprintable():
             record.msg, record.args = escape_unprintable(message), ()
@@ -87,19 +87,19 @@ _ONE_LINE = _SingleLineFilter()
 
 
 class _Formatter(logging.Formatter):
-    """`time role[rank] LEVEL message`, masked as a whole."""
+    """The format `time role[rank] LEVEL message`, with masked secrets."""
 
     def __init__(self, process: str, mask: Callable[[str], str]) -> None:
         super().__init__(f"%(asctime)s {process} %(levelname)-5s %(message)s", datefmt="%H:%M:%S")
         self._mask = mask
 
     def format(self, record: logging.LogRecord) -> str:
-        _ONE_LINE.filter(record)  # of a logger that was not had by `get_logger`
+        _ONE_LINE.filter(record)  # for loggers that `get_logger` did not create
         return self._mask(super().format(record))
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever standard error is at that moment, so that lines appear above a live progress bar."""
+    """A handler that writes to the current `sys.stderr`, so that lines appear above a live progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -1,17 +1,16 @@
-"""Measurements that know how they are to be reduced.
+"""Metrics that carry their own reduction.
 
-A loss sees one micro-batch, a rank sees its share of the batch, a step sees all of them, and a plot wants one
-number. A `Metric` carries what it takes to get there without bias: a mean keeps its weights, a maximum stays a
-maximum. Metrics are merged as they travel (over micro-batches, ranks and steps) and turned into numbers once,
-when a step is logged.
+A loss sees one micro-batch, a rank its share of the batch, and a step all shares; a plot needs one number. A `Metric`
+keeps the data for an unbiased reduction: a mean keeps its weights, a maximum stays a maximum. Metrics are merged over
+micro-batches, ranks and steps, and become numbers once, when a step is logged.
 
-Values may be anything that `float()` accepts. They are kept as they are until they are reduced, so recording a
-0-d tensor that lives on an accelerator does not wait for it. Hand in detached tensors that nobody writes to
-afterwards: what is kept here keeps its graph alive.
+A value may be anything that `float()` accepts. It is stored unread until the reduction, so that recording a 0-d tensor
+on an accelerator does not wait for the device. Tensors must be detached, and must not be written to afterwards: a
+stored tensor keeps its autograd graph alive.
 
-Reduction happens in double precision and does not depend on the order in which shares arrived (except for
-`Last`, whose point is the order). What was never measured is absent: a `Mean` of weight zero and a `Max` or `Min`
-over nothing reduce to None and do not appear in a step. NaN and infinities are never dropped.
+Reduction uses double precision, and does not depend on the order of the shares (except for `Last`, which is about the
+order). A metric without measurements is absent: a `Mean` of weight zero, and a `Max` or `Min` of no values, reduce to
+None and do not appear in a step. NaN and infinities are never dropped.
 """
 
 from __future__ import annotations
@@ -29,57 +28,57 @@ __all__ = ["Last", "Max", "Mean", "Metric", "Metrics", "Min", "Sum", "WireMetric
 T = TypeVar("T")
 
 WireMetrics = dict[str, tuple[str, tuple[float, ...]]]
-"""Metrics as plain data: name -> (kind, numbers). Fit for pickle, msgpack or JSON."""
+"""Metrics as plain data, for pickle, msgpack or JSON: name -> (kind, numbers)."""
 
 RESERVED = frozenset({"step", "time", "nonfinite"})
-"""Names that a log line uses for itself."""
+"""Names of the other fields of a log line."""
 
 
 class Metric(ABC):
-    """One measurement and its way of being reduced. Frozen: merging makes a new one."""
+    """One measurement with its reduction. It is frozen: merging returns a new metric."""
 
     __slots__ = ()
     kind: ClassVar[str]
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """This and `other`, a later measurement of the same thing, as one."""
+        """Merge with a later measurement of the same name."""
 
     @abstractmethod
     def value(self) -> float | None:
-        """The number, or None where nothing was measured. Only here are tensors read."""
+        """Return the number, or None without measurements. Only this method and `to_wire` read tensors."""
 
     @abstractmethod
     def to_wire(self) -> tuple[float, ...]:
-        """The few plain numbers from which `from_wire` makes a metric that merges and reduces as this one."""
+        """Return a few plain numbers, from which `from_wire` makes an equivalent metric."""
 
     @classmethod
     @abstractmethod
     def from_wire(cls, numbers: Sequence[float]) -> Self:
-        """The metric that `to_wire` described."""
+        """Rebuild a metric from the numbers of `to_wire`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean(Metric):
     """A weighted mean: the sum of its totals over the sum of its weights.
 
-    Make one with `Mean.of(value, weight)` where a mean is at hand, or with `Mean.over(total, weight)` where a sum
-    and a count are: a loss that has summed over its tokens hands in both and never divides.
+    Use `Mean.of(value, weight)` for a known mean, and `Mean.over(total, weight)` for a sum and a count. A loss that
+    has summed over its tokens passes both, and never divides.
     """
 
     kind = "mean"
 
     shares: tuple[tuple[SupportsFloat, SupportsFloat, SupportsFloat], ...] = ()
-    """(amount, times, weight) per share: amount * times is its total. A share of weight 0 counts for nothing."""
+    """(amount, times, weight) of each share; amount * times is its total. A share of weight 0 is ignored."""
 
     @classmethod
     def of(cls, value: SupportsFloat, weight: SupportsFloat = 1.0) -> Self:
-        """A mean of `value`, known over `weight` items."""
+        """Return the mean of `weight` items, from the mean."""
         return cls(((value, weight, weight),))
 
     @classmethod
     def over(cls, total: SupportsFloat, weight: SupportsFloat) -> Self:
-        """A mean known as its `total` over `weight` items."""
+        """Return the mean of `weight` items, from their total."""
         return cls(((total, 1.0, weight),))
 
     def merge(self, other: Self) -> Self:
@@ -103,13 +102,13 @@ class Mean(Metric):
 
 @dataclass(frozen=True, slots=True)
 class _PooledMetric(Metric):
-    """Values kept side by side until one number is made of them."""
+    """A metric that stores its values until the reduction."""
 
     values: tuple[SupportsFloat, ...] = ()
 
     @classmethod
     def of(cls, value: SupportsFloat) -> Self:
-        """The measurement of one value."""
+        """Return the metric of one value."""
         return cls((value,))
 
     def merge(self, other: Self) -> Self:
@@ -156,7 +155,7 @@ class Min(_PooledMetric):
 
 @dataclass(frozen=True, slots=True)
 class Last(Metric):
-    """The most recent value, for what is set and not measured: a learning rate, a policy version."""
+    """The most recent value, for quantities that are set and not measured: a learning rate, a policy version."""
 
     kind = "last"
 
@@ -164,7 +163,7 @@ class Last(Metric):
 
     @classmethod
     def of(cls, value: SupportsFloat) -> Self:
-        """The value as it stands now."""
+        """Return the metric of the current value."""
         return cls(value)
 
     def merge(self, other: Self) -> Self:
@@ -185,7 +184,7 @@ KINDS: dict[str, type[Metric]] = {"mean": Mean, "sum": Sum, "max": Max, "min": M
 
 
 class Metrics(Mapping[str, Metric]):
-    """An ordered mapping from names to metrics, filled where things are measured and reduced once.
+    """An ordered mapping from names to metrics, filled during a step and reduced once.
 
     >>> metrics = Metrics({"loss": Mean.over(total=6.0, weight=4)})
     >>> metrics.add("loss", Mean.over(total=1.0, weight=1))
@@ -194,7 +193,7 @@ class Metrics(Mapping[str, Metric]):
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
-        # What was added under a name since it was last asked for: merged then, and not anew with each addition.
+        # The metrics added under each name. They are merged when the name is read, not at each addition.
         self._parts: dict[str, list[Metric]] = {}
         if metrics is not None:
             self.merge(metrics)
@@ -216,10 +215,10 @@ class Metrics(Mapping[str, Metric]):
         return f"Metrics({dict(self)!r})"
 
     def add(self, name: str, metric: Metric) -> None:
-        """Record one metric; a name already present is merged with what it holds."""
+        """Record one metric, and merge it with an earlier one of the same name."""
         if not name or name in RESERVED:
             raise DataError(
-                f"A metric cannot be named {name!r}: a log line uses that word itself. Choose another name."
+                f"A metric cannot be named {name!r}: a log line uses that name itself. Choose another name."
             )
         parts = self._parts.setdefault(name, [])
         if parts and type(parts[0]) is not type(metric):
@@ -230,26 +229,26 @@ class Metrics(Mapping[str, Metric]):
         parts.append(metric)
 
     def merge(self, other: Mapping[str, Metric]) -> None:
-        """Record everything in `other`, in its order."""
+        """Record all metrics of `other`, in their order."""
         for name, metric in other.items():
             self.add(name, metric)
 
     def with_prefix(self, prefix: str) -> Metrics:
-        """The same metrics under longer names: `metrics.with_prefix("actor/")`."""
+        """Return the same metrics under longer names: `metrics.with_prefix("actor/")`."""
         return Metrics({prefix + name: metric for name, metric in self.items()})
 
     def reduce(self) -> dict[str, float]:
-        """The numbers, in the order of recording, without those that were measured over nothing."""
+        """Return the numbers in the order of recording, without metrics that have no measurements."""
         values = {name: _read(name, metric.value) for name, metric in self.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def to_wire(self) -> WireMetrics:
-        """Plain data for another process: every tensor read, every name reduced to a few numbers."""
+        """Return plain data for another process: read every tensor, and reduce every name to a few numbers."""
         return {name: (metric.kind, _read(name, metric.to_wire)) for name, metric in self.items()}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, tuple[str, Sequence[float]]]) -> Metrics:
-        """The metrics that `to_wire` described."""
+        """Rebuild the metrics from the data of `to_wire`."""
         metrics = cls()
         for name, (kind, numbers) in wire.items():
             if kind not in KINDS:
@@ -259,7 +258,7 @@ class Metrics(Mapping[str, Metric]):
 
 
 def _read(name: str, numbers: Callable[[], T]) -> T:
-    """What a metric's values come to; they are read here first, so it shows here if one of them is no number."""
+    """Read a metric's values, and raise a `DataError` if one of them is not a number."""
     try:
         return numbers()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -269,7 +268,7 @@ def _read(name: str, numbers: Callable[[], T]) -> T:
 
 
 def _exact_sum(values: Iterable[float]) -> float:
-    """The sum, correctly rounded and so independent of order; overflow and NaN show as they would in a plain sum."""
+    """Return the correctly rounded sum, which does not depend on the order. Overflow and NaN are as in a plain sum."""
     numbers = list(values)
     try:
         return math.fsum(numbers)

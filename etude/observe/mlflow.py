@@ -1,7 +1,7 @@
-"""MLflow: a tracking server, a database, or by default the folder `mlruns` of the run directory.
+"""The MLflow sink: a tracking server, a database, or by default the folder `mlruns` of the run directory.
 
-MLflow's small client (`mlflow-skinny`) is enough for a folder or a server; a database needs SQLAlchemy and alembic
-as well. MLflow still writes folders but wants to be told that this is meant; naming one is taken as that word.
+MLflow's small client (`mlflow-skinny`) is enough for a folder or a server; a database also needs SQLAlchemy and
+alembic. MLflow writes to a folder only with an explicit setting; a `file:` URI is taken as that setting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FILE_STORE_LOCK = threading.Lock()
 
 
 class MlflowSink:
-    """One MLflow run; the configuration becomes its parameters."""
+    """A sink with one MLflow run; the configuration becomes its parameters."""
 
     name = "mlflow"
 
@@ -37,7 +37,7 @@ class MlflowSink:
         self._now = now
 
     def open(self, run: RunInfo) -> None:
-        """Create the MLflow run, and its experiment where that is new."""
+        """Create the MLflow run, and its experiment if it does not exist."""
         uri = self._config.uri or (run.directory / "mlruns").absolute().as_uri()
         with _allow_file_store() if uri.startswith("file:") else nullcontext():
             self._client = MlflowClient(tracking_uri=uri)
@@ -64,7 +64,7 @@ class MlflowSink:
 
 @contextmanager
 def _allow_file_store() -> Iterator[None]:
-    """MLflow only asks its environment variable, which others in this process may have set or left alone."""
+    """Set MLflow's environment variable inside the block, and restore its earlier value."""
     with _FILE_STORE_LOCK:
         before = MLFLOW_ALLOW_FILE_STORE.get_raw()
         MLFLOW_ALLOW_FILE_STORE.set(True)
@@ -78,12 +78,12 @@ def _allow_file_store() -> Iterator[None]:
 
 
 def _sanitize_name(name: str) -> str:
-    """The name with what MLflow does not allow in one replaced."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _iter_leaves(tree: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Every leaf of a nested configuration with its dotted path."""
+    """Iterate over the leaves of a nested configuration, with their dotted paths."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _iter_leaves(value, f"{path}{key}.")

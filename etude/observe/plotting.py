@@ -1,4 +1,4 @@
-"""Curves, as every picture and every terminal of Etude's shows them: lines of blocks, and sheets of small panels."""
+"""Curves in a shared style: sparklines for the terminal, and figures with small panels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT_COLOR, GOOD_COLOR, BAD_COLOR, GRID_COLOR = "#22313f", "#0f766e", "#c2410c",
 
 
 def sparkline(curve: Sequence[float], low: float, high: float, width: int, blocks: str = BLOCKS) -> str:
-    """A curve as one line of blocks, `width` of them or one for each point; what leaves the range stays at its edge."""
+    """Return a curve as one line of at most `width` blocks. Values outside the range are drawn at its edge."""
     count = min(width, len(curve))
     points = [curve[round(i * (len(curve) - 1) / max(count - 1, 1))] for i in range(count)]
     heights = [min(max((value - low) / (high - low), 0.0), 1.0) for value in points]
@@ -37,16 +37,17 @@ def sparkline(curve: Sequence[float], low: float, high: float, width: int, block
 
 
 def can_encode(console: Console, text: str) -> bool:
-    """Whether the console's file can carry these letters."""
+    """Return True if the console can encode this text."""
     return text.encode(console.encoding, "replace").decode(console.encoding) == text
 
 
 def make_figure(
     count: int, title: str, *, most_columns: int, panel: tuple[float, float], shared: bool = False
 ) -> tuple[Figure, list[Axes], int]:
-    """A figure with so many panels, each about so wide and high in inches: the figure, the panels, and its columns.
+    """Return a figure with `count` panels, the panels, and the number of columns.
 
-    The panels run over steps; `shared` gives all of them the same axes.
+    panel: the width and height of a panel, in inches. shared: whether all panels have the same axes. The x axis is the
+    step.
     """
     rows = math.ceil(count / most_columns)
     columns = math.ceil(count / rows)
@@ -67,7 +68,7 @@ def make_figure(
 
 
 def style_panel(panel: Axes, name: str, value: str, colour: str) -> None:
-    """What all panels have in common: the name on the left, the last value on the right, and little else."""
+    """Style a panel: the name on the left, the last value on the right, and thin axes."""
     panel.set_title(name, loc="left", fontsize=9, fontweight="bold", color=TEXT_COLOR)
     panel.set_title(value, loc="right", fontsize=9, color=colour)
     panel.tick_params(labelsize=7, colors=TEXT_COLOR, length=2, width=0.6)

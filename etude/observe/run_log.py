@@ -1,4 +1,4 @@
-"""The record of a run: what each step measured, reduced once and handed to every sink.
+"""The log of a run's metrics: each step is measured, reduced once, and passed to every sink.
 
     with RunLog(sinks, run) as log:
         for step in range(1, steps + 1):
@@ -6,7 +6,7 @@
                 with at.timer("update"):
                     at.add(update(batch))
 
-A step that raises leaves no trace among the numbers: half a step is not a step. The exception passes on.
+A step that raises writes no metrics, because they would cover half a step only. The exception propagates.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ T = TypeVar("T")
 
 
 class ProgressDisplay(Protocol):
-    """Where a run is shown while it goes on."""
+    """A display of a run's progress."""
 
     def show_phase(self, step: int, name: str) -> None:
-        """What a step is at now."""
+        """Show the current phase of a step."""
         ...
 
     def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
-        """How far something inside a step has come."""
+        """Report the progress of work inside a step."""
         ...
 
 
 class SafeDisplay:
-    """A display that cannot disturb the run: at its first failure it is warned about, and shown nothing more."""
+    """A display that cannot disturb the run: its first error is logged, and switches it off."""
 
     def __init__(self, display: ProgressDisplay) -> None:
         self._display: ProgressDisplay | None = display
 
     def show_phase(self, step: int, name: str) -> None:
-        """What a step is at now."""
+        """Show the current phase of a step."""
         self._run_safely(lambda display: display.show_phase(step, name))
 
     @contextmanager
     def progress(self, description: str, total: float | None) -> Iterator[ProgressReporter]:
-        """How far something inside a step has come."""
+        """Report the progress of work inside a step."""
         context = self._run_safely(lambda display: display.progress(description, total))
         bar = None if context is None else self._run_safely(lambda _: context.__enter__())
         try:
@@ -69,12 +69,12 @@ class SafeDisplay:
             return call(self._display)
         except Exception as error:
             self._display = None
-            get_logger("observe").warning("The display failed, and shows nothing more: %s.", error)
+            get_logger("observe").warning("The display failed and is switched off: %s.", error)
             return None
 
 
 class _SafeBar:
-    """A bar whose failures reach nobody."""
+    """A bar whose errors switch off the display, and do not propagate."""
 
     def __init__(self, bar: ProgressReporter, run_safely: Callable[[Callable[[ProgressDisplay], None]], None]) -> None:
         self._bar, self._run_safely = bar, run_safely
@@ -84,19 +84,19 @@ class _SafeBar:
 
 
 class _NullBar:
-    """A bar that nobody watches."""
+    """A bar without output."""
 
     def advance(self, amount: float = 1.0) -> None:
         pass
 
 
 def null_progress(description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:  # noqa: ARG001
-    """Progress that is shown nowhere."""
+    """Return a progress reporter without output."""
     return nullcontext(_NullBar())
 
 
 class StepRecorder:
-    """One step being measured."""
+    """The metrics and the timer of the current step."""
 
     def __init__(self, number: int, timer: Timer) -> None:
         self.number = number
@@ -104,17 +104,18 @@ class StepRecorder:
         self.metrics = Metrics()
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Merge these metrics into the step's."""
+        """Merge metrics into those of the step."""
         self.metrics.merge(metrics)
 
 
 class RunLog:
-    """Opens the sinks, feeds them step by step, and closes them; none of them can stop the run.
+    """The owner of the sinks: it opens them, passes them each step, and closes them. No sink can stop the run.
 
-    With `every` above 1 the metrics of consecutive steps are merged and written together at each step that `every`
-    divides, at the last step of the run, and for what is left at a `flush` and when the log is closed: fewer lines,
-    nothing lost. A step up to `written` has its line from an earlier life of the run, and none is written again: what
-    is done again from a record measures less than it did.
+    With `every` above 1, the metrics of consecutive steps are merged. They are written at each step that `every`
+    divides, at the last step of the run, at a `flush`, and at the end.
+
+    An earlier epoch of the run wrote the steps up to `last_written_step`. They are not written again, because a
+    replayed step measures less than the original did.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class RunLog:
         last_written_step: int = -1,
         display: ProgressDisplay | None = None,
     ) -> None:
-        """display: shows what a step is at, and how far that has come."""
+        """display: shows the current phase and its progress."""
         self._last_written_step = last_written_step
         self._display = None if display is None else SafeDisplay(display)
         self._sinks = [SafeSink(sink) for sink in sinks]
@@ -141,7 +142,7 @@ class RunLog:
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepRecorder]:
-        """Measure one step; its time is measured for it."""
+        """Measure one step, and its time."""
         step = StepRecorder(number, Timer(self._clock, lambda phase: self._show_phase(number, phase)))
         yield step
         if number <= self._last_written_step:
@@ -153,16 +154,16 @@ class RunLog:
             self._write()
 
     def progress(self, description: str, total: float | None) -> AbstractContextManager[ProgressReporter]:
-        """A bar for something that takes its time within a step, shown where the run is."""
+        """Report the progress of long work inside a step on the run's display."""
         return (null_progress if self._display is None else self._display.progress)(description, total)
 
     def flush(self) -> None:
-        """Write what is pending now."""
+        """Write the pending metrics."""
         if len(self._pending) > 0:
             self._write()
 
     def close(self) -> None:
-        """Write what is pending and close every sink; a second call does nothing."""
+        """Write the pending metrics, and close every sink. A second call has no effect."""
         self.flush()
         for sink in self._sinks:
             sink.close()
@@ -187,7 +188,7 @@ class RunLog:
             if not math.isfinite(value) and name not in self._warned:
                 self._warned.add(name)
                 get_logger("observe").warning(
-                    "The metric %r is %s at step %d. This is said once.", name, value, self._finished
+                    "The metric %r is %s at step %d. This is logged once.", name, value, self._finished
                 )
         for sink in self._sinks:
             sink.log(self._finished, values)

@@ -1,8 +1,8 @@
-"""Where reduced metrics go, and what happens when a destination misbehaves.
+"""Sinks: the destinations of reduced metrics, and the wrappers that protect a run from them.
 
-A sink is opened once, receives one mapping of numbers per step and is closed once. A run never depends on one: each
-sink is `SafeSink`, and a sink that speaks to a service works in the `BackgroundSink`, where a service that does not
-answer costs the run nothing but a bounded wait at the end.
+A sink is opened once, receives one mapping of numbers per step, and is closed once. A run never depends on a sink. A
+`SafeSink` wraps each one. A `BackgroundSink` wraps a sink that calls a service: a service that does not respond costs
+the run only a bounded wait at the end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["BackgroundSink", "RunInfo", "SafeSink", "Sink"]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a sink is told about the run it records."""
+    """The facts about a run that its sinks need."""
 
     name: str
-    """What people call the run."""
+    """The name of the run."""
     directory: Path
-    """The run's own directory; local sinks write here."""
+    """The run directory; local sinks write there."""
     steps: int | None = None
-    """How many steps the run will take in all, if that is known."""
+    """The number of steps of the whole run; None if it is unknown."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """The resolved configuration as plain data, secrets already masked."""
+    """The resolved configuration as plain data, with masked secrets."""
 
 
 class Sink(Protocol):
@@ -39,11 +39,11 @@ class Sink(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call this sink in a sentence."""
+        """The sink's name in messages."""
         ...
 
     def open(self, run: RunInfo) -> None:
-        """Make ready to receive; called once, first."""
+        """Prepare to receive metrics; called once, first."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -51,12 +51,12 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Make durable what was received; called once, last."""
+        """Store everything that was received; called once, last."""
         ...
 
 
 class SafeSink:
-    """A sink that cannot fail: at the first exception it is closed as far as that goes, warned about, and left out."""
+    """A sink that cannot raise: its first exception is logged, and the sink is closed and skipped from then on."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -64,7 +64,7 @@ class SafeSink:
 
     @property
     def name(self) -> str:
-        """The name of the sink that is guarded."""
+        """The name of the wrapped sink."""
         return self._sink.name
 
     def open(self, run: RunInfo) -> None:
@@ -72,7 +72,7 @@ class SafeSink:
         self._run_safely("opening", lambda: self._sink.open(run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand on one step."""
+        """Pass one step on."""
         self._run_safely(f"logging step {step}", lambda: self._sink.log(step, values))
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class SafeSink:
             with suppress(Exception):
                 self._sink.close()
             get_logger("observe").warning(
-                "The %s sink failed while %s and is switched off; the run goes on without it. %s: %s",
+                "The %s sink failed while %s and is switched off; the run continues without it. %s: %s",
                 self.name,
                 action,
                 type(error).__name__,
@@ -98,12 +98,14 @@ class SafeSink:
 
 
 class BackgroundSink:
-    """A sink whose work is done by a thread of its own.
+    """A sink that works on its own thread.
 
-    Consumes: calls of the training thread, which only queue. Produces: the same calls, in order, on the thread.
-    Waits for: nobody while logging; the thread, for at most `patience` seconds, when closing.
-    Unblocked by: the thread finishing. What the sink raises there ends the thread, which closes the sink first; once
-    it has, or once patience is at an end, the same is raised here.
+    Consumes: calls of the training thread, which puts them into a queue. Produces: the same calls, in order, on the
+    thread. Waits for: nothing while logging; `close` waits for the thread, at most `close_timeout` seconds. Unblocked
+    by: the end of the thread.
+
+    An exception of the sink ends the thread, which closes the sink first. The next call after that, or the timeout of
+    `close`, raises the exception here.
     """
 
     def __init__(self, sink: Sink, close_timeout: float = 60.0, capacity: int = 1000) -> None:
@@ -115,7 +117,7 @@ class BackgroundSink:
 
     @property
     def name(self) -> str:
-        """The name of the sink that is worked for."""
+        """The name of the wrapped sink."""
         return self._sink.name
 
     def open(self, run: RunInfo) -> None:
@@ -129,13 +131,13 @@ class BackgroundSink:
         self._submit(lambda: self._sink.log(step, snapshot))
 
     def close(self) -> None:
-        """Queue the closing and wait for it, within bounds."""
+        """Queue the close, and wait for it up to the timeout."""
         self._submit(self._sink.close)
         self._submit(None)
         self._thread.join(self._close_timeout)
         if self._thread.is_alive():
             raise self._error or TimeoutError(
-                f"It did not finish within {self._close_timeout:g} s; what it had not yet sent is lost."
+                f"It did not finish within {self._close_timeout:g} s; the metrics it had not sent are lost."
             )
         self._raise()
 
@@ -144,7 +146,7 @@ class BackgroundSink:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            message = f"It does not answer: {self._jobs.maxsize} calls are waiting for it."
+            message = f"It does not respond: {self._jobs.maxsize} calls are waiting for it."
             raise self._error or TimeoutError(message) from None
 
     def _raise(self) -> None:
@@ -156,8 +158,8 @@ class BackgroundSink:
             while (job := self._jobs.get()) is not None:
                 job()
         except BaseException as error:
-            # Raised again on the training thread, and an exit that a library asks for is not the run's own.
+            # It is raised again on the training thread. A library's SystemExit must not end the run.
             name = type(error).__name__
-            self._error = error if isinstance(error, Exception) else RuntimeError(f"It was ended by {name}: {error}")
+            self._error = error if isinstance(error, Exception) else RuntimeError(f"{name} ended it: {error}")
             with suppress(BaseException):
                 self._sink.close()

@@ -1,4 +1,4 @@
-"""TensorBoard events, in `tensorboard/` of the run directory."""
+"""The TensorBoard sink: event files in `tensorboard/` of the run directory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["TensorboardSink"]
 
 
 class TensorboardSink:
-    """Writes one scalar per metric and step, and the configuration as text."""
+    """A sink that writes one scalar per metric and step, and the configuration as text."""
 
     name = "tensorboard"
 
     def open(self, run: RunInfo) -> None:
-        """Start a new event file; TensorBoard joins those of one directory."""
+        """Start a new event file; TensorBoard joins the files of one directory."""
         self._writer = SummaryWriter(logdir=str(run.directory / "tensorboard"))
         config = json.dumps(run.config, indent=2, default=str)
         self._writer.add_text("config", "\n".join("    " + line for line in config.splitlines()))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the step and hand it to the operating system."""
+        """Write the step, and flush it to the operating system."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -1,8 +1,8 @@
-"""Where the time of a step goes.
+"""The timer of a step's phases.
 
-`with timer("update"):` measures a phase; phases inside it get longer names (`update/forward`). Seconds are sums, so
-a phase entered twice counts twice, and each phase also reports its share of the step. This is the time that the
-calling thread spent: work queued on an accelerator is counted where somebody waits for it.
+`with timer("update"):` measures a phase; a phase inside it gets a longer name (`update/forward`). Seconds are sums, so
+a phase that is entered twice counts twice. Each phase also reports its share of the step. It is the time of the calling
+thread: work that is queued on an accelerator counts in the phase that waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Timer:
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] = lambda _: None
     ) -> None:
-        """entered: is told the name of each phase as it begins."""
+        """on_enter: called with the name of each phase when it begins."""
         self._clock, self._on_enter = clock, on_enter
         self._started = clock()
         self._open: list[str] = []
@@ -30,7 +30,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time spent inside the `with` block, also when it raises."""
+        """Count the time inside the `with` block, also if it raises."""
         self._open.append(phase)
         name = "/".join(self._open)
         self._seconds.setdefault(name, 0.0)
@@ -43,7 +43,8 @@ class Timer:
             self._open.pop()
 
     def metrics(self) -> Metrics:
-        """`time/<phase>` and `time/step` in seconds, `share/<phase>` as a fraction of the step, up to this moment."""
+        """Return `time/<phase>` and `time/step` in seconds, and `share/<phase>` as a fraction of the step, up to
+        now."""
         step = self._clock() - self._started
         metrics = Metrics({"time/step": Sum.of(step)})
         for phase, seconds in self._seconds.items():

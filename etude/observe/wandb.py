@@ -1,6 +1,6 @@
-"""Weights & Biases, sent as the run goes or kept in the run directory for later.
+"""The Weights & Biases sink: metrics are sent during the run, or stored in the run directory for later.
 
-Nothing is ever asked on the terminal: without a key, an online run is refused by this sink, which says what to do.
+It never prompts on the terminal: without a key it refuses an online run, and names the remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["WandbSink"]
 
 
 class WandbSink:
-    """One W&B run."""
+    """A sink with one W&B run."""
 
     name = "wandb"
 
@@ -31,8 +31,8 @@ class WandbSink:
         config = self._config
         if config.mode == "online" and not wandb.login(prompt=False):
             raise ConfigError(
-                "observe.wandb.mode=online was asked for and no W&B key was found. Set WANDB_API_KEY or run "
-                "`wandb login` first, or choose observe.wandb.mode=offline."
+                "observe.wandb.mode=online needs a W&B key, and none was found. Set WANDB_API_KEY, run `wandb login` "
+                "first, or choose observe.wandb.mode=offline."
             )
         run.directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -44,7 +44,7 @@ class WandbSink:
             dir=str(run.directory),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        offline = f"kept for later; send it with: wandb sync {Path(self._run.dir).parent}"
+        offline = f"stored for later; send it with: wandb sync {Path(self._run.dir).parent}"
         get_logger("observe").info("The W&B run is %s", offline if self._run.offline else f"at {self._run.url}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -52,5 +52,5 @@ class WandbSink:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish the W&B run, sending what is left."""
+        """Finish the W&B run, and send the remaining metrics."""
         self._run.finish()

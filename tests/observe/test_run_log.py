@@ -217,7 +217,7 @@ def test_a_display_that_fails_disturbs_nothing(part: str, capsys: pytest.Capture
                 bar.advance()
                 done.append(bar)
     assert len(done) == 2
-    assert capsys.readouterr().err.count("The display failed, and shows nothing more") == 1
+    assert capsys.readouterr().err.count("The display failed and is switched off") == 1
 
 
 def test_what_goes_wrong_below_a_bar_passes_through_it() -> None:

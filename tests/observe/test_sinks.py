@@ -114,7 +114,7 @@ def test_a_library_that_wants_to_leave_is_waited_for_and_warned_about(capsys: py
     sink = SafeSink(BackgroundSink(recorder))
     drive(sink)
     assert recorder.calls == ["open demo", "close"] and not sink.alive
-    assert "It was ended by SystemExit: no licence" in capsys.readouterr().err
+    assert "SystemExit ended it: no licence" in capsys.readouterr().err
 
 
 def test_a_failure_is_told_even_where_the_closing_after_it_never_ends(
