@@ -118,7 +118,7 @@ def test_the_cause_of_a_black_boxs_failure_is_shown_with_what_it_wrote(
     shown = capsys.readouterr().out
     for told in (str(error.value), shown):
         assert "exit code 1" in told and "Its standard output ended with:\ngiving up: 404" in told
-        assert "The endpoint refused a call to /v1/chat/completions (404): There is no model 'gpt-9'" in told
+        assert "The endpoint refused a call to /v1/chat/completions (404): This endpoint has no model 'gpt-9'" in told
     assert "standard output:\ngiving up: 404" in shown
     assert "task 1" not in shown, "no other task is played in place of one that failed"
 

@@ -1,16 +1,16 @@
-"""Agents: any code that calls a model and does something with the answer, and what it takes to have it played.
+"""Agents: code that calls a model and acts on the answer, and the runners that execute it.
 
     @etude.agent
     def solver(task, llm):
-        asked = [{"role": "user", "content": task["question"]}]
-        told = llm.client.chat.completions.create(model=llm.model, messages=asked)
-        return float(task["answer"] in told.choices[0].message.content)
+        messages = [{"role": "user", "content": task["question"]}]
+        completion = llm.client.chat.completions.create(model=llm.model, messages=messages)
+        return float(task["answer"] in completion.choices[0].message.content)
 
-An agent is a function (`agent`), a class with a set-up (`Agent`), or a program in any language (`command`). It says
-what it earned by what it returns, or on the way by `emit`. A `Runner` claims rollouts at a desk and plays them;
-`execution` has many of them at work, on threads or in processes.
+An agent is a function (`agent`), a class with a set-up (`Agent`), or a program in any language (`command`). It gives
+its reward by its return value, or on the way by `emit`. A `Runner` claims rollouts from a rollout queue and runs the
+agent on them. `execution` runs many runners, on threads or in processes.
 
-What is here loads when it is asked for: a runner is at work before a client of a model's server could be imported.
+The public names are loaded lazily, so that a runner starts without importing a model client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LLM", "Agent", "Command", "RolloutInfo", "Runner", "RunnerTimeouts"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, from the files they are in."""
+    """Load a public name from its module."""
     if name in ("LLM", "Agent", "RolloutInfo"):
         from etude.agents import agent
 
@@ -48,20 +48,20 @@ def __getattr__(name: str) -> Any:
 
 
 def load_openai_clients() -> tuple[type[OpenAI], type[AsyncOpenAI]]:
-    """OpenAI's client and its twin for coroutines, where the package is installed."""
+    """Return OpenAI's synchronous and asynchronous client classes, if the package is installed."""
     try:
         from openai import AsyncOpenAI, OpenAI
     except ImportError as error:
         raise MissingPackageError(
-            f"`llm.client` is a client of the package openai, which cannot be imported here ({error}). Install it with "
-            "`pip install 'etude[agents]'`, or call the model by any other means: `llm.base_url`, `llm.api_key` and "
-            "`llm.model` are plain text."
+            f"`llm.client` needs the package openai, which cannot be imported here ({error}). Install it with "
+            "`pip install 'etude[agents]'`, or call the model with another client: `llm.base_url`, `llm.api_key` and "
+            "`llm.model` are strings."
         ) from error
     return OpenAI, AsyncOpenAI
 
 
 def connect_queue(url: str, key: str) -> RolloutQueue:
-    """The desk that a server keeps at this address, for whoever holds this key."""
+    """Return a client of the rollout queue that a store's server has at this URL."""
     from etude.store.remote_queue import RemoteRolloutQueue
 
     return RemoteRolloutQueue(url, key)

@@ -1,17 +1,18 @@
-"""What an agent is: a function that plays one attempt at a task, or a class with a set-up around it.
+"""Agents: a function that plays one attempt at a task, or a class with a set-up around it.
 
     @etude.agent
-    def guess(task, llm):                   # what it is given is what its parameters name
-        said = llm.client.completions.create(model=llm.model, prompt=task["question"]).choices[0].text
-        return {"right": float(said == task["answer"])}
+    def guess(task, llm):                   # the parameters' names select the arguments
+        text = llm.client.completions.create(model=llm.model, prompt=task["question"]).choices[0].text
+        return {"right": float(text == task["answer"])}
 
-    class Searcher(etude.Agent):            # for what is worth having once and not for each attempt
+    class Searcher(etude.Agent):            # for resources that are loaded once, not per attempt
         def setup(self): self.index = load_index()
         async def run(self, task, llm): …
         def teardown(self): self.index.close()
 
-A coroutine runs on the runner's loop, beside others; a function runs on a thread of its own. What is returned is the
-final reward: a number, named parts that are added up, or None where it was said by `etude.emit`, or is to be judged.
+A coroutine runs on the runner's event loop, beside others. A function runs on its own thread. The return value is the
+final reward: a number, or named parts that are added up. It is None if `etude.emit` gave the reward, or if a judge
+will.
 """
 
 from __future__ import annotations
@@ -53,47 +54,47 @@ __all__ = [
 ]
 
 AGENT_PARAMETERS = ("task", "llm", "rollout", "resources")
-"""What an agent may ask for, by the names of its parameters."""
+"""The parameters that an agent may have, by name."""
 UNIMPORTABLE_PREFIX = "given by a program:"
-"""How the agent of a run is called that no other process finds."""
+"""The prefix of the name of a run's agent that no other process can import."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class RolloutInfo(NamedTuple):
-    """Which attempt it is."""
+    """The attempt that the agent plays."""
 
     id: int
-    """Of the rollout."""
+    """The rollout's id."""
     attempt: int
-    """0 for the first try; a rollout that failed may be tried again."""
+    """0 for the first attempt; a rollout that failed may get further ones."""
     use: RolloutPurpose
     """`train` or `val`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LLM:
-    """Where the model is that is trained, and how this attempt is let in."""
+    """The address of the model that is trained, and the key of this attempt."""
 
     base_url: str
-    """As OpenAI's clients take it; Anthropic's take it without its `/v1`."""
+    """In the form that OpenAI's clients take; Anthropic's clients take it without `/v1`."""
     api_key: str = field(repr=False)
-    """Good for this attempt alone."""
+    """Valid for this attempt only."""
     model: str
 
     @property
     def client(self) -> OpenAI:
-        """A client of the package openai, ready."""
+        """A ready client of the package openai."""
         return _client(self.base_url).with_options(api_key=self.api_key)
 
     @property
     def async_client(self) -> AsyncOpenAI:
-        """Its twin for coroutines."""
+        """Its asynchronous counterpart."""
         return _async_client(self.base_url).with_options(api_key=self.api_key)
 
 
 @cache
 def _client(base_url: str) -> OpenAI:
-    """One for all attempts, which share its connections."""
+    """Return the client that all attempts share, with its connections."""
     return load_openai_clients()[0](base_url=base_url, api_key="none")
 
 
@@ -101,13 +102,13 @@ _async_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, AsyncOpen
 
 
 def _async_client(base_url: str) -> AsyncOpenAI:
-    """One for all attempts on the loop that runs: connections belong to a loop."""
+    """Return the client that all attempts on the running loop share: connections belong to one loop."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         raise AgentError(
-            "`llm.async_client` was asked for where no event loop runs; a function that is no coroutine has "
-            "`llm.client`."
+            "`llm.async_client` was used where no event loop runs. Use `llm.client` in a function that is not a "
+            "coroutine."
         ) from None
     clients = _async_clients.setdefault(loop, {})
     if base_url not in clients:
@@ -117,54 +118,54 @@ def _async_client(base_url: str) -> AsyncOpenAI:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What an agent is given, and how it is called."""
+    """The arguments that an agent takes, and how it is called."""
 
     parameters: tuple[str, ...]
     is_async: bool
-    """Whether calling it makes a coroutine."""
+    """True if a call returns a coroutine."""
 
 
 class Agent(ABC):
-    """What plays attempts. Each runner has one of its own; `run` may be under way several times at once."""
+    """Code that plays attempts. Each runner has one instance; several calls of `run` may be active at once."""
 
     max_concurrency: ClassVar[int | None] = None
-    """How many attempts of it one runner plays at once; None leaves it to the runner."""
+    """The most attempts that one runner plays at once; None leaves it to the runner."""
     timeout_s: ClassVar[float | None] = None
-    """Seconds that an attempt may take, where its rollout does not allow less; None is without a limit of its own."""
+    """Seconds that an attempt may take, if its rollout does not allow less; None sets no limit."""
     grace_s: ClassVar[float] = 0.0
-    """Seconds that an attempt has to end once it is cancelled, beyond what its runner gives it."""
+    """Seconds that a cancelled attempt has to end, in addition to the runner's own grace period."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004
-        """An agent, unless its `run` asks for what nobody gives."""
+        """Create an agent; raise `AgentError` if its `run` takes an argument that does not exist."""
         self = super().__new__(cls)
         self.call_signature()
         return self
 
     def setup(self) -> Any:  # noqa: B027
-        """Called once, before the first attempt; a function or a coroutine."""
+        """Prepare the agent, once, before the first attempt. A function or a coroutine."""
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Play one attempt, given what its parameters name: see `AGENT_PARAMETERS`. A function or a coroutine."""
+        """Play one attempt. A function or a coroutine; its parameters are among `AGENT_PARAMETERS`."""
 
     def teardown(self) -> Any:  # noqa: B027
-        """Called once, after the last attempt; a function or a coroutine."""
+        """Release the agent's resources, once, after the last attempt. A function or a coroutine."""
 
     @property
     def title(self) -> str:
-        """How sentences name it."""
+        """The agent's name in messages."""
         return type(self).__name__
 
     def call_signature(self) -> CallSignature:
-        """What `run` asks for."""
+        """Return the arguments that `run` takes."""
         return read_signature(self.run, f"{self.title}.run")
 
 
 class FunctionAgent(Agent):
-    """A function as an agent. Called, it is the function."""
+    """A function as an agent. It can still be called like the function."""
 
     def __new__(cls, *_: Any, **__: Any) -> FunctionAgent:
-        return object.__new__(cls)  # what it asks for is seen once it has its function
+        return object.__new__(cls)  # __init__ reads the signature: the function is not known here
 
     def __init__(
         self, function: Callable[..., Any], *, max_concurrency: int | None = None, timeout_s: float | None = None
@@ -210,10 +211,11 @@ def agent(
 def agent(
     function: Callable[..., Any] | None = None, /, *, max_concurrency: int | None = None, timeout_s: float | None = None
 ) -> FunctionAgent | Callable[[Callable[..., Any]], FunctionAgent]:
-    """Make an agent of a function. It can still be called like one.
+    """Make an agent of a function. It can still be called like the function.
 
-    max_concurrency: how many attempts of it one runner plays at once. timeout_s: seconds that an attempt may take,
-    where its rollout does not allow less.
+    max_concurrency: the most attempts that one runner plays at once. timeout_s: seconds that an attempt may take, if
+    its
+    rollout does not allow less.
     """
 
     def decorate(function: Callable[..., Any]) -> FunctionAgent:
@@ -223,16 +225,18 @@ def agent(
 
 
 def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
-    """What a function asks for by its parameters; `AgentError` where it asks for what nobody gives."""
+    """Return the arguments that a function takes. Raise `AgentError` for a parameter that no runner provides."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise AgentError(
-            f"The agent {title} yields, so that calling it would run nothing. Return the reward; what is to be said on "
-            "the way goes through `etude.emit`."
+            f"The agent {title} is a generator (it has `yield`), so a call would run nothing. Return the reward, and "
+            "send intermediate rewards and events by `etude.emit`."
         )
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise AgentError(f"The agent {title} does not say what its parameters are: {error}.") from error
+        raise AgentError(
+            f"The parameters of the agent {title} cannot be read: {error}. Wrap it in a Python function."
+        ) from error
     names = []
     for parameter in parameters:
         if parameter.kind in _VARIADIC or (
@@ -241,20 +245,18 @@ def read_signature(function: Callable[..., Any], title: str) -> CallSignature:
             continue
         if parameter.name not in AGENT_PARAMETERS:
             raise AgentError(
-                f"The agent {title} takes `{parameter.name}`, which nobody gives: an agent is given "
-                f"{', '.join(AGENT_PARAMETERS[:-1])} and {AGENT_PARAMETERS[-1]}, whichever it names. Rename it, or "
-                "give it a default."
+                f"The agent {title} takes `{parameter.name}`, which no runner provides. An agent's parameters are "
+                f"among {', '.join(AGENT_PARAMETERS[:-1])} and {AGENT_PARAMETERS[-1]}. Rename it, or give it a "
+                "default."
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise AgentError(
-                f"The agent {title} takes `{parameter.name}` by position alone; leave out the `/` behind it."
-            )
+            raise AgentError(f"The agent {title} takes `{parameter.name}` by position only. Remove the `/` after it.")
         names.append(parameter.name)
     return CallSignature(tuple(names), inspect.iscoroutinefunction(function))
 
 
 def get_llm(claim: Claim) -> LLM | None:
-    """The model as an attempt reaches it; None where no endpoint is told of."""
+    """Return the model's address for an attempt; None if the claim has no endpoint."""
     endpoint: Mapping[str, Any] | None = claim.resources.get("endpoint")
     return None if endpoint is None else LLM(endpoint["base_url"], claim.model_key, endpoint["model"])
 
@@ -263,35 +265,35 @@ def get_llm(claim: Claim) -> LLM | None:
 
 
 def as_agent(source: Any, title: str) -> Agent:
-    """An agent, whatever form it has: one that is made, a class of them, or a function."""
+    """Return an agent from an instance, a class, or a function."""
     if isinstance(source, Agent):
         return source
     if isinstance(source, type):
         if not issubclass(source, Agent):
-            raise AgentError(f"{title} is a class, and none that is derived from etude.Agent. Derive it from that.")
+            raise AgentError(f"{title} is a class that does not derive from etude.Agent. Derive it from etude.Agent.")
         try:
             instance: Agent = source()
         except TypeError as error:
-            raise AgentError(f"{title} cannot be made without arguments ({error}). Name one that is made.") from error
+            raise AgentError(f"{title} cannot be created without arguments ({error}). Name an instance.") from error
         return instance
     if callable(source):
         return FunctionAgent(source)
-    raise AgentError(f"{title} is of type {type(source).__name__}; an agent is a function, or an etude.Agent.")
+    raise AgentError(f"{title} is of type {type(source).__name__}. An agent is a function or an etude.Agent.")
 
 
 def load_agent(spec: str) -> Agent:
-    """The agent that `module:name` or `path/to/file.py:name` names."""
+    """Load the agent that `module:name` or `path/to/file.py:name` names."""
     if not is_importable(spec):
         raise AgentError(
             f"The agent{spec.removeprefix(UNIMPORTABLE_PREFIX)} was given to `etude.Trainer` by a program, and no "
-            "other process finds it. Run that program again: its `fit`, with this run's `directory`, goes on. An agent "
-            "at the top level of a file is found by its name."
+            "other process can load it. Run that program again: its `fit`, with this run's `directory`, resumes the "
+            "run. An agent at the top level of a file can be loaded by its name."
         )
     return as_agent(load_object(spec, "agent", "etude runner my_agent.py:agent"), f"The agent '{spec}'")
 
 
 def _function_agent_spec(wrapped: FunctionAgent) -> str:
-    """The name by which another process finds the agent of a function: `load_agent` takes it."""
+    """Return the name by which `load_agent` finds this function's agent in another process."""
     module, name = wrapped.__module__, wrapped.__qualname__  # type: ignore[attr-defined]
     location = locate_module(module) if module in sys.modules else module
     target: Any = sys.modules.get(module)
@@ -299,7 +301,7 @@ def _function_agent_spec(wrapped: FunctionAgent) -> str:
         target = getattr(target, attribute, None)
     if location is None or target not in (wrapped, wrapped._function):
         reason = (
-            "it was written at a prompt" if location is None else f"{module} has no such agent under the name {name}"
+            "it was defined at a prompt" if location is None else f"{module} has no such agent under the name {name}"
         )
         raise AgentError(
             f"The agent {wrapped.title} cannot be sent to another process, because {reason}. Define it by "
@@ -309,8 +311,9 @@ def _function_agent_spec(wrapped: FunctionAgent) -> str:
 
 
 def get_agent_spec(source: Any) -> str:
-    """The name by which a command finds what a program has for an agent: its file where that can be, so that it is
-    found from anywhere. What stands at no top level is told of, and not found: see `named`."""
+    """Return the name by which a command finds an agent that a program gave. It is a file's path where possible, so
+    that the agent is found from any directory. An agent that is not at the top level of a module gets a name that
+    cannot be loaded: see `is_importable`."""
     definition = source if hasattr(source, "__qualname__") else type(source)
     for module in dict.fromkeys((definition.__module__, "__main__")):
         namespace = vars(sys.modules[module]) if module in sys.modules else {}
@@ -321,12 +324,13 @@ def get_agent_spec(source: Any) -> str:
 
 
 def is_importable(spec: str) -> bool:
-    """Whether other processes find an agent that is called so."""
+    """Return whether another process can load the agent of this name."""
     return not spec.startswith(UNIMPORTABLE_PREFIX)
 
 
 def locate_module(module: str) -> Path | str | None:
-    """Where a command finds a module: a file that is of no package and not installed by its path, others by name."""
+    """Return the path or the name by which a command finds a module. A file outside of packages and installed code is
+    found by its path, other modules by name."""
     if module == "__main__":
         return main_file()
     file = Path(getattr(sys.modules[module], "__file__", None) or "")
@@ -336,6 +340,6 @@ def locate_module(module: str) -> Path | str | None:
 
 
 def main_file() -> Path | None:
-    """The file that this process was started with, if with one."""
+    """Return the file that this process was started with, if there is one."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file).absolute() if file and Path(file).suffix == ".py" else None

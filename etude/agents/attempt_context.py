@@ -1,16 +1,16 @@
-"""The attempt that code is a part of, wherever in this process it runs, and what it says to the desk on the way.
+"""The attempt that code belongs to, anywhere in this process, and the rewards and events that it sends.
 
-    agent's code, on any thread or task ──say──► Scope ──pump──► queue.record_reward, queue.record_note
+    agent's code, on any thread or task ──emit──► AttemptContext ──sender──► queue.record_reward, queue.record_note
 
-A scope is found by a context variable, which tasks inherit, and functions called by `asyncio.to_thread` or by a copied
-context. A thread that an agent began by itself inherits nothing; where one attempt alone is under way in the process,
-and the thread began after it did, there is no doubt whose it is. Saying something never waits: the desk is told on the
-runner's loop, in order, and has been told all of it before the attempt is handed in.
+A context is found by a context variable. Tasks inherit it, and so do functions called by `asyncio.to_thread` or in a
+copied context. A thread that an agent starts by itself inherits nothing. It belongs to the attempt if only one attempt
+is active in the process, and the thread is younger than the attempt. `emit` never waits. The runner's loop sends the
+emissions to the queue in order, and sends all of them before it reports the attempt.
 
-consumes       what agents say, from any thread
-produces       calls to the desk, one after the other
-waits for      the desk
-unblocked by   its answers; `close` gives up after its bound
+consumes       emissions of agents, from any thread
+produces       calls to the rollout queue, one after the other
+waits for      the rollout queue
+unblocked by   its replies; `close` gives up after its timeout
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["AttemptContext", "current_attempt"]
 Emission: TypeAlias = Callable[[RolloutQueue, AttemptId], Awaitable[None]]
 
 MAX_PENDING = 10_000
-"""Things said that may wait for the desk, before saying more is refused."""
+"""Emissions that may wait for the rollout queue, before `emit` raises."""
 
 _CURRENT: ContextVar[AttemptContext | None] = ContextVar("etude_attempt", default=None)
 _open: set[AttemptContext] = set()
@@ -40,36 +40,36 @@ _lock = threading.Lock()
 
 
 def current_attempt() -> AttemptContext | None:
-    """The attempt that the caller is a part of; None where no attempt is under way in this process."""
+    """Return the attempt that the caller belongs to; None if no attempt is active in this process."""
     context = _CURRENT.get()
     if context is not None:
         return context
     with _lock:
         if len(_open) > 1:
             raise AgentError(
-                f"{len(_open)} attempts are under way in this process, and nothing tells to which of them this thread "
-                "belongs. Begin threads with `asyncio.to_thread`, or have them call "
+                f"{len(_open)} attempts are active in this process, and it is unknown to which of them this thread "
+                "belongs. Start threads with `asyncio.to_thread`, or have them call "
                 "`contextvars.copy_context().run(function)` with a copy made in the agent."
             )
         only = next(iter(_open), None)
     if only is not None and threading.current_thread() in only.older_threads:
         raise AgentError(
-            "This thread began before the attempt that is under way, so it may belong to another, which is over. Begin "
-            "a thread in each attempt, or have older ones call `contextvars.copy_context().run(function)` with a copy "
-            "made in the agent."
+            "This thread is older than the active attempt, so it may belong to an earlier one. Start a thread in each "
+            "attempt, or have older ones call `contextvars.copy_context().run(function)` with a copy made in the "
+            "agent."
         )
     return only
 
 
 class AttemptContext:
-    """One attempt that is under way, as the code that plays it sees it."""
+    """One active attempt, as the agent's code sees it."""
 
     def __init__(self, queue: RolloutQueue, attempt_id: AttemptId) -> None:
         self.attempt_id = attempt_id
         self.has_final_reward = False
-        """Whether its final reward was given."""
+        """True once the final reward was emitted."""
         self.older_threads: WeakSet[threading.Thread] = WeakSet()
-        """The threads that there were when it began."""
+        """The threads that existed when the attempt began."""
         self._queue, self._loop = queue, asyncio.get_running_loop()
         self._pending: deque[Emission] = deque()
         self._is_closed = False
@@ -78,7 +78,7 @@ class AttemptContext:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """The attempt of whatever is called within, and of the tasks begun there."""
+        """Make this the attempt of the code within, and of the tasks that it starts."""
         token = _CURRENT.set(self)
         with _lock:
             if self not in _open:
@@ -92,20 +92,21 @@ class AttemptContext:
                 _open.discard(self)
 
     def emit(self, emission: Emission, final: bool = False) -> None:
-        """Have the desk told something, soon. Any thread may call it. `final` is the attempt's whole reward."""
+        """Send something to the rollout queue soon. Any thread may call it. `final` marks the attempt's whole
+        reward."""
         with self._lock:
             title = f"Attempt {self.attempt_id.attempt} at rollout {self.attempt_id.rollout}"
             if self._is_closed:
-                raise AgentError(f"{title} is over: nothing is added to it any more.")
+                raise AgentError(f"{title} is over, and takes no more rewards or events.")
             if final and self.has_final_reward:
                 raise AgentError(
-                    f"{title} was given its final reward already. Give it once; what single turns earned goes with "
+                    f"{title} has its final reward already. Emit it once; emit the rewards of single turns with "
                     "`turn=`, any number of times."
                 )
             if len(self._pending) >= MAX_PENDING:
                 raise AgentError(
-                    f"{title} has said {MAX_PENDING} things that the desk has not been told yet. Say less, or more "
-                    "slowly."
+                    f"{title} has {MAX_PENDING} emissions that are not sent to the rollout queue yet. Emit less, or "
+                    "more slowly."
                 )
             self.has_final_reward |= final
             was_idle = not self._pending
@@ -114,10 +115,11 @@ class AttemptContext:
             self._loop.call_soon_threadsafe(self._start_sender)
 
     async def close(self, timeout_s: float) -> Exception | None:
-        """Take nothing more, and have told the desk all of it; the error, where it would not hear it in time."""
+        """Accept no more emissions, and wait until all are sent. Return the error if that fails or takes longer than
+        `timeout_s`."""
         with self._lock:
             self._is_closed = True
-        with _lock:  # though a thread that was left still goes on in it
+        with _lock:  # even if an abandoned thread still runs in it
             _open.discard(self)
         if self._pending:
             self._start_sender()
@@ -135,8 +137,8 @@ class AttemptContext:
             self._sender = self._loop.create_task(self._send_pending())
 
     async def _send_pending(self) -> None:
-        """What waits, in the order it was said; after an error the rest is kept from the desk, so that none of it is
-        told out of order."""
+        """Send the pending emissions in order. After an error the rest is not sent, so that nothing arrives out of
+        order."""
         while self._pending:
             await self._pending[0](self._queue, self.attempt_id)
             with self._lock:

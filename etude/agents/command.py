@@ -1,17 +1,19 @@
-"""A command: any program, in any language, as an agent.
+"""A command: a program in any language, as an agent.
 
-    etude.command("python agent.py --fast")                      as a shell takes it
-    etude.command(["node", "agent.js"], task="file")             or in words, as it stands
+    etude.command("python agent.py --fast")                      a shell command line
+    etude.command(["node", "agent.js"], task="file")             or a list of arguments, without a shell
 
-Its environment says where the model is (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`)
-and which attempt it plays (`ETUDE_ROLLOUT`, `ETUDE_ATTEMPT`); the task, a JSON object of its fields, comes on its
-standard input, in the file that `ETUDE_TASK_FILE` names, or in `ETUDE_TASK`. Exit code 0 is success. What it earned may
-stand in the last line of its output, `{"reward": 1.0}` or `{"reward": {"right": 1.0, "short": 0.2}}`; or it is told by
-`etude.emit`, for which the program needs the key (`reward_key=True`).
+The program's environment says where the model is (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+`ANTHROPIC_API_KEY`), and which attempt it plays (`ETUDE_ROLLOUT`, `ETUDE_ATTEMPT`). The task is a JSON object of its
+fields. It comes on standard input, in the file that `ETUDE_TASK_FILE` names, or in `ETUDE_TASK`.
 
-The program has a process group of its own. With its end, or when its time is over, or its runner gone, that is gone
-too, whatever the program started; only what moves to a session of its own escapes. What it writes is kept, within
-bounds, as the attempt's event `output`.
+Exit code 0 means success. The last line of standard output may hold the reward, such as `{"reward": 1.0}` or
+`{"reward": {"right": 1.0, "short": 0.2}}`. The program may also send it by `etude.emit`, for which it needs the reward
+key (`reward_key=True`).
+
+Each program gets its own process group. The whole group is killed when the program exits, when its time is over, or
+when its runner is gone. Only a process that moves to another session escapes. The end of the program's output is kept
+as the attempt's event `output`.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ __all__ = ["Command", "command", "reaper"]
 TaskInput = Literal["stdin", "file", "env"]
 
 PIPE_CLOSE_TIMEOUT = 2.0
-"""Seconds that pipes may stay open once all that the program started is killed."""
+"""Seconds that pipes may stay open after all the program's processes were killed."""
 MAX_VARIABLE_BYTES = 100_000
-"""Bytes of a task that an environment variable holds; Linux allows 128 KiB."""
+"""The most bytes of a task in an environment variable; Linux allows 128 KiB."""
 MAX_OUTPUT_KB = 1024
-"""Kilobytes of each kind of output that may be kept of a run: they go into the journal."""
+"""The most kilobytes kept of each output of a run: they go into the journal."""
 TAIL_CHARACTERS = 2000
-"""Characters of the end of each output that an error holds."""
-# The program begins when its group is known to the guard, or never: it first reads a line that only then is written.
+"""Characters of the end of each output that an error quotes."""
+# The program first reads a line, which is written once the reaper knows its group. So no program runs unknown to it.
 _LAUNCH = 'read -r go || exit 125; {limits}exec "$@"'
 reaper = ProcessReaper()
-"""Of this process: it ends commands, and whoever else is told to it, when this process has ended."""
+"""This process's reaper: it kills commands, and other groups added to it, once this process has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,41 +66,44 @@ class Command(Agent):
     argv: tuple[str, ...]
     """The program and its arguments."""
     task: TaskInput = "stdin"
-    """How it is given the task: on `stdin`, in a `file`, or in the `env`ironment."""
+    """The way that the program gets the task: on `stdin`, in a `file`, or in the `env`ironment."""
     reward_key: bool = False
-    """Whether it is given the key to write rewards and events of its attempt."""
+    """True gives the program the key to write rewards and events of its attempt."""
     directory: Path | None = None
-    """Where it runs; None is where its runner does."""
+    """The working directory; None is the runner's."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What else is in its environment."""
+    """Additional environment variables."""
     timeout_s: float | None = None  # type: ignore[misc]
-    """Seconds that it may take, where its rollout does not allow less."""
+    """Seconds that the program may take, if its rollout does not allow less."""
     cpu_s: int | None = None
-    """Seconds of a processor, for each of its processes."""
+    """CPU seconds, for each process of the program."""
     memory_mb: int | None = None
-    """Megabytes of address space, for each of its processes; some languages reserve a lot that they never use."""
+    """Megabytes of address space, for each process of the program. Some language runtimes reserve far more than they
+    use."""
     output_kb: int = 64
-    """Kilobytes kept of the end of what it writes, to standard output and to standard error each."""
+    """Kilobytes kept of the end of standard output, and of standard error."""
     grace_s: float = 2.0  # type: ignore[misc]
-    """Seconds that it has to end once it is asked to, by SIGTERM; then it is killed."""
+    """Seconds between SIGTERM and SIGKILL."""
     max_concurrency: int | None = None  # type: ignore[misc]
-    """How many of it one runner has at once; None leaves it to the runner."""
+    """The most programs that one runner has at once; None leaves it to the runner."""
 
     def __post_init__(self) -> None:
         if not self.argv or not self.argv[0].strip():
-            raise AgentError("A command was given nothing to run; name a program: etude.command('python agent.py').")
+            raise AgentError("A command names no program to run. Give one: etude.command('python agent.py').")
         if self.task not in get_args(TaskInput):
             ways = ", ".join(get_args(TaskInput))
-            raise AgentError(f"A command is given its task by one of {ways}; '{self.task}' was asked for.")
+            raise AgentError(f"A command gets its task by one of {ways}; task='{self.task}' is none of them.")
         for name in ("timeout_s", "cpu_s", "memory_mb", "output_kb", "grace_s", "max_concurrency"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise AgentError(f"A command's {name} must be above 0; {value!r} was given.")
+                raise AgentError(f"A command's {name} must be above 0; it is {value!r}.")
         if self.output_kb > MAX_OUTPUT_KB:
-            raise AgentError(f"A command's output_kb is at most {MAX_OUTPUT_KB}; {self.output_kb} was given.")
+            raise AgentError(f"A command's output_kb must be at most {MAX_OUTPUT_KB}; it is {self.output_kb}.")
         owned = [name for name in self.environment if name.startswith("ETUDE_")]
         if owned:
-            raise AgentError(f"A command's environment holds {', '.join(owned)}; names with ETUDE_ are Etude's to set.")
+            raise AgentError(
+                f"A command's environment has {', '.join(owned)}. Names that begin with ETUDE_ are set by Etude."
+            )
 
     @property
     def title(self) -> str:
@@ -108,29 +113,29 @@ class Command(Agent):
         return CallSignature(("claim", "store_url"), is_async=True)
 
     def setup(self) -> None:
-        """Refuse what cannot be run, before anything is claimed for it."""
+        """Refuse a program that cannot be run, before the runner claims anything for it."""
         if self.directory is not None and not self.directory.is_dir():
-            raise AgentError(f"there is no directory {self.directory}")
+            raise AgentError(f"its directory {self.directory} does not exist")
         search_path = build_program_env(self.environment).get("PATH")
         directory = self.directory or Path.cwd()
         program = self.argv[0]
         if shutil.which(str(directory / program) if os.sep in program else program, path=search_path) is None:
-            raise AgentError(f"there is no program {program} to be found, or it may not be run")
+            raise AgentError(f"the program {program} was not found, or it is not executable")
 
     async def run(self, claim: Claim, store_url: str) -> AttemptReport:
         """Run the program once."""
         if self.reward_key and not store_url:
             return AttemptReport(
                 Outcome.INFRA_ERROR,
-                f"The command {self.title} is to be given the key to write rewards, and no server of the store is "
-                "there to write them to. Serve it, or have the program print its reward in its last line.",
+                f"The command {self.title} has reward_key=True, but the store has no server that takes rewards. "
+                "Serve the store, or have the program print its reward in its last line.",
             )
         text = json.dumps(dict(claim.task.fields), ensure_ascii=False)
         if self.task == "env" and len(text.encode()) > MAX_VARIABLE_BYTES:
             return AttemptReport(
                 Outcome.FAILED,
-                f"Task {claim.task.ordinal} has more than {MAX_VARIABLE_BYTES} bytes, which no environment variable "
-                "holds. Give the command its tasks by `stdin` or in a `file`.",
+                f"Task {claim.task.ordinal} has more than {MAX_VARIABLE_BYTES} bytes, the most that an environment "
+                "variable holds. Give the command its tasks by `stdin` or in a `file`.",
             )
         with tempfile.TemporaryDirectory(prefix="etude-task-", ignore_cleanup_errors=True) as directory:
             variables = self._variables(claim, store_url)
@@ -167,7 +172,7 @@ class Command(Agent):
         return variables
 
     def _make_report(self, exit_code: int, run: _CommandRun) -> AttemptReport:
-        """What its exit code and its last line say."""
+        """Return the report that the exit code and the last line of output give."""
         if exit_code != 0:
             return AttemptReport(
                 Outcome.FAILED, f"The command {self.title} ended with {self._describe_exit(exit_code)}. {run.tails()}"
@@ -175,11 +180,9 @@ class Command(Agent):
         return AttemptReport(Outcome.SUCCEEDED, reward=_reward_in_last_line(run.output.text()))
 
     def _describe_exit(self, exit_code: int) -> str:
-        number = (
-            -exit_code if exit_code < 0 else exit_code - 128
-        )  # a shell tells a child's signal by 128 and its number
+        number = -exit_code if exit_code < 0 else exit_code - 128  # a shell returns 128 plus the signal's number
         if number == signal.SIGXCPU:
-            return f"all of its cpu_s={self.cpu_s} seconds of a processor used up"
+            return f"its limit of cpu_s={self.cpu_s} CPU seconds used up"
         return f"exit code {exit_code}" if exit_code >= 0 else f"the signal {signal.Signals(number).name}"
 
 
@@ -200,8 +203,8 @@ def command(
     grace_s: float = Command.grace_s,
     max_concurrency: int | None = Command.max_concurrency,
 ) -> Command:
-    """A program as an agent: a line that a shell takes, or a program and its arguments. `Command` says what the options
-    mean."""
+    """Make an agent of a program: a shell command line, or a program and its arguments. `Command` documents the
+    options."""
     return Command(
         argv=(*_SHELL, line) if isinstance(line, str) and line.strip() else tuple([line] if line == "" else line),
         task=task,
@@ -218,7 +221,7 @@ def command(
 
 
 class _Tail:
-    """The end of what a program writes, of any length."""
+    """The end of a program's output, which may have any length."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -226,7 +229,7 @@ class _Tail:
         self.dropped = 0
 
     async def read(self, stream: asyncio.StreamReader) -> None:
-        """Until nothing more comes."""
+        """Read until the stream ends."""
         while data := await stream.read(1 << 16):
             self._buffer += data
             excess = len(self._buffer) - self._max_bytes
@@ -235,7 +238,7 @@ class _Tail:
                 self.dropped += excess
 
     def text(self) -> str:
-        """What is kept of it."""
+        """Return the part that is kept."""
         return self._buffer.decode(errors="replace")
 
 
@@ -247,13 +250,14 @@ class _CommandRun:
         self.output, self.errors = _Tail(command.output_kb << 10), _Tail(command.output_kb << 10)
 
     async def run(self) -> int:
-        """Run it to its end, and end all that it started; its exit code, or minus the number of the signal."""
+        """Run the program to its end, and kill all that it started. Return its exit code, or minus the number of its
+        signal."""
         process, loop = self._start(), asyncio.get_running_loop()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
             program_input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
             program_input.write(f"go\n{self._text}".encode())
-            program_input.close()  # once all is written; the program need not read it
+            program_input.close()  # takes effect once all is written; the program may leave it unread
             outputs = [await _stream_reader(process.stdout), await _stream_reader(process.stderr)]
             tails = (self.output, self.errors)
             readers = [asyncio.create_task(tail.read(reader)) for tail, (reader, _) in zip(tails, outputs, strict=True)]
@@ -280,7 +284,7 @@ class _CommandRun:
         return process.returncode
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """The program, which waits for its first line, in a group that the guard knows."""
+        """Start the program, which waits for its first line, in a group that the reaper knows."""
         command = self._command
         limits = "".join(
             f"ulimit {limit} || exit 125; " for limit in _ulimit_arguments(command.cpu_s, command.memory_mb)
@@ -298,14 +302,14 @@ class _CommandRun:
         return process
 
     def tails(self) -> str:
-        """The ends of both outputs, in sentences: a cause may stand in either."""
+        """Return the ends of both outputs as sentences: the cause may be in either."""
         outputs = {"standard output": self.output.text(), "standard error": self.errors.text()}
         tails = {name: text.strip()[-TAIL_CHARACTERS:] for name, text in outputs.items()}
         sentences = [f"Its {name} ended with:\n{text}" for name, text in tails.items() if text]
         return "\n".join(sentences) or "It wrote nothing to standard output or standard error."
 
     def record_output(self) -> None:
-        """Keep what it wrote."""
+        """Record the output as an event of the attempt."""
         data: dict[str, Any] = {}
         for name, tail in (("stdout", self.output), ("stderr", self.errors)):
             if text := tail.text():
@@ -326,8 +330,8 @@ async def _stream_reader(pipe: IO[bytes]) -> tuple[asyncio.StreamReader, asyncio
 
 
 def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-    """Done when the program has ended, whoever still holds its pipes. Where the system can, its number stays taken, so
-    that no other group is killed in its place."""
+    """Return a future that is done when the program has exited, even if other processes hold its pipes. If the system
+    allows, the process stays a zombie until `wait`, so that its group's number cannot go to another group."""
     exited: asyncio.Future[None] = loop.create_future()
 
     def set_exited() -> None:
@@ -336,11 +340,11 @@ def _exit_future(process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLo
 
     def wait_for_exit() -> None:
         if hasattr(os, "waitid"):
-            with suppress(ChildProcessError):  # it was waited for after all, and is gone
+            with suppress(ChildProcessError):  # the process was waited for already
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         else:
             process.wait()
-        with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
             loop.call_soon_threadsafe(set_exited)
 
     threading.Thread(target=wait_for_exit, name="etude-command", daemon=True).start()
@@ -353,13 +357,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ulimit_arguments(cpu_s: int | None, memory_mb: int | None) -> list[str]:
-    """What the shell's `ulimit` is given. The soft limit on seconds is below the hard one, so that it is told apart."""
+    """Return the arguments of the shell's `ulimit`. The soft CPU limit is below the hard one, so that its signal is
+    recognized."""
     arguments = [] if cpu_s is None else [f"-S -t {cpu_s}", f"-H -t {cpu_s + 2}"]
     return arguments if memory_mb is None else [*arguments, f"-v {memory_mb << 10}"]
 
 
 def _reward_in_last_line(text: str) -> Any:
-    """What the last line of a program's output says that it earned; None where it says nothing of the kind."""
+    """Return the reward in the last line of a program's output; None if that line holds no reward."""
     line = text.rstrip().rpartition("\n")[2].strip()
     if not line.startswith("{"):
         return None

@@ -1,13 +1,13 @@
-"""What an agent says on the way: rewards and events, from anywhere inside an attempt.
+"""Rewards and events that an agent sends during an attempt, from any code within it.
 
-    etude.emit.reward(1.0)                                the attempt's final reward, said once
+    etude.emit.reward(1.0)                                the attempt's final reward, sent once
     etude.emit.reward({"right": 1.0, "short": 0.2})       or in named parts, which are added up
-    etude.emit.reward(0.1, turn=0)                        one turn's, any number of times
-    etude.emit.event("searched", {"for": "etude"})        something to look at later
+    etude.emit.reward(0.1, turn=0)                        the reward of one turn, any number of times
+    etude.emit.event("searched", {"for": "etude"})        an event to look at later
 
-Where an attempt runs in this process it is told to the runner, which tells the desk: nothing here waits. A process of
-its own that has `ETUDE_STORE_URL` and `ETUDE_REWARD_KEY` in its environment (a command that was given the key) speaks
-to the desk's server, and waits for its answer.
+If the attempt runs in this process, the runner sends it to the rollout queue; the call does not wait. A separate
+process with `ETUDE_STORE_URL` and `ETUDE_REWARD_KEY` in its environment (a command with `reward_key=True`) sends it to
+the store's server, and waits for the reply.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from etude.store.rollout_queue import AttemptId, RolloutQueue
 __all__ = ["event", "reward"]
 
 ANSWER_TIMEOUT = 100.0
-"""Seconds within which a server answers, or a process learns that it was not heard."""
+"""Seconds that a server has to reply, before the call raises."""
 
 
 def reward(value: float | Mapping[str, float], turn: int | None = None) -> None:
-    """Say what the attempt earned in all, once; or with `turn` what one of its calls to the model earned, by its place
-    from 0, any number of times: that adds up."""
-    parsed = parse_reward(value, "`etude.emit.reward` was given")
+    """Send the attempt's final reward, once. With `turn`, send the reward of one call to the model, by its index from
+    0; several for one turn are added up."""
+    parsed = parse_reward(value, "`etude.emit.reward` got")
     if turn is not None and not _is_turn_index(turn):
-        raise AgentError(f"`etude.emit.reward` was given turn={turn!r}; turns are counted from 0.")
+        raise AgentError(f"`etude.emit.reward` got turn={turn!r}; turns are counted from 0.")
     _emit(lambda queue, attempt_id: queue.record_reward(attempt_id, parsed, turn), final=turn is None)
 
 
 def event(name: str, data: Any = None) -> None:
-    """Note something that happened: a name, and any JSON. Training does not depend on it."""
+    """Record an event: a name, and any JSON value. Training does not depend on it."""
     if not _is_event_name(name):
-        raise AgentError(f"`etude.emit.event` was given the name {name!r}; a name is text.")
+        raise AgentError(f"`etude.emit.event` got the name {name!r}; a name is a string that is not empty.")
     try:
         text = json.dumps(data, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise AgentError(f"The event `{name}` cannot be written as JSON: {error}.") from error
     if len(text) > NOTE_BYTES:
-        raise AgentError(f"The event `{name}` has {len(text)} bytes as JSON; {NOTE_BYTES} are kept. Say less.")
-    payload = json.loads(text)  # as it is now, whatever becomes of the objects it was made of
+        raise AgentError(
+            f"The event `{name}` has {len(text)} bytes as JSON; the limit is {NOTE_BYTES}. Send less data."
+        )
+    payload = json.loads(text)  # a copy: the caller may change the objects later
     try:
         check_size(payload, f"The event `{name}`")
     except DataError as error:
@@ -76,15 +78,15 @@ def _emit(emission: Emission, final: bool = False) -> None:
     assigned = read_assigned_attempt()
     if assigned is None:
         raise AgentError(
-            "This code is no part of an attempt: no runner in this process plays one, and the environment does not "
-            "name one (`ETUDE_STORE_URL` and `ETUDE_REWARD_KEY`). Call it from within an agent; a command has the key "
-            "with `etude.command(…, reward_key=True)`."
+            "This code is not part of an attempt: no runner in this process plays one, and `ETUDE_STORE_URL` and "
+            "`ETUDE_REWARD_KEY` are not set. Call it within an agent; a command gets the key by "
+            "`etude.command(…, reward_key=True)`."
         )
     _remote_emitter(assigned).emit(emission)
 
 
 class _RemoteEmitter:
-    """A loop of its own beside the program, on which the desk's server is spoken to."""
+    """A client of the store's server on its own event loop thread."""
 
     def __init__(self, assigned: AssignedAttempt) -> None:
         self._assigned, self._attempt_id = assigned, AttemptId(assigned.rollout, assigned.attempt)
@@ -93,15 +95,15 @@ class _RemoteEmitter:
         threading.Thread(target=self._loop.run_forever, name="etude-emit", daemon=True).start()
 
     def emit(self, emission: Emission) -> None:
-        """Tell the desk, and wait until it has heard."""
+        """Send a reward or an event, and wait for the reply."""
         sending = asyncio.run_coroutine_threadsafe(self._send(emission), self._loop)
         try:
             sending.result(ANSWER_TIMEOUT)
         except TimeoutError:
             sending.cancel()
             raise StoreError(
-                f"The store at {self._assigned.url} did not answer within {ANSWER_TIMEOUT:g} s; what was said may not "
-                "be kept."
+                f"The store at {self._assigned.url} did not reply within {ANSWER_TIMEOUT:g} s. The reward or event "
+                "may be lost."
             ) from None
 
     async def _send(self, emission: Emission) -> None:

@@ -1,11 +1,11 @@
-"""Whose fault it is when an agent raises: its own, or that of the machines it was given, which blames nobody.
+"""The cause of an agent's error: the agent itself, or the infrastructure, which does not count as the agent's failure.
 
-The clients of OpenAI and Anthropic, httpx and requests all say in their errors which request came to nothing. One to
-the model endpoint that got no answer, or was told to come again, or met a defect, says nothing of the agent. One to
-anybody else is the agent's to handle.
+The errors of OpenAI's and Anthropic's clients, httpx and requests name the request that failed. The agent is not at
+fault if that request went to the model endpoint and got no response, a 429, or a server error. The agent has to handle
+the failure of any other request.
 
-Some agents handle all errors, and end well without ever having had an answer. So where nobody listens at the endpoint
-once an attempt has ended, what the attempt came to is not believed.
+Some agents handle all errors, and succeed without a single answer. So if the endpoint is unreachable when an attempt
+ends, its outcome does not count.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["classify_error", "excuse_if_unreachable"]
 
 BUSY, DEFECT = 429, 500
 CONNECT_TIMEOUT = 2.0
-"""Seconds that it may take to connect to the endpoint, where it is asked whether somebody is there."""
+"""Seconds for a connection to the endpoint, when its reachability is tested."""
 
 
 def classify_error(error: BaseException, resources: Mapping[str, Any]) -> Outcome:
-    """What an attempt came to that raised this. resources: what it was given, the endpoint among it."""
+    """Return the outcome of an attempt that raised this error. resources: those of the claim, the endpoint among
+    them."""
     endpoint = resources.get("endpoint")
     root = str(endpoint.get("base_url", "")).removesuffix("/v1") if isinstance(endpoint, Mapping) else ""
     is_infrastructure = any(_is_infrastructure_error(cause, root) for cause in _chain(error))
@@ -36,18 +37,17 @@ def classify_error(error: BaseException, resources: Mapping[str, Any]) -> Outcom
 
 
 async def excuse_if_unreachable(report: AttemptReport, resources: Mapping[str, Any]) -> AttemptReport:
-    """How an attempt ended that was given the model: nobody's failure, and no success, where that is gone."""
+    """Return the report of an attempt that called the model, or an infrastructure error if the endpoint is unreachable
+    now."""
     endpoint = resources.get("endpoint")
     has_result = report.outcome in (Outcome.SUCCEEDED, Outcome.FAILED)
     if not has_result or endpoint is None or await _is_reachable(endpoint["base_url"]):
         return report
-    return AttemptReport(
-        Outcome.INFRA_ERROR, f"The model's endpoint could not be reached. {report.error or ''}".rstrip()
-    )
+    return AttemptReport(Outcome.INFRA_ERROR, f"The model endpoint could not be reached. {report.error or ''}".rstrip())
 
 
 async def _is_reachable(url: str) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a server listens there."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -70,14 +70,14 @@ def _is_infrastructure_error(error: BaseException, root: str) -> bool:
 
 
 def _read_attribute(value: object, name: str) -> Any:
-    """What it says of this, if anything: some raise where they have nothing to say."""
+    """Return an attribute, or None: some properties raise where they have no value."""
     with suppress(Exception):
         return getattr(value, name, None)
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
+    """Yield an error, and the errors that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -1,13 +1,14 @@
-"""The guard: a process that ends what a runner has started, should the runner end before it could.
+"""The process reaper: a process that kills the programs a runner started, if the runner ends before it could.
 
-A runner that is killed ends nothing. So each process that has runners has one guard, in a session of its own, that is
-told of every process group that comes and goes. When the pipe ends, the runner has, and what is still there is killed.
+A runner that is killed cannot end its children. So each process with runners has one reaper, in its own session. The
+runner writes every process group that starts or ends to the reaper's pipe. When the pipe closes, the runner has ended,
+and the reaper kills the remaining groups.
 
-    runner ──"+ 4711"──► guard         then the group's program may begin
-           ──"- 4711"──►               it is over
-           ──end of pipe──►            kill -9 of all that is left
+    runner ──"+ 4711"──► reaper        then the group's program may begin
+           ──"- 4711"──►               it has ended
+           ──end of pipe──►            kill -9 of all remaining groups
 
-`ProcessReaper` is the side of the runner; run as a program, with nothing but the standard library, this is the guard.
+`ProcessReaper` is the runner's side. Run as a program, with the standard library only, this file is the reaper.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["ProcessReaper"]
 
 
 class ProcessReaper:
-    """The guard of this process, which starts when it is first needed."""
+    """The reaper of this process, which starts when it is first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -32,20 +33,20 @@ class ProcessReaper:
         os.register_at_fork(after_in_child=self._in_child)
 
     def add(self, group: int) -> None:
-        """Have a process group ended when this process ends."""
+        """Have a process group killed when this process ends."""
         with self._lock:
             self._groups.add(group)
             self._send(f"+ {group}\n")
 
     def remove(self, group: int) -> None:
-        """The group is over."""
+        """Forget a group that has ended."""
         with self._lock:
             self._groups.discard(group)
             self._send(f"- {group}\n")
 
     def _in_child(self) -> None:
-        """A process that was forked from this one has a guard of its own, and holds no end of this one's pipe: while
-        anybody does, the guard waits."""
+        """Reset the reaper in a forked process, which gets its own. Close its end of the parent's pipe: the reaper
+        waits until all ends are closed."""
         if self._process is not None and self._process.stdin is not None:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._process.stdin.fileno(), inheritable=False)
@@ -53,7 +54,7 @@ class ProcessReaper:
         self._process, self._groups, self._lock = None, set(), threading.Lock()
 
     def _send(self, message: str) -> None:
-        """Tell the guard; where there is none, or none any more, start one and tell it of every group there is."""
+        """Send a line to the reaper. If it does not run, start one and send it every group."""
         if self._process is not None and self._process.poll() is None:
             with suppress(BrokenPipeError):
                 self._write(message)
@@ -78,7 +79,7 @@ class ProcessReaper:
 
 
 def main() -> None:
-    """Keep the list of groups until the pipe ends, and kill what is on it then."""
+    """Keep the list of groups until the pipe closes, then kill those on it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

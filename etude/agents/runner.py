@@ -1,12 +1,12 @@
-"""A runner: claims rollouts at a desk as it has room for them, has its agent play them, and hands in how they ended.
+"""A runner: claims rollouts from a rollout queue, has its agent play them, and reports how they ended.
 
-consumes       rollouts that are queued at the desk
-produces       attempts, each handed in once; and signs of life
-waits for      the desk, for as long as there is nothing to claim; its agent
+consumes       queued rollouts
+produces       attempts, each reported once; and heartbeats
+waits for      the rollout queue, while it has nothing to claim; the agent
 unblocked by   a claim, an attempt's end, `stop`; and by `RunnerTimeouts`, which bounds each wait
 
-`stop` once, and it claims no more and lets what is under way end; twice, and that is cancelled. What a runner gives up
-because it stops itself is nobody's failure: it is handed in as an infrastructure error, and another runner tries it.
+After one `stop` the runner claims no more, and lets active attempts end. A second `stop` cancels them. An attempt that
+is cancelled because the runner stops counts as an infrastructure error, so another runner tries it again.
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ R = TypeVar("R")
 log = get_logger("agents")
 
 MAX_ABANDONED = 32
-"""Attempts that were left to themselves and still go on, at which a runner gives up: each holds what it holds."""
+"""Abandoned attempts that still run, at which a runner gives up: each holds resources."""
 HEARTBEATS_PER_TIMEOUT = 4
-"""Signs of life within the silence that makes an attempt unresponsive."""
+"""Heartbeats within the silence that makes an attempt unresponsive."""
 MAX_LOOP_DELAY = 1.0
-"""Seconds by which the loop may be late before it is told."""
-STOPPED = "Its runner was stopped."
+"""Seconds by which the event loop may be late, before a warning is logged."""
+STOPPED = "The runner was stopped."
 _runner_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerTimeouts:
-    """How long a runner waits for what."""
+    """The bounds of a runner's waits."""
 
     heartbeat_s: float = 5.0
-    """Between two signs of life, or less where a rollout wants it; what is to stop learns so by the next."""
+    """Between two heartbeats, or less where a rollout needs it. A runner learns by a heartbeat which attempts to
+    stop."""
     poll_s: float = 20.0
-    """For a rollout to claim, each time it asks; when it is stopped, it does not wait for that."""
+    """For one claim to return a rollout; `stop` ends the wait."""
     drain_s: float = 30.0
-    """When it is stopped, for what is under way to end."""
+    """After `stop`, for active attempts to end."""
     cancel_s: float = 5.0
-    """For a coroutine that was cancelled to end; then it is left to itself."""
+    """For a cancelled coroutine to end; then it is abandoned."""
     patience_s: float = 300.0
-    """For a desk that does not answer to do so again."""
+    """For a rollout queue that does not reply."""
     setup_s: float = 300.0
     """For the agent's set-up, and for its tear-down."""
 
@@ -74,7 +75,7 @@ class RunnerTimeouts:
 
 
 class Runner:
-    """Plays rollouts of a desk, so many at once, on the loop that `run` is called on."""
+    """Plays rollouts of a queue, several at once, on the event loop that `run` is called on."""
 
     def __init__(
         self,
@@ -86,14 +87,13 @@ class Runner:
         timeouts: RunnerTimeouts | None = None,
         store_url: str = "",
     ) -> None:
-        """desk: where rollouts are claimed. agent: what plays them; its own `max_concurrency` bounds this one.
-        store_url: where the desk's server is, for commands that write rewards of their own.
-        """
+        """queue: where rollouts are claimed. agent: its own `max_concurrency` bounds this one. store_url: the address
+        of the store's server, for commands that send rewards."""
         if max_concurrency < 1:
-            raise AgentError(f"A runner was asked to play {max_concurrency} attempts at once; ask for 1 or more.")
+            raise AgentError(f"A runner has max_concurrency={max_concurrency}; it must be 1 or more.")
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{next(_runner_numbers)}"
         self.outcomes: Counter[Outcome] = Counter()
-        """How many attempts it handed in, by how they ended."""
+        """The number of attempts that were reported, by outcome."""
         self._queue, self._agent, self._timeouts, self._store_url = (
             queue,
             agent,
@@ -113,11 +113,12 @@ class Runner:
 
     @property
     def abandoned(self) -> int:
-        """Attempts that were left to themselves and still go on."""
+        """Attempts that were abandoned and still run."""
         return len(self._abandoned) + (self._threads.abandoned if self._loop else 0)
 
     def stop(self) -> None:
-        """Claim no more, and end when what is under way has; called again, cancel that. Any thread may call it."""
+        """Claim no more, and end when the active attempts have ended; a second call cancels them. Any thread may call
+        it."""
         if self._loop is None:
             self._stop_requests += 1
         else:
@@ -127,13 +128,13 @@ class Runner:
     def _stop(self) -> None:
         self._stop_requests += 1
         if self._claim_task is not None:
-            self._claim_task.cancel()  # the desk takes back what it was about to give
+            self._claim_task.cancel()  # the queue keeps the rollouts that it was about to assign
         if self._stop_requests > 1:
             self._cancel_now.set()
 
     async def run(self) -> None:
-        """Play until it is stopped. `StoreError` where the desk is gone for good, `AgentError` where the agent cannot
-        be set up, or leaves too much behind."""
+        """Play until stopped. Raise `StoreError` if the queue stays unreachable. Raise `AgentError` if the agent cannot
+        be set up, or abandons too many attempts."""
         self._threads, self._loop = WorkerThreads(f"etude-{self.name}"), asyncio.get_running_loop()
         try:
             await self._call_hook("set up", self._agent.setup)
@@ -150,18 +151,19 @@ class Runner:
         finally:
             self._threads.close()
         if not self._claim_task.cancelled():
-            self._claim_task.result()  # where it ended by an error, that is what this ends by
+            self._claim_task.result()  # raise the error that ended it, if one did
         if self.abandoned >= MAX_ABANDONED:
             raise AgentError(
-                f"The runner {self.name} gives up: {self.abandoned} attempts of the agent {self._agent.title} did not "
-                "end when they were to, and go on. Have it bound its own waits, or play it as a command, which can be "
-                "ended."
+                f"The runner {self.name} gives up: {self.abandoned} cancelled attempts of the agent "
+                f"{self._agent.title} did not end. Give the agent's waits timeouts, or run it as a command, which can "
+                "be killed."
             )
 
     # -- claiming and playing ------------------------------------------------------------------------------------------
 
     async def _claim(self) -> None:
-        """Claim as much as there is room for, until this is cancelled, or too much was left behind."""
+        """Claim as many rollouts as there are free slots, until this is cancelled or too many attempts were
+        abandoned."""
         while not self._stop_requests and self.abandoned < MAX_ABANDONED:
             free = self._slots - len(self._running)
             if free < 1:
@@ -183,7 +185,7 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_attempt(self, attempt: RunningAttempt) -> None:
-        """Play one attempt and hand it in; its place is free when the desk has acknowledged that."""
+        """Play one attempt and report it. Its slot is free once the queue has acknowledged the report."""
         attempt_id = attempt.claim.attempt_id
         try:
             report = await attempt.run()
@@ -197,17 +199,18 @@ class Runner:
             self._changed.set()
 
     async def _finish_attempt(self, attempt_id: AttemptId, report: AttemptReport) -> bool:
-        """Whether the desk took it; one that was over before, or that it knows nothing of, is none of ours."""
+        """Return whether the queue accepted the report. It does not for an attempt that ended before, or that it does
+        not know."""
         try:
-            return await self._retry(partial(self._queue.finish, attempt_id, report), "hand in")
+            return await self._retry(partial(self._queue.finish, attempt_id, report), "report an attempt")
         except EtudeError as error:
             log.warning(
-                "Attempt %d at rollout %d could not be handed in: %s", attempt_id.attempt, attempt_id.rollout, error
+                "Attempt %d at rollout %d could not be reported: %s", attempt_id.attempt, attempt_id.rollout, error
             )
         return False
 
     async def _retry(self, call: Callable[[], Awaitable[R]], action: str) -> R:
-        """Ask the desk until it answers; its refusals are answers."""
+        """Repeat a call to the queue until it replies; a refusal is a reply."""
         failing_since: float | None = None
         delay = 0.1
         while True:
@@ -221,14 +224,14 @@ class Runner:
                 if now - failing_since + delay > self._timeouts.patience_s or self._cancel_now.is_set():
                     message = f"The runner {self.name} could not {action} for {now - failing_since:.0f} s: {error}"
                     raise StoreError(message) from error
-                log.log(logging.WARNING if delay == 0.1 else logging.DEBUG, "%s: %s Asking again.", self.name, error)
+                log.log(logging.WARNING if delay == 0.1 else logging.DEBUG, "%s: %s Trying again.", self.name, error)
             await asyncio.sleep(delay)
             delay = min(2 * delay, 5.0)
 
-    # -- signs of life -------------------------------------------------------------------------------------------------
+    # -- heartbeats ----------------------------------------------------------------------------------------------------
 
     async def _send_heartbeats(self) -> None:
-        """Tell the desk what is under way, and stop what it wants stopped."""
+        """Report the active attempts to the queue, and stop those that it wants stopped."""
         loop = asyncio.get_running_loop()
         while True:
             self._heartbeat_now.clear()
@@ -240,7 +243,7 @@ class Runner:
                 async with asyncio.timeout(max(self._interval, 10.0)):
                     to_stop = await self._queue.heartbeat(self.name, tuple(self._running), self._status())
             except (EtudeError, TimeoutError) as error:
-                log.debug("%s: its heartbeat was not heard: %s", self.name, error)
+                log.debug("%s: its heartbeat failed: %s", self.name, error)
                 to_stop = {}
             for attempt_id, reason in to_stop.items():
                 if attempt_id in self._running:
@@ -252,17 +255,15 @@ class Runner:
                 self._warn_blocked(loop.time() - deadline)
 
     def _warn_blocked(self, seconds: float) -> None:
-        """Say that nothing was heard or said here for so long, and what it may have come of."""
+        """Log for how long the event loop was blocked, and the likely cause."""
         if self._agent.call_signature().is_async:
             message = (
-                "%s: its loop was blocked for %.1f s. Either this machine has more to do than it can, or %s is a "
-                "coroutine that computes or waits without `await`: make it a plain function, which has a thread."
+                "%s: its event loop was blocked for %.1f s. Either this machine is overloaded, or %s is a coroutine "
+                "that computes or waits without `await`: make it a plain function, which runs on a thread."
             )
             log.warning(message, self.name, seconds, self._agent.title)
         else:
-            log.warning(
-                "%s: its loop was blocked for %.1f s: this machine has more to do than it can.", self.name, seconds
-            )
+            log.warning("%s: its event loop was blocked for %.1f s: this machine is overloaded.", self.name, seconds)
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -274,10 +275,10 @@ class Runner:
             "left": self.abandoned,
         }
 
-    # -- beginning and end ---------------------------------------------------------------------------------------------
+    # -- set-up and shutdown -------------------------------------------------------------------------------------------
 
     async def _call_hook(self, action: str, hook: Callable[[], Any]) -> None:
-        """Call a part of the agent that is called once."""
+        """Call the agent's set-up or tear-down."""
         try:
             async with asyncio.timeout(self._timeouts.setup_s):
                 if inspect.iscoroutinefunction(hook):
@@ -285,14 +286,14 @@ class Runner:
                 elif inspect.isawaitable(result := await self._threads.call(hook)):
                     await result
         except TimeoutError as error:
-            reason = f"not within {self._timeouts.setup_s:g} s"
+            reason = f"it took longer than {self._timeouts.setup_s:g} s"
             raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}.") from error
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise AgentError(f"The agent {self._agent.title} could not be {action}: {reason}") from error
 
     async def _drain(self) -> None:
-        """Let what is under way end, as long as there is time and nobody asks again."""
+        """Let active attempts end, until the timeout or a second `stop`."""
         cancel_requested = asyncio.create_task(self._cancel_now.wait())
         deadline = asyncio.get_running_loop().time() + self._timeouts.drain_s
         while self._tasks and not cancel_requested.done():
@@ -303,7 +304,7 @@ class Runner:
         cancel_requested.cancel()
 
     async def _cancel_all(self) -> None:
-        """End what is still under way; attempts that cannot be handed in are for the desk to miss."""
+        """Cancel the attempts that are still active. The queue misses those that cannot be reported."""
         if not self._tasks:
             return
         self._stop_requests = max(self._stop_requests, 2)

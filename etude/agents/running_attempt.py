@@ -1,9 +1,9 @@
-"""One attempt while it is played: the agent is called, kept within its time, and what came of it is put into words.
+"""One active attempt: calls the agent, enforces its time limit, and makes a report of the outcome.
 
 consumes       a claim
-produces       how it ended
-waits for      the agent, and then for the desk to hear what was said on the way
-unblocked by   the agent's end; its time limit, or `stop`, which cancel it; and `cancel_s` after that, when it is left
+produces       the attempt's report
+waits for      the agent, and then for the rollout queue to take the last emissions
+unblocked by   the agent's end; the time limit or `stop`, which cancel it; and `cancel_s` later, when it is abandoned
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from etude.store.rollout_queue import AttemptReport, Claim, RolloutQueue
 __all__ = ["RunningAttempt"]
 
 FLUSH_TIMEOUT = 30.0
-"""Seconds that the desk may take, in the end, to hear what was said on the way."""
+"""Seconds that the rollout queue has, at the end, to take the remaining emissions."""
 READY_AFTER = 0.2
-"""Seconds after which an attempt says that it runs; one that is over sooner need not."""
+"""Seconds after which a running attempt is reported as ready; a shorter attempt is not."""
 MAX_ERROR_CHARACTERS = 8000
-"""Characters of an error that are kept: its end, where the cause stands, and a part of its beginning."""
+"""The most characters kept of an error: its end, which has the cause, and a part of its beginning."""
 _PACKAGE = str(Path(__file__).parent)
 
 
@@ -52,7 +52,7 @@ class RunningAttempt:
     ) -> None:
         self.claim = claim
         self.is_abandoned = False
-        """Whether its coroutine goes on although it was cancelled."""
+        """True if its coroutine still runs after it was cancelled."""
         self._agent, self._threads, self._cancel_s, self._store_url = agent, threads, cancel_s, store_url
         self._loop = asyncio.get_running_loop()
         self._context = AttemptContext(queue, claim.attempt_id)
@@ -62,7 +62,7 @@ class RunningAttempt:
         self._work: asyncio.Task[AttemptReport] | None = None
 
     async def run(self) -> AttemptReport:
-        """Have the agent play it, to whatever end."""
+        """Have the agent play the attempt; return the report."""
         if self._stop_report is not None:
             return self._stop_report
         limits = [seconds for seconds in (self.claim.limits.timeout_s, self._agent.timeout_s) if seconds is not None]
@@ -85,22 +85,22 @@ class RunningAttempt:
         return replace(checked, error=self._without_keys(checked.error))
 
     def stop(self, report: AttemptReport) -> None:
-        """Have it end so, unless it has ended by itself."""
+        """End the attempt with this report, unless it has ended by itself."""
         if self._stop_report is None and not self._report.done():
             self._stop_report = report
-            if self._work is not None:  # else it was claimed, and has not begun
+            if self._work is not None:  # None before `run` was called
                 self._work.cancel()
                 self._call_later(self._cancel_s, self._abandon)
 
     def on_late_end(self, callback: Callable[[], None]) -> None:
-        """Have it told when a coroutine that was left to itself has ended after all."""
+        """Call `callback` when an abandoned coroutine ends after all."""
         if self._work is not None:
             self._work.add_done_callback(lambda _: callback())
 
     # -- the agent's call ----------------------------------------------------------------------------------------------
 
     async def _call_agent(self) -> AttemptReport:
-        """Call the agent. Whatever it does, this ends with a word on it: nothing else may reach the loop."""
+        """Call the agent. This always ends with a report: no error may reach the event loop."""
         signature = self._agent.call_signature()
         try:
             arguments = {name: self._argument(name) for name in signature.parameters}
@@ -124,7 +124,7 @@ class RunningAttempt:
             return AttemptReport(classify_error(error, self.claim.resources), self._format_error(error))
 
     def _call_in_context(self, arguments: dict[str, Any]) -> Any:
-        """Call it, on its own thread."""
+        """Call the agent on its own thread."""
         with self._context.activate():
             return self._agent.run(**arguments)
 
@@ -141,18 +141,18 @@ class RunningAttempt:
                 llm = get_llm(claim)
                 if llm is None:
                     raise _NoEndpointError(
-                        f"The agent {self._agent.title} asks for `llm`, and no endpoint is there: the store has no "
-                        "resource named `endpoint`."
+                        f"The agent {self._agent.title} takes `llm`, but the run has no model endpoint: the store has "
+                        "no resource named `endpoint`."
                     )
                 return llm
             case "claim":
                 return claim
             case "store_url":
                 return self._store_url
-        raise AssertionError(f"nobody gives {name}")
+        raise AssertionError(f"an agent has no argument {name}")
 
     def _make_report(self, result: Any) -> AttemptReport:
-        """How an attempt ended whose agent returned this."""
+        """Return the report of an attempt whose agent returned this."""
         if isinstance(result, AttemptReport):
             returned, reward = result, result.reward
         else:
@@ -162,28 +162,28 @@ class RunningAttempt:
         if self._context.has_final_reward:
             return AttemptReport(
                 Outcome.FAILED,
-                f"The agent {self._agent.title} gave its final reward twice: by `etude.emit.reward`, and by what it "
-                f"returned ({reward!r}). Do one of the two; what a turn earned is emitted with `turn=`.",
+                f"The agent {self._agent.title} gave its final reward twice: by `etude.emit.reward`, and by its return "
+                f"value ({reward!r}). Use one of the two. Emit the reward of a single turn with `turn=`.",
             )
         try:
             return replace(returned, reward=parse_reward(reward, f"The agent {self._agent.title} returned"))
         except AgentError as error:
             return AttemptReport(Outcome.FAILED, str(error))
 
-    # -- its end -------------------------------------------------------------------------------------------------------
+    # -- the end of the attempt ----------------------------------------------------------------------------------------
 
     def _call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
         self._timers.append(self._loop.call_later(seconds, call, *args))
 
     def _report_running(self, limit: float | None) -> None:
-        """Say that it runs. Most attempts of a quick agent are over by now, and need no second timer either."""
+        """Report the attempt as ready. Most attempts of a quick agent have ended by now, and need no second timer."""
         if not self._report.done():
             self._context.emit(lambda queue, attempt_id: queue.mark_ready(attempt_id))
             if limit is not None:
                 self._call_later(limit - READY_AFTER, self._time_out, limit)
 
     def _time_out(self, limit: float) -> None:
-        self.stop(AttemptReport(Outcome.TIMED_OUT, f"It was not over after {limit:g} s."))
+        self.stop(AttemptReport(Outcome.TIMED_OUT, f"It did not end within {limit:g} s."))
 
     def _on_done(self, work: asyncio.Task[AttemptReport]) -> None:
         if work.cancelled():
@@ -194,41 +194,41 @@ class RunningAttempt:
             self._report.set_result(report)
 
     def _abandon(self) -> None:
-        """Wait no longer for a coroutine that was cancelled and goes on."""
+        """Stop waiting for a cancelled coroutine that still runs."""
         if not self._report.done() and self._stop_report is not None:
             self.is_abandoned = True
             message = f"{self._stop_report.error} It was cancelled, ran on for {self._cancel_s:g} s, and was abandoned."
             self._report.set_result(replace(self._stop_report, error=message))
 
     def _check_emitted(self, report: AttemptReport, error: Exception | None) -> AttemptReport:
-        """How it ended, if the desk may not have heard all that was said on the way."""
+        """Return the report, or a failure if an emission may be lost."""
         if error is None or report.outcome is not Outcome.SUCCEEDED:
             return report
         outcome = Outcome.FAILED if isinstance(error, IllegalTransitionError) else Outcome.INFRA_ERROR
-        return AttemptReport(outcome, f"What it emitted was not written down: {type(error).__name__}: {error}")
+        return AttemptReport(outcome, f"Its emitted rewards or events were not stored: {type(error).__name__}: {error}")
 
     def _describe_stop(self, report: AttemptReport, error: BaseException) -> AttemptReport:
-        """How an attempt ended that was stopped, and how far it had come: what the error's notes say, such as a
-        command's last lines, or its line in the agent."""
+        """Return the report of a stopped attempt, with how far it came: the notes of the error (such as a command's
+        last lines), or the agent's current line."""
         notes = getattr(error, "__notes__", ())
         if isinstance(error, asyncio.CancelledError) and notes:
             return replace(report, error=" ".join([report.error, *notes]))
         frames = traceback.extract_tb(_strip_own_frames(error.__traceback__))
-        if not frames:  # it had not begun, or is a function on a thread, which nothing interrupts
+        if not frames:  # it had not begun, or is a function on a thread, which cannot be interrupted
             return report
         last = next(frame for frame in reversed(frames) if frame.filename == frames[0].filename)
         return replace(report, error=f"{report.error} It was at {last.filename}:{last.lineno}, in {last.name}.")
 
     def _without_keys(self, text: str) -> str:
-        """A text without the keys that the agent was given."""
+        """Return the text without the attempt's keys."""
         for key in (self.claim.model_key, self.claim.reward_key):
             text = text.replace(key, "…") if key else text
         return text
 
     def _format_error(self, error: BaseException) -> str:
-        """The traceback of what the agent raised."""
+        """Return the traceback of the agent's error."""
         if isinstance(error, asyncio.CancelledError):
-            return f"The agent {self._agent.title} was cancelled, and by nobody here: it cancelled itself."
+            return f"The agent {self._agent.title} cancelled itself: its runner did not cancel it."
         text = "".join(traceback.format_exception(type(error), error, _strip_own_frames(error.__traceback__))).strip()
         if len(text) > MAX_ERROR_CHARACTERS:
             text = f"{text[: MAX_ERROR_CHARACTERS // 4]}\n…\n{text[-MAX_ERROR_CHARACTERS * 3 // 4 :]}"
@@ -236,11 +236,11 @@ class RunningAttempt:
 
 
 def _strip_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the agent's own call on."""
+    """Return the traceback from the agent's own frames on."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         trace = trace.tb_next
     return trace
 
 
 class _NoEndpointError(Exception):
-    """An agent that asks for the model is played where nobody serves one."""
+    """The agent takes `llm`, and the store has no endpoint."""

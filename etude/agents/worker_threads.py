@@ -1,7 +1,7 @@
-"""Threads on which a loop has functions called that may take long, as many as are needed at once.
+"""Threads on which an event loop calls functions that may take long, as many as are needed at once.
 
-A thread cannot be ended from outside. Whoever does not wait any longer leaves it: it is counted as left until its
-function returns, and another takes its place.
+A thread cannot be ended from outside. A caller that stops waiting abandons the thread: it counts as abandoned until its
+function returns, and another thread takes its place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _ThreadWork(NamedTuple):
 
 
 class WorkerThreads:
-    """Threads of one loop. They end with `close`, or with the process."""
+    """The worker threads of one loop. They end with `close`, or with the process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -34,10 +34,10 @@ class WorkerThreads:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self.abandoned = 0
-        """Threads whose function nobody waits for any more, and that still run it."""
+        """Threads whose caller no longer waits, and whose function still runs."""
 
     async def call(self, function: Callable[[], R]) -> R:
-        """Call a function on a thread, in a copy of this context. Cancelled, the thread is left."""
+        """Call a function on a thread, in a copy of this context. A cancelled call abandons the thread."""
         queue = self._idle.pop() if self._idle else self._start_thread()
         future: asyncio.Future[R] = self._loop.create_future()
         queue.put(_ThreadWork(copy_context(), function, future))
@@ -49,7 +49,7 @@ class WorkerThreads:
             raise
 
     def close(self) -> None:
-        """Take no more calls; threads end when their function does."""
+        """Take no more calls. Each thread ends when its function returns."""
         self._closed = True
         while self._idle:
             self._idle.pop().put(None)
@@ -65,9 +65,9 @@ class WorkerThreads:
             error: BaseException | None = None
             try:
                 result = work.context.run(work.function)
-            except BaseException as raised:  # whatever an agent raises is its caller's to tell
+            except BaseException as raised:  # the caller reports any error of an agent
                 error = raised
-            with suppress(RuntimeError):  # a loop that is closed has nobody who waits
+            with suppress(RuntimeError):  # the loop is closed: no caller waits
                 self._loop.call_soon_threadsafe(self._finish, queue, work.future, result, error)
 
     def _finish(
@@ -77,7 +77,7 @@ class WorkerThreads:
         result: Any,
         error: BaseException | None,
     ) -> None:
-        """A thread is free again."""
+        """Hand over the result, and mark the thread as idle."""
         if self._closed:
             queue.put(None)
         else:
@@ -87,7 +87,7 @@ class WorkerThreads:
         elif error is None:
             future.set_result(result)
         elif isinstance(error, StopIteration):
-            future.set_exception(_wrap_stop_iteration(error))  # a future does not take it
+            future.set_exception(_wrap_stop_iteration(error))  # a future does not accept it
         else:
             future.set_exception(error)
 

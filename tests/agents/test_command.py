@@ -136,7 +136,7 @@ def test_a_program_that_reads_nothing_of_a_long_task_succeeds() -> None:
     result = ran("true", fields={"text": "x" * 500_000})
     assert result.only.status is Status.SUCCEEDED
     result = ran("true", task="env", fields={"text": "x" * 500_000})
-    assert result.only.status is Status.FAILED and "no environment variable holds" in result.error
+    assert result.only.status is Status.FAILED and "the most that an environment variable holds" in result.error
 
 
 def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> 
     result = ran(line, timeout_s=0.5, grace_s=0.2)
     assert result.only.status is Status.TIMED_OUT and time.monotonic() - began < 10
     assert result.events[0][0]["data"]["stdout"] == "said\n"
-    assert result.error == "It was not over after 0.5 s. Its standard output ended with:\nsaid"
+    assert result.error == "It did not end within 0.5 s. Its standard output ended with:\nsaid"
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
@@ -156,7 +156,7 @@ def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_cam
     result = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
     assert result.only.status is Status.TIMED_OUT
     ends = "Its standard output ended with:\nasking\nIts standard error ended with:\nwaits"
-    assert result.error == f"It was not over after 0.5 s. {ends}"
+    assert result.error == f"It did not end within 0.5 s. {ends}"
 
 
 def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
@@ -193,7 +193,7 @@ def test_memory_and_processor_are_bounded(there: Mapping[str, str]) -> None:
     result = ran(python("x = bytearray(1 << 30)"), endpoint=there, memory_mb=300)
     assert result.only.status is Status.FAILED and "MemoryError" in result.error
     result = ran(python("while True: pass"), endpoint=there, cpu_s=1)
-    assert result.only.status is Status.FAILED and "all of its cpu_s=1 seconds" in result.error, result.error
+    assert result.only.status is Status.FAILED and "its limit of cpu_s=1 CPU seconds" in result.error, result.error
     assert ran(python("x = bytearray(1 << 26)"), memory_mb=300, cpu_s=5).only.status is Status.SUCCEEDED
 
 
@@ -218,19 +218,19 @@ def test_many_run_at_once() -> None:
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for line in ("", " ", []):
-        with pytest.raises(AgentError, match="nothing to run"):
+        with pytest.raises(AgentError, match="no program to run"):
             etude.command(line)
     with pytest.raises(AgentError, match="one of stdin, file, env"):
         etude.command("true", task="pipe")  # type: ignore[arg-type]
     with pytest.raises(AgentError, match="cpu_s must be above 0"):
         etude.command("true", cpu_s=0)
-    with pytest.raises(AgentError, match="output_kb is at most"):
+    with pytest.raises(AgentError, match="output_kb must be at most"):
         etude.command("true", output_kb=1 << 20)
-    with pytest.raises(AgentError, match="ETUDE_ are Etude's"):
+    with pytest.raises(AgentError, match="ETUDE_ are set by Etude"):
         etude.command("true", environment={"ETUDE_REWARD_KEY": "mine"})
     for agent, told in (
-        (etude.command(["no-such-program-at-all"]), "no program no-such-program-at-all"),
-        (etude.command("true", directory=tmp_path / "nowhere"), "there is no directory"),
+        (etude.command(["no-such-program-at-all"]), "no-such-program-at-all was not found"),
+        (etude.command("true", directory=tmp_path / "nowhere"), "does not exist"),
     ):
         with pytest.raises(AgentError, match=told):
             played(agent, wanted(1))
@@ -239,7 +239,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 def test_a_key_to_write_rewards_needs_a_server_to_write_them_to() -> None:
     limits = RolloutLimits(timeout_s=20)
     result = played(etude.command("true", reward_key=True), wanted(1, limits))
-    assert result.only.status is Status.INFRA_ERROR and "no server of the store" in result.error
+    assert result.only.status is Status.INFRA_ERROR and "the store has no server" in result.error
 
 
 def test_where_it_runs_is_chosen(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_
     assert played(agent, wanted(1)).rewards == [0.0] and not errors
     result = played(agent, wanted(3), max_concurrency=3)
     assert result.rewards[1:] == [None, None]
-    assert "attempts are under way" in errors[-1] and "copy_context" in errors[-1]
+    assert "attempts are active" in errors[-1] and "copy_context" in errors[-1]
 
 
 def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
@@ -125,7 +125,7 @@ def test_a_thread_that_outlived_its_attempt_rewards_no_other() -> None:
         return 0.5
 
     assert played(agent, wanted(2), max_concurrency=1).rewards == [0.5, 0.5]
-    assert "began before the attempt" in errors[0] and "copy_context" in errors[0]
+    assert "older than the active attempt" in errors[0] and "copy_context" in errors[0]
 
 
 def test_a_number_that_no_float_holds_is_no_reward() -> None:
@@ -144,7 +144,7 @@ def test_a_final_reward_is_said_once() -> None:
         etude.emit.reward(0.5)
         return 1.0
 
-    assert "was given its final reward already" in played(twice, wanted(1)).error
+    assert "has its final reward already" in played(twice, wanted(1)).error
     result = played(both, wanted(1))
     assert result.only.status is Status.FAILED and "gave its final reward twice" in result.error
 
@@ -152,12 +152,12 @@ def test_a_final_reward_is_said_once() -> None:
 @pytest.mark.parametrize(
     ("say", "message"),
     [
-        (lambda: etude.emit.reward(float("nan")), "was given nan; a reward is finite"),
+        (lambda: etude.emit.reward(float("nan")), "got nan; a reward is finite"),
         (lambda: etude.emit.reward(1.0, turn=-1), "turns are counted from 0"),
         (lambda: etude.emit.event("e", object()), "cannot be written as JSON"),
         (lambda: etude.emit.event("e", float("nan")), "cannot be written as JSON"),
-        (lambda: etude.emit.event("e", "x" * (1 << 20)), "Say less"),
-        (lambda: etude.emit.event("", 1), "a name is text"),
+        (lambda: etude.emit.event("e", "x" * (1 << 20)), "Send less data"),
+        (lambda: etude.emit.event("", 1), "a name is a string"),
     ],
 )
 def test_what_cannot_be_said_is_refused_where_it_is_said(say: Any, message: str) -> None:
@@ -175,11 +175,11 @@ def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
         etude.emit.reward(1.0, turn=7)
 
     result = played(agent, wanted(1))
-    assert result.only.status is Status.FAILED and "was not written down" in result.error, result.error
+    assert result.only.status is Status.FAILED and "were not stored" in result.error, result.error
 
 
 def test_outside_of_any_attempt_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AgentError, match="no part of an attempt"):
+    with pytest.raises(AgentError, match="not part of an attempt"):
         etude.emit.reward(1.0)
     monkeypatch.setenv("ETUDE_STORE_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("ETUDE_REWARD_KEY", "key")

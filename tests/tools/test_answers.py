@@ -139,7 +139,7 @@ def failing(directory: Path) -> Path:
         store.append(
             [NoteRecorded(1, 0, "refused", refused), AttemptEnded(1, 0, Outcome.FAILED, "exit code 1.", False)]
         )
-        store.append([AttemptEnded(2, 0, Outcome.TIMED_OUT, "It was not over after 9 s.", False)])
+        store.append([AttemptEnded(2, 0, Outcome.TIMED_OUT, "It did not end within 9 s.", False)])
         store.append([AttemptEnded(3, 0, Outcome.FAILED, "Traceback " + "x" * 900 + " the end", False)])
         store.append([TaskDropped(1, 1, "every rollout failed"), RolloutsAdmitted(1, (0,))])
     return directory
@@ -151,7 +151,7 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("Step 1: 4 answers to 2 tasks. 3 of these rollouts failed: each says why.")
     assert "failed: exit code 1. The endpoint refused a call to /v1/responses (400): 'audio' is not" in shown
-    assert "timed_out: It was not over after 9 s." in shown
+    assert "timed_out: It did not end within 9 s." in shown
     assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
     found = load_answers(run)[1]
     assert [(each["task"], each["outcome"], each["reward"]) for each in found] == [

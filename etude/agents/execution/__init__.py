@@ -1,1 +1,1 @@
-"""Many runners at work: on threads of this process (`threads`), or in processes (`processes`)."""
+"""Many runners: on threads of this process (`threads`), or in processes (`processes`)."""

@@ -1,30 +1,31 @@
-"""How often, and how soon, something that ended although it should not is begun again. Pure: it is told the time."""
+"""The number of restarts of something that ended unexpectedly, and the delay before each. Pure: the caller passes the
+time."""
 
 from __future__ import annotations
 
 __all__ = ["RestartBackoff"]
 
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0
-"""Seconds before it is begun again: at first, twice as long each time, and never longer."""
+"""Seconds before the first restart; the delay doubles each time, up to the maximum."""
 MAX_RESTARTS = 5
-"""How often it is begun again in a row."""
+"""The most restarts in a row."""
 HEALTHY_AFTER = 60.0
-"""Seconds of good work after which it is as if it had never ended."""
+"""Seconds of operation after which the count of restarts begins at 0 again."""
 
 
 class RestartBackoff:
-    """One thing that is begun again, within bounds."""
+    """The restarts of one process or thread."""
 
     def __init__(self) -> None:
         self._restarts = 0
         self._started_at = 0.0
 
     def started(self, now: float) -> None:
-        """It was begun."""
+        """Note a start."""
         self._started_at = now
 
     def next_delay(self, now: float) -> float | None:
-        """It ended, and should not have: seconds until it is begun again; None where it is given up."""
+        """Note an unexpected end; return the seconds until the restart, or None after too many restarts."""
         if now - self._started_at >= HEALTHY_AFTER:
             self._restarts = 0
         self._restarts += 1

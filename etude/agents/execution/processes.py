@@ -1,18 +1,17 @@
-"""Runners in processes of their own, joined to the desk by its server: the strategy `cs`.
+"""Runners in their own processes, which join the rollout queue by its server: the strategy `cs`.
 
     with ProcessRunners(agent, url, key, runners=2, logs=directory) as runners:
-        …                                   # whoever wants rollouts calls `runners.check()` while waiting for them
+        …                                   # the consumer of rollouts calls `runners.check()` while it waits
 
 Runners on other machines join the same server by `etude runner`, with the same key.
 
-consumes       nothing but the processes' ends
-produces       processes, and others in their place where they end although they should not
+consumes       the ends of processes
+produces       processes, and replacements for those that end unexpectedly
 waits for      the processes, when it is stopped
-unblocked by   their end; `stop` is a ladder, each step of it bounded: it asks, it asks again (which cancels), it
-               terminates, it kills
+unblocked by   their end; each step of `stop` is bounded: it asks, asks again (which cancels), terminates, kills
 
-One thread, the keeper, starts and watches the processes. However this process ends, they end too: with their standard
-input, on Linux by the system as well; and what they started ends by their guard.
+One supervisor thread starts and watches the processes. They end whenever this process ends: because their standard
+input closes, and on Linux by a signal of the system. Their reaper ends the programs that they started.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ __all__ = ["ProcessRunners"]
 log = get_logger("agents")
 
 POLL_INTERVAL = 0.1
-"""Seconds between two looks at the processes."""
+"""Seconds between two checks of the processes."""
 MARGIN = 2.0
-"""Seconds that a process may take beyond what its pace allows, and to end once it is terminated."""
+"""Seconds that a process may take in addition to its timeouts, and to end after SIGTERM."""
 _TAIL_LINES, _MAX_LINE = 5, 300
-# First of all, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+# On Linux, the process first asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
 _BOOT = (
     "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
     "sys.path[:] = json.loads(sys.argv[1]); "
@@ -60,7 +59,7 @@ _BOOT = (
 
 
 class ProcessRunners:
-    """Several runner processes on this machine, begun and stopped as one."""
+    """Several runner processes on this machine that start and stop together."""
 
     def __init__(
         self,
@@ -73,10 +72,10 @@ class ProcessRunners:
         max_concurrency: int = 8,
         timeouts: RunnerTimeouts | None = None,
     ) -> None:
-        """agent: one that other processes can load, because it stands at the top level of a file, or is plain data as
-        a command is. url, key: of the desk's server. logs: where each process writes what it says."""
+        """agent: one that other processes can load: it is at the top level of a file, or is plain data, as a command
+        is. url, key: of the store's server. logs: the directory of the processes' log files."""
         if runners < 1:
-            raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
+            raise AgentError(f"{runners} runners were requested; request 1 or more.")
         self._timeouts, self._grace_s = timeouts or RunnerTimeouts(), agent.grace_s
         spec = RunnerSpec(agent, url, key, "", max_concurrency, self._timeouts)
         host = f"{os.uname().nodename}-{os.getpid()}"
@@ -96,21 +95,21 @@ class ProcessRunners:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that there are now."""
+        """The current processes' ids."""
         return [runner.process.pid for runner in self._runners if runner.process is not None]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the processes."""
         self._supervisor.start()
 
     def check(self) -> None:
-        """Raise what ended the last process, if none is left."""
+        """Raise the error that ended the last process, if none is left."""
         failures = [runner.failure for runner in self._runners if runner.failure]
         if len(failures) == len(self._runners):
             raise AgentError(failures[-1])
 
     def stop(self, immediate: bool = False) -> None:
-        """Have every process end. Hurried, or interrupted by Ctrl-C, it does not wait for what is under way."""
+        """End every process. If `immediate`, or interrupted by Ctrl-C, it does not wait for active attempts."""
         if immediate:
             self._immediate.set()
         self._stopping.set()
@@ -123,23 +122,24 @@ class ProcessRunners:
             self._supervisor.join()
             raise
 
-    # -- the keeper ----------------------------------------------------------------------------------------------------
+    # -- the supervisor thread -----------------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
-        """Start the processes, begin again what ends, until it is to stop; then go down the ladder."""
+        """Start the processes, and restart those that end, until the stop; then shut them down."""
         try:
             while not self._stopping.wait(POLL_INTERVAL):
                 for runner in self._runners:
                     runner.ensure_running(time.monotonic())
             self._shut_down()
         except Exception:
-            log.exception("The runners' processes could not be looked after, and are ended.")
+            log.exception("The supervisor of the runner processes failed; the processes are killed.")
         finally:
             for runner in self._runners:
                 runner.kill()
 
     def _shut_down(self) -> None:
-        """Each step gives those that are left its time. All are asked at once."""
+        """Take the steps of the shutdown: each gives the remaining processes some time. All processes take a step
+        together."""
         timeouts = self._timeouts
         steps: list[tuple[Callable[[_RunnerProcess], None], float]] = [
             (_RunnerProcess.ask_to_stop, timeouts.drain_s + MARGIN),
@@ -157,27 +157,27 @@ class ProcessRunners:
             else:
                 return
         unfinished = [runner.name for runner in self._runners if runner.is_running]
-        log.warning("%s did not end when terminated, and is killed.", ", ".join(unfinished))
+        log.warning("%s did not end after SIGTERM, and is killed.", ", ".join(unfinished))
 
 
 class _RunnerProcess:
-    """A runner's process, and the one in its place."""
+    """A runner's current process."""
 
     def __init__(self, name: str, logs: Path, body: bytes) -> None:
         self.name, self.log = name, logs / f"{name}.log"
         self.process: Popen[bytes] | None = None
         self.failure = ""
-        """Why there is none, and will be none."""
+        """The reason that the process is not restarted any more; empty while it is."""
         self._body, self._backoff, self._restart_at = body, RestartBackoff(), 0.0
         self._never_started = True
-        self._log_start = 0  # where its log begins, behind those of the processes before it
+        self._log_start = 0  # offset of this process's log, after those of its predecessors
 
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def ensure_running(self, now: float) -> None:
-        """Start it where there is none and there should be."""
+        """Start the process if it should run and does not."""
         if self.process is not None and self.process.poll() is not None:
             self._handle_exit(now)
         if self.process is None and not self.failure and now >= self._restart_at:
@@ -191,7 +191,7 @@ class _RunnerProcess:
             self.process.terminate()
 
     def kill(self) -> None:
-        """End it, and all it started, now."""
+        """Kill the process, and all that it started."""
         if self.process is None:
             return
         with suppress(ProcessLookupError, PermissionError):
@@ -208,7 +208,7 @@ class _RunnerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as file:
             self._log_start = file.tell()
-            # In a session of its own: Ctrl-C is this process's to answer, and killing it ends what it started.
+            # In a new session: this process handles Ctrl-C, and killing the group ends all that the runner started.
             self.process = Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
                 stdin=PIPE,
@@ -222,26 +222,26 @@ class _RunnerProcess:
 
     def _send(self, data: bytes) -> None:
         if self.process is not None and self.process.stdin is not None:
-            with suppress(OSError):  # it has ended, which is noticed elsewhere
+            with suppress(OSError):  # it has ended; `ensure_running` handles that
                 self.process.stdin.write(data)
 
     def _handle_exit(self, now: float) -> None:
-        """It should not have: tell it, and begin again in a while, or give it up."""
+        """Report an unexpected exit, and schedule the restart or give up."""
         assert self.process is not None
         code = self.process.returncode
         exit_status = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         message = f"The process of {self.name} ({self.process.pid}) ended ({exit_status}). {self._log_tail()}"
         self.kill()
-        # One whose agent was understood before may meet a file that is being written, or a hub that is away.
+        # If the agent loaded before, the failure may be temporary: a file being written, a hub that is unreachable.
         cannot_load = code == EXIT_CANNOT_LOAD and self._never_started
         self._never_started = False
         delay = None if cannot_load else self._backoff.next_delay(now)
         if delay is None:
-            self.failure = message if cannot_load else f"{message} It ended again and again, and is given up."
+            self.failure = message if cannot_load else f"{message} It failed too often and is not restarted."
             log.error("%s", self.failure)
         else:
             self._restart_at = now + delay
-            log.warning("%s Another begins in %.1f s.", message, delay)
+            log.warning("%s It restarts in %.1f s.", message, delay)
 
     def _log_tail(self) -> str:
         try:
@@ -255,8 +255,8 @@ class _RunnerProcess:
 
 
 class _AgentPickler(pickle.Pickler):
-    """Takes what was defined in the file that this process was started with, or in one that was named by its path,
-    along by that file's name: another process has another `__main__`, and no module of the other kind."""
+    """Pickles classes and functions of the main file, or of a file that was named by path, by that file's path. Another
+    process has another `__main__`, and no module for such a file."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, type | FunctionType):
@@ -264,7 +264,7 @@ class _AgentPickler(pickle.Pickler):
         if obj.__module__ == "__main__" or is_file_module(obj.__module__):
             file = locate_module(obj.__module__)
             if file is None:
-                raise AgentError(f"{obj.__qualname__} was written at a prompt. Define the agent in a file.")
+                raise AgentError(f"{obj.__qualname__} was defined at a prompt. Define the agent in a file.")
             return load_object, (f"{file}:{obj.__qualname__}", "part of an agent", "my_agent.py:agent")
         return NotImplemented
 
@@ -275,7 +275,7 @@ def _pickle_spec(spec: RunnerSpec) -> bytes:
         _AgentPickler(file).dump(spec)
     except AgentError:
         raise
-    except Exception as error:  # whatever an agent holds may refuse to be pickled, in whatever way
+    except Exception as error:  # an agent's attributes may raise any error when pickled
         raise AgentError(
             f"The agent {spec.agent.title} cannot be sent to other processes: {type(error).__name__}: {error}. Define "
             "it at the top level of a file, and load what it needs in its `setup`."

@@ -1,10 +1,10 @@
-"""What runs in a process that was started to play rollouts: one runner, joined to a desk by its server.
+"""The program of a runner process: one runner, which joins a rollout queue by its server.
 
-consumes       orders on standard input (first of all, what to play and where), and rollouts that it claims
-produces       attempts that are handed in; what it says, on standard error
-waits for      the desk
-unblocked by   the order to stop, or SIGTERM: once to let what is under way end, twice to cancel it; and by the end of
-               standard input, or of the process that started it, which end it at once, with all that it started
+consumes       control messages on standard input (first the agent and the server's address), and claimed rollouts
+produces       reported attempts; log lines on standard error
+waits for      the rollout queue
+unblocked by   a stop message or SIGTERM: the first lets active attempts end, the second cancels them; and by the end of
+               standard input or of the parent process, which kill this process and all that it started
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["REFUSED", "STOP", "RunnerSpec", "join_store", "main", "resolve_store
 log = get_logger("agents")
 
 REFUSED = 2
-"""The exit code of a process that had something to say against what it was asked, in the last line it wrote."""
+"""The exit code of a process that refused its task; the last line of its log says why."""
 EXIT_CANNOT_LOAD = 113
-"""That of one which cannot play its agent at all, because it cannot be loaded."""
+"""The exit code of a process that cannot load its agent."""
 STOP = b"stop\n"
 
 
 @dataclass(frozen=True)
 class RunnerSpec:
-    """What a runner's process is to do."""
+    """The task of a runner process."""
 
     agent: Agent
     url: str
@@ -62,7 +62,7 @@ def join_store(
     max_concurrency: int = 8,
     timeouts: RunnerTimeouts | None = None,
 ) -> None:
-    """Be a runner of a desk that is served elsewhere, until SIGINT or SIGTERM: what `etude runner` does.
+    """Run a runner for a store that is served elsewhere, until SIGINT or SIGTERM: the command `etude runner`.
 
     agent: `module:name` or `path/to/file.py:name`. url, key: of the server, by default `ETUDE_STORE_URL` and
     `ETUDE_STORE_KEY`.
@@ -72,21 +72,21 @@ def join_store(
 
 
 def resolve_store(agent: str, url: str = "", key: str = "") -> tuple[str, str]:
-    """Where the store is whose rollouts are to be played, and the key to it; by default as the environment says."""
+    """Return the address and the key of the store, by default from the environment."""
     default_url, default_key = store_address()
     url, key = url or default_url, key or default_key
     missing = [name for name, value in (("ETUDE_STORE_URL", url), ("ETUDE_STORE_KEY", key)) if not value]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"A runner was asked to play {agent}, and {' and '.join(missing)} {verb} not set: where the store is, and "
-            "the key to it. `etude store`, and a run that waits for runners, say both when they start."
+            f"A runner of {agent} needs the store's address and key, but {' and '.join(missing)} {verb} not set. "
+            "`etude store`, and a run that waits for runners, print both when they start."
         )
     return url, key
 
 
 def run_spec(spec: RunnerSpec, control: BinaryIO | None = None) -> None:
-    """Play rollouts on this thread, the main one of its process, until it is told to stop."""
+    """Play rollouts on this thread, the main one of its process, until stopped."""
     with bounded_exit(spec.timeouts.cancel_s, REFUSED):
         run_bounded(_run(spec, control), spec.timeouts.cancel_s)
 
@@ -110,7 +110,7 @@ async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
                 target=_receive_control_messages, args=(control, runner), name="etude-orders", daemon=True
             ).start()
         log.info(
-            "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets what is under way end.",
+            "Plays %s for the store at %s, up to %d attempts at once. Ctrl-C lets active attempts end.",
             *(spec.agent.title, spec.url, spec.max_concurrency),
         )
         await runner.run()
@@ -123,12 +123,12 @@ async def _run(spec: RunnerSpec, control: BinaryIO | None) -> None:
 
 
 def main() -> None:
-    """Be the runner that the first order on standard input speaks of."""
+    """Run the runner that the first control message on standard input describes."""
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s runner[{os.getpid()}] %(levelname)-5s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = os.fdopen(os.dup(0), "rb", buffering=0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what an agent reads is not what this process is told
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # an agent that reads standard input must not read control messages
     reaper.add(os.getpgrp())
     try:
         spec = _load_spec(_read(control, int.from_bytes(_read(control, 8), "big")))
@@ -137,14 +137,14 @@ def main() -> None:
         log.error("%s", error)
         sys.exit(REFUSED)
     finally:
-        reaper.remove(os.getpgrp())  # whoever started this process ends what is left of it, and hears how it ended
+        reaper.remove(os.getpgrp())  # the parent kills the rest of the group, and sees the exit code
 
 
 def _load_spec(body: bytes) -> RunnerSpec:
-    """What is asked; where it cannot be understood, as another try would not either, this process ends."""
+    """Unpickle the task. If that fails, exit: another try would fail too."""
     try:
         spec: RunnerSpec = pickle.loads(body)
-    except Exception as error:  # an agent's file may raise anything while it is run
+    except Exception as error:  # an agent's file may raise any error when it is imported
         log.error("%s", error if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
         sys.exit(EXIT_CANNOT_LOAD)
     return spec
@@ -161,7 +161,7 @@ def _read(control: BinaryIO, length: int) -> bytes:
 
 
 def _receive_control_messages(control: BinaryIO, runner: Runner) -> None:
-    """Take orders while there is somebody to give them."""
+    """Handle control messages until the parent closes the pipe."""
     while message := control.readline():
         if message == STOP:
             runner.stop()
@@ -169,5 +169,5 @@ def _receive_control_messages(control: BinaryIO, runner: Runner) -> None:
 
 
 def _kill_process_group() -> None:
-    """Nobody is there to play for: end this process and all that it started. Commands are the guard's to end."""
+    """Kill this process and all that it started, because its parent is gone. The reaper kills commands."""
     os.killpg(os.getpgrp(), signal.SIGKILL)

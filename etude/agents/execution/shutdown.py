@@ -1,4 +1,4 @@
-"""Event loops and processes that end although something in them will not."""
+"""Event loops and processes that end even if a task or a thread within does not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = get_logger("agents")
 
 
 def run_bounded(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """What comes of some work on a loop of its own. `asyncio.run` waits in the end for every task, and so for ever for
-    one that goes on although it was cancelled; here that is waited for so many seconds, and left."""
+    """Run a coroutine on its own event loop and return its result. `asyncio.run` waits for every task at the end, and
+    so forever for one that ignores its cancellation. This waits `timeout_s` seconds and abandons the rest."""
     loop = _ThreadedLoop()
     loop.set_exception_handler(_handle_loop_exception)
     try:
@@ -46,35 +46,34 @@ def run_bounded(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 
 class _ThreadedLoop(asyncio.SelectorEventLoop):
-    """A loop whose calls on threads (`asyncio.to_thread`) keep no process from ending, however long they hang."""
+    """An event loop whose calls of `asyncio.to_thread` never keep the process from exiting, however long they hang."""
 
     _threads: WorkerThreads | None = None
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Call a function on a thread: one of the loop's own, unless others are given."""
+        """Call a function on one of the loop's own threads, or by the given executor."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         self._threads = self._threads or WorkerThreads("etude-agent-thread")
         return self.create_task(self._threads.call(partial(func, *args)))
 
     def close(self) -> None:
-        """End the loop, and the threads that nobody needs any more."""
+        """Close the loop, and end its idle threads."""
         if self._threads is not None:
             self._threads.close()
         super().close()
 
 
 def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """That a task was left is known by then; whatever else a loop has to say is said."""
+    """Pass on all messages of a loop, except that an abandoned task was destroyed: that was logged before."""
     if not (loop.is_closed() and "was destroyed but it is pending" in context["message"]):
         loop.default_exception_handler(context)
 
 
 @contextmanager
 def bounded_exit(timeout_s: float, code: int) -> Iterator[None]:
-    """What is done within is the last that its process does: threads that were begun there, and that Python would wait
-    for, have so many seconds left. Where they need more, the process ends all the same: with this code, if by an
-    error."""
+    """Run the last code of a process. Threads started within, which Python would wait for, get `timeout_s` seconds to
+    end. If they take longer, the process exits anyway: with `code` after an error, else with 0."""
     before = set(threading.enumerate())
     try:
         yield
@@ -87,6 +86,6 @@ def bounded_exit(timeout_s: float, code: int) -> Iterator[None]:
         if any(thread.is_alive() for thread in new_threads):
             if error is not None:
                 log.error("%s", error)
-            log.warning("Threads that an agent began do not end, and end with this process.")
+            log.warning("Threads that an agent started did not end; they end with this process.")
             logging.shutdown()
             os._exit(0 if error is None else code)

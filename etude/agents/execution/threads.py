@@ -1,14 +1,14 @@
-"""Runners on threads of this process, each with an event loop of its own, over one desk: the strategy `shm`.
+"""Runners on threads of this process, each with its own event loop, over one rollout queue: the strategy `shm`.
 
-    with ThreadRunners(desk, agent, runners=2) as runners:
-        …                                   # whoever wants rollouts calls `runners.check()` while waiting for them
+    with ThreadRunners(queue, agent, runners=2) as runners:
+        …                                   # the consumer of rollouts calls `runners.check()` while it waits
 
-consumes       what the desk has queued
-produces       attempts that are handed in
+consumes       queued rollouts
+produces       reported attempts
 waits for      the runners, when it is stopped
-unblocked by   their end; `stop` is bounded by the pace: it asks, it cancels, and what goes on then is left, and told
+unblocked by   their end; the runners' timeouts bound `stop`, which asks, cancels, and then abandons with a warning
 
-A thread cannot be killed: an agent that may hang for good is safer in processes, or as a command.
+A thread cannot be killed. An agent that may hang forever is safer in a process, or as a command.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["ThreadRunners"]
 log = get_logger("agents")
 
 MARGIN = 2.0
-"""Seconds that a runner may take beyond what its pace allows."""
+"""Seconds that a runner may take in addition to its timeouts."""
 
 
 class ThreadRunners:
-    """Several runners, begun and stopped as one."""
+    """Several runners that start and stop together."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class ThreadRunners:
         timeouts: RunnerTimeouts | None = None,
         store_url: str = "",
     ) -> None:
-        """desk: one that may be used from several loops, as a `LocalRolloutQueue` may. The others: see `Runner`; each
-        runner has a shallow copy of the agent for its own."""
+        """queue: one that several event loops may use, such as `LocalRolloutQueue`. Each runner gets a shallow copy of
+        the agent. The other arguments are those of `Runner`."""
         if runners < 1:
-            raise AgentError(f"{runners} runners were asked for; ask for 1 or more.")
+            raise AgentError(f"{runners} runners were requested; request 1 or more.")
         self._timeouts = timeouts or RunnerTimeouts()
         self._queue, self._agent, self._max_concurrency, self._store_url = queue, agent, max_concurrency, store_url
         self._threads = [_RunnerThread(f"etude-runner-{number}") for number in range(runners)]
@@ -65,7 +65,7 @@ class ThreadRunners:
         self.stop(immediate=kind is not None)
 
     def start(self) -> None:
-        """Begin."""
+        """Start all runners."""
         for runner_thread in self._threads:
             runner_thread.runner = self._make_runner()
             runner_thread.thread = threading.Thread(
@@ -74,12 +74,13 @@ class ThreadRunners:
             runner_thread.thread.start()
 
     def check(self) -> None:
-        """Raise what ended the last runner, if none is left."""
+        """Raise the error that ended the last runner, if none is left."""
         if len(self._errors) == len(self._threads):
             raise self._errors[-1]
 
     def stop(self, immediate: bool = False) -> None:
-        """Have every runner end: what is under way may, unless it is hurried; then it is cancelled, then it is left."""
+        """End every runner. Active attempts may end first, unless `immediate`. Then they are cancelled, and finally
+        abandoned."""
         self._stopping.set()
         timeouts = self._timeouts
         try:
@@ -94,11 +95,11 @@ class ThreadRunners:
                 if runner_thread.thread is not None and runner_thread.thread.is_alive()
             ]
             if unfinished:
-                log.warning("%s did not stop, and ends with the process.", ", ".join(unfinished))
+                log.warning("%s did not stop; it ends with the process.", ", ".join(unfinished))
 
     @property
     def abandoned(self) -> int:
-        """Attempts that were left to themselves and still go on."""
+        """Attempts that were abandoned and still run."""
         return sum(
             runner_thread.runner.abandoned for runner_thread in self._threads if runner_thread.runner is not None
         )
@@ -124,23 +125,23 @@ class ThreadRunners:
                 runner_thread.thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run_with_restarts(self, runner_thread: _RunnerThread) -> None:
-        """Run a runner, and another where it ends by an error, within bounds."""
+        """Run a runner, and restart it after an error, with a backoff."""
         while True:
             assert runner_thread.runner is not None
             runner_thread.backoff.started(time.monotonic())
             try:
                 run_bounded(runner_thread.runner.run(), self._timeouts.cancel_s)
                 return
-            except Exception as error:  # the one place where it is told
+            except Exception as error:  # the only place that reports it
                 delay = runner_thread.backoff.next_delay(time.monotonic())
                 if self._stopping.is_set():
                     log.warning("%s ended by an error: %s", runner_thread.name, error)
                     return
                 if delay is None:
-                    log.error("%s is given up, as it ended again and again: %s", runner_thread.name, error)
+                    log.error("%s failed too often and is not restarted: %s", runner_thread.name, error)
                     self._errors.append(_typed_error(error))
                     return
-                log.warning("%s ended, and begins again in %.1f s: %s", runner_thread.name, delay, error)
+                log.warning("%s failed and restarts in %.1f s: %s", runner_thread.name, delay, error)
             if self._stopping.wait(delay):
                 return
             runner_thread.runner = self._make_runner()
@@ -149,7 +150,7 @@ class ThreadRunners:
 
 
 class _RunnerThread:
-    """A thread, and the runner that is on it now."""
+    """A thread, and its current runner."""
 
     def __init__(self, name: str) -> None:
         self.name = name

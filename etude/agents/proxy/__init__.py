@@ -1,27 +1,27 @@
-"""The model endpoint: any agent that talks to an OpenAI- or Anthropic-compatible server talks to it, unchanged.
+"""The model endpoint: a server that is compatible with OpenAI's and Anthropic's APIs, for agents that need no change.
 
-asked             what a call asks for, and what comes of it, in no dialect in particular
-fields            the fields of a request, and the rules by which each is followed, ignored or refused
-chat_completions  OpenAI's /v1/chat/completions
-completions       OpenAI's /v1/completions
-responses         OpenAI's /v1/responses
-items             the conversation of such a request
-anthropic         Anthropic's /v1/messages
-policy            the run's own sampling parameters, and what of the agent's holds beside them
-opening           the beginning of an answer that is written for the model
-upstream          who samples: whoever takes ids and gives ids, such as the engine in this process
-server            a server that speaks of token ids, as an upstream
-external          models of somebody else's, to whom calls are passed on
-overheard         what those say, read along
-events            server-sent events, as they come
-record            what each attempt has said and heard, to the token
-recent            the newest entries of a mapping
-notary            turns and notes, written to the end
-answering         how a call is sampled, read, recorded and given
-gate              how many calls are under way, and how many wait
-meter             counts and times
-endpoint          all of these as one
-app               its routes
+request            a call and its answers, independent of any dialect
+request_fields     the fields of a request, and the rules by which each is followed, ignored or refused
+openai             the parts that OpenAI's dialects share
+chat_completions   OpenAI's /v1/chat/completions
+completions        OpenAI's /v1/completions
+responses          OpenAI's /v1/responses
+response_items     the conversation of such a request
+anthropic          Anthropic's /v1/messages
+sampling_rules     the choice between the run's sampling parameters and the agent's
+prefill            the beginning of an answer that is written for the model
+upstream           the interface of the sampler: token ids in, token ids out
+external           models of other providers, to which calls are passed on
+external_answer    the answers of those models, parsed while they are passed on
+sse                a parser of server-sent events
+session            each attempt's conversations with the model, as token ids
+bounded_cache      the newest entries of a mapping
+turn_recorder      writes turns and notes to the rollout queue
+model_call_runner  samples, parses, records and returns the answers of a call
+slot_queue         bounds the calls that are active, and those that wait
+metrics            counts and times
+endpoint           all of these as one
+app                its routes
 """
 
 from __future__ import annotations

@@ -33,19 +33,19 @@ MESSAGES: FieldRules = field_rules(
     accepted="metadata service_tier cache_control",
     others={
         "thinking": ignored(NO_REASONING_CONTROL, {"type": "disabled"}),
-        "output_config": ignored("is not the agent's to say: the run decides how answers are. Leave it out.", {}),
+        "output_config": ignored("has no effect: the run decides how answers are generated. Leave it out.", {}),
         "output_format": ignored(NO_FORMAT),
-        "context_management": ignored("is not supported: what the model reads is never cut. Leave it out."),
+        "context_management": ignored("is not supported: this endpoint never truncates a prompt. Leave it out."),
         "tool_choice.disable_parallel_tool_use": ignored(NO_SINGLE_CALL.replace("false", "true"), False),
-        "mcp_servers": ignored("names tools that a provider would run, and the only tools here are the agent's.", []),
-        "container": refused("is not kept here; the only tools here are the agent's own."),
+        "mcp_servers": ignored("is not supported: the agent runs all of its tools itself. Leave it out.", []),
+        "container": refused("is not supported: the agent runs all of its tools itself. Leave it out."),
     },
 )
 """The fields of a request, and the treatment of each."""
 DROPPED = ("redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "tool_reference")
-"""Blocks of tools that a provider ran, and of thinking that nobody can read: the text beside them keeps its meaning."""
+"""Blocks of tools that a provider ran, and encrypted thinking: the text beside them keeps its meaning."""
 SECRET = secrets.token_bytes(32)
-"""Signs the thinking that this process gives. It remembers the conversations of no other."""
+"""Signs the thinking that this process sends. No other process remembers its conversations."""
 
 ERROR_TYPES: dict[ErrorKind, str] = {
     "unauthorized": "authentication_error",
@@ -60,33 +60,33 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class AnthropicDialect:
-    """The dialect of Anthropic's clients. Reasoning goes as `thinking` blocks, each with its signature."""
+    """The dialect of Anthropic's clients. Reasoning is sent as `thinking` blocks, each with a signature."""
 
     prefix = "msg_"
 
     def __init__(self, *, counting: bool = False) -> None:
-        """counting: of `count_tokens`, which asks for no answer."""
+        """counting: parse requests of `count_tokens`, which has no answer."""
         self._counting = counting
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
-        """What a request asks for."""
+        """Parse a request."""
         ignored_fields = IgnoredFields(MESSAGES, strict=context.strict)
         fields = RequestFields(body, ignored_fields=ignored_fields)
         model = fields.string("model")
         system = _text(fields.value("system"), "system", ignored_fields)
         message_data = fields.array("messages", required=True)
         if not message_data:
-            raise fields.error("messages", "is empty; give at least one.")
+            raise fields.error("messages", "is empty; send at least one message.")
         messages = [Message("system", system)] if system else []
         for n, data in enumerate(message_data):
             messages += _parse_messages(data, f"messages[{n}]", ignored_fields)
         tools = _parse_tools(fields.array("tools"), ignored_fields)
         choice, tool_name = _parse_tool_choice(fields, tools)
         if not messages:
-            raise fields.error("messages", "has nothing that is answered.")
+            raise fields.error("messages", "has no message to answer.")
         prefill = messages.pop() if messages[-1].role == "assistant" else None
         if prefill is not None and (prefill.tool_calls or not messages):
-            reason = "ends with a call that has no 'tool_result'." if messages else "has nothing that is answered."
+            reason = "ends with a 'tool_use' that has no 'tool_result'." if messages else "has no message to answer."
             raise fields.error("messages", reason)
         request = ModelRequest(
             model=model,
@@ -102,7 +102,7 @@ class AnthropicDialect:
         return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """The answer in one piece."""
+        """Format the answer as one response."""
         answer = answers[0]
         blocks: list[JSONObject] = []
         if answer.message.reasoning:
@@ -118,11 +118,11 @@ class AnthropicDialect:
         return {**_reply_fields(reply), "content": blocks, **_stop_fields(answer), "usage": usage}
 
     def writer(self, reply: ReplyHeader) -> BlockWriter:
-        """The answer piece by piece."""
+        """Return a writer for a streamed response."""
         return BlockWriter(reply)
 
     def format_error(self, refusal: APIError) -> JSONObject:
-        """Why there is none."""
+        """Format an error."""
         error = {"type": ERROR_TYPES.get(refusal.kind, "invalid_request_error"), "message": refusal.message}
         return {"type": "error", "error": error}
 
@@ -140,7 +140,7 @@ class AnthropicDialect:
 
 
 class BlockWriter:
-    """Writes an answer as content blocks: thinking, text, and then calls."""
+    """Writes an answer as content blocks: thinking, text, and then tool calls."""
 
     def __init__(self, reply: ReplyHeader) -> None:
         self._reply_fields, self._prompt_tokens = _reply_fields(reply), reply.prompt_tokens
@@ -149,13 +149,13 @@ class BlockWriter:
         self._reasoning = ""
 
     def begin(self) -> bytes:
-        """The message, without content."""
+        """Write the message without content."""
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         message = {**self._reply_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
     def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """New text, or a call."""
+        """Write new text, or a tool call."""
         if isinstance(delta, ToolCallDelta):
             call = delta.call
             events = self._stop() + self._block("tool_use", {"id": call.id, "name": call.name, "input": {}})
@@ -167,20 +167,20 @@ class BlockWriter:
         return self._block("text", {"text": ""}) + self._delta("text_delta", text=delta.text)
 
     def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """The end of its last block."""
+        """End the last block."""
         return self._stop()
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """How it ended, and what it cost."""
+        """Write the stop reason and the usage."""
         usage = {"output_tokens": len(answers[0].completion.ids)}
         return _event("message_delta", delta=_stop_fields(answers[0]), usage=usage) + _event("message_stop")
 
     def fail(self, refusal: APIError) -> bytes:
-        """Nothing more will come."""
+        """Write an error."""
         return sse_event(AnthropicDialect().format_error(refusal), "error")
 
     def _block(self, kind: str, empty: JSONObject) -> bytes:
-        """Begin a block of a kind, unless that is what is being written."""
+        """Begin a block of a kind, unless such a block is open."""
         if self._open_kind == kind:
             return b""
         stopped = self._stop()
@@ -214,20 +214,20 @@ def _stop_fields(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def _signature(reasoning: str) -> str:
-    """Shows that this thinking was given here."""
+    """Return a signature that shows that this process sent this thinking."""
     return b64encode(hmac.digest(SECRET, reasoning.encode(), "sha256")).decode()
 
 
 def _parse_messages(data: Any, where: str, ignored_fields: IgnoredFields) -> list[Message]:
-    """A message of a request: what tools answered comes before what the user says beside it."""
+    """Return the messages of one request message: tool results come before the user's text."""
     fields = RequestFields(data, where)
     role, content = fields.string("role"), fields.value("content")
     if role not in ("user", "assistant", "system"):
-        raise fields.error("role", f"is '{role}'; a message is by user or assistant.")
+        raise fields.error("role", f"is '{role}'; it must be user or assistant.")
     if isinstance(content, str):
         return [Message(role, content)]
     if not isinstance(content, list):
-        raise fields.error("content", "must be a text or a list of blocks.")
+        raise fields.error("content", "must be a string or a list of blocks.")
     texts, reasonings, calls, results = [], [], [], []
     for n, block in enumerate(content):
         part = _part(block, f"{where}.content[{n}]", ignored_fields)
@@ -243,16 +243,18 @@ def _parse_messages(data: Any, where: str, ignored_fields: IgnoredFields) -> lis
             text = _text(part.value("content"), f"{where}.content[{n}].content", ignored_fields)
             results.append(Message("tool", text, tool_call_id=part.string("tool_use_id")))
         else:
-            _drop(part, kind, ignored_fields, "this model reads text, thinking, tool_use and tool_result alone")
+            _drop(part, kind, ignored_fields, "this model reads text, thinking, tool_use and tool_result only")
     message_data = {"role": role, "content": "".join(texts), "reasoning": "".join(reasonings), "tool_calls": calls}
-    is_all_dropped = bool(content) and not (texts or calls or message_data["reasoning"])  # all of it: nothing was said
+    is_all_dropped = bool(content) and not (
+        texts or calls or message_data["reasoning"]
+    )  # all of the content was dropped
     return (
         results if is_all_dropped and (results or role == "assistant") else [*results, message_from_dict(message_data)]
     )
 
 
 def _part(block: Any, where: str, ignored_fields: IgnoredFields) -> RequestFields:
-    """A block, whose place in a cache is noted."""
+    """Return the fields of a block. Its `cache_control` is added to the ignored fields."""
     part = RequestFields(block, where)
     if part.value("cache_control"):
         ignored_fields.add("cache_control")
@@ -260,17 +262,17 @@ def _part(block: Any, where: str, ignored_fields: IgnoredFields) -> RequestField
 
 
 def _parse_thinking(part: RequestFields, ignored_fields: IgnoredFields) -> str:
-    """Thinking that was given here; none where it was not, or where it came back as another."""
+    """Return thinking that this process sent; an empty string if it was changed, or comes from elsewhere."""
     reasoning, signature = part.string("thinking"), part.string("signature", "")
     if hmac.compare_digest(signature.encode(), _signature(reasoning).encode()):
         return reasoning
-    reason = "is not of this thinking: it was not given here as it stands."
+    reason = "does not match the thinking: this endpoint did not send that text."
     ignored_fields.drop("messages.thinking", part.error("signature", reason))
     return ""
 
 
 def _drop(part: RequestFields, kind: str, ignored_fields: IgnoredFields, supported: str) -> None:
-    """Leave a block out, where the conversation keeps its meaning without it."""
+    """Leave a block out, if the conversation keeps its meaning without it."""
     refusal = part.error("type", f"is '{kind}'; {supported}.")
     if kind not in DROPPED:
         raise refusal
@@ -278,11 +280,11 @@ def _drop(part: RequestFields, kind: str, ignored_fields: IgnoredFields, support
 
 
 def _text(content: Any, where: str, ignored_fields: IgnoredFields) -> str:
-    """A text, or blocks of text."""
+    """Return a string, or the text of text blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise APIError(f"'{where}' must be a text or a list of blocks.", param=where)
+        raise APIError(f"'{where}' must be a string or a list of blocks.", param=where)
     texts = []
     for n, block in enumerate(content):
         part = _part(block, f"{where}[{n}]", ignored_fields)
@@ -290,19 +292,21 @@ def _text(content: Any, where: str, ignored_fields: IgnoredFields) -> str:
         if kind == "text":
             texts.append(part.string("text"))
         else:
-            _drop(part, kind, ignored_fields, "this model reads text alone")
+            _drop(part, kind, ignored_fields, "this model reads text only")
     return "".join(texts)
 
 
 def _parse_tools(definitions: Sequence[Any], ignored_fields: IgnoredFields) -> tuple[JSONObject, ...]:
-    """The agent's own tools, in the form that chat templates know; those that a provider would run are left out."""
+    """Return the agent's own tools, in the form that chat templates take. Tools that a provider would run are left
+    out."""
     tools = []
     for n, definition in enumerate(definitions):
         fields = _part(definition, f"tools[{n}]", ignored_fields)
         kind = fields.string("type", "custom")
         if kind != "custom":
             ignored_fields.drop(
-                f"tools.{kind}", fields.error("type", f"is '{kind}'; the only tools here are the agent's own.")
+                f"tools.{kind}",
+                fields.error("type", f"is '{kind}'; it must be custom: the agent runs all of its tools itself."),
             )
             continue
         function: dict[str, Any] = {"name": fields.string("name")}
@@ -320,7 +324,7 @@ def _parse_tools(definitions: Sequence[Any], ignored_fields: IgnoredFields) -> t
 def _parse_tool_choice(
     fields: RequestFields, tools: Sequence[JSONObject]
 ) -> tuple[Literal["auto", "none", "required"], str]:
-    """Whether a tool is to be called, and which."""
+    """Return the mode of the tool choice, and the tool that has to be called."""
     choice = fields.section("tool_choice")
     kind, name = choice.string("type", "auto"), choice.string("name", "")
     choice.apply_rules()
@@ -332,5 +336,7 @@ def _parse_tool_choice(
     if kind == "any" and names:
         return "required", names[0] if len(names) == 1 else ""
     if kind != "tool" or name not in names:
-        raise choice.error("type", "must be auto, none, any, or tool with the name of one of the 'tools'.")
+        raise choice.error(
+            "type", "must be auto, none, any, or tool with the name of one of the 'tools'. any needs at least one tool."
+        )
     return "required", name

@@ -1,9 +1,9 @@
-"""The routes of the model endpoint: an app of its own, or a router on another's.
+"""The routes of the model endpoint: a standalone app, or a router for another app.
 
-    with serve(desk, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]): ...     # on a store's server
+    with serve(queue, keyring, routers=[create_router(endpoint)], lifespans=[endpoint]): ...    # on a store's server
 
-Bodies come through the store's `RequestMiddleware`, which bounds what is read and what may be in it; what it refuses is
-said here in the words of each dialect. What is long is parsed beside the event loop.
+Requests pass the store's `RequestMiddleware`, which bounds the size and the contents of a body. Its refusals are
+formatted in each dialect here. Long bodies are parsed on a background thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["create_app", "create_router"]
 T = TypeVar("T")
 _Work = Callable[[Callable[[], Awaitable[None]], Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]]
 PASSTHROUGH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Where calls to models of somebody else's are passed on."""
+"""The routes that pass calls to external models on."""
 ROUTES: dict[str, APIDialect] = {
     "/v1/chat/completions": ChatCompletionsDialect(),
     "/v1/completions": CompletionsDialect(),
@@ -55,16 +55,16 @@ MISTAKEN_PATHS = (
     *("/chat/completions", "/completions", "/models", "/models/{model:path}"),
     *("/responses", "/responses/{rest:path}", "/messages", "/messages/{rest:path}"),
 )
-"""Paths that agents ask for by mistake, most often by a base URL that lacks /v1 or has it twice."""
+"""Paths that agents request by mistake, most often because a base URL lacks /v1 or has it twice."""
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 ERROR_KINDS: dict[int, ErrorKind] = {401: "unauthorized", 408: "timeout", 413: "too_large", 429: "busy"}
-"""Of what the gate refuses, by its status; anything else is invalid."""
+"""The kind of a refusal of the middleware, by its status; any other is invalid."""
 WRITE_TIMEOUT_S = 60.0
-"""Seconds for which a client may read nothing of a stream."""
+"""Seconds that a client may take to read a part of a stream."""
 
 
 class _NoStore(PathConvertor):
-    """A path that is none of the store's, beside whose routes these may be served."""
+    """A path that does not belong to the store, whose server may have these routes too."""
 
     regex = r"(?!store/|traces$).*"
 
@@ -73,11 +73,11 @@ register_url_convertor("no_store", _NoStore())
 
 
 class ClientDisconnectedError(Exception):
-    """The client is not there any more."""
+    """The client has disconnected."""
 
 
 def create_app(endpoint: ModelEndpoint) -> FastAPI:
-    """The endpoint alone, as an app that tends to it while it runs."""
+    """Return an app of the endpoint alone, which runs the endpoint's background work."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -91,16 +91,18 @@ def create_app(endpoint: ModelEndpoint) -> FastAPI:
 
 
 def create_router(endpoint: ModelEndpoint) -> APIRouter:
-    """Its routes. Whoever includes them enters the endpoint (`async with endpoint`) for as long as they are served.
+    """Return the endpoint's routes. The caller enters the endpoint (`async with endpoint`) while they are served.
 
-    They are plain: what they take and answer is described by OpenAI and Anthropic, and read by the dialects."""
+    FastAPI does not describe these routes: OpenAI and Anthropic define their requests and responses, and the dialects
+    parse them.
+    """
     routes = APIRouter()
     for path, dialect in ROUTES.items():
         name = path.removeprefix("/v1/").replace("/", "_")
         routes.add_route(path, _answer_route(endpoint, path, dialect), methods=["POST"], name=name)
 
     async def count_tokens(request: Request) -> Response:
-        """How many tokens a request to /v1/messages would show the model."""
+        """Return the number of prompt tokens of a request to /v1/messages."""
         attempt_id = None
         try:
             attempt_id = _authorize(endpoint, request)
@@ -120,7 +122,7 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
             return _error_response(TOKEN_COUNTING, refusal)
 
     async def models(request: Request) -> Response:
-        """The models there are."""
+        """List the models."""
         dialect: APIDialect = (
             TOKEN_COUNTING if "anthropic-version" in request.headers else ROUTES["/v1/chat/completions"]
         )
@@ -152,11 +154,11 @@ def create_router(endpoint: ModelEndpoint) -> APIRouter:
 
 def _unknown_route(methods_by_path: Mapping[str, Sequence[str]]) -> Callable[[Request], Awaitable[Response]]:
     async def unknown(request: Request) -> Response:
-        """Name the routes that there are, in the words of the dialect that a request seems to speak."""
+        """Name the existing routes, in the dialect that the request seems to use."""
         path = request.url.path
         is_anthropic = "anthropic-version" in request.headers or "/messages" in path
         routes = ", ".join(f"{' '.join(methods)} {path}" for path, methods in methods_by_path.items())
-        message = f"There is no {request.method} {path[:200]} at this endpoint. There are: {routes}."
+        message = f"This endpoint has no route {request.method} {path[:200]}. Its routes are: {routes}."
         refusal = APIError(message, "not_found", status=405 if path in methods_by_path else None)
         response = _error_response(TOKEN_COUNTING if is_anthropic else ROUTES["/v1/chat/completions"], refusal)
         if path in methods_by_path:
@@ -204,7 +206,7 @@ def _answer_route(endpoint: ModelEndpoint, path: str, dialect: APIDialect) -> Ca
 
 
 async def _pass_through(endpoint: ModelEndpoint, dialect: APIDialect, call: ExternalCall, request: Request) -> Response:
-    """What another's model answers."""
+    """Return the answer of an external model."""
     if call.body.get("stream") is True:
         on_refusal = partial(endpoint.record_refusal, call.session.attempt_id, f"/v1{call.path}")
         work = partial(endpoint.passthrough.stream, call)
@@ -214,7 +216,7 @@ async def _pass_through(endpoint: ModelEndpoint, dialect: APIDialect, call: Exte
 
 
 class _EventStreamResponse(Response):
-    """Events as they come; an error as any other response, as long as nothing has come."""
+    """A stream of events, or a plain error response if the call fails before the first event."""
 
     media_type = "text/event-stream"
 
@@ -226,8 +228,8 @@ class _EventStreamResponse(Response):
         on_refusal: Callable[[APIError], Awaitable[None]],
         headers: dict[str, str],
     ) -> None:
-        """work: writes the events. failed: what is written where it cannot go on. refused: is told of a call that got
-        no answer."""
+        """work: writes the events. format_failure: formats an error within the stream. on_refusal: called if the call
+        gets no answer."""
         super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
         self._dialect, self._work, self._format_failure, self._on_refusal = dialect, work, format_failure, on_refusal
 
@@ -254,7 +256,7 @@ class _EventStreamResponse(Response):
             async with write_lock:
                 if client_stalled or not await send_chunk(data):
                     client_stalled = True
-                    raise asyncio.CancelledError  # as where the client has gone
+                    raise asyncio.CancelledError  # as if the client had disconnected
 
         try:
             await _cancel_on_disconnect(receive, self._work(start, write))
@@ -274,7 +276,7 @@ class _EventStreamResponse(Response):
 
 
 async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work, which is cancelled when the client goes. `ClientDisconnectedError` if it has."""
+    """Return the result of a coroutine. If the client disconnects, cancel it and raise `ClientDisconnectedError`."""
     task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
     disconnected.add_done_callback(lambda _: task.cancel())
     caller = asyncio.current_task()
@@ -286,7 +288,7 @@ async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) 
             raise
         if disconnected.done():
             raise ClientDisconnectedError from None
-        raise APIError("The attempt that asked has ended.", "forbidden", code="attempt_over") from None
+        raise APIError("The attempt that made this call has ended.", "forbidden", code="attempt_over") from None
     finally:
         disconnected.cancel()
 
@@ -301,14 +303,14 @@ def _authorize(endpoint: ModelEndpoint, request: Request) -> AttemptId:
 
 
 async def _read_body(endpoint: ModelEndpoint, attempt_id: AttemptId, request: Request) -> tuple[JSONObject, int]:
-    """The JSON object that came, and how many bytes it was."""
+    """Return the JSON object of the body, and its size in bytes."""
     try:
         data = await request.body()
     except RequestRefusedError as error:
         kind = ERROR_KINDS.get(error.status, "invalid")
         raise APIError(str(error), kind, status=error.status, retry_after=int(kind == "busy")) from error
     if len(data) > endpoint.config.max_body_mib * 2**20:
-        message = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the most that is read here."
+        message = f"The request is larger than {endpoint.config.max_body_mib:g} MiB, the limit of this endpoint."
         raise APIError(message, "too_large")
     background = _background_thread(request)
     async with background.slot(attempt_id, len(data)):
@@ -316,7 +318,7 @@ async def _read_body(endpoint: ModelEndpoint, attempt_id: AttemptId, request: Re
 
 
 def _background_thread(request: Request) -> BackgroundThread:
-    """Where what is long is read: the gate's, which is shared with the store where both are served."""
+    """Return the middleware's background thread, which the store shares if both are served together."""
     background: BackgroundThread = request.scope["state"]["aside"]
     return background
 
@@ -330,7 +332,7 @@ def _parse_json(data: bytes) -> JSONObject:
     except UnicodeDecodeError as error:
         raise APIError(f"The body is not valid UTF-8 (at byte {error.start}).") from error
     except UnicodeEncodeError as error:
-        raise APIError(f"A text in the body has half a character in it ({error.reason}). Leave it out.") from error
+        raise APIError(f"A string in the body has an unpaired surrogate ({error.reason}). Remove it.") from error
     except RecursionError as error:
         raise APIError("The body is nested too deeply.") from error
     except ValueError as error:
@@ -355,20 +357,21 @@ def _error_response(dialect: APIDialect, refusal: APIError) -> Response:
 
 
 def _internal_error(error: Exception) -> APIError:
-    """Something that nobody foresaw: a mistake of ours, or a store that cannot be written."""
+    """Log an unexpected error, such as a defect or a store that cannot be written, and return what the client sees of
+    it."""
     get_logger("agents").error("A call to the model endpoint failed", exc_info=error)
-    return APIError(f"The endpoint could not answer ({type(error).__name__}); its log says more.", "failed")
+    return APIError(f"The endpoint failed to answer ({type(error).__name__}). Its log has the details.", "failed")
 
 
 def _headers(call: ModelCall) -> dict[str, str]:
-    """What an agent may like to know: its attempt, and which of its parameters were not followed."""
+    """Return the headers that name the attempt, and the agent's parameters that were not followed."""
     attempt_id = call.session.attempt_id
     headers = {"x-etude-rollout": str(attempt_id.rollout), "x-etude-attempt": str(attempt_id.attempt)}
     return headers | ({"x-etude-ignored": ", ".join(call.ignored)} if call.ignored else {})
 
 
 def _model(name: str) -> dict[str, Any]:
-    """A model, as both dialects read it."""
+    """Return a model in a form that both dialects read."""
     return {
         "id": name,
         "object": "model",

@@ -42,37 +42,39 @@ CHAT_COMPLETIONS: FieldRules = field_rules(
     others=openai.COMMON
     | {
         "response_format": ignored(openai.NO_FORMAT, {"type": "text"}),
-        "add_generation_prompt": ignored("is not the agent's to say: an answer is asked for. Leave it out.", True),
-        "web_search_options": ignored("asks for a search, and the only tools here are functions."),
-        "modalities": refused("can be ['text'] alone.", ["text"]),
-        "audio": refused("asks for speech, and this model writes text alone."),
-        "functions": refused("is the old form of 'tools'; use those.", []),
-        "function_call": refused("is the old form of 'tool_choice'; use that.", "none"),
+        "add_generation_prompt": ignored(
+            "can only be true: this endpoint always generates an answer. Leave it out.", True
+        ),
+        "web_search_options": ignored("is not supported: the only tools here are functions. Leave it out."),
+        "modalities": refused("can only be ['text']: this model writes text only.", ["text"]),
+        "audio": refused("is not supported: this model writes text only. Leave it out."),
+        "functions": refused("is the deprecated form of 'tools'; use 'tools'.", []),
+        "function_call": refused("is the deprecated form of 'tool_choice'; use 'tool_choice'.", "none"),
     },
 )
 """The fields of a request, and the treatment of each."""
 
 
 class ChatCompletionsDialect:
-    """The dialect of most agents. Reasoning goes as `reasoning_content`, apart from the content."""
+    """The dialect of most agents. Reasoning is sent as `reasoning_content`, separate from the content."""
 
     prefix = "chatcmpl-"
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
-        """What a request asks for."""
+        """Parse a request."""
         ignored_fields = IgnoredFields(CHAT_COMPLETIONS, strict=context.strict)
         fields = RequestFields(body, ignored_fields=ignored_fields)
         model = fields.string("model")
         message_data = fields.array("messages", required=True)
         if not message_data:
-            raise fields.error("messages", "is empty; give at least one.")
+            raise fields.error("messages", "is empty; send at least one message.")
         messages = tuple(openai.parse_message(data, f"messages[{n}]") for n, data in enumerate(message_data))
         prefill = None
         if fields.boolean("continue_final_message"):
             *lead, prefill = messages
             messages = tuple(lead)
             if prefill.role != "assistant" or prefill.tool_calls or not lead:
-                reason = "takes a last message that is the beginning of the assistant's answer, after others."
+                reason = "needs a last message by the assistant, without tool calls, after at least one other message."
                 raise fields.error("continue_final_message", reason)
         tools = openai.parse_tools(fields.array("tools"), ignored_fields)
         choice, tool_name = openai.parse_tool_choice(fields, tools, ignored_fields)
@@ -86,7 +88,7 @@ class ChatCompletionsDialect:
         wants_logprobs = fields.boolean("logprobs")
         num_top_logprobs = fields.integer("top_logprobs", 0, 20)
         if num_top_logprobs and not wants_logprobs:
-            raise fields.error("top_logprobs", "takes 'logprobs': true.")
+            raise fields.error("top_logprobs", "needs 'logprobs': true.")
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs
         request = ModelRequest(
@@ -107,21 +109,21 @@ class ChatCompletionsDialect:
         return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """The answers in one piece."""
+        """Format the answers as one response."""
         choices = [_choice(index, answer, reply) for index, answer in enumerate(answers)]
         return {**_reply_fields(reply, "chat.completion"), "choices": choices, "usage": format_usage(answers)}
 
     def writer(self, reply: ReplyHeader) -> ChunkWriter:
-        """The answers piece by piece."""
+        """Return a writer for a streamed response."""
         return ChunkWriter(reply)
 
     def format_error(self, refusal: APIError) -> JSONObject:
-        """Why there is none."""
+        """Format an error."""
         return openai.error_body(refusal)
 
 
 class ChunkWriter:
-    """Writes `chat.completion.chunk` events. Log-probs come with the end of each answer."""
+    """Writes `chat.completion.chunk` events. Log-probs come at the end of each answer."""
 
     def __init__(self, reply: ReplyHeader) -> None:
         self._request, self._tokenizer = reply.request, reply.tokenizer
@@ -129,22 +131,22 @@ class ChunkWriter:
         self._extra_fields: dict[str, Any] = {"usage": None} if reply.request.include_usage else {}
 
     def begin(self) -> bytes:
-        """Who speaks."""
+        """Write the role of each answer."""
         return b"".join(self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n))
 
     def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """New text, or a call."""
+        """Write new text, or a tool call."""
         if isinstance(delta, ToolCallDelta):
             return self._chunk(index, {"tool_calls": [{"index": delta.index, **_call(delta.call)}]})
         return self._chunk(index, {"reasoning_content" if isinstance(delta, ReasoningDelta) else "content": delta.text})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """How it ended."""
+        """Write the finish reason."""
         logprobs = {"content": openai.format_logprobs(answer.completion, self._tokenizer), "refusal": None}
         return self._chunk(index, {}, answer.finish_reason, logprobs if self._request.logprobs else None)
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """What it cost, if that was asked."""
+        """Write the usage, if it was requested, and the end of the stream."""
         last = (
             openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
             if self._request.include_usage
@@ -153,7 +155,7 @@ class ChunkWriter:
         return last + b"data: [DONE]\n\n"
 
     def fail(self, refusal: APIError) -> bytes:
-        """Nothing more will come."""
+        """Write an error."""
         return openai.sse_event(openai.error_body(refusal))
 
     def _chunk(
@@ -164,7 +166,7 @@ class ChunkWriter:
 
 
 def wants_stream_usage(fields: RequestFields) -> bool:
-    """Whether a stream is to end with its usage."""
+    """Return whether a stream ends with its usage."""
     options = fields.section("stream_options")
     wanted = options.boolean("include_usage")
     options.apply_rules()
@@ -172,7 +174,7 @@ def wants_stream_usage(fields: RequestFields) -> bool:
 
 
 def format_usage(answers: Sequence[ModelAnswer]) -> JSONObject:
-    """How many tokens were read and written."""
+    """Return the number of prompt tokens and completion tokens."""
     prompt_tokens, completion_tokens = answers[0].prompt_tokens, sum(len(answer.completion.ids) for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,

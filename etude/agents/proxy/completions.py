@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions: a text, or its ids, goes on as it stands."""
+"""OpenAI's /v1/completions: continues a text, or token ids, as they are."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ COMPLETIONS: FieldRules = field_rules(
     accepted=f"{openai.ACCEPTED} store stream_options.include_obfuscation stream_options.continuous_usage_stats",
     others={
         "echo": refused("cannot be true: put the prompt before the answer yourself.", False),
-        "suffix": refused("is not supported: this model continues a text, and does not fill gaps.", ""),
+        "suffix": refused("is not supported: this model continues a text, and cannot fill a gap in one.", ""),
     },
 )
 """The fields of a request, and the treatment of each."""
 
 
 class CompletionsDialect:
-    """The dialect of agents that have no messages."""
+    """The dialect of agents that send no messages."""
 
     prefix = "cmpl-"
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
-        """What a request asks for."""
+        """Parse a request."""
         ignored_fields = IgnoredFields(COMPLETIONS, strict=context.strict)
         fields = RequestFields(body, ignored_fields=ignored_fields)
         model, prompt = fields.string("model"), _prompt(fields)
@@ -63,7 +63,7 @@ class CompletionsDialect:
         if num_top_logprobs:
             sampling["top_logprobs"] = num_top_logprobs
         n = fields.integer("n", 1, MAX_CHOICES) or 1
-        fields.require("best_of", n, reason="can be no other number than 'n': every answer is given.")
+        fields.require("best_of", n, reason="must equal 'n': every answer is returned.")
         request = ModelRequest(
             model=model,
             prompt=prompt,
@@ -78,7 +78,7 @@ class CompletionsDialect:
         return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """The answers in one piece."""
+        """Format the answers as one response."""
         choices = [
             _choice(n, str(answer.message.content), answer.finish_reason, _format_logprobs(answer, reply))
             for n, answer in enumerate(answers)
@@ -86,36 +86,36 @@ class CompletionsDialect:
         return {**_reply_fields(reply), "choices": choices, "usage": format_usage(answers)}
 
     def writer(self, reply: ReplyHeader) -> TextWriter:
-        """The answers piece by piece."""
+        """Return a writer for a streamed response."""
         return TextWriter(reply)
 
     def format_error(self, refusal: APIError) -> JSONObject:
-        """Why there is none."""
+        """Format an error."""
         return openai.error_body(refusal)
 
 
 class TextWriter:
-    """Writes `text_completion` events. Log-probs come with the end of each answer."""
+    """Writes `text_completion` events. Log-probs come at the end of each answer."""
 
     def __init__(self, reply: ReplyHeader) -> None:
         self._reply, self._reply_fields = reply, _reply_fields(reply)
 
     def begin(self) -> bytes:
-        """Nothing comes before the text."""
+        """Write nothing: the stream begins with text."""
         return b""
 
     def delta(self, index: int, delta: MessageDelta) -> bytes:
-        """New text."""
-        assert isinstance(delta, ContentDelta), "a text that goes on is nothing else"
+        """Write new text."""
+        assert isinstance(delta, ContentDelta), "a continued text has only content"
         return openai.sse_event({**self._reply_fields, "choices": [_choice(index, delta.text, None, None)]})
 
     def end(self, index: int, answer: ModelAnswer) -> bytes:
-        """How it ended."""
+        """Write the finish reason."""
         last = _choice(index, "", answer.finish_reason, _format_logprobs(answer, self._reply))
         return openai.sse_event({**self._reply_fields, "choices": [last]})
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """What it cost, if that was asked."""
+        """Write the usage, if it was requested, and the end of the stream."""
         last = (
             openai.sse_event({**self._reply_fields, "choices": [], "usage": format_usage(answers)})
             if self._reply.request.include_usage
@@ -124,12 +124,12 @@ class TextWriter:
         return last + b"data: [DONE]\n\n"
 
     def fail(self, refusal: APIError) -> bytes:
-        """Nothing more will come."""
+        """Write an error."""
         return openai.sse_event(openai.error_body(refusal))
 
 
 def _prompt(fields: RequestFields) -> str | Ids:
-    """The one prompt of a request."""
+    """Take the one prompt of a request."""
     prompt = fields.value("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -137,7 +137,9 @@ def _prompt(fields: RequestFields) -> str | Ids:
     if ids is not None:
         return ids
     if not isinstance(prompt, str):
-        raise fields.error("prompt", "must be one text, or one list of token ids; ask for each of several in its own.")
+        raise fields.error(
+            "prompt", "must be one string or one list of token ids. Send each prompt in its own request."
+        )
     return prompt
 
 
@@ -150,7 +152,8 @@ def _choice(index: int, text: str, finish: str | None, logprobs: JSONObject | No
 
 
 def _format_logprobs(answer: ModelAnswer, reply: ReplyHeader) -> JSONObject | None:
-    """Log-probs as this dialect has them, if they were asked for: columns, and where in the text each token begins."""
+    """Return the log-probs in this dialect's columns, with each token's offset in the text; None if they were not
+    requested."""
     if not reply.request.logprobs:
         return None
     logprobs = openai.format_logprobs(answer.completion, reply.tokenizer)

@@ -1,8 +1,8 @@
-"""The model endpoint: every call of an agent, answered and recorded as one turn, with the very tokens.
+"""The model endpoint: answers every call of an agent, and records each answer as one turn with the exact token ids.
 
-    key ─► whose ─► what is asked ─► the prompt's ids ─► a place ─► sampling ─► the turn is written ─► the answer
+    key ─► attempt ─► request ─► prompt ids ─► slot ─► sampling ─► turn is recorded ─► answer
 
-This file goes as far as the prompt's ids; the rest is `model_call_runner`.
+This file goes as far as the prompt's ids; `model_call_runner` does the rest.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from etude.store.states import LIVE, Status
 __all__ = ["EndpointConfig", "ModelEndpoint", "unknown_model_error"]
 
 SWEEP_S, UNNOTIFIED_SWEEP_S = 15.0, 2.0
-"""Seconds between two looks for attempts that have ended; and where nobody tells of them."""
+"""Seconds between two sweeps for ended attempts: if a store reports them, and if none does."""
 IDLE_S = 30.0
-"""Seconds without a call, after which it is asked whether an attempt has ended."""
+"""Seconds without a call, after which a sweep checks an attempt."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Characters for each token of the model's context, beyond which a prompt is refused without being read."""
+"""Characters per token of the model's context, beyond which a prompt is refused without tokenization."""
 MIN_TOKENS_PER_MESSAGE = 4
-"""Tokens of the model's context for each message, by which the number of messages is bounded in the same way."""
+"""Tokens of the model's context per message: it bounds the number of messages in the same way."""
 RENDER_THREADS = 2
-"""Threads on which long conversations are rendered: few, because the event loop waits for the interpreter like each of
-them, and more than one, so that no attempt waits for another's longest."""
+"""Threads that render long conversations. They are few, because each competes with the event loop for the interpreter.
+They are more than one, so that no attempt waits for the longest conversation of another."""
 SWEEP_BATCH = 100
-"""Of how many attempts that is asked at a time."""
+"""The most attempts per query of a sweep."""
 RECORDED_KINDS: tuple[ErrorKind, ...] = ("invalid", "not_found", "too_large", "forbidden")
-"""Refusals that the call itself causes, which are noted on its attempt. The others are in the journal by other notes or
-turns, or pass."""
+"""Refusals that the call itself causes, which are recorded on its attempt. The others appear in the journal as other
+notes or turns, or are temporary."""
 MAX_REFUSALS = 16
-"""Different refusals that are noted of an attempt; all are counted."""
+"""The most different refusals that are recorded for an attempt; all are counted."""
 MAX_REFUSAL_CHARACTERS = 2000
-"""Characters of a refusal that are noted."""
+"""The most characters that are recorded of a refusal."""
 MAX_LOGGED_NAMES = 200
-"""The most names of ignored fields that are logged: agents make them up."""
+"""The most names of ignored fields that are logged: agents may invent any number."""
 
 
 class EndpointConfig(Config):
@@ -88,7 +88,8 @@ class EndpointConfig(Config):
 
 
 class ModelEndpoint:
-    """Answers the calls of all attempts. It lives on one event loop; `async with` has it tend to what has ended."""
+    """Answers the calls of all attempts. It lives on one event loop; `async with` runs its sweeps for ended
+    attempts."""
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class ModelEndpoint:
         config: EndpointConfig | None = None,
         notified: bool = True,
     ) -> None:
-        """context: the model's longest sequence, where the upstream does not say it. train, val: what answers are
-        drawn with in attempts of either use; validation's are training's unless they are given. told: whether somebody
-        tells of attempts that are over, by `over`; else the desk is asked often."""
+        """context: the model's maximum sequence length, if the upstream does not check it. train, val: the sampling
+        parameters of training and of validation, by default those of training. notified: True if a store reports ended
+        attempts by `forget_attempts`; otherwise the endpoint queries the rollout queue often."""
         self.config = config or EndpointConfig()
         self.queue, self.keyring, self.chat, self.upstream, self.model = queue, keyring, chat, upstream, model
         training = train or SamplingParams()
@@ -126,7 +127,7 @@ class ModelEndpoint:
             timeout_s=self.config.timeout_s,
         )
         if model in self.config.external:
-            raise ConfigError(f"The model that is trained is called '{model}' here; call the external one otherwise.")
+            raise ConfigError(f"The trained model has the name '{model}'. Give the external model another name.")
         external_slots = SlotQueue(self.config.max_running, self.config.max_waiting)
         self.passthrough = Passthrough(
             self.config.external, external_slots, self._metrics, self._recorder, self.config.timeout_s
@@ -153,11 +154,11 @@ class ModelEndpoint:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names of the models that agents may ask for: first the one that is trained."""
+        """The names of the models that agents may use: first the one that is trained."""
         return (self.model, *self.passthrough.models)
 
     def metrics(self) -> Mapping[str, float]:
-        """Counts since it was made, percentiles of its last calls' times in seconds, and how many are under way."""
+        """Return counts since the start, percentiles of recent latencies in seconds, and the number of active calls."""
         now = {
             "endpoint/running": self._slots.running,
             "endpoint/waiting": self._slots.waiting,
@@ -166,9 +167,9 @@ class ModelEndpoint:
         return self._metrics.summary() | now
 
     def forget_attempts(self, attempt_ids: Sequence[AttemptId]) -> None:
-        """Attempts have ended: forget them. Any thread may say so."""
+        """Forget attempts that have ended. Any thread may call it."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and nothing is remembered there
+            with suppress(RuntimeError):  # the loop is closed, and its sessions are gone
                 self._loop.call_soon_threadsafe(self._forget_all, tuple(attempt_ids))
 
     def _forget_all(self, attempt_ids: Sequence[AttemptId]) -> None:
@@ -176,7 +177,7 @@ class ModelEndpoint:
             self.forget(attempt_id)
 
     def forget(self, attempt_id: AttemptId) -> None:
-        """An attempt has ended: its calls are ended, and what it said is let go of."""
+        """Cancel the calls of an attempt that has ended, and drop its session."""
         session = self._sessions.pop(attempt_id, None)
         for task in session.under_way if session is not None else ():
             task.cancel()
@@ -188,8 +189,8 @@ class ModelEndpoint:
         texts = keys_from_headers(authorization, api_key)
         if not texts:
             raise APIError(
-                "A key is needed: the attempt's model key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'. Agents "
-                "find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
+                "The request has no key. Send the attempt's model key as 'Authorization: Bearer KEY' or 'x-api-key: "
+                "KEY'. Commands find it in OPENAI_API_KEY and ANTHROPIC_API_KEY.",
                 "unauthorized",
                 code="invalid_api_key",
             )
@@ -198,7 +199,10 @@ class ModelEndpoint:
         except InvalidKeyError as error:
             raise APIError(str(error), "unauthorized", code="invalid_api_key") from error
         if grant.scope != "model" or grant.attempt_id is None:
-            raise APIError(f"This is a key for {grant.scope}; calling the model takes a model key.", "forbidden")
+            raise APIError(
+                f"This key has the scope '{grant.scope}'. A call to the model needs the attempt's model key.",
+                "forbidden",
+            )
         return grant.attempt_id
 
     async def prepare_call(
@@ -212,9 +216,8 @@ class ModelEndpoint:
         state: str = "",
         size: int = 0,
     ) -> ModelCall:
-        """Understand a call, and find the ids that it asks to go on from. aside: where what is long is read. state: a
-        name for the state that the agent is in; without one it is all that the model is shown. size: how many bytes the
-        body was."""
+        """Parse a call, and build the ids of its prompt. background: parses what is long. state: a name for the agent's
+        state; by default the prompt names it. size: the number of bytes of the body."""
         began = time.perf_counter() if began is None else began
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
         sampling, ignored = self._sampling_rules.resolve(request, session.use)
@@ -230,14 +233,15 @@ class ModelEndpoint:
     async def count_tokens(
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int = 0
     ) -> int:
-        """How many tokens a call would show the model."""
+        """Return the number of prompt tokens of a call."""
         request, session = await self._parse_request(background, dialect, attempt_id, body, size)
         return len((await self._prompt(session, request)).input_ids)
 
     async def _parse_request(
         self, background: BackgroundThread, dialect: APIDialect, attempt_id: AttemptId, body: JSONObject, size: int
     ) -> tuple[ModelRequest, AttemptSession]:
-        """Parse a call, join what it continues, and return it with its session; refuse what no context holds."""
+        """Parse a call, and join the conversation that it continues; return it with its session. Refuse one that no
+        context holds."""
         session = await self._session(attempt_id)
         async with background.slot(attempt_id, size):
             request = _with_history(await background.run(size, self._parse_body, dialect, body, session), session)
@@ -247,7 +251,7 @@ class ModelEndpoint:
     async def prepare_external_call(
         self, path: str, attempt_id: AttemptId, body: JSONObject, tags: Sequence[str], began: float
     ) -> ExternalCall | None:
-        """A call to a model of somebody else's, where it is one. path: after /v1."""
+        """Return a call to an external model; None if it names none. path: without /v1."""
         name = body.get("model")
         if not isinstance(name, str) or name not in self.passthrough.models:
             return None
@@ -259,8 +263,8 @@ class ModelEndpoint:
         if new and len(self._ignored) < MAX_LOGGED_NAMES:
             self._ignored |= set(new)
             get_logger("agents").info(
-                "Agents send %s, which answers do not follow: the run decides, or it cannot be served here. Each "
-                "response names such fields in `x-etude-ignored`; `agent.strict=true` refuses them.",
+                "Agents send %s, which answers do not follow: the run decides, or this endpoint does not support it. "
+                "Each response names such fields in `x-etude-ignored`; `agent.strict=true` refuses them.",
                 ", ".join(f"`{name}`" for name in new),
             )
 
@@ -268,7 +272,7 @@ class ModelEndpoint:
         request = dialect.parse(body, ParseContext(self.config.strict, session.find_answer))
         if request.model in self.passthrough.models:
             raise APIError(
-                f"The model '{request.model}' is served by somebody else, in OpenAI's dialects alone: ask for it at "
+                f"The model '{request.model}' is external, and available in OpenAI's dialects only. Call it at "
                 "/v1/chat/completions, /v1/completions or /v1/responses.",
                 param="model",
             )
@@ -277,7 +281,7 @@ class ModelEndpoint:
         return request
 
     async def _check_length(self, attempt_id: AttemptId, request: ModelRequest, size: int) -> None:
-        """Refuse a prompt that is too long for any context, before it is tokenised. size: its characters."""
+        """Refuse a prompt that is too long for the context, before it is tokenized. size: its characters."""
         context = self._context
         if context is not None and (
             size > MAX_CHARACTERS_PER_TOKEN * context or MIN_TOKENS_PER_MESSAGE * len(request.messages) > context
@@ -298,15 +302,15 @@ class ModelEndpoint:
         try:
             prompt = await session.build_prompt(request, self.config.count_rerendered)
         except UnicodeEncodeError as error:
-            raise APIError(f"A text has half a character in it ({error.reason}). Leave it out.") from error
+            raise APIError(f"A string has an unpaired surrogate ({error.reason}). Remove it.") from error
         except (ChatError, ConfigError, RecursionError) as error:
             raise APIError(str(error), param="messages") from error
         if not len(prompt.ids):
-            raise APIError("The prompt is empty: a model continues at least one token.", param="prompt")
+            raise APIError("The prompt is empty; the model needs at least one token.", param="prompt")
         return prompt
 
     async def _session(self, attempt_id: AttemptId) -> AttemptSession:
-        """The attempt at the endpoint. At its first call, the desk is asked whether it runs, and what for."""
+        """Return the attempt's session. The first call queries the rollout queue: the attempt has to run."""
         session = self._sessions.get(attempt_id)
         if session is None:
             use, draw = await self._use(attempt_id)
@@ -317,12 +321,13 @@ class ModelEndpoint:
         return session
 
     async def _use(self, attempt_id: AttemptId) -> tuple[RolloutPurpose, int]:
-        """What the attempt is for, and which draw it is: one that infrastructure broke is made again as it was."""
+        """Return the attempt's purpose, and its draw. An attempt that infrastructure broke is repeated with the same
+        draw."""
         page = await self.queue.find(RolloutQuery(ids=(attempt_id.rollout,), limit=1))
         attempts = page.rollouts[0].attempts if page.rollouts else ()
         if not 0 <= attempt_id.attempt < len(attempts):
             raise APIError(
-                f"The store knows no attempt {attempt_id.attempt} at rollout {attempt_id.rollout}.", "forbidden"
+                f"The store has no attempt {attempt_id.attempt} at rollout {attempt_id.rollout}.", "forbidden"
             )
         if attempts[attempt_id.attempt].status not in LIVE:
             raise attempt_over_error(attempt_id)
@@ -330,13 +335,13 @@ class ModelEndpoint:
         return page.rollouts[0].use, draw
 
     async def _too_long(self, call: ModelCall, context: int) -> APIError:
-        """A prompt that the model cannot be shown, noted."""
+        """Record a prompt that is too long, and return the refusal."""
         tokens = len(call.input_ids)
         self._metrics.counts["context_length"] += 1
         await self._recorder.note(call, "context_length_exceeded", {"tokens": tokens, "context": context})
         return APIError(
             f"prompt is too long: {tokens} tokens > {context - 1} maximum; this model's maximum context length is "
-            f"{context} tokens, and at least one is to follow. Shorten the messages.",
+            f"{context} tokens, and the answer needs at least one. Shorten the messages.",
             "context",
             param="messages",
             code="context_length_exceeded",
@@ -345,17 +350,17 @@ class ModelEndpoint:
     # -- answering ----------------------------------------------------------------------------------------------------
 
     async def answer(self, call: ModelCall) -> JSONObject:
-        """The answers to a call in one piece."""
+        """Return the answers to a call as one response."""
         return await self._handler.answer(call)
 
     async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
-        """Write the answers as they come, after `start`: what goes wrong before it is raised, what goes wrong later is
-        written in the dialect's words."""
+        """Write the answers as they come. An error before `start` is raised; a later one is written in the dialect's
+        form."""
         await self._handler.stream(call, start, write)
 
     async def record_refusal(self, attempt_id: AttemptId | None, path: str, refusal: APIError) -> None:
-        """Count a call that got no answer, and note on its attempt why: agents often keep that to themselves, and fail.
-        key: whose call it was, where that is known."""
+        """Count a call that got no answer, and record the reason on its attempt, if that is known: agents often hide
+        the error."""
         self._metrics.counts["refused"] += 1
         if attempt_id is None or refusal.kind not in RECORDED_KINDS:
             return
@@ -369,22 +374,22 @@ class ModelEndpoint:
             await self.queue.record_note(
                 attempt_id, "refused", {**data, "error": refusal.message[:MAX_REFUSAL_CHARACTERS]}
             )
-        except (APIError, EtudeError) as error:  # the attempt is over, or the store is away: the answer goes out anyway
-            get_logger("agents").debug(f"A refused call of {attempt_id} could not be noted: {error}")
+        except (APIError, EtudeError) as error:  # the attempt has ended, or the store is unreachable
+            get_logger("agents").debug(f"A refused call of {attempt_id} could not be recorded: {error}")
 
-    # -- what has ended -----------------------------------------------------------------------------------------------
+    # -- attempts that have ended -------------------------------------------------------------------------------------
 
     async def _sweep_loop(self) -> None:
-        """From time to time, let go of attempts that have ended."""
+        """Drop the sessions of ended attempts from time to time."""
         while True:
             await asyncio.sleep(SWEEP_S if self._notified else UNNOTIFIED_SWEEP_S)
             try:
                 await self.sweep(IDLE_S if self._notified else 0.0)
-            except Exception as error:  # a store that is away for a while
-                get_logger("agents").warning(f"The endpoint could not ask which attempts have ended: {error}")
+            except Exception as error:  # the store may be unreachable for a while
+                get_logger("agents").warning(f"The endpoint could not query the ended attempts: {error}")
 
     async def sweep(self, silent: float = 0.0) -> None:
-        """Ask the desk about the attempts that have not called for so many seconds, and forget those that ended."""
+        """Query the attempts that have not called for `silent` seconds, and forget those that have ended."""
         now = time.monotonic()
         idle = iter(
             [attempt_id for attempt_id, session in self._sessions.items() if now - session.last_call_at >= silent]
@@ -400,9 +405,9 @@ class ModelEndpoint:
 
 
 def unknown_model_error(name: str, models: Sequence[str]) -> APIError:
-    """The refusal of a model that nobody knows."""
+    """Return the refusal of a model that does not exist."""
     known = "', '".join(models)
-    message = f"There is no model '{name}' here; there is '{known}'."
+    message = f"This endpoint has no model '{name}'. Its models are: '{known}'."
     return APIError(message, "not_found", param="model", code="model_not_found")
 
 
@@ -411,14 +416,14 @@ def _count_characters(request: ModelRequest) -> int:
 
 
 def _with_history(request: ModelRequest, session: AttemptSession) -> ModelRequest:
-    """With the conversation that it goes on from, where it names an answer instead of repeating it."""
+    """Return the request with the conversation of the answer that it continues by id."""
     if not request.previous_id:
         return request
     earlier = session.find_conversation(request.previous_id)
     if earlier is None:
         raise APIError(
-            f"This attempt has no answer '{request.previous_id}' to go on from. Answers are kept for the attempt that "
-            "asked for them, unless it said 'store': false.",
+            f"This attempt has no answer '{request.previous_id}' to continue. An attempt's answers are kept until it "
+            "ends, except for requests with 'store': false.",
             "not_found",
             param="previous_response_id",
             code="previous_response_not_found",

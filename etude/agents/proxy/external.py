@@ -1,9 +1,9 @@
-"""Models that are somebody else's: calls to them are passed on as they are, and what comes back too.
+"""External models: calls to other providers are passed on unchanged, and so are their answers.
 
-An agent may want another model beside the one that is trained: a user to speak with, a judge, one that sums up. It asks
-for it here, by a name that the run gave it, with the key of its attempt: so the agent holds no key of the provider's,
-and what was said stands with the rest of the attempt. It is written as an event, `external`, and not as a turn: without
-ids and log-probs there is nothing to be learned from.
+An agent may need another model beside the one that is trained: a simulated user, a judge, a summarizer. It calls that
+model here, by a name that the run defines, with the key of its attempt. So the agent needs no provider's key, and the
+call is recorded with the attempt. The record is an event, `external`, and no turn: without token ids and log-probs
+there is nothing to train on.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from etude.errors import ConfigError
 __all__ = ["ExternalCall", "ExternalModel", "Passthrough", "external_models"]
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds to reach a provider."""
+"""Seconds to connect to a provider."""
 MAX_LOGGED_CHARACTERS = 200_000
-"""Characters of what was asked that are kept."""
+"""The most characters of a request that are recorded."""
 MAX_ERROR_CHARACTERS = 500
-"""Characters of what a provider says that an error repeats."""
+"""The most characters of a provider's error that are repeated."""
 MAX_ANSWER_MIB = 64
-"""MiB of an answer at most."""
+"""The most MiB of an answer."""
 CLIENT_ERRORS: dict[int, ErrorKind] = {400: "invalid", 404: "not_found", 413: "too_large", 422: "invalid"}
-"""What the agent asked for and cannot have, by what a provider answers."""
+"""The errors that the agent's request causes, by the provider's status."""
 Write = Callable[[bytes], Awaitable[None]]
 
 
 class ExternalModel(Config):
-    """A model of somebody else's."""
+    """A model of another provider."""
 
     url: str = Field(pattern=r"^https?://\S+$", description="where it is served, up to and with /v1")
     model: str | None = Field(None, min_length=1, description="what it is called there; by default as here")
@@ -59,7 +59,7 @@ class ExternalModel(Config):
 
 
 def external_models(path: Path | None) -> dict[str, ExternalModel]:
-    """The models that a file names: in YAML, by the name that agents ask for."""
+    """Return the models that a YAML file defines, by the name that agents use."""
     if path is None:
         return {}
     try:
@@ -70,31 +70,31 @@ def external_models(path: Path | None) -> dict[str, ExternalModel]:
         isinstance(name, str) and isinstance(sections[name], Mapping) for name in sections
     ):
         raise ConfigError(
-            f"{path} must hold a section for each model: its name, and under it `url`, `model`, `api_key_env`."
+            f"{path} must have a section for each model: its name, and under it `url`, `model`, `api_key_env`."
         )
     return {name: ExternalModel.model_validate(dict(sections[name])) for name in sections}
 
 
 @dataclass(eq=False)
 class ExternalCall:
-    """One call to a model of somebody else's."""
+    """One call to an external model."""
 
     name: str
     path: str
-    """After /v1: `/chat/completions`."""
+    """Without /v1: `/chat/completions`."""
     body: JSONObject
     session: AttemptSession
     tags: tuple[str, ...]
     began: float
     answer: ExternalAnswer = field(default_factory=ExternalAnswer)
-    """What came back, as far as it did."""
+    """The answer so far."""
 
 
 class Passthrough:
     """Passes calls on. Used on one event loop.
 
-    Waits for a place, of which there are as many as for the model's own answers, and for the provider; `timeout_s`
-    bounds both.
+    Waits for a slot, of which there are as many as for the trained model, and for the provider. `timeout_s` bounds
+    both.
     """
 
     def __init__(
@@ -111,21 +111,21 @@ class Passthrough:
         self._client: httpx2.AsyncClient | None = None
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
     async def answer(self, call: ExternalCall) -> bytes:
-        """The answer to a call in one piece."""
+        """Return the answer to a call as one response."""
         async with self._under_way(call), self._request(call) as response:
             data = await _read(response, call.name)
             call.answer.read_response(data)
         return data
 
     async def stream(self, call: ExternalCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
-        """Write the answer's events as they come, after `start`: what goes wrong before it is raised. The event that
-        ends the answer is written once the call is recorded."""
+        """Write the answer's events as they come, after `start`. An error before `start` is raised. The event that ends
+        the answer is written once the call is recorded."""
         final_events: list[bytes] = []
         async with self._under_way(call), self._request(call) as response:
             await start()
@@ -139,7 +139,7 @@ class Passthrough:
 
     @asynccontextmanager
     async def _under_way(self, call: ExternalCall) -> AsyncIterator[None]:
-        """A call within its time, and within that of its attempt; recorded, however it ends."""
+        """Bound a call by its timeout and by the end of its attempt, and record it in any case."""
         task = asyncio.current_task()
         assert task is not None, "calls are answered on an event loop"
         counts = self._metrics.counts
@@ -153,7 +153,7 @@ class Passthrough:
             counts["external_failed"] += 1
             await self._recorder.record_external(call, self._describe(call, "failed") | {"error": refusal.message})
             raise refusal from error
-        except (asyncio.CancelledError, Exception):  # the client has gone
+        except (asyncio.CancelledError, Exception):  # the client has disconnected
             counts["external_aborted"] += 1
             self._recorder.record_external_later(call, self._describe(call, "aborted"))
             raise
@@ -187,7 +187,7 @@ class Passthrough:
                 await asyncio.shield(response.aclose())
 
     def _provider_error(self, call: ExternalCall, response: httpx2.Response, data: bytes) -> APIError:
-        """What a provider answers that does not answer. Its key is in none of it."""
+        """Return the refusal for a provider's error response. It never contains the provider's key."""
         status, model = response.status_code, self.models[call.name]
         if status in (401, 403):
             credential = (
@@ -217,13 +217,13 @@ class Passthrough:
         if isinstance(error, APIError):
             return error
         if isinstance(error, TimeoutError | httpx2.TimeoutException):
-            message = f"The provider of '{call.name}' did not answer within {self._timeout:g} seconds."
+            message = f"The provider of '{call.name}' did not answer within {self._timeout:g} s."
             return APIError(message, "timeout")
         reason = str(error) or type(error).__name__
-        return APIError(f"The provider of '{call.name}' could not be asked: {reason}", "failed", status=502)
+        return APIError(f"The provider of '{call.name}' could not be reached: {reason}", "failed", status=502)
 
     def _describe(self, call: ExternalCall, outcome: str) -> dict[str, Any]:
-        """What is recorded of a call."""
+        """Return the record of a call."""
         conversation = {
             name: call.body[name] for name in ("messages", "input", "prompt", "instructions") if name in call.body
         }
@@ -250,17 +250,17 @@ async def _read(response: httpx2.Response, name: str) -> bytes:
 
 
 async def _bounded(response: httpx2.Response, name: str) -> AsyncIterator[bytes]:
-    """An answer as it comes, whole or as events, as long as there is not too much of it."""
+    """Yield an answer as it comes, up to the maximum size."""
     read = 0
     async for chunk in response.aiter_bytes():
         read += len(chunk)
         if read > MAX_ANSWER_MIB * 2**20:
-            raise APIError(f"The provider of '{name}' answered more than {MAX_ANSWER_MIB} MiB.", "failed", status=502)
+            raise APIError(f"The provider of '{name}' sent more than {MAX_ANSWER_MIB} MiB.", "failed", status=502)
         yield chunk
 
 
 def _retry_after_seconds(text: str) -> int:
-    """How long a provider wants to be left alone; a date, or nothing, is a second."""
+    """Return the seconds that a provider wants the client to wait; 1 for a date or for nothing."""
     try:
         return min(max(1, math.ceil(float(text))), 3600)
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What another's server says, read along while it is passed on: its text, its calls, how it ended, what it cost."""
+"""An external model's answer, parsed while it is passed on: its text, its calls, its finish reason, its usage."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 __all__ = ["ExternalAnswer"]
 
 MAX_CHARACTERS = 200_000
-"""Characters that are kept."""
+"""The most characters that are kept."""
 END_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
 class ExternalAnswer:
-    """One answer of a chat, of completions or of responses, in one piece or as events. What it does not understand it
-    leaves alone: nobody's answer depends on it."""
+    """One answer of chat completions, completions or responses, whole or as events. Unknown parts are skipped: they
+    reach the client in any case."""
 
     def __init__(self) -> None:
         self.finish_reason = ""
@@ -26,21 +26,21 @@ class ExternalAnswer:
 
     @property
     def text(self) -> str:
-        """Its text, with its calls as `name(arguments)`."""
+        """The text, with calls as `name(arguments)`."""
         return "".join(self._texts)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as far as that was told."""
+        """The prompt's tokens, if the provider reported them."""
         return self._number("prompt_tokens", "input_tokens")
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the answer."""
+        """The answer's tokens."""
         return self._number("completion_tokens", "output_tokens")
 
     def read_response(self, data: bytes) -> None:
-        """An answer in one piece."""
+        """Parse a whole answer."""
         body = _json(data)
         self._usage(body)
         self._response(body)
@@ -48,7 +48,7 @@ class ExternalAnswer:
             self._choice(choice, "message")
 
     def read_event(self, data: str) -> bool:
-        """An event of one; whether it ends the answer."""
+        """Parse an event; return whether it ends the answer."""
         if data == "[DONE]":
             return True
         body = _json(data)
@@ -76,7 +76,7 @@ class ExternalAnswer:
             self._close()
 
     def _call(self, function: Mapping[str, Any]) -> None:
-        """A call, or a part of one: each begins with its name."""
+        """Add a call, or a part of one: each call begins with its name."""
         if function.get("name"):
             self._close()
             self._add(f"{function['name']}(")

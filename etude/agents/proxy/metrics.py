@@ -7,12 +7,12 @@ from collections import Counter, deque
 __all__ = ["EndpointMetrics"]
 
 MAX_CALLS = 4096
-"""Of how many calls the times are kept."""
+"""The number of recent calls whose times are kept."""
 PERCENTILES = (50, 90, 99)
 
 
 class EndpointMetrics:
-    """What an endpoint has done since it was made, and how long its last calls took."""
+    """Counts since the start, and the times of recent calls."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -21,18 +21,18 @@ class EndpointMetrics:
         self._external_seconds: deque[float] = deque(maxlen=MAX_CALLS)
 
     def record_call(self, seconds: float, sampling: float | None = None) -> None:
-        """A call was answered; so much of its time was spent in the queue and on sampling, where the two can be told
-        apart from the rest."""
+        """Add an answered call. sampling: the seconds of waiting for a slot and of sampling, if they are known
+        separately."""
         self._seconds.append(seconds)
         if sampling is not None:
             self._overheads.append(seconds - sampling)
 
     def record_external_call(self, seconds: float) -> None:
-        """A call was answered by a model of somebody else's."""
+        """Add a call that an external model answered."""
         self._external_seconds.append(seconds)
 
     def summary(self) -> dict[str, float]:
-        """All of it, by name."""
+        """Return all metrics by name."""
         metrics = {f"endpoint/{name}": float(count) for name, count in self.counts.items()}
         series = {"latency": self._seconds, "overhead": self._overheads, "external_latency": self._external_seconds}
         for name, times in series.items():

@@ -1,8 +1,7 @@
-"""How a call is answered: it gets its place, the upstream samples, the turn is written, and the answer is given.
+"""The steps of a call: it gets a slot, the upstream samples, the turn is recorded, and the answer is returned.
 
-Nothing of an answer's end is given before its turn is acknowledged. What ends otherwise leaves something too: a stream
-that its client dropped, or that took too long, is an aborted turn with what was sampled; an engine that failed is a
-note.
+The end of an answer is never sent before its turn is acknowledged. Other ends are recorded too. A call that its client
+dropped, or that took too long, leaves an aborted turn with the sampled tokens. A failure of the engine leaves a note.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 
 class ModelCallRunner:
-    """Answers calls. Any number may be under way; each may be cancelled at any await."""
+    """Answers calls. Any number may be active; each may be cancelled at any await."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class ModelCallRunner:
         self._recorder, self._seeds, self._timeout = recorder, seeds, timeout_s
 
     async def answer(self, call: ModelCall) -> JSONObject:
-        """The answers to a call in one piece."""
+        """Return the answers to a call as one response."""
         async with self._under_way(call):
             began = time.perf_counter()
             async with self._slots.acquire(call.request.n) as slots:
@@ -64,8 +63,8 @@ class ModelCallRunner:
         return body
 
     async def stream(self, call: ModelCall, start: Callable[[], Awaitable[None]], write: Write) -> None:
-        """Write the answers as they come. `start` is called before the first byte, once the call has its place: what
-        goes wrong before is raised, what goes wrong later is written in the dialect's words."""
+        """Write the answers as they come. `start` is called before the first byte, once the call has a slot. An error
+        before it is raised; a later one is written in the dialect's form."""
         writer = call.dialect.writer(call.reply_header(self._chat.tokenizer))
         started = False
         try:
@@ -89,7 +88,7 @@ class ModelCallRunner:
 
     @asynccontextmanager
     async def _under_way(self, call: ModelCall) -> AsyncIterator[None]:
-        """A call within its time, and within that of its attempt."""
+        """Bound a call by its timeout, and by the end of its attempt."""
         task = asyncio.current_task()
         assert task is not None, "calls are answered on an event loop"
         self._metrics.counts["calls"] += 1
@@ -99,13 +98,14 @@ class ModelCallRunner:
                 yield
         except TimeoutError as error:
             self._metrics.counts["timed_out"] += 1
-            message = f"The call took longer than {self._timeout:g} seconds, waiting for its turn included."
+            message = f"The call took longer than {self._timeout:g} s, including its wait for a slot."
             raise APIError(message, "timeout") from error
         finally:
             call.session.under_way.discard(task)
 
     def _params(self, call: ModelCall) -> list[SamplingParams]:
-        """The parameters of each answer. Where the agent's seed holds, its further answers count on from it."""
+        """Return the parameters of each answer. If the agent's seed holds, further answers use the following
+        numbers."""
         session, prompt, seed = call.session, call.prompt, call.sampling.seed
         if seed is not None:
             seeds = [(seed + n) % 2**63 for n in range(call.request.n)]
@@ -116,7 +116,7 @@ class ModelCallRunner:
         return [replace(call.sampling, seed=seed) for seed in seeds]
 
     async def _answer_one(self, call: ModelCall, params: SamplingParams) -> ModelAnswer:
-        """One answer, recorded as soon as it is whole, whatever becomes of the call's others."""
+        """Sample one answer and record it as soon as it is complete, even if the call's other answers fail."""
         completion = await self._generate(call, params)
         sampled = time.perf_counter()
         answer = await self._record(call, completion, self._start_parser(call)[0].parse_all(completion.ids))
@@ -127,14 +127,14 @@ class ModelCallRunner:
             return await self._upstream.generate(call.input_ids, params)
         except Exception as error:
             raise await self._to_api_error(call, error) from error
-        except BaseException:  # the client has gone, or time is up
+        except BaseException:  # the client has disconnected, or the call timed out
             self._recorder.record_aborted(call, (), self._chat)
             raise
 
     async def _stream_one(
         self, call: ModelCall, writer: AnswerWriter, index: int, params: SamplingParams, write: Write
     ) -> ModelAnswer:
-        """One answer, written as it comes up to its end, then recorded, then ended."""
+        """Write one answer as it comes; record it before its end is written."""
         (parser, first_deltas), stripper = self._start_parser(call), _PrefillStripper(self._parse_prefill(call))
         stripper.strip_deltas(first_deltas)
         chunks: list[CompletionChunk] = []
@@ -149,10 +149,10 @@ class ModelCallRunner:
         except Exception as error:
             self._recorder.record_aborted(call, chunks, self._chat)
             raise await self._to_api_error(call, error) from error
-        except BaseException:  # the client has gone, or time is up
+        except BaseException:  # the client has disconnected, or the call timed out
             self._recorder.record_aborted(call, chunks, self._chat)
             raise
-        assert completion is not None, "a stream ends with the whole"
+        assert completion is not None, "the last chunk has the completion"
         last_deltas = [*parser.push(chunks[-1].ids), *parser.finish()]
         answer = await self._record(call, completion, parser.message)
         await _write_deltas(write, writer, index, stripper.strip_deltas(last_deltas))
@@ -160,7 +160,7 @@ class ModelCallRunner:
         return answer
 
     def _start_parser(self, call: ModelCall) -> tuple[TokenStreamParser, list[MessageDelta]]:
-        """Tells what the model says, and has told how that begins."""
+        """Return a parser of the answer, and the deltas of its prefill."""
         if call.request.prompt is not None:
             special = self._chat.tokenizer.special_ids
             return TokenStreamParser(
@@ -172,7 +172,7 @@ class ModelCallRunner:
         return parser, parser.push_prefix(call.prompt.prefill_ids)
 
     def _parse_prefill(self, call: ModelCall) -> Message:
-        """The beginning of the answer that the agent gave, as it is read."""
+        """Return the agent's prefill, as it is parsed."""
         if call.request.prefill is None:
             return Message("assistant", "")
         parser, _ = self._start_parser(call)
@@ -180,10 +180,10 @@ class ModelCallRunner:
         return parser.message
 
     async def _record(self, call: ModelCall, completion: Completion, message: Message) -> ModelAnswer:
-        """Write the turn of an answer down. An answer is given only once that is acknowledged."""
+        """Record the turn of an answer. The answer is returned once that is acknowledged."""
         turn = await self._recorder.record_turn(call, completion)
         if completion.finish_reason == "abort":
-            raise APIError("The engine gave this answer up. Try again.", "failed")
+            raise APIError("The engine aborted this answer. Try again.", "failed")
         stop = self._find_stop_string(completion, call.sampling)
         await call.session.remember_answer(call.request, call.prompt, completion, message, stop)
         return ModelAnswer(
@@ -191,7 +191,7 @@ class ModelCallRunner:
         )
 
     def _find_stop_string(self, completion: Completion, sampling: SamplingParams) -> str | None:
-        """The stop string that an answer ended with: the first of those that end within its last token."""
+        """Return the stop string that ended an answer: the first of those that end within its last token."""
         if not sampling.stop or completion.finish_reason != "stop":
             return None
         decode = self._chat.tokenizer.decode
@@ -204,7 +204,7 @@ class ModelCallRunner:
         return min(matches)[1] if matches else None
 
     async def _to_api_error(self, call: ModelCall, error: Exception) -> APIError:
-        """What the upstream says, as a refusal."""
+        """Return the refusal for an error of the upstream."""
         if isinstance(error, APIError):
             return error
         if isinstance(error, DataError | ConfigError):
@@ -214,7 +214,7 @@ class ModelCallRunner:
             get_logger("agents").error(f"Sampling failed: {error!r}")
         message = str(error) or repr(error)
         await self._recorder.note(call, "upstream_failed", {"error": message})
-        return APIError(f"The model cannot answer now: {message}", "failed")
+        return APIError(f"The model could not answer: {message}", "failed")
 
     def _on_answered(self, call: ModelCall, answers: Sequence[ModelAnswer]) -> None:
         if call.request.store:
@@ -225,19 +225,21 @@ class ModelCallRunner:
 
 
 class _PrefillStripper:
-    """The part of an answer that is new to an agent that gave its beginning."""
+    """Removes an agent's prefill from the answer: the agent knows it already."""
 
     def __init__(self, prefill: Message) -> None:
         known = {ContentDelta: str(prefill.content), ReasoningDelta: prefill.reasoning}
-        self._known = {kind: text.rstrip("\ufffd") for kind, text in known.items()}  # it may end within a character
+        self._known = {
+            kind: text.rstrip("\ufffd") for kind, text in known.items()
+        }  # the prefill may end within a character
 
     def strip(self, message: Message) -> Message:
-        """The rest of a whole answer."""
+        """Return a whole answer without the prefill."""
         content = str(message.content).removeprefix(self._known[ContentDelta])
         return replace(message, content=content, reasoning=message.reasoning.removeprefix(self._known[ReasoningDelta]))
 
     def strip_deltas(self, deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
-        """The rest of an answer that comes piece by piece."""
+        """Return the deltas of an answer without the prefill."""
         return [
             stripped
             for delta in deltas
@@ -258,8 +260,8 @@ async def _write_deltas(write: Write, writer: AnswerWriter, index: int, deltas: 
 
 
 async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]], limit: int) -> list[T]:
-    """What some coroutines return, of which so many are under way at once. Where one fails, the others are cancelled,
-    and have ended."""
+    """Return the results of coroutines, of which at most `limit` run at once. If one fails, the others are cancelled
+    and awaited."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     semaphore = asyncio.Semaphore(limit)
@@ -269,7 +271,7 @@ async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]], limit: i
             async with semaphore:
                 return await coroutine
         finally:
-            coroutine.close()  # one that never had its turn
+            coroutine.close()  # it may never have started
 
     tasks = [asyncio.ensure_future(run_limited(coroutine)) for coroutine in coroutines]
     try:

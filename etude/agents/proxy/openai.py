@@ -1,4 +1,4 @@
-"""What OpenAI's dialects have in common: how messages, tools and log-probs are written, and how errors are."""
+"""The parts that OpenAI's dialects share: messages, tools, log-probs and errors."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ ACCEPTED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
     "client_metadata"
 )
-"""Fields on which no answer depends."""
-NO_REASONING_CONTROL = "is not the agent's to say: the run decides how long the model thinks. Leave it out."
-NO_FORMAT = "asks for a format, and nothing holds this model to one. Ask for it in the messages, and check the answer."
-NO_SINGLE_CALL = "cannot be false: nothing holds this model to one call at a time."
+"""Fields that no answer depends on."""
+NO_REASONING_CONTROL = "has no effect: the run decides how long the model thinks. Leave it out."
+NO_FORMAT = "is not enforced by this endpoint. Ask for the format in the messages, and check the answer."
+NO_SINGLE_CALL = "cannot be false: this endpoint does not limit the model to one tool call at a time."
 COMMON: dict[str, FieldRule] = {
     "parallel_tool_calls": ignored(NO_SINGLE_CALL, True),
-    "verbosity": ignored("is not the agent's to say: the run decides how long answers are. Leave it out."),
+    "verbosity": ignored("has no effect: the run decides how long answers are. Leave it out."),
     "reasoning_effort": ignored(NO_REASONING_CONTROL),
     "thinking": ignored(NO_REASONING_CONTROL, {"type": "disabled"}),
-    "chat_template_kwargs": ignored(
-        "is not the agent's to say: the run's `chat.template_kwargs` hold. Leave it out.", {}
-    ),
+    "chat_template_kwargs": ignored("has no effect: the run's `chat.template_kwargs` hold. Leave it out.", {}),
 }
 """Fields of the dialects with tools that the run decides."""
 ERROR_TYPES: dict[ErrorKind, str] = {
@@ -64,7 +62,7 @@ TEXT_PART_TYPES = ("text", "input_text", "output_text")
 
 
 def error_body(refusal: APIError) -> JSONObject:
-    """Why there is no answer, as OpenAI's clients read it."""
+    """Return an error in the form that OpenAI's clients read."""
     error = {
         "message": refusal.message,
         "type": ERROR_TYPES.get(refusal.kind, "invalid_request_error"),
@@ -75,17 +73,17 @@ def error_body(refusal: APIError) -> JSONObject:
 
 
 def sse_event(body: JSONObject, name: str = "") -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def parse_message(data: Any, where: str) -> Message:
-    """A message of a request."""
+    """Parse a message of a request."""
     fields = RequestFields(data, where)
     role = fields.string("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise fields.error("role", f"is '{role}'; a message is by system, developer, user, assistant or tool.")
+        raise fields.error("role", f"is '{role}'; it must be system, developer, user, assistant or tool.")
     values: dict[str, Any] = {"role": "system" if role == "developer" else role}
     values["content"] = parse_text(fields.value("content"), f"{where}.content")
     for key in (*REASONING_KEYS, "name", "tool_call_id"):
@@ -94,9 +92,9 @@ def parse_message(data: Any, where: str) -> Message:
     refusal = fields.string("refusal", "")
     calls = [_parse_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(fields.array("tool_calls"))]
     if calls and role != "assistant":
-        raise fields.error("tool_calls", "are the assistant's alone.")
-    fields.require("function_call", reason="is the old form of a tool call; use 'tool_calls'.")
-    fields.require("audio", reason="cannot be read by this model, which reads text.")
+        raise fields.error("tool_calls", "is allowed in assistant messages only.")
+    fields.require("function_call", reason="is the deprecated form of a tool call; use 'tool_calls'.")
+    fields.require("audio", reason="is not supported: this model reads text only.")
     return message_from_dict(
         {
             "role": values["role"],
@@ -110,24 +108,24 @@ def parse_message(data: Any, where: str) -> Message:
 
 
 def parse_text(content: Any, where: str) -> str:
-    """The text of a message's content, which may be a list of texts."""
+    """Return the text of a message's content: a string, or a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise APIError(f"'{where}' must be a text or a list of parts.", param=where)
+        raise APIError(f"'{where}' must be a string or a list of parts.", param=where)
     texts = []
     for n, part in enumerate(content):
         fields = RequestFields(part, f"{where}[{n}]")
         kind = fields.string("type")
         if kind not in (*TEXT_PART_TYPES, "refusal"):
-            raise fields.error("type", f"is '{kind}'; this model reads text alone.", "unsupported_content")
+            raise fields.error("type", f"is '{kind}'; this model reads text only.", "unsupported_content")
         texts.append(fields.string("refusal" if kind == "refusal" else "text"))
     return "".join(texts)
 
 
 def _parse_call(data: Any, where: str) -> JSONObject:
     fields = RequestFields(data, where)
-    fields.require("type", "function", reason="must be 'function'; this endpoint has no other tools.")
+    fields.require("type", "function", reason="must be 'function', the only type that this endpoint supports.")
     function = RequestFields(fields.value("function"), f"{where}.function")
     function_data = {"name": function.string("name"), "arguments": function.string("arguments", "{}")}
     return {"id": fields.string("id", ""), "function": function_data}
@@ -136,14 +134,14 @@ def _parse_call(data: Any, where: str) -> JSONObject:
 def parse_tools(
     definitions: Sequence[Any], ignored_fields: IgnoredFields, *, flat: bool = False
 ) -> tuple[JSONObject, ...]:
-    """The functions among the tools of a request, in the form that chat templates know; tools that the provider would
-    run are left out. flat: they come without their `function`."""
+    """Return the functions among a request's tools, in the form that chat templates take. Tools that a provider would
+    run are left out. flat: the definitions have no nested `function`."""
     tools = []
     for n, definition in enumerate(definitions):
         fields = RequestFields(definition, f"tools[{n}]")
         kind = fields.string("type")
         if kind != "function":
-            reason = f"is '{kind}'; the only tools here are functions."
+            reason = f"is '{kind}'; this endpoint supports functions only."
             ignored_fields.drop(f"tools.{kind}", fields.error("type", reason, "unsupported_tool"))
             continue
         function = RequestFields(
@@ -155,7 +153,7 @@ def parse_tools(
         description["parameters"] = function.value("parameters") or {"type": "object", "properties": {}}
         if not isinstance(description["parameters"], dict):
             raise function.error("parameters", "must be a JSON schema.")
-        if function.value("strict") is True:  # several clients send it unasked
+        if function.value("strict") is True:  # several clients always send it
             ignored_fields.add("tools.strict")
         tools.append({"type": "function", "function": description})
     return tuple(tools)
@@ -164,7 +162,7 @@ def parse_tools(
 def parse_tool_choice(
     fields: RequestFields, tools: Sequence[JSONObject], ignored_fields: IgnoredFields
 ) -> tuple[Literal["auto", "none", "required"], str]:
-    """Whether a tool is to be called, and which."""
+    """Return the mode of the tool choice, and the tool that has to be called."""
     choice = fields.value("tool_choice")
     names = [tool["function"]["name"] for tool in tools]
     choice_data = choice if isinstance(choice, dict) else {}
@@ -177,13 +175,16 @@ def parse_tool_choice(
     function = choice_data.get("function", choice_data)
     name = function.get("name") if isinstance(function, dict) and choice_data.get("type") == "function" else None
     if name not in names or not isinstance(name, str):
-        raise fields.error("tool_choice", "must be 'auto', 'none', 'required', or name one of the 'tools'.")
+        raise fields.error(
+            "tool_choice",
+            "must be 'auto', 'none', 'required', or name one of the 'tools'. 'required' needs at least one tool.",
+        )
     return "required", name
 
 
 def _allowed(choice_data: JSONObject, names: Sequence[str], ignored_fields: IgnoredFields) -> tuple[str, list[str]]:
-    """The mode of a choice that allows some of the tools, and the names of those. A single one that has to be called
-    is as good as named; nothing else holds the model to some of its tools."""
+    """Return the mode of an `allowed_tools` choice, and the names of the allowed tools. A single tool that has to be
+    called counts as named; otherwise the endpoint does not restrict the model to some of its tools."""
     fields = RequestFields(choice_data.get("allowed_tools", choice_data), "tool_choice")
     mode, allowed = fields.string("mode", "auto"), set[str]()
     for n, tool_data in enumerate(fields.array("tools")):
@@ -194,13 +195,13 @@ def _allowed(choice_data: JSONObject, names: Sequence[str], ignored_fields: Igno
         )
     remaining = [name for name in names if name in allowed]
     if len(remaining) < len(names) and not (mode == "required" and len(remaining) == 1):
-        reason = "allows some of the 'tools' alone, and nothing holds this model to them. Send no others."
+        reason = "allows only some of the 'tools', which this endpoint does not enforce. Send only those tools."
         ignored_fields.drop("tool_choice.allowed_tools", fields.error("tools", reason))
     return mode, remaining
 
 
 def format_logprobs(completion: Completion, tokenizer: Tokenizer) -> list[JSONObject]:
-    """The log-prob of each sampled token, and of the likeliest in its place."""
+    """Return the log-prob of each sampled token, and of the likeliest tokens at its position."""
     return [
         {
             **_token_logprob(int(id), float(logp), tokenizer),
@@ -223,6 +224,6 @@ def _token_logprob(id: int, logp: float, tokenizer: Tokenizer) -> dict[str, Any]
 
 
 def token_ids(values: Any) -> Ids | None:
-    """A list of token ids as an array, where it is one."""
+    """Return a list of token ids as an array; None if the value is not such a list."""
     is_token_list = isinstance(values, list) and all(type(id) is int and 0 <= id < 2**31 for id in values)
     return np.array(values, np.int32) if is_token_list and values else None

@@ -1,6 +1,7 @@
-"""The beginning of an answer that is written for the model: a call that it has to make, or words that the agent gives.
+"""The prefill: the beginning of an answer that is written for the model, either a required tool call or text by the
+agent.
 
-The beginning is context, like the rest of the prompt: the policy did not choose it, and it trains nothing.
+It is context, like the rest of the prompt: the policy did not choose it, and it trains nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ CALL_AFFIXES = {
     "pythonic": ("[", "("),
     "lfm2": ("<|tool_call_start|>[", "("),
 }
-"""By the form of calls: what stands before a tool's name, and what after it."""
+"""The text before and after a tool's name, by tool format."""
 NO_IDS = np.zeros(0, np.int32)
 
 
 def build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids:
-    """The ids that an answer has to begin with: those of the beginning that was given, or of a call that it has to
-    make, or none. Thinking that the prompt has opened is closed before; none is written where it has not."""
+    """Return the ids that the answer has to begin with: those of the agent's prefill, or of a required tool call, or
+    none. If the prompt opens the reasoning, a required call closes it first."""
     if request.prefill is not None:
         if request.tool_choice == "required":
-            message = "An answer that has begun cannot be made to call a tool: 'tool_choice' can be 'auto' or 'none'."
+            message = "'tool_choice' cannot require a call if the request begins the answer. Use 'auto' or 'none'."
             raise APIError(message, param="tool_choice")
         return chat.tokenizer.encode_after_ids(prompt, _prefill_text(chat, prompt, request.prefill))
     if request.tool_choice != "required":
@@ -42,8 +43,8 @@ def build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids
     affixes = CALL_AFFIXES.get(chat.tool_format or "")
     if affixes is None:
         raise APIError(
-            "This model's form of tool calls is not one that it can be made to begin with: 'tool_choice' can be 'auto' "
-            "or 'none'.",
+            "'tool_choice' cannot require a call: this endpoint cannot begin one in this model's tool format. Use "
+            "'auto' or 'none'.",
             param="tool_choice",
         )
     before, after = affixes
@@ -55,7 +56,8 @@ def build_prefill(chat: ChatRenderer, prompt: Ids, request: ModelRequest) -> Ids
 
 
 def _prefill_text(chat: ChatRenderer, prompt: Ids, prefill: Message) -> str:
-    """The text of an answer that has begun, its thinking included. Without content it is still thinking."""
+    """Return the text of the agent's prefill, with its reasoning. A prefill without content ends within the
+    reasoning."""
     content, opens_reasoning = content_text(prefill.content) or "", chat.opens_reasoning(prompt)
     if not prefill.reasoning:
         return f"\n{THINK_CLOSE}\n\n{content}" if opens_reasoning and content else content

@@ -1,4 +1,4 @@
-"""What a call to the model asks for, and what comes of it, in no dialect in particular."""
+"""A call to the model and its answers, independent of any API dialect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 JSONObject: TypeAlias = Mapping[str, Any]
-"""JSON, as it came or goes."""
+"""A JSON object, as it was received or will be sent."""
 ErrorKind: TypeAlias = Literal[
     "invalid", "context", "unauthorized", "forbidden", "not_found", "too_large", "busy", "timeout", "failed"
 ]
@@ -44,11 +44,11 @@ STATUS: dict[ErrorKind, int] = {
 MAX_CHOICES = 128
 """The most answers to one call."""
 MESSAGE_OVERHEAD = 64
-"""Characters that a message weighs beside what it says: also an empty one is read, compared and rendered."""
+"""Characters that each message counts in addition to its text: an empty message costs time too."""
 
 
 class APIError(Exception):
-    """Why a call gets no answer; each dialect says it in its own words."""
+    """The reason that a call gets no answer; each dialect formats it in its own way."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class APIError(Exception):
         retry_after: int = 0,
         status: int | None = None,
     ) -> None:
-        """param: which field of the request it is about. code: a dialect's own word for it. wait: seconds to wait.
-        status: as HTTP has it, by default that of its kind."""
+        """param: the field of the request at fault. code: the dialect's error code. retry_after: seconds to wait.
+        status: the HTTP status, by default that of the kind."""
         super().__init__(message)
         self.message, self.kind, self.param, self.code, self.retry_after = message, kind, param, code, retry_after
         self.status = status or STATUS[kind]
@@ -73,58 +73,59 @@ def _no_answer(_id: str) -> Message | None:
 
 @dataclass(frozen=True, slots=True)
 class ParseContext:
-    """The rules of one call, beside its dialect's own."""
+    """The rules for one call that do not come from its dialect."""
 
     strict: bool = False
-    """Refuse the fields that an answer does not follow."""
+    """Refuse fields that the answer does not follow."""
     find_answer: Callable[[str], Message | None] = _no_answer
-    """The answer of this name that the attempt was given before, where it is kept."""
+    """Returns an earlier answer of this attempt by its id, if it is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """What a call asks for."""
+    """The contents of a call."""
 
     model: str
     messages: tuple[Message, ...] = ()
     prefill: Message | None = None
-    """The beginning of the answer, which the model goes on from; none of it is given again."""
+    """The beginning of the answer, which the model continues; the answer does not repeat it."""
     prompt: str | Ids | None = None
-    """Instead of messages: a text that is continued as it stands, or its ids."""
+    """Used instead of messages: a text that is continued as it is, or its ids."""
     tools: tuple[JSONObject, ...] = ()
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    """Whether the model may, may not, or has to call a tool."""
+    """Says if the model may, must not, or has to call a tool."""
     tool_name: str = ""
-    """The tool that it has to call."""
+    """The tool that the model has to call."""
     sampling: JSONObject = field(default_factory=dict)
     """The fields of `SamplingParams` that the agent set."""
     penalties: tuple[str, ...] = ()
-    """Parameters it set to something, by which no engine here can sample."""
+    """Penalties that the agent set to a value other than 0; no engine here supports them."""
     n: int = 1
     stream: bool = False
     logprobs: bool = False
     include_usage: bool = False
-    """Whether a stream is to end with its usage."""
+    """True if a stream ends with its usage."""
     previous_id: str = ""
-    """The answer that the messages go on from, after the first `lead` of them."""
+    """The answer that the messages continue, after the first `instruction_count` of them."""
     instruction_count: int = 0
     store: bool = False
-    """Whether a later call may go on from this answer."""
+    """True if a later call may continue this answer."""
     echo: JSONObject = field(default_factory=dict)
-    """What the dialect repeats in its answer."""
+    """The fields that the dialect repeats in its response."""
     ignored: tuple[str, ...] = ()
     """The fields and parts of the request that the answer does not follow."""
 
     @cached_property
     def characters(self) -> int:
-        """How many the model is to be shown, about; of ids, how many those are."""
+        """The approximate number of characters that the model gets; for token ids, their number."""
         messages = (*self.messages, self.prefill) if self.prefill is not None else self.messages
         tool_characters = sum(MESSAGE_OVERHEAD + len(json.dumps(tool)) for tool in self.tools)
         return count_characters(messages) + tool_characters + len(self.prompt if self.prompt is not None else "")
 
 
 def count_characters(messages: Sequence[Message]) -> int:
-    """How many characters messages weigh: those of all that they say, and some for each message and each call."""
+    """Return the number of characters that messages count: all of their text, and some for each message and each
+    call."""
     text_characters = sum(MESSAGE_OVERHEAD + len(message.content) + len(message.reasoning) for message in messages)
     return text_characters + sum(
         MESSAGE_OVERHEAD + len(call.arguments) for message in messages for call in message.tool_calls
@@ -141,13 +142,13 @@ class ModelAnswer:
     stop: str | None = None
     """The stop string that ended it."""
     turn: int = 0
-    """Its place in the attempt."""
+    """Its index among the attempt's turns."""
     sampled: float = 0.0
-    """When its last token was there."""
+    """The time at which its last token was sampled."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """How it ended, in OpenAI's words."""
+        """The finish reason, in OpenAI's terms."""
         if self.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.message.tool_calls else "stop"
@@ -155,59 +156,59 @@ class ModelAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyHeader:
-    """What the answers to a call have in common."""
+    """The fields that all answers to a call share."""
 
     id: str
     request: ModelRequest
     prompt_tokens: int
     tokenizer: Tokenizer
-    """For what is told of single tokens."""
+    """Decodes single tokens for log-probs."""
 
 
 class AnswerWriter(Protocol):
-    """Writes one streamed answer of a dialect, piece by piece: events as bytes, or nothing."""
+    """Formats a streamed reply of one dialect. Each method returns events as bytes, possibly none."""
 
     def begin(self) -> bytes:
-        """Before all else."""
+        """Begin the stream."""
         ...
 
     def delta(self, index: int, delta: MessageDelta, /) -> bytes:
-        """New text of one of the answers, or a call that it makes."""
+        """Write new text of one answer, or a tool call."""
         ...
 
     def end(self, index: int, answer: ModelAnswer, /) -> bytes:
-        """One of the answers is whole, and recorded. All of its text and calls were written already."""
+        """End one answer, which is recorded. All of its text and calls were written before."""
         ...
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """All of them are."""
+        """End the stream after all answers."""
         ...
 
     def fail(self, refusal: APIError) -> bytes:
-        """Nothing more will come."""
+        """End the stream by an error."""
         ...
 
 
 class APIDialect(Protocol):
-    """How the agents of one kind speak."""
+    """The format of one API's requests and responses."""
 
     @property
     def prefix(self) -> str:
-        """What the names of its answers begin with."""
+        """The prefix of its response ids."""
         ...
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
-        """What a request asks for. Raises `APIError` where it asks for what cannot be had."""
+        """Parse a request. Raise `APIError` if it asks for something that is not supported."""
         ...
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """The answers in one piece."""
+        """Format the answers as one response."""
         ...
 
     def writer(self, reply: ReplyHeader) -> AnswerWriter:
-        """The answers piece by piece."""
+        """Return a writer for a streamed response."""
         ...
 
     def format_error(self, refusal: APIError) -> JSONObject:
-        """Why there is none."""
+        """Format an error."""
         ...

@@ -1,8 +1,8 @@
 """The fields of a request, and the rules by which each is followed, ignored or refused.
 
-Each dialect has one table of rules. The run decides how answers are sampled, so a field about that is accepted and has
-no effect: the response names it in the header `x-etude-ignored`. A strict endpoint refuses it. A field that no table
-knows is treated the same. What carries the conversation has to be understood: it is obeyed or refused.
+Each dialect has one table of rules. The run decides how answers are sampled, so a field about sampling is accepted
+without effect: the response names it in the header `x-etude-ignored`. A strict endpoint refuses it. A field that is in
+no table is treated the same. A field that is part of the conversation is either followed or refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 Treatment: TypeAlias = Literal["obeyed", "sampling", "accepted", "ignored", "refused"]
 """obeyed: the answer follows it. sampling: the run's own value holds, unless the endpoint's `parameters` are `default`.
-accepted: no answer depends on it. ignored: the answer does not follow it; a strict endpoint refuses it. refused: the
-conversation would lose its meaning without it."""
+accepted: no answer depends on it. ignored: the answer does not follow it, and a strict endpoint refuses it. refused:
+the conversation would lose its meaning without it."""
 HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """The names that a header can show."""
 MAX_NAMES = 32
-"""The most names of one request that are noted."""
+"""The most ignored names that are kept for one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FieldRule:
     reason: str = ""
     """The end of the sentence that refuses it, after the field's name."""
     neutral: tuple[Any, ...] = ()
-    """Values that ask for nothing."""
+    """Values without effect."""
 
 
 FieldRules: TypeAlias = Mapping[str, FieldRule]
@@ -55,18 +55,18 @@ UNKNOWN = FieldRule("ignored", "is not supported by this endpoint; leave it out.
 
 
 def field_rules(*, obeyed: str, sampling: str, accepted: str, others: FieldRules) -> FieldRules:
-    """A table from three lists of names and the rules that say more."""
+    """Return a table from three lists of names, and the rules with a reason."""
     lists = (obeyed, OBEYED), (sampling, SAMPLING), (accepted, ACCEPTED)
     return {name: rule for names, rule in lists for name in names.split()} | dict(others)
 
 
 def ignored(reason: str, *neutral: Any) -> FieldRule:
-    """A field that answers do not follow."""
+    """Return the rule of a field that answers do not follow."""
     return FieldRule("ignored", reason, neutral)
 
 
 def refused(reason: str, *neutral: Any) -> FieldRule:
-    """A field without which the conversation would lose its meaning."""
+    """Return the rule of a field without which the conversation would lose its meaning."""
     return FieldRule("refused", reason, neutral)
 
 
@@ -80,23 +80,24 @@ class IgnoredFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, once each."""
+        """Their names, each once."""
         return tuple(self._names)
 
     def add(self, name: str) -> None:
-        """Name a field or a part."""
+        """Add a field or a part."""
         if len(self._names) < MAX_NAMES:
             self._names[name if HEADER_NAME.fullmatch(name) else "another"] = None
 
     def drop(self, name: str, refusal: APIError) -> None:
-        """Name a part that is left out. A strict endpoint refuses the request instead."""
+        """Add a part that is left out. A strict endpoint refuses the request instead."""
         if self.strict:
             raise refusal
         self.add(name)
 
 
 class RequestFields:
-    """The fields of a request, taken one by one; the rules are for the rest. A null is as good as nothing."""
+    """The fields of a request. The parser takes fields one by one; the rules apply to the rest. A null counts as
+    absent."""
 
     def __init__(self, body: Any, where: str = "", ignored_fields: IgnoredFields | None = None) -> None:
         if not isinstance(body, Mapping):
@@ -109,38 +110,38 @@ class RequestFields:
         return name in self._body
 
     def error(self, name: str, reason: str, code: str | None = None) -> APIError:
-        """The refusal that names this field."""
+        """Return an error about this field."""
         return APIError(f"'{self._where}{name}' {reason}", param=f"{self._where}{name}", code=code)
 
     def value(self, name: str) -> Any:
-        """Its value, whatever it is; None if it is not there."""
+        """Take any value; None if it is absent."""
         return self._body.pop(name, None)
 
     def string(self, name: str, default: str | None = None) -> str:
-        """A text. Without a default it has to be there."""
-        return str(self._typed(name, str, "a text", default))
+        """Take a string. Without a default it is required."""
+        return str(self._typed(name, str, "a string", default))
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        return bool(self._typed(name, bool, "true or false", default))
+        """Take a boolean."""
+        return bool(self._typed(name, bool, "a boolean", default))
 
     def array(self, name: str, *, required: bool = False) -> list[Any]:
-        """A list; empty if it need not be there and is not."""
+        """Take a list; an empty one if it is absent and not required."""
         return list(self._typed(name, list, "a list", None if required else []))
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A whole number within bounds; None if it is not there."""
+        """Take an integer within bounds; None if it is absent."""
         value = self.value(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(name, f"must be a whole number from {low} to {high}; it is {_brief(value)}.")
+            raise self.error(name, f"must be an integer from {low} to {high}; it is {_brief(value)}.")
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """A number within bounds; None if it is not there."""
+        """Take a number within bounds; None if it is absent."""
         value = self.value(name)
         if value is None:
             return None
@@ -149,30 +150,30 @@ class RequestFields:
         return float(value)
 
     def strings(self, name: str, max_items: int) -> tuple[str, ...]:
-        """One text or a list of them."""
+        """Take one string or a list of strings."""
         value = self.value(name)
         items = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(items, list) or len(items) > max_items or not all(isinstance(item, str) for item in items):
-            raise self.error(name, f"must be a text or a list of at most {max_items} texts; it is {_brief(value)}.")
+            raise self.error(name, f"must be a string or a list of at most {max_items} strings; it is {_brief(value)}.")
         return tuple(item for item in items if item)
 
     def section(self, name: str) -> Self:
-        """The fields of an object in a field; of an empty one where it is not there."""
+        """Take the fields of an object; none if it is absent."""
         return type(self)(self.value(name) or {}, f"{self._where}{name}", self._ignored)
 
     def require(self, name: str, *values: Any, reason: str) -> None:
-        """Take a field that may have these values alone."""
+        """Take a field that may only have these values."""
         value = self.value(name)
         if value is not None and value not in values:
             raise self.error(name, reason)
 
     def apply_rules(self) -> None:
-        """Apply the rules to the fields that are left."""
+        """Apply the rules to the fields that were not taken."""
         for name, value in self._body.items():
             path = f"{self._where}{name}"
             rule = (
                 self._ignored.table.get(path, UNKNOWN) if "." not in name else UNKNOWN
-            )  # the table's dots are objects
+            )  # a dot in a table's name means a nested object
             assert rule.treatment not in ("obeyed", "sampling"), f"the dialect does not read {path}"
             if value in rule.neutral:
                 continue
@@ -192,12 +193,12 @@ class RequestFields:
 
 
 def nonzero_penalties(fields: RequestFields, *names: str) -> tuple[str, ...]:
-    """Those of these penalties that are set to something."""
+    """Return those of these penalties that are not 0."""
     return tuple(name for name in names if fields.number(name, -2, 2))
 
 
 def parse_sampling(fields: RequestFields) -> dict[str, Any]:
-    """The parameters that all of OpenAI's dialects have, and those that servers of open models have beside them."""
+    """Take the sampling parameters that all of OpenAI's dialects share, and those that servers of open models add."""
     numbers: dict[str, Callable[[str], Any]] = {
         "temperature": lambda name: fields.number(name, 0, 2),
         "top_p": lambda name: fields.number(name, 1e-9, 1),
@@ -224,7 +225,7 @@ def _bias(fields: RequestFields) -> dict[int, float]:
     except (AttributeError, TypeError, ValueError, OverflowError):
         bias = {-1: 0.0}
     if not all(0 <= id < 2**31 and math.isfinite(amount) for id, amount in bias.items()):
-        raise fields.error("logit_bias", "must be an object of numbers by token id.")
+        raise fields.error("logit_bias", "must be an object that maps token ids to numbers.")
     return bias
 
 

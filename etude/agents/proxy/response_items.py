@@ -1,7 +1,7 @@
-"""The conversation of a request to /v1/responses: its items, as messages.
+"""The conversation of a request to /v1/responses: converts its items to messages.
 
-The model's one answer comes back as several items, each of which names the answer in its id. An item may also be named
-alone (`item_reference`), and is then taken from the answers that the attempt was given and that are kept for it.
+One answer of the model comes back as several items, each of which has the answer's id in its own. An item may also be
+referenced (`item_reference`). It is then looked up among the answers that are kept for the attempt.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from etude.records import Message
 __all__ = ["CALL_MARK", "DROPPED", "ID_PREFIXES", "parse_items"]
 
 RESPONSE_ID = re.compile(r"resp_[0-9]+-[0-9]+-[0-9a-f]+-[0-9]+")
-"""The answer's name, in the id of each of its items."""
+"""The answer's id, within the id of each of its items."""
 ID_PREFIXES = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
-"""The beginning of an item's id, by its type."""
+"""The prefix of an item's id, by its type."""
 CALL_MARK = "_call"
-"""Stands in the id of a call before its place among the calls of its answer."""
+"""Separates the answer's id and the call's index in the id of a call."""
 DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "mcp_list_tools")
-"""Records of tools that a provider ran: the model's next message says what came of them."""
+"""Records of tools that a provider ran: the model's next message has their result."""
 
 
 def parse_items(items: Any, ignored_fields: IgnoredFields, context: ParseContext) -> list[Message]:
-    """The messages that these items are."""
+    """Return the messages that these items form."""
     if isinstance(items, str):
         return [Message("user", items)]
     if not isinstance(items, list):
-        raise APIError("'input' must be a text or a list of items.", param="input")
+        raise APIError("'input' must be a string or a list of items.", param="input")
     messages: list[Message] = []
     answer: dict[str, Any] | None = None
     for n, data in enumerate(items):
@@ -71,12 +71,12 @@ def parse_items(items: Any, ignored_fields: IgnoredFields, context: ParseContext
 
 
 def _finish_answer(answer: dict[str, Any]) -> list[Message]:
-    """The message of an answer; none where it is thinking alone of which nothing can be read."""
+    """Return the message of an answer; none if it only has reasoning that cannot be read."""
     return [message_from_dict(answer)] if answer["has_output"] or answer["reasoning"] else []
 
 
 def _resolve_reference(data: Any, where: str, context: ParseContext) -> dict[str, Any] | None:
-    """The item that a reference names; None where the form is no reference."""
+    """Return the item that a reference names; None if this is not a reference."""
     if not isinstance(data, dict) or data.get("type") != "item_reference":
         return None
     id = RequestFields(data, where).string("id")
@@ -85,8 +85,8 @@ def _resolve_reference(data: Any, where: str, context: ParseContext) -> dict[str
     item = _item(answer, id) if answer is not None else None
     if item is None:
         raise APIError(
-            f"This attempt has no item '{id[:100]}'. The items of its answers are kept for it, unless it said 'store': "
-            "false. Send the item itself.",
+            f"This attempt has no item '{id[:100]}'. The items of its answers are kept, except for requests with "
+            "'store': false. Send the item itself.",
             "not_found",
             param=f"{where}.id",
             code="item_not_found",
@@ -95,8 +95,8 @@ def _resolve_reference(data: Any, where: str, context: ParseContext) -> dict[str
 
 
 def _item(answer: Message, id: str) -> dict[str, Any] | None:
-    """The item of an answer that has this id. A streamed answer may have several with text, around its calls: each of
-    them stands for all of its text here."""
+    """Return the item of an answer with this id. A streamed answer may have several text items, around its calls. Each
+    of them stands for all of the answer's text here."""
     if id.startswith(ID_PREFIXES["message"]):
         return {"type": "message", "role": "assistant", "content": answer.content}
     if id.startswith(ID_PREFIXES["reasoning"]):
@@ -109,15 +109,15 @@ def _item(answer: Message, id: str) -> dict[str, Any] | None:
 
 
 def _starts_another(kind: str, answer: JSONObject) -> bool:
-    """Whether an item that does not say which answer it is of cannot be of the one before it: items come in the order
-    reasoning, message, calls."""
+    """Return whether an item without an answer's id must belong to a new answer: items come in the order reasoning,
+    message, calls."""
     if kind == "reasoning":
         return True
     return kind == "message" and bool(answer["content"] or answer["tool_calls"])
 
 
 def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: str, *, is_complete: bool) -> None:
-    """Add an item to what the model said. whole: its text is all that the answer has of this kind."""
+    """Add an item to the answer. is_complete: its text is all that the answer has of this kind."""
     answer["has_output"] |= kind != "reasoning"
     if kind == "function_call":
         function = {"name": fields.string("name"), "arguments": fields.string("arguments", "{}")}
@@ -133,7 +133,7 @@ def _add_item(answer: dict[str, Any], kind: str, fields: RequestFields, where: s
 
 
 def _parse_other_item(kind: str, role: str, data: Any, fields: RequestFields, where: str) -> Message:
-    """The messages of others."""
+    """Return the message of an item that is not the assistant's."""
     if kind == "function_call_output":
         text = openai.parse_text(fields.value("output"), f"{where}.output")
         return Message("tool", text, tool_call_id=fields.string("call_id"))
@@ -145,6 +145,6 @@ def _parse_other_item(kind: str, role: str, data: Any, fields: RequestFields, wh
 def _unsupported_item_error(fields: RequestFields, kind: str) -> APIError:
     return fields.error(
         "type",
-        f"is '{kind}'; an item is a message, reasoning, a function_call or a function_call_output.",
+        f"is '{kind}'; it must be message, reasoning, function_call or function_call_output.",
         "unsupported_item",
     )

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: a conversation as items, which may go on from an earlier answer by its name."""
+"""OpenAI's /v1/responses: a conversation as items, which may continue an earlier answer by its id."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ RESPONSES: FieldRules = field_rules(
         "reasoning.effort": ignored(openai.NO_REASONING_CONTROL),
         "text.verbosity": openai.COMMON["verbosity"],
         "text.format": ignored(openai.NO_FORMAT, {"type": "text"}),
-        "truncation": ignored("can be 'disabled' alone: what the model reads is never cut.", "disabled"),
-        "context_management": ignored("is not supported: what the model reads is never cut. Leave it out."),
-        "max_tool_calls": ignored("counts the provider's own tools, and there are none here. Leave it out."),
-        "background": refused("is not supported: an answer is waited for.", False),
-        "conversation": refused("is not kept here; use 'previous_response_id', or send the items."),
-        "prompt": refused("is not kept here; send the messages themselves."),
+        "truncation": ignored("can only be 'disabled': this endpoint never truncates a prompt.", "disabled"),
+        "context_management": ignored("is not supported: this endpoint never truncates a prompt. Leave it out."),
+        "max_tool_calls": ignored("limits the provider's own tools, and this endpoint has none. Leave it out."),
+        "background": refused("is not supported: the client waits for the answer. Leave it out.", False),
+        "conversation": refused("is not stored by this endpoint; use 'previous_response_id', or send the items."),
+        "prompt": refused("is not stored by this endpoint; send the messages themselves."),
     },
 )
 """The fields of a request, and the treatment of each."""
 
 
 class ResponsesDialect:
-    """The dialect of OpenAI's Agents SDK. Reasoning goes as an item of its own, before the message and the calls."""
+    """The dialect of OpenAI's Agents SDK. Reasoning is a separate item, before the message and the calls."""
 
     prefix = "resp_"
 
     def parse(self, body: JSONObject, context: ParseContext) -> ModelRequest:
-        """What a request asks for."""
+        """Parse a request."""
         ignored_fields = IgnoredFields(RESPONSES, strict=context.strict)
         fields = RequestFields(body, ignored_fields=ignored_fields)
         model, instructions = fields.string("model"), fields.string("instructions", "")
@@ -55,10 +55,12 @@ class ResponsesDialect:
         include, stream = fields.strings("include", 16), fields.boolean("stream")
         for item in include:
             if item not in (LOGPROBS, "reasoning.encrypted_content"):
-                reason = f"asks for '{item}', which there is none of here."
+                reason = f"asks for '{item}', which this endpoint does not have."
                 ignored_fields.drop(f"include.{item}", fields.error("include", reason))
         if LOGPROBS in include and stream:
-            raise fields.error("include", f"asks for '{LOGPROBS}', which is told of whole answers alone: stream none.")
+            raise fields.error(
+                "include", f"asks for '{LOGPROBS}', which a stream does not have. Set 'stream' to false."
+            )
         fields.section("text").apply_rules()
         fields.section("reasoning").apply_rules()
         echo: dict[str, Any] = {"instructions": instructions or None, "previous_response_id": previous_id or None}
@@ -81,18 +83,18 @@ class ResponsesDialect:
         return replace(request, ignored=ignored_fields.names)
 
     def format_response(self, reply: ReplyHeader, answers: Sequence[ModelAnswer]) -> JSONObject:
-        """The answer in one piece."""
+        """Format the answer as one response."""
         answer = answers[0]
         is_truncated = answer.finish_reason == "length"
         items = list(_items(reply, answer))
         return response_body(reply, "incomplete" if is_truncated else "completed", items, answer)
 
     def writer(self, reply: ReplyHeader) -> ItemWriter:
-        """The answer piece by piece."""
+        """Return a writer for a streamed response."""
         return ItemWriter(reply)
 
     def format_error(self, refusal: APIError) -> JSONObject:
-        """Why there is none."""
+        """Format an error."""
         return openai.error_body(refusal)
 
 
@@ -108,12 +110,12 @@ class ItemWriter:
         self._text = ""
 
     def begin(self) -> bytes:
-        """The response, without output."""
+        """Write the response without output."""
         empty = response_body(self._reply, "in_progress", [], None)
         return self._event("response.created", response=empty) + self._event("response.in_progress", response=empty)
 
     def delta(self, _index: int, delta: MessageDelta) -> bytes:
-        """New text, or a call."""
+        """Write new text, or a tool call."""
         if not isinstance(delta, ToolCallDelta):
             return self._write_text("reasoning" if isinstance(delta, ReasoningDelta) else "message", delta.text)
         written = self._close_item()
@@ -130,17 +132,17 @@ class ItemWriter:
         return written
 
     def end(self, _index: int, _answer: ModelAnswer) -> bytes:
-        """The end of its last item."""
+        """End the last item."""
         return self._close_item()
 
     def close(self, answers: Sequence[ModelAnswer]) -> bytes:
-        """The whole response."""
+        """Write the whole response."""
         is_truncated = answers[0].finish_reason == "length"
         response = response_body(self._reply, "incomplete" if is_truncated else "completed", self._items, answers[0])
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: APIError) -> bytes:
-        """Nothing more will come."""
+        """Write an error."""
         code = {"busy": "rate_limit_exceeded", "failed": "server_error", "timeout": "server_error"}
         error = {"code": code.get(refusal.kind, "invalid_prompt"), "message": refusal.message}
         failed = {**response_body(self._reply, "failed", [], None), "error": error}
@@ -151,7 +153,7 @@ class ItemWriter:
         return openai.sse_event({"type": kind, "sequence_number": self._sequence_number - 1, **data}, kind)
 
     def _write_text(self, kind: str, text: str) -> bytes:
-        """Text of an item, which begins with it unless it is the one being written."""
+        """Write text of an item. Begin the item, unless it is the open one."""
         written = b""
         if self._open_kind != kind:
             written = self._close_item()
@@ -166,7 +168,7 @@ class ItemWriter:
         )
 
     def _close_item(self) -> bytes:
-        """The end of the item being written."""
+        """End the open item."""
         if not self._open_kind:
             return b""
         kind = self._open_kind
@@ -182,14 +184,14 @@ class ItemWriter:
         return {"item_id": self._item(self._open_kind)["id"], "output_index": self._output_index, "content_index": 0}
 
     def _item(self, kind: str) -> dict[str, Any]:
-        """The item being written."""
+        """Return the open item."""
         return _item(f"{self._id}_{self._output_index}", kind, self._text, ())
 
 
 def response_body(
     reply: ReplyHeader, status: str, items: Sequence[JSONObject], answer: ModelAnswer | None
 ) -> JSONObject:
-    """A response, as far as it has come."""
+    """Return a response with the items so far."""
     request = reply.request
     body = {
         "id": reply.id,
@@ -218,7 +220,7 @@ def response_body(
 
 
 def _items(reply: ReplyHeader, answer: ModelAnswer) -> Iterator[dict[str, Any]]:
-    """The items of an answer."""
+    """Yield the items of an answer."""
     message, id = answer.message, reply.id
     if message.reasoning:
         yield _item(id, "reasoning", message.reasoning, ())

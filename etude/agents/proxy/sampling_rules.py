@@ -1,9 +1,8 @@
-"""Whose sampling parameters hold: the run's, or the agent's.
+"""The choice between the run's sampling parameters and the agent's.
 
-Training needs answers that are drawn as the run says, whatever temperature an agent was written with: so the run's
-parameters are forced unless it says otherwise, and the agent is told, in a header, which of its own were not followed.
-What is part of an agent's program holds always: its stop strings, how many answers it wants, and that an answer is to
-be shorter than the run allows.
+Training needs answers that are sampled as the run says, even if an agent sets another temperature. So the run's
+parameters hold by default, and a response header names those of the agent that were not followed. Parameters that are
+part of an agent's program always hold: its stop strings, its number of answers, and a limit on length below the run's.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ __all__ = ["ParameterMode", "SamplingRules", "SeedFunction", "make_seed_function
 
 ParameterMode: TypeAlias = Literal["force", "default"]
 SeedFunction: TypeAlias = Callable[[int, int, int, int], int]
-"""The seed of an answer, from its rollout, which draw of it the attempt is (those that infrastructure broke do not
-count), a hash of its prompt's ids, and how often the attempt has asked for an answer to these before."""
+"""Returns the seed of an answer, from the rollout, the draw, a hash of the prompt's ids, and the occurrence. The draw
+is the attempt's index without attempts that infrastructure broke. The occurrence counts earlier answers to this prompt
+in the attempt."""
 FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens", "seed")
-"""What an agent's own values of are not followed where the run's are forced."""
+"""The agent's parameters that are not followed if the run's are forced."""
 
 
 def make_seed_function(run: int) -> SeedFunction:
-    """Seeds that follow from a run's, and from nothing else but what each answer is an answer to."""
+    """Return a function whose seeds depend only on the run's seed and on the call that they answer."""
 
     def seed(rollout: int, draw: int, prompt: int, occurrence: int) -> int:
         text = f"{run}:call:{rollout}:{draw}:{prompt}:{occurrence}"
@@ -40,7 +40,7 @@ def make_seed_function(run: int) -> SeedFunction:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """The run's parameters for learning and for validation, and how much they weigh."""
+    """The run's parameters for training and for validation, and their precedence."""
 
     train: SamplingParams
     val: SamplingParams
@@ -49,12 +49,13 @@ class SamplingRules:
     def __post_init__(self) -> None:
         if self.train.seed is not None or self.val.seed is not None:
             raise ConfigError(
-                "The endpoint's sampling parameters have a seed, and all answers to a prompt would be the same. Leave "
-                "it out: each answer's is derived, by `seeds`."
+                "The endpoint's sampling parameters set a seed, so all answers to a prompt would be the same. Leave it "
+                "out: `seeds` derives a seed for each answer."
             )
 
     def resolve(self, request: ModelRequest, use: RolloutPurpose) -> tuple[SamplingParams, tuple[str, ...]]:
-        """With what an answer is sampled, and which of the agent's own parameters were not followed."""
+        """Return the sampling parameters of an answer, and the names of the agent's parameters that were not
+        followed."""
         run, requested = self.val if use == "val" else self.train, request.sampling
         if not requested and not request.penalties:
             return run, request.ignored
@@ -64,12 +65,13 @@ class SamplingRules:
         if self.parameters == "default":
             if request.penalties:
                 raise APIError(
-                    f"'{request.penalties[0]}' is not supported by this endpoint.", param=request.penalties[0]
+                    f"'{request.penalties[0]}' is not supported by this endpoint; leave it out.",
+                    param=request.penalties[0],
                 )
             if use == "train" and requested.get("temperature", run.temperature) != run.temperature:
                 raise APIError(
-                    f"'temperature' cannot be {requested['temperature']:g}: this run learns from what is drawn at "
-                    f"{run.temperature:g}, and would take it for that. Leave it out, or set `agent.parameters=force`.",
+                    f"'temperature' cannot be {requested['temperature']:g}: this run trains on answers sampled at "
+                    f"{run.temperature:g}. Leave it out, or set `agent.parameters=force`.",
                     param="temperature",
                 )
             return _override(run, overrides), request.ignored

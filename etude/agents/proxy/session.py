@@ -1,8 +1,8 @@
-"""What each attempt has said to the model and heard from it, to the token, for as long as it runs.
+"""The sessions: each attempt's prompts and answers as token ids, while it runs.
 
-A call continues exactly where its prompt begins with the prompt and the answer of an earlier call, id for id. One that
-has no answer of the model's in its conversation begins one, also where the agent itself put words into the assistant's
-mouth. Any other has a history that the agent rewrote: there the trajectory branches.
+A call *continues* if its prompt begins with the prompt and the answer of an earlier call, id by id. It *begins* a
+conversation if that has no answer of the model, even if the agent wrote assistant messages itself. Otherwise the agent
+rewrote the history, and the trajectory *branches*.
 """
 
 from __future__ import annotations
@@ -32,40 +32,39 @@ __all__ = ["AttemptSession", "Prompt", "state_id"]
 T = TypeVar("T")
 
 MIN_THREAD_CHARACTERS = 2_000
-"""Characters that a conversation weighs, from which on it is rendered on a thread."""
+"""Characters of a conversation from which on it is rendered on a thread."""
 MAX_ANSWERS, MAX_ANSWER_CHARACTERS = 1024, 2**25
-"""The most answers of one attempt, and the most characters of their conversations, that are kept to be named again; and
-the most texts that were continued, with their ids."""
+"""The most answers of one attempt, and the most characters of their conversations, that later calls may reference; and
+the most continued texts that are kept with their ids."""
 MAX_KNOWN_PREFIXES = 4096
-"""The most answers of one attempt that a prompt is found to go on from by its ids alone."""
+"""The most answers of one attempt that a prompt may continue, recognized by their ids only."""
 MAX_COUNTED_PROMPTS = 2**16
-"""The most prompts of one attempt of which is counted how often they were asked."""
+"""The most prompts of one attempt whose occurrences are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What the model is shown for a call."""
+    """The prompt of a call."""
 
     ids: Ids
-    """The conversation, up to where the assistant is to speak."""
+    """The conversation, up to the start of the assistant's answer."""
     prefill_ids: Ids
-    """The beginning of the answer, which the model goes on from as if it had written it."""
+    """The beginning of the answer, which the model continues as if it had written it."""
     hash: int
     how: Literal["begun", "continued", "branched"]
     changed: int = 0
-    """Of a call that continues: how many of its tokens stand between the first and the last that would be others, had
-    the conversation been rendered anew."""
+    """For a call that continues: the number of tokens from the first to the last that a new rendering would change."""
     observed: int | None = None
-    """How many of the ids, at their end, were shown after the model's last answer; None where the ids tell it."""
+    """The number of ids at the end that were added after the model's last answer; None if the ids show it."""
 
     @property
     def input_ids(self) -> Ids:
-        """All that the model is shown."""
+        """All ids that the model gets."""
         return np.concatenate([self.ids, self.prefill_ids])
 
 
 class AttemptSession:
-    """One attempt at the endpoint. Used on one event loop; any number of its calls may be under way."""
+    """One attempt at the endpoint. Used on one event loop; any number of its calls may be active."""
 
     def __init__(
         self,
@@ -75,35 +74,35 @@ class AttemptSession:
         draw: int = 0,
         threads: Executor | None = None,
     ) -> None:
-        """threads: where long conversations are rendered; by default on those of the event loop."""
+        """threads: where long conversations are rendered, by default the event loop's own executor."""
         self.attempt_id, self.use = attempt_id, use
         self.draw = draw
-        """Which draw of its rollout the attempt is: what its seeds are made of."""
+        """The index of the attempt among its rollout's draws; it determines the seeds."""
         self.under_way: set[asyncio.Task[None]] = set()
         self.refused: set[str] = set()
-        """Why calls were refused, as far as that is noted."""
+        """The reasons of refused calls that were recorded."""
         self.last_call_at = time.monotonic()
-        """When it last called."""
+        """The time of the last call."""
         self._chat = chat
         self._conversation = chat.start_conversation()
         self._lock = asyncio.Lock()
         self._threads = threads
         self._known_prefixes: BoundedCache[bytes, int] = BoundedCache(
             MAX_KNOWN_PREFIXES
-        )  # digests of prompt and answer, and their length
+        )  # digest of a prompt with its answer -> their length
         self._texts: BoundedCache[str, Ids] = BoundedCache(
             MAX_ANSWERS, MAX_ANSWER_CHARACTERS
-        )  # of calls without messages, with the answer
+        )  # prompt and answer of calls without messages -> their ids
         self._prompt_counts: BoundedCache[int, int] = BoundedCache(MAX_COUNTED_PROMPTS)
         self._answers: BoundedCache[str, tuple[Message, ...]] = BoundedCache(MAX_ANSWERS, MAX_ANSWER_CHARACTERS)
 
     async def build_prompt(self, request: ModelRequest, count_rerendered: bool) -> Prompt:
-        """What the model is shown. compare: count what a conversation that is rendered anew would have changed."""
+        """Return the prompt of a call. count_rerendered: count the tokens that a new rendering would change."""
         async with self._lock:
             return await self._run(request.characters, partial(self._build_prompt, request, count_rerendered))
 
     def count_occurrence(self, prompt: Prompt) -> int:
-        """How often an answer to this prompt was asked for before."""
+        """Return the number of earlier answers to this prompt."""
         occurrences = self._prompt_counts.get(prompt.hash) or 0
         self._prompt_counts.put(prompt.hash, occurrences + 1)
         return occurrences
@@ -111,21 +110,20 @@ class AttemptSession:
     async def remember_answer(
         self, request: ModelRequest, prompt: Prompt, completion: Completion, answer: Message, stop: str | None = None
     ) -> None:
-        """Remember an answer to a prompt, so that what goes on from it continues it exactly. stop: the stop string that
-        ended it."""
+        """Remember an answer, so that later calls continue it exactly. stop: the stop string that ended it."""
         size = request.characters + count_characters([answer])
         async with self._lock:
             await self._run(size, partial(self._remember, request, prompt, completion, answer, stop or ""))
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
-        """Do this, on a thread where it is on so many characters that others would wait for the event loop."""
+        """Run a function; on a thread, if its text is so long that other calls would wait for the event loop."""
         if size < MIN_THREAD_CHARACTERS:
             return work()
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(future)
         finally:
-            while not future.done():  # the call was cancelled; the conversation is the thread's until its work is done
+            while not future.done():  # the call was cancelled, but the thread still uses the conversation
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
 
@@ -147,16 +145,16 @@ class AttemptSession:
         self._texts.put(text, ids, len(text) + len(ids))
 
     def store_conversation(self, id: str, messages: tuple[Message, ...]) -> None:
-        """Keep a conversation up to the answer of this name, for a call that goes on from it or names it. The oldest
-        are let go of where there are too many."""
+        """Keep a conversation up to the answer of this id, for calls that continue or reference it. The oldest ones are
+        dropped."""
         self._answers.put(id, messages, count_characters(messages))
 
     def find_conversation(self, id: str) -> tuple[Message, ...] | None:
-        """The conversation up to that answer."""
+        """Return the conversation up to an answer, by the answer's id."""
         return self._answers.get(id)
 
     def find_answer(self, id: str) -> Message | None:
-        """That answer alone."""
+        """Return an answer by its id."""
         messages = self._answers.get(id)
         return messages[-1] if messages else None
 
@@ -171,7 +169,7 @@ class AttemptSession:
             conversation.find_prefill_ids(messages, tools, request.prefill) if request.prefill is not None else None
         )
         if served_ids is not None:
-            prompt = replace(self._match_history(*served_ids), observed=0)  # all of it was shown or sampled before
+            prompt = replace(self._match_history(*served_ids), observed=0)  # all of it was a prompt or sampled before
         else:
             ids = conversation.render(messages, tools)
             prompt = self._match_history(ids, build_prefill(self._chat, ids, request))
@@ -184,21 +182,21 @@ class AttemptSession:
         return replace(prompt, changed=_count_differing(prompt.ids, self._chat.render(messages, tools)))
 
     def _text_ids(self, prompt: str | Ids) -> Ids:
-        """The ids of a text, those of the longest beginning that was served before among them."""
+        """Return the ids of a text. They contain the ids of the longest prefix that was served before."""
         if not isinstance(prompt, str):
             return prompt
         prefix = max((text for text in self._texts if prompt.startswith(text)), key=len, default=None)
         if prefix is None:
             return self._chat.tokenizer.encode(prompt, add_special_tokens=True)
         ids, rest = self._texts.get(prefix), prompt[len(prefix) :]
-        assert ids is not None, "it was found there"
+        assert ids is not None, "the key was found above"
         eos_text = next((text for text, id in self._chat.tokenizer.eos_tokens.items() if id == ids[-1]), None)
-        if eos_text is not None:  # the text that was answered is without it, and what is written by hand has it
+        if eos_text is not None:  # the answer's text is without it, but a handwritten prompt has it
             rest = rest.removeprefix(eos_text)
         return np.concatenate([ids, self._chat.tokenizer.encode_after_ids(ids, rest)]) if rest else ids
 
     def _match_history(self, ids: Ids, prefill_ids: Ids = NO_IDS) -> Prompt:
-        """A prompt, and whether it begins with an earlier one and its answer."""
+        """Return a prompt, and note if it begins with an earlier prompt and its answer."""
         digest, hashed, continued = blake2b(digest_size=16), 0, False
         input_ids = np.concatenate([ids, prefill_ids])
         data = input_ids.tobytes()
@@ -212,12 +210,12 @@ class AttemptSession:
 
 
 def state_id(name: str) -> int:
-    """A number for the state that an agent says it is in."""
+    """Return a number for the state that an agent names."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _count_differing(one: Ids, other: Ids) -> int:
-    """How many tokens stand between what two sequences begin with alike and what they end with alike."""
+    """Return the number of tokens between the common prefix and the common suffix of two sequences."""
     if np.array_equal(one, other):
         return 0
     length = min(len(one), len(other))

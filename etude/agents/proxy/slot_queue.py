@@ -1,4 +1,4 @@
-"""How many answers are sampled at once, how many calls wait, and that the rest are told to come again."""
+"""The slot queue: bounds the answers that are sampled at once and the calls that wait, and refuses further calls."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from etude.agents.proxy.request import APIError
 __all__ = ["SlotQueue"]
 
 MAX_RETRY_AFTER = 30
-"""Seconds that anybody is asked to wait at most."""
+"""The most seconds that a refused call is asked to wait."""
 
 
 class SlotQueue:
-    """A bounded queue in the order of arrival. Used on one event loop.
+    """A bounded first-come, first-served queue. Used on one event loop.
 
-    consumes       calls, each for a number of places
-    produces       places, all of a call's at once
-    waits for      places that are given back
-    unblocked by   calls that end; a call that is cancelled leaves the queue
+    consumes       calls, each of which needs a number of slots
+    produces       slots, all of a call's at once
+    waits for      slots that are released
+    unblocked by   calls that end; a cancelled call leaves the queue
     """
 
     def __init__(self, running: int, waiting: int) -> None:
         self.limit, self.max_waiting = running, waiting
         self.running = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._mean_seconds = 1.0  # what a call takes, lately
+        self._mean_seconds = 1.0  # moving average of a call's duration
 
     @property
     def waiting(self) -> int:
-        """How many calls wait."""
+        """The number of calls that wait."""
         return len(self._queue)
 
     @asynccontextmanager
     async def acquire(self, slots: int) -> AsyncIterator[int]:
-        """Wait for this many places, or for all there are, and hold them. Raises a refusal where too many wait
+        """Wait for this many slots, or for all that exist, and hold them. Raise an `APIError` if too many calls wait
         already."""
         slots = min(slots, self.limit)
         if self._queue or self.running + slots > self.limit:
@@ -66,10 +66,10 @@ class SlotQueue:
         try:
             await waiter[1]
         except asyncio.CancelledError:
-            if not waiter[1].cancelled():  # its places were given to it meanwhile
+            if not waiter[1].cancelled():  # it got its slots meanwhile
                 self._release(slots)
             else:
-                with suppress(ValueError):  # whoever left before it may have passed it over already
+                with suppress(ValueError):  # `_admit` may have removed it already
                     self._queue.remove(waiter)
                 self._admit()
             raise

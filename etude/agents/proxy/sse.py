@@ -1,6 +1,6 @@
-"""Server-sent events, as they come over a connection.
+"""A parser of server-sent events.
 
-A line ends at a line feed alone: text in an event may hold other characters that Python's `splitlines` takes for ends.
+Only a line feed ends a line: text in an event may hold other characters at which Python's `splitlines` splits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ __all__ = ["event_data", "iter_events"]
 
 _SEPARATOR = re.compile(rb"\r?\n\r?\n")
 MAX_SEPARATOR = 4
-"""Bytes between two events at most. What was looked through holds none, but for the beginning of one."""
+"""The most bytes between two events. The searched part of the buffer may end with the beginning of a separator."""
 
 
 async def iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Each event, without the empty line after it."""
+    """Yield each event, without the empty line after it."""
     buffer, searched = bytearray(), 0
     async for chunk in chunks:
         buffer += chunk
@@ -31,6 +31,6 @@ async def iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def event_data(event: bytes) -> str:
-    """What an event says."""
+    """Return the data of an event."""
     lines = (line.removesuffix(b"\r") for line in event.split(b"\n"))
     return b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:")).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Writes down what the model was shown and what it said, at the desk, once for each answer."""
+"""The turn recorder: writes each answer, with its prompt, to the rollout queue once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ModelCall:
-    """One call, once it is known what it asks for."""
+    """One parsed call."""
 
     id: str
     dialect: APIDialect
@@ -40,39 +40,39 @@ class ModelCall:
     tags: tuple[str, ...]
     began: float
     anchor: int
-    """Names the state that it was made in, for credit that compares what was done in the same state."""
+    """Identifies the state of the call, for credit assignment that compares actions in the same state."""
     input_ids: Ids = field(init=False)
-    """All that the model is shown."""
+    """All ids that the model gets."""
 
     def __post_init__(self) -> None:
         self.input_ids = self.prompt.input_ids
 
     def reply_header(self, tokenizer: Tokenizer) -> ReplyHeader:
-        """What its answers have in common."""
+        """Return the fields that its answers share."""
         return ReplyHeader(self.id, self.request, len(self.input_ids), tokenizer)
 
     @property
     def allows_tools(self) -> bool:
-        """Whether the answer may call tools."""
+        """True if the answer may call tools."""
         return bool(self.request.tools) and self.request.tool_choice != "none"
 
 
 class SessionCall(Protocol):
-    """What somebody asked who sits at the endpoint."""
+    """A call of an attempt that has a session."""
 
     @property
     def session(self) -> AttemptSession:
-        """Whose attempt it is of."""
+        """The session of its attempt."""
         ...
 
 
 class TurnRecorder:
-    """Writes turns and notes. What it has begun to write it writes to the end, whoever stops waiting for it."""
+    """Writes turns and notes. A write that has begun is completed, even if its caller is cancelled."""
 
     def __init__(
         self, queue: RolloutQueue, model: str, metrics: EndpointMetrics, on_ended: Callable[[AttemptId], None]
     ) -> None:
-        """ended: is told of an attempt that turns out to be over."""
+        """on_ended: called with an attempt that turns out to have ended."""
         self._queue, self._model, self._metrics, self._on_ended = queue, model, metrics, on_ended
         self._writes: set[asyncio.Task[Any]] = set()
 
@@ -82,7 +82,7 @@ class TurnRecorder:
             await asyncio.gather(*self._writes, return_exceptions=True)
 
     async def record_turn(self, call: ModelCall, completion: Completion) -> int:
-        """Write a turn; its index. Returns once it is acknowledged."""
+        """Write a turn, and return its index once that is acknowledged."""
         turn = Turn(
             call.input_ids,
             completion,
@@ -109,7 +109,7 @@ class TurnRecorder:
         await self._write(call, self._queue.record_note(call.session.attempt_id, name, data))
 
     def record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
-        """Write down what was sampled of an answer that nobody waits for any more; returns at once."""
+        """Write the tokens that were sampled before a call was cancelled. Returns at once."""
         self._start_write(self._record_aborted(call, chunks, chat))
 
     async def _record_aborted(self, call: ModelCall, chunks: Sequence[CompletionChunk], chat: ChatRenderer) -> None:
@@ -124,23 +124,23 @@ class TurnRecorder:
             await self.record_turn(call, Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids)))
         except APIError as refusal:
             get_logger("agents").debug(f"An aborted turn of {call.session.attempt_id} came too late: {refusal}")
-        except Exception as error:  # nobody is there to be told
+        except Exception as error:  # no caller waits
             get_logger("agents").warning(f"An aborted turn of {call.session.attempt_id} could not be written: {error}")
 
     async def record_external(self, call: SessionCall, data: Mapping[str, Any]) -> None:
-        """Write down a call to a model of somebody else's."""
+        """Write a call to an external model."""
         await self._write(call, self._queue.record_note(call.session.attempt_id, "external", dict(data)))
 
     def record_external_later(self, call: SessionCall, data: Mapping[str, Any]) -> None:
-        """The same where nobody waits for it any more; returns at once."""
+        """Write a cancelled call to an external model. Returns at once."""
         self._start_write(self._record_late_external(call, data))
 
     async def _record_late_external(self, call: SessionCall, data: Mapping[str, Any]) -> None:
         try:
             await self._queue.record_note(call.session.attempt_id, "external", dict(data))
-        except Exception as error:  # nobody is there to be told
+        except Exception as error:  # no caller waits
             get_logger("agents").debug(
-                f"A call of {call.session.attempt_id} to another model came too late to be kept: {error}"
+                f"A call of {call.session.attempt_id} to an external model came too late to be recorded: {error}"
             )
 
     async def _write(self, call: SessionCall, work: Coroutine[Any, Any, T]) -> T:
@@ -158,9 +158,9 @@ class TurnRecorder:
 
 
 def attempt_over_error(attempt_id: AttemptId) -> APIError:
-    """The refusal of a call that came after its attempt's end."""
+    """Return the refusal of a call whose attempt has ended."""
     return APIError(
-        f"Attempt {attempt_id.attempt} at rollout {attempt_id.rollout} is over, and its key opens nothing any more.",
+        f"Attempt {attempt_id.attempt} at rollout {attempt_id.rollout} is over, and its key is no longer valid.",
         "forbidden",
         code="attempt_over",
     )

@@ -1,4 +1,4 @@
-"""Who samples for the endpoint: anything that takes ids and gives ids, each with its log-prob and its version."""
+"""The interface of the sampler behind the endpoint: token ids in; token ids out, with log-probs and weight versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CompletionChunk", "Upstream"]
 
 
 class CompletionChunk(Protocol):
-    """What a streamed answer has gained."""
+    """The tokens that a streamed answer has gained."""
 
     @property
     def ids(self) -> Ids:
@@ -29,24 +29,24 @@ class CompletionChunk(Protocol):
 
     @property
     def version(self) -> Ids:
-        """[t] of the weights that drew each."""
+        """[t] the version of the weights that sampled each token."""
         ...
 
     @property
     def completion(self) -> Completion | None:
-        """The whole, with what came last."""
+        """The whole completion; only in the last chunk."""
         ...
 
 
 class Upstream(Protocol):
-    """Token ids in, token ids out, met by structure: the embedded engine is one. Any number of calls may be under way,
-    and each may be cancelled at any await, which ends its sampling."""
+    """Any sampler with these methods; the embedded engine is one. Any number of calls may be active. Cancelling a call
+    at any await ends its sampling."""
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """Sample one continuation. What cannot be sampled as asked is a `DataError` or a `ConfigError`; that it cannot
-        be sampled now, an `EngineError`."""
+        """Sample one continuation. Raise `DataError` or `ConfigError` if the request cannot be sampled, and
+        `EngineError` if it cannot be sampled now."""
         ...
 
     def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[CompletionChunk, None]:
-        """The same, as it comes. Closing it ends the sampling."""
+        """Stream one continuation. Closing the stream ends the sampling."""
         ...

@@ -40,7 +40,7 @@ def place() -> Iterator[Place]:
 
 
 def test_what_an_agent_forks_ends_with_a_program_that_is_killed(place: Place, tmp_path: Path) -> None:
-    """A child that was forked without another program holds all that its runner held, its word to the guard too."""
+    """A forked child holds all that its runner held, its end of the reaper's pipe too."""
     program = subprocess.Popen(
         [sys.executable, played.__file__, place.url, place.key, str(tmp_path), "forks"], start_new_session=True
     )

@@ -93,7 +93,7 @@ def test_a_runner_that_ends_begins_again_and_one_that_always_does_is_given_up(
     with open_queue() as queue, ThreadRunners(queue, Fickle(), timeouts=QUICK) as runners:
         assert through(queue, wanted(1))[0].status is Status.SUCCEEDED
         runners.check()
-    assert caplog.text.count("begins again") == 2
+    assert caplog.text.count("restarts in") == 2
 
     fails[0] = 100
     with open_queue() as queue, ThreadRunners(queue, Fickle(), timeouts=QUICK) as runners:

@@ -117,7 +117,7 @@ def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         said = client.chat.completions.create(**given, extra_body=more).choices[0].message
         assert said.content == "raining, 🌧 and the sky is grey."
-        with pytest.raises(openai.BadRequestError, match="cannot be made to call"):
+        with pytest.raises(openai.BadRequestError, match="cannot require a call"):
             client.chat.completions.create(**given, extra_body=more, tool_choice="required")
         client.chat.completions.create(**given)
     decode = world.endpoint.chat.tokenizer.decode

@@ -133,13 +133,13 @@ def test_models_are_listed_and_other_dialects_are_told(world: World) -> None:
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         assert [model.id for model in client.models.list()] == ["policy", "judge"]
         assert client.models.retrieve("judge").id == "judge"
-        with pytest.raises(openai.NotFoundError, match="there is 'policy', 'judge'"):
+        with pytest.raises(openai.NotFoundError, match="are: 'policy', 'judge'"):
             client.chat.completions.create(model="gpt-9", messages=ASK)
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as claude:
         for ask in (claude.messages.create, claude.messages.stream):
-            with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects alone"):
+            with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects only"):
                 ask(model="judge", max_tokens=5, messages=ASK).__enter__()
-        with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects alone"):
+        with pytest.raises(anthropic.BadRequestError, match="in OpenAI's dialects only"):
             claude.messages.count_tokens(model="judge", messages=ASK)
 
 
@@ -213,8 +213,8 @@ def trouble() -> Iterator[World]:
         ("500", 500, "server_error", "answered 500"),
         ("503", 503, "server_error", "answered 503"),
         ("302", 502, "server_error", "answered 302"),
-        ("slow", 504, "timeout_error", "within 1 seconds"),
-        ("gone", 502, "server_error", "could not be asked"),
+        ("slow", 504, "timeout_error", "within 1 s"),
+        ("gone", 502, "server_error", "could not be reached"),
     ],
 )
 def test_what_goes_wrong_there_is_told_here(
@@ -254,7 +254,7 @@ def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest
     body = {"model": "endless", "messages": ASK, "stream": streamed}
     headers = {"authorization": f"Bearer {claim.model_key}"}
     response = CLIENT.post(f"{trouble.url}/chat/completions", json=body, headers=headers)
-    assert "answered more than 1 MiB" in response.text and len(response.text) < 1000
+    assert "sent more than 1 MiB" in response.text and len(response.text) < 1000
     (told,) = written(trouble, claim, 1)
     assert told["outcome"] == "failed" and "more than 1 MiB" in told["error"]
 
@@ -324,7 +324,7 @@ def test_a_key_that_is_not_there_is_refused_at_start(monkeypatch: pytest.MonkeyP
     ):
         pass
     config = EndpointConfig(external={"policy": ExternalModel(url="http://127.0.0.1:9/v1")})
-    with pytest.raises(ConfigError, match="is called 'policy' here"), serving(upstream, chat_of(), config=config):
+    with pytest.raises(ConfigError, match="has the name 'policy'"), serving(upstream, chat_of(), config=config):
         pass
 
 

@@ -104,12 +104,12 @@ def test_keys(world: World, path: str) -> None:
         (b"[1]", 400, "must be a JSON object"),
         (b'{"model": "\xff"}', 400, "not valid UTF-8"),
         (b'{"model": NaN}', 400, "not valid JSON"),
-        (b'{"model": "\\ud800"}', 400, "half a character"),
+        (b'{"model": "\\ud800"}', 400, "unpaired surrogate"),
         (b'{"model": ' + b"[" * 200_000, 400, "nested too deeply"),
         (b'{"model": "' + b"a" * 2**20 + b'"}', 413, "larger than 0.5 MiB"),
         (b'{"model": [' + b"[]," * 140_000 + b"1]}", 413, "more than 262144 values"),
         (b'{"model": ' + b"[" * 101 + b"]" * 101 + b"}", 400, "nested too deeply"),
-        ({"model": 5}, 400, "'model' must be a text"),
+        ({"model": 5}, 400, "'model' must be a string"),
         ({}, 400, "'model' is missing"),
     ],
 )
@@ -122,7 +122,7 @@ def test_bodies_that_are_none(world: World, path: str, body: Any, status: int, s
 def test_an_unknown_model(world: World, path: str) -> None:
     response = posted(world, path, {**CALLS[path], "model": "gpt-9"}, world.attempt().model_key)
     assert response.status_code == 404 and told(path, response) == (
-        "There is no model 'gpt-9' here; there is 'policy'.",
+        "This endpoint has no model 'gpt-9'. Its models are: 'policy'.",
         "not_found_error",
     )
 
@@ -134,23 +134,23 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "/v1/chat/completions": [
         ({"messages": []}, "is empty"),
         ({"messages": [{"role": "robot", "content": ""}]}, "'robot'"),
-        ({"messages": [{"role": "user", "content": IMAGE}]}, "reads text alone"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "reads text only"),
         ({"messages": [5]}, "messages[0] must be a JSON object"),
         ({"temperature": "hot"}, "a number from 0 to 2"),
-        ({"max_tokens": 0}, "a whole number"),
-        ({"n": 10**400}, "a whole number"),
+        ({"max_tokens": 0}, "an integer"),
+        ({"n": 10**400}, "an integer"),
         ({"stop": [5]}, "a list of at most"),
-        ({"logit_bias": {"a": 1}}, "by token id"),
+        ({"logit_bias": {"a": 1}}, "token ids to numbers"),
         ({"tool_choice": "required"}, "name one of the 'tools'"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "one of the 'tools'"),
-        ({"functions": [{"name": "f"}]}, "is the old form"),
-        ({"modalities": ["audio"]}, "can be ['text'] alone"),
-        ({"top_logprobs": 3}, "takes 'logprobs'"),
-        ({"continue_final_message": True}, "the beginning of the assistant's answer"),
+        ({"functions": [{"name": "f"}]}, "is the deprecated form"),
+        ({"modalities": ["audio"]}, "can only be ['text']"),
+        ({"top_logprobs": 3}, "needs 'logprobs'"),
+        ({"continue_final_message": True}, "a last message by the assistant"),
     ],
     "/v1/completions": [
-        ({"prompt": ["a", "b"]}, "one text"),
-        ({"prompt": []}, "one text"),
+        ({"prompt": ["a", "b"]}, "one string"),
+        ({"prompt": []}, "one string"),
         ({"prompt": ""}, "is empty"),
         ({"echo": True}, "cannot be true"),
         ({"prompt": [10**6]}, ""),
@@ -158,16 +158,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "/v1/responses": [
         ({"input": []}, ""),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "'computer_call'"),
-        ({"conversation": "c"}, "is not kept here"),
+        ({"conversation": "c"}, "is not stored"),
         ({"background": True}, "is not supported"),
-        ({"previous_response_id": 5}, "must be a text"),
-        ({"include": ["message.output_text.logprobs"], "stream": True}, "whole answers alone"),
+        ({"previous_response_id": 5}, "must be a string"),
+        ({"include": ["message.output_text.logprobs"], "stream": True}, "a stream does not have"),
     ],
     "/v1/messages": [
         ({"max_tokens": None}, "is missing"),
-        ({"messages": [{"role": "assistant", "content": "It"}]}, "nothing that is answered"),
+        ({"messages": [{"role": "assistant", "content": "It"}]}, "no message to answer"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text"),
-        ({"container": "c"}, "is not kept here"),
+        ({"container": "c"}, "is not supported"),
     ],
 }
 """By the path: what is asked for and cannot be had, and what is said of it."""
@@ -198,7 +198,7 @@ def test_a_refused_call_is_counted_and_noted_on_its_attempt(world: World) -> Non
     assert [note["name"] for note in notes] == ["refused"] * 3, "the same refusal is noted once"
     assert notes[0]["data"] == {
         **{"path": "/v1/chat/completions", "status": 404, "param": "model", "code": "model_not_found"},
-        "error": "There is no model 'gpt-9' here; there is 'policy'.",
+        "error": "This endpoint has no model 'gpt-9'. Its models are: 'policy'.",
     }
     assert "not valid JSON" in notes[1]["data"]["error"] and notes[2]["data"]["path"] == "/v1/messages"
     for n in range(15):
@@ -214,7 +214,7 @@ def test_an_unknown_answer_to_go_on_from(world: World) -> None:
     for key, id in ((one.model_key, "resp_none"), (one.model_key, unkept.id), (other.model_key, first.id)):
         with (
             openai.OpenAI(base_url=world.url, api_key=key) as client,
-            pytest.raises(openai.NotFoundError, match="go on"),
+            pytest.raises(openai.NotFoundError, match=r"no answer .* to continue"),
         ):
             client.responses.create(model="policy", input="b", previous_response_id=id)
 
@@ -356,7 +356,7 @@ def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
         mine = {**CHAT, "top_p": 0.5, "temperature": 1.0, "seed": 5, "n": 2}
         assert "x-etude-ignored" not in posted(world, "/v1/chat/completions", mine, key).headers
         cooler = posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, key)
-        assert cooler.status_code == 400 and "learns from what is drawn at 1" in cooler.text
+        assert cooler.status_code == 400 and "trains on answers sampled at 1" in cooler.text
         scored = world.attempt("val").model_key
         assert posted(world, "/v1/chat/completions", {**CHAT, "temperature": 0.3}, scored).status_code == 200
         refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, key)

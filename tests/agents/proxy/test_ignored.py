@@ -172,6 +172,6 @@ def test_a_route_that_there_is_not(
     assert response.status_code == status
     body = response.json()
     assert set(body["error"]) == ({"type", "message"} if claude else {"message", "type", "param", "code"})
-    assert f"There is no {method} {path} at this endpoint" in body["error"]["message"]
+    assert f"This endpoint has no route {method} {path}" in body["error"]["message"]
     for name in TABLES:
         assert f"POST {name}" in body["error"]["message"]

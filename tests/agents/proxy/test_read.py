@@ -119,7 +119,7 @@ def test_an_assistants_message_of_which_nothing_is_read_is_left_out(block: dict[
     ]
     last = read(AnthropicDialect(), {**CLAUDE, "messages": [USER, said]})
     assert len(last.messages) == 1 and last.prefill is None
-    with pytest.raises(APIError, match="has nothing that is answered"):
+    with pytest.raises(APIError, match="has no message to answer"):
         read(AnthropicDialect(), {**CLAUDE, "messages": [said]})
     beside = {"role": "assistant", "content": [block, {"type": "text", "text": "It is."}]}
     assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
