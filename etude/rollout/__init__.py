@@ -1,4 +1,7 @@
-"""Engines that sample: the embedded one, in this process, from the very weights that are trained; and servers."""
+"""The engines that sample: the embedded engine of this process, and servers of vLLM or SGLang.
+
+The embedded engine computes with the very weights that are trained.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of every engine have in common."""
+"""The options that every engine has."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["RolloutConfig"]
 
 
 class RolloutConfig(Config, ABC):
-    """An engine that samples."""
+    """The options of an engine that samples."""
 
     max_num_seqs: int = Field(128, ge=1, description="most requests computed at once; others wait")
 
     @abstractmethod
     def max_concurrency(self, ranks: int) -> int:
-        """How many requests are computed at once by all of it, where a run has so many ranks."""
+        """Return how many requests all engines of a run with `ranks` ranks compute at once."""

@@ -1,8 +1,9 @@
-"""Which request holds which blocks of the key-value cache, and which blocks are already known.
+"""The blocks of the KV cache: which request holds which, and which can be found again.
 
-A block holds the keys and values of a fixed number of consecutive tokens. A full block is known by what it continues
-and by its own tokens, compared exactly and never by a hash alone: requests that begin with the same tokens hold the
-same blocks. A block that nobody holds stays known until its memory is needed; the one unused for longest goes first.
+A block holds the keys and values of a fixed number of consecutive tokens. A full block is registered under its parent
+node and its own tokens. These are compared exactly, never by a hash alone. Requests that begin with the same tokens
+hold the same blocks. A block that no request holds stays registered until its memory is needed. The block that is
+unused for longest goes first.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from numpy.typing import NDArray
 __all__ = ["ROOT", "BlockPool"]
 
 ROOT = 0
-"""The node that a sequence's first block continues."""
+"""The parent node of a sequence's first block."""
 
 
 class BlockPool:
-    """The blocks of one cache: `take` and `release`, `learn` and `match`. Bookkeeping only; no tensor is touched."""
+    """The blocks of one cache: `allocate` and `release`, `register` and `match_prefix`. It touches no tensor."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
         self._free = list(range(count - 1, -1, -1))
         self._ref_counts = [0] * count
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # registered blocks that no request holds, oldest first
         self._known: dict[tuple[int, bytes], int] = {}
         self._key: list[tuple[int, bytes] | None] = [None] * count
         self._node = [ROOT] * count
@@ -34,16 +35,16 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """How many blocks `take` can still give."""
+        """The number of blocks that `allocate` can still give."""
         return len(self._free) + len(self._idle)
 
     @property
     def in_use(self) -> int:
-        """How many blocks some request holds."""
+        """The number of blocks that requests hold."""
         return self.count - self.available
 
     def allocate(self) -> int:
-        """A block of one's own. One must be available."""
+        """Return a block for one request alone. One must be available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -53,12 +54,12 @@ class BlockPool:
         return block
 
     def retain(self, block: int) -> None:
-        """Hold a block that is known or that another holds."""
+        """Hold a block that is registered or that another request holds."""
         self._idle.pop(block, None)
         self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Hold these blocks of one sequence, given in its order, no longer. Its end is forgotten before its start."""
+        """Give up these blocks of one sequence, in its order. The end of the sequence is evicted before its start."""
         for block in reversed(list(blocks)):
             self._ref_counts[block] -= 1
             assert self._ref_counts[block] >= 0, "a block was released more often than held"
@@ -69,7 +70,7 @@ class BlockPool:
                     self._idle[block] = None
 
     def register(self, block: int, parent: int, tokens: NDArray[np.int32]) -> int:
-        """Make a full block known as the continuation of node `parent`; returns the node that continues from it."""
+        """Register a full block as the continuation of node `parent`. Return the node that continues from it."""
         key = (parent, tokens.tobytes())
         known = self._known.setdefault(key, block)
         if known == block and self._key[block] is None:
@@ -78,7 +79,10 @@ class BlockPool:
         return self._node[known]
 
     def match_prefix(self, tokens: NDArray[np.int32], max_blocks: int) -> tuple[list[int], int]:
-        """The known blocks that these tokens begin with, at most `most`, now held; and the node they end at."""
+        """Find and hold the registered blocks, at most `max_blocks`, that these tokens begin with.
+
+        Returns the blocks and the node at which they end.
+        """
         blocks: list[int] = []
         node = ROOT
         for start in range(0, max_blocks * self.size, self.size):
@@ -91,7 +95,7 @@ class BlockPool:
         return blocks, node
 
     def reset_prefix_cache(self) -> None:
-        """Know nothing any more: the weights behind what was known have changed."""
+        """Unregister all blocks, since the weights that computed them have changed."""
         for block in list(self._known.values()):
             self._unregister(block)
         self._free.extend(reversed(self._idle))
@@ -99,6 +103,6 @@ class BlockPool:
 
     def _unregister(self, block: int) -> None:
         key = self._key[block]
-        assert key is not None, "only a known block can be forgotten"
+        assert key is not None, "only a registered block can be unregistered"
         del self._known[key]
         self._key[block] = None

@@ -1,9 +1,8 @@
-"""What others want done by the thread of the embedded engine, between two tokens.
+"""Commands to the thread of the embedded engine, which it runs between two tokens.
 
-consumes       acts, from any thread and any event loop
-produces       what came of each, or what went wrong in it, for those who wait for it
-waits for      acts, where there is nothing to compute; those who ask wait for the step under way and for their turn
-unblocked by   an act, or the end: whoever waits then is told, and whoever comes later is refused at once
+consumes       commands, from any thread and any event loop produces       the result or the error of each, for its
+caller waits for      commands, while there is nothing to compute; a caller waits for the current step and for its turn
+unblocked by   a command, or `close`: waiting callers then get an error, and later commands are refused
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = ["CommandQueue"]
 T = TypeVar("T")
 
 CALL_TIMEOUT = 600.0
-"""Seconds that a question waits for its answer."""
+"""Seconds that a caller waits for the result of a command."""
 
 
 class CommandQueue:
-    """Acts in the order in which they came; one thread does them."""
+    """A queue of commands that one thread runs in their order."""
 
     def __init__(self) -> None:
         self._commands: deque[tuple[Callable[[], object], Sequence[Future[Any]]]] = deque()
@@ -34,7 +33,7 @@ class CommandQueue:
         self._closed = ""
 
     def submit(self, command: Callable[[], object], *futures: Future[Any]) -> None:
-        """Have this done. Where it raises, those who wait are told."""
+        """Queue a command. If it raises, the error goes to `futures`."""
         with self._changed:
             if self._closed:
                 raise EngineError(self._closed)
@@ -42,7 +41,7 @@ class CommandQueue:
             self._changed.notify()
 
     def call(self, command: Callable[[], T]) -> T:
-        """Have this done, and wait for what comes of it."""
+        """Queue a command, and wait for its result."""
         future = self._submit_call(command)
         try:
             return future.result(CALL_TIMEOUT)
@@ -50,7 +49,7 @@ class CommandQueue:
             return _late_result(future)
 
     async def call_async(self, command: Callable[[], T]) -> T:
-        """The same, on an event loop. Who cancels the wait does not cancel the act."""
+        """Do the same on an event loop. A cancelled wait does not cancel the command."""
         future = self._submit_call(command)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CALL_TIMEOUT)
@@ -58,7 +57,7 @@ class CommandQueue:
             return _late_result(future)
 
     def run_pending(self, has_work: Callable[[], bool], on_idle: Callable[[], None]) -> bool:
-        """Do what was posted, after a wait where there is nothing else to do; False once there will be no more."""
+        """Run the queued commands; wait for one if there is no work. Return False after `close`."""
         with self._changed:
             while not (self._commands or self._closed or has_work()):
                 on_idle()
@@ -73,13 +72,13 @@ class CommandQueue:
         return not closed
 
     def close(self) -> None:
-        """Take nothing more. What was posted is still done."""
+        """Accept no more commands. The queued ones still run."""
         with self._changed:
             self._closed = self._closed or "The engine is closed."
             self._changed.notify()
 
     def fail_pending(self, error: EngineError) -> None:
-        """Take nothing more, and tell those whose act will not be done."""
+        """Accept no more commands, and fail the queued ones with this error."""
         with self._changed:
             self._closed = self._closed or str(error)
             commands, self._commands = self._commands, deque()
@@ -94,14 +93,15 @@ class CommandQueue:
 
 
 def _fail_futures(futures: Iterable[Future[Any]], error: BaseException) -> None:
-    """Tell those who still wait."""
+    """Set the error on each future that is not done."""
     for future in futures:
         if not future.done():
             future.set_exception(error)
 
 
 def _late_result(future: Future[T]) -> T:
-    """What came of it after all (it may itself have run out of time), or that nothing has."""
+    """Return the result if the command is done after all; else raise. The command itself may have raised
+    `TimeoutError`."""
     if not future.done():
         raise EngineError(f"The engine has not answered for {CALL_TIMEOUT:g} s: it is still computing a step.")
     return future.result()

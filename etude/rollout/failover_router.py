@@ -1,10 +1,10 @@
-"""Servers that share the work, and fill in for each other.
+"""A router over servers that share the requests and replace each other.
 
-A request waits in one line for all of them until one has room: as much as `AdaptiveConcurrencyLimit` finds good for it.
-Then it goes where its prompt's beginning went (`Router`), or where there is room if there is none at that one. Should
-its server break off, another goes on from the tokens that are there, if it holds the same weights; otherwise, and where
-nobody can say which weights drew them, the answer is begun anew, unless somebody has been shown its beginning already.
-Only servers that are up, not withdrawn, and of the newest version take requests.
+All requests wait in one queue until a server has a free slot. `AdaptiveConcurrencyLimit` decides how many slots a
+server has. A request then goes where the beginning of its prompt went (`Router`), or to another server if that one is
+full. If its server breaks off, another server with the same weights continues from the tokens that are there. With
+other weights, or if it is not known which weights drew them, the answer begins anew. A streamed answer is never begun
+anew: its reader has the beginning. Requests go only to servers that are up, not withdrawn, and of the newest version.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from etude.rollout.server_load import AdaptiveConcurrencyLimit
 __all__ = ["FailoverRouter"]
 
 MAX_TRIES = 4
-"""Servers that are asked for one answer, before it fails as the last one did."""
+"""The most servers that are tried for one answer. After that it fails with the last error."""
 
 
 class FailoverRouter(Router):
     """A `TokenGenerator` over servers. All requests come from one event loop."""
 
     def __init__(self, servers: Sequence[ServerEngine], *, max_num_seqs: int, max_waiting: int) -> None:
-        """most: requests that one server has at once. line: requests that may wait for their turn."""
+        """max_num_seqs: the most requests that one server has at once. max_waiting: the most requests in the queue."""
         super().__init__(servers)
         self.servers = servers
         self.limits = [AdaptiveConcurrencyLimit(max_num_seqs) for _ in servers]
         self.failure: EngineError | None = None
-        """Why there will be no server any more."""
+        """The reason that there will be no more server; None while there may be one."""
         self.resumed = self.restarted = 0
-        """Answers that another server went on with, and that were begun anew."""
+        """The numbers of answers that another server continued, and that were begun anew."""
         self.published_version = 0
-        """The version that was published last: a server that holds an older one is asked nothing."""
+        """The version that was published last. A server that holds an older one gets no requests."""
         self._max_waiting = max_waiting
         self._queue: deque[asyncio.Future[None]] = deque()
         self._slots_taken = 0
 
     @property
     def version(self) -> int:
-        """The newest version that was published to them."""
+        """The newest version that was published to the servers."""
         return max(self.published_version, *(server.version for server in self.servers))
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for their turn."""
+        """The number of requests in the queue."""
         return len(self._queue)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether somebody waits, and no server is there to wait for."""
+        """True if requests wait and no server accepts any."""
         return bool(self._queue) and not any(map(self.accepts_requests, range(len(self.servers))))
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation, by one server or by several that followed each other."""
+        """Sample one continuation, by one server or by several in turn."""
         completion: Completion | None = None
         async with aclosing(
             self._stream_with_failover(self._begin_completion(prompt, sampling, on_start), streaming=False)
         ) as deltas:
             async for delta in deltas:
                 completion = delta.completion
-        assert completion is not None, "what does not end whole is an error"
+        assert completion is not None, "an answer that does not end whole is an error"
         return completion
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        """The same, as it comes."""
+        """Do the same, and yield the answer as it comes."""
         async with aclosing(
             self._stream_with_failover(self._begin_completion(prompt, sampling), streaming=True)
         ) as deltas:
@@ -86,7 +86,7 @@ class FailoverRouter(Router):
                 yield delta
 
     def admit_waiting(self) -> None:
-        """Let in whoever waits and has room now. To be called when a server came, went, or was given more room."""
+        """Give free slots to waiting requests. Call this when a server came, went, or got more slots."""
         while self._queue and (self.failure is not None or self._has_room()):
             future = self._queue.popleft()
             if not future.done():
@@ -94,12 +94,12 @@ class FailoverRouter(Router):
                 future.set_result(None)
 
     def fail(self, failure: EngineError) -> None:
-        """There will be no server any more."""
+        """Fail all requests from now on: there will be no more server."""
         self.failure = failure
         self.admit_waiting()
 
     def accepts_requests(self, engine: int) -> bool:
-        """Whether this one takes requests at all."""
+        """Return True if this server takes requests at all."""
         server = self.servers[engine]
         return server.is_up and not server.withdrawn and server.version == self.version
 
@@ -109,7 +109,7 @@ class FailoverRouter(Router):
     def _has_room(self) -> bool:
         engines = [engine for engine in range(len(self.servers)) if self.accepts_requests(engine)]
         free = sum(max(0, self.limits[engine].limit - self._load[engine]) for engine in engines)
-        return self._slots_taken - sum(self._load) < free  # of those let in, some are on their way yet
+        return self._slots_taken - sum(self._load) < free  # some admitted requests have not reached a server yet
 
     def _begin_completion(
         self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
@@ -121,7 +121,7 @@ class FailoverRouter(Router):
     async def _stream_with_failover(
         self, partial: PartialCompletion, *, streaming: bool
     ) -> AsyncGenerator[Delta, None]:
-        """The answer as it comes. shown: whether somebody reads along, so that nothing can be taken back."""
+        """Yield the answer as it comes. streaming: a reader has the beginning, so the answer cannot begin anew."""
         for attempt in range(1, MAX_TRIES + 1):
             async with self._hold_slot(retry=attempt > 1):
                 with self._choose_engine(partial.prompt) as engine:
@@ -145,19 +145,19 @@ class FailoverRouter(Router):
                         self._mark_down(server, error, len(partial.ids))
 
     def _mark_down(self, server: ServerEngine, error: StreamInterruptedError, num_tokens: int) -> None:
-        """Ask this one no more, until it is known to be well."""
+        """Send this server no more requests until it is found healthy."""
         was_up, server.is_up = server.is_up, False
-        message = "%s Its answers go on elsewhere, or once it is back; of this one there are %d tokens."
+        message = "%s Its answers continue on another server, or once it is back; this one has %d tokens."
         get_logger("rollout").log(logging.WARNING if was_up else logging.DEBUG, message, error, num_tokens)
 
     @asynccontextmanager
     async def _hold_slot(self, *, retry: bool) -> AsyncIterator[None]:
-        """A place among the requests that the servers have room for. again: for an answer that was begun, which is
-        never refused, and waits before those that were not."""
+        """Hold one of the servers' slots. retry: the answer was begun; it is never refused, and waits before the
+        others."""
         if self._queue or not self._has_room():
             if not retry and self.failure is None and len(self._queue) >= self._max_waiting:
                 raise EngineError(
-                    f"{len(self._queue)} requests wait for a server already, which is as many as may. Ask for fewer at "
+                    f"{len(self._queue)} requests wait for a server already, which is the limit. Send fewer at "
                     f"once, or raise `rollout.max_waiting`."
                 )
             await self._wait_for_slot(at_front=retry, holds_slot=False)
@@ -165,7 +165,7 @@ class FailoverRouter(Router):
             self._slots_taken += 1
         try:
             while self.failure is None and not any(map(self._has_capacity, range(len(self.servers)))):
-                self._slots_taken -= 1  # the last of them went, or was given less, between the turn and its use
+                self._slots_taken -= 1  # the last server went, or got fewer slots, since this request was admitted
                 await self._wait_for_slot(at_front=True, holds_slot=True)
             if self.failure is not None:
                 raise self.failure
@@ -175,7 +175,8 @@ class FailoverRouter(Router):
             self.admit_waiting()
 
     async def _wait_for_slot(self, *, at_front: bool, holds_slot: bool) -> None:
-        """Wait in the line, and have a place. placed: whether whoever waits once more gives back one it has not."""
+        """Wait in the queue for a slot. holds_slot: the caller's cleanup gives back a slot, which it does not have
+        while it waits."""
         future = asyncio.get_running_loop().create_future()
         (self._queue.appendleft if at_front else self._queue.append)(future)
         self.admit_waiting()

@@ -1,8 +1,8 @@
-"""Whether an engine goes on behind the process that speaks for it.
+"""A check that an engine still works behind the process that answers for it.
 
-A server is several processes. The one that is asked over HTTP says that all is well while another, which computes,
-hangs. So that one is put a question that nobody can answer for it, and which it answers between two steps; whatever it
-draws is an answer as well. One that is at a long step is not taken to hang: it has `MAX_SILENCE` seconds.
+A server has several processes. The HTTP process may report that all is well while the engine process hangs. The check
+asks something that only the engine can answer, between two steps. A drawn token counts as an answer too. A long step is
+no hang: the engine has `MAX_SILENCE` seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from etude.rollout.server_engine import ServerEngine
 __all__ = ["HealthCheck"]
 
 MAX_SILENCE = 300.0
-"""Seconds for which an engine may say nothing: for the longest prompt, or a kernel that is compiled when it is used."""
+"""Seconds that an engine may be silent: enough for the longest prompt, or for a kernel that is compiled when first
+used."""
 PROBES_PER_SILENCE = 30
-"""How often it is asked in as long a time, while it answers."""
+"""The number of probes in that time, while the engine answers."""
 
 
 class HealthCheck:
-    """One server's. Used on its event loop."""
+    """The check of one server. Used on its event loop."""
 
     def __init__(self, server: ServerEngine) -> None:
         self._server = server
@@ -31,7 +32,7 @@ class HealthCheck:
         self._has_answered, self._since = True, 0.0
 
     def is_hung(self) -> bool:
-        """Whether it owes an answer for too long. To be called again and again: that is when it is asked."""
+        """Return True if an answer is overdue. Call this repeatedly: each call sends the next probe when it is due."""
         now = time.monotonic()
         if self._has_answered and now - self._since > MAX_SILENCE / PROBES_PER_SILENCE:
             self._has_answered, self._since = False, now
@@ -40,7 +41,7 @@ class HealthCheck:
         return not self._has_answered and now - max(self._since, self._server.last_token_time) > MAX_SILENCE
 
     def reset(self) -> None:
-        """It owes nothing, until it is asked again."""
+        """Forget the pending probe; the next call of `is_hung` starts again."""
         if self._probe_task is not None:
             self._probe_task.cancel()
         self._probe_task, self._has_answered = None, True
@@ -51,5 +52,5 @@ class HealthCheck:
         except ServerUnreachableError:
             return
         except (EtudeError, ValueError, KeyError):
-            pass  # it refuses to answer, or makes no sense, and so it is there
+            pass  # a refusal or nonsense is an answer too
         self._has_answered = True

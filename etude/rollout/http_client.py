@@ -1,8 +1,8 @@
-"""HTTP to one server, on one event loop: asked, streamed from, and every failure a sentence.
+"""An HTTP client of one server, on one event loop: requests, streams, and errors in sentences.
 
-An answer that the server refuses is the caller's mistake (`DataError`); anything else that goes wrong is the server's
-(`EngineError`), and `ServerUnreachableError` where it was not reached or broke off, so that another may be asked. The
-key that it is sent is in none of them.
+A request that the server refuses is the caller's mistake (`DataError`). Any other failure is the server's
+(`EngineError`). It is a `ServerUnreachableError` if the server was not reached or broke off, so another may be asked.
+No error contains the server's key.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ from etude.errors import DataError, EngineError
 __all__ = ["EndpointNotFoundError", "HttpClient", "ServerUnreachableError"]
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds to reach a server."""
+"""Seconds to connect to a server."""
 MAX_ERROR_CHARACTERS = 400
-"""Characters of what a server says that an error repeats."""
+"""The most characters of a server's message that an error repeats."""
 CLIENT_ERROR_CODES = (400, 413, 422)
 AUTH_ERROR_CODES = (401, 403)
 _EVENT_SEPARATOR = re.compile(rb"\r?\n\r?\n")
 
 
 class ServerUnreachableError(EngineError):
-    """A server that cannot be reached, or broke off in the middle."""
+    """A server that cannot be reached, or that broke off in the middle."""
 
 
 class EndpointNotFoundError(EngineError):
-    """A server that knows nothing of what it was asked for."""
+    """A server that does not have this endpoint."""
 
 
 class HttpClient:
-    """One server. `silence` is how many seconds it may say nothing while it owes an answer; `key`, what it asks for."""
+    """A client of one server.
+
+    `read_timeout` is how many seconds the server may be silent while a reply is due. `key` is the bearer token.
+    """
 
     def __init__(self, url: str, read_timeout: float = 600.0, *, key: str = "") -> None:
         self.url, self._key, self._read_timeout = url.rstrip("/"), key, read_timeout
         self._client = self._new_client()
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def disconnect(self) -> None:
-        """Break off whatever is asked now, as if the server had; it may be asked anew."""
+        """Break off all requests under way, as if the server had. New requests are possible."""
         client, self._client = self._client, self._new_client()
         await client.aclose()
 
@@ -64,11 +67,11 @@ class HttpClient:
         )
 
     async def get(self, path: str, *, timeout: float | None = None) -> str:
-        """What is there."""
+        """Return the text at this path."""
         return await self._request("GET", path, None, timeout)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
-        """Ask for something to be done; what the server says of it, as data or in words; None where that is nothing."""
+        """Send a command. Return the reply as JSON or text; None if it is empty."""
         text = await self._request("POST", path, {} if body is None else body, timeout)
         try:
             return json.loads(text) if text.strip() else None
@@ -76,7 +79,7 @@ class HttpClient:
             return text
 
     async def stream_events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Ask for something that comes piece by piece. Closing the iteration tells the server to stop."""
+        """Send a request, and yield the events of its reply. Closing the iteration tells the server to stop."""
         async with self._open("POST", path, body, None) as response:
             buffer = bytearray()
             try:
@@ -114,7 +117,7 @@ class HttpClient:
                 text = self._redact((await response.aread()).decode(errors="replace"))
                 message = f"The server at {self.url} answered {response.status_code} to {path}: {text}"
                 if response.status_code in AUTH_ERROR_CODES:
-                    message += " It wants another key: name the variable that holds it with `rollout.api_key_env`."
+                    message += " It needs another key: name the variable that holds it with `rollout.api_key_env`."
                 if response.status_code == 404:
                     raise EndpointNotFoundError(message)
                 raise DataError(message) if response.status_code in CLIENT_ERROR_CODES else EngineError(message)
@@ -127,7 +130,9 @@ class HttpClient:
     def _parse_event(self, data: bytes) -> dict[str, Any]:
         event = self._parse_json(data)
         if not isinstance(event, dict):
-            raise EngineError(f"The server at {self.url} answered what is no object: {self._redact(str(event))}")
+            raise EngineError(
+                f"The server at {self.url} sent a reply that is no JSON object: {self._redact(str(event))}"
+            )
         if event.get("error"):
             raise EngineError(f"The server at {self.url} says: {self._redact(str(event['error']))}")
         return event
@@ -137,13 +142,15 @@ class HttpClient:
             return json.loads(data)
         except ValueError as error:
             text = data.decode(errors="replace") if isinstance(data, bytes) else data
-            raise EngineError(f"The server at {self.url} answered what is not JSON: {self._redact(text)!r}") from error
+            raise EngineError(
+                f"The server at {self.url} sent a reply that is not JSON: {self._redact(text)!r}"
+            ) from error
 
     def _redact(self, text: str) -> str:
-        """What an error may repeat."""
+        """Return the part of a message that an error may repeat, without the key."""
         return (text.replace(self._key, MASK) if self._key else text)[:MAX_ERROR_CHARACTERS]
 
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
         return ServerUnreachableError(
-            f"The server at {self.url} could not be asked ({str(error) or type(error).__name__})."
+            f"The server at {self.url} could not be reached ({str(error) or type(error).__name__})."
         )

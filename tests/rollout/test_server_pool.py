@@ -172,7 +172,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
         served(tmp_path / "b", server_args=("--version=0.11.2",)),
     ):
         pass
-    with pytest.raises(ConfigError, match="is no file"), served(tmp_path / "c", python=tmp_path / "nothing"):
+    with pytest.raises(ConfigError, match="is not a file"), served(tmp_path / "c", python=tmp_path / "nothing"):
         pass
     assert not pids(tmp_path)
 
