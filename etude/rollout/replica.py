@@ -1,4 +1,4 @@
-"""One replica: a server, and the process that it runs in where it was started here."""
+"""One replica: a server, and its process if it was started here."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from etude.rollout.server_process import ServerProcess, find_free_port
 __all__ = ["Replica"]
 
 POLL_INTERVAL = 0.25
-"""Seconds between two looks at what starts."""
+"""Seconds between two checks of a server that starts."""
 MAX_FAILED_CHECKS = 3
-"""Looks at a server that does not answer, before it is taken to hang."""
+"""Failed health checks after which a server counts as hung."""
 RETRY_DELAY, MAX_RETRY_DELAY = 1.0, 60.0
-"""Seconds until one that did not take weights is offered them again, at first and after many times."""
+"""Seconds until a server that did not load its weights is tried again: at first, and at most."""
 CLOSE_TIMEOUT = 30.0
-"""Seconds that one which is not ours has to be awake again when it is left."""
+"""Seconds in which an external server must be awake again when it is left."""
 UNKNOWN_VERSION = -1
-"""The version of weights that nobody here has brought."""
-MISSED_UPDATE = "It was away when the newest weights came."
+"""The version of weights that this run has not sent."""
+MISSED_UPDATE = "It was away when the newest weights arrived."
 
 
 class Replica:
-    """A server that was started here, or one that was there."""
+    """A server that was started here, or an external one that was running already."""
 
     def __init__(
         self, server: ServerEngine, launch: LaunchSpec | None, log: Path, *, max_restarts: int, start_timeout: float
     ) -> None:
-        """launch: how it is started; None for one that was there. patience: seconds that a start may take."""
+        """launch: how it is started; None for an external server. start_timeout: seconds that a start may take."""
         self.server = server
         self.max_restarts, self.restart_count = max_restarts, 0
         self.start_source: tuple[Path, int] | None = None if launch is None else (launch.model, 0)
-        """The directory that it would be started from now, and the version of the weights there."""
+        """The directory from which the server would start now, and the version of its weights."""
         self.lost_reason = ""
-        """Why it is gone for good."""
+        """The reason that it is gone for good."""
         self.weight_reloader: Callable[[ServerEngine], Coroutine[Any, Any, None]] | None = None
-        """Brings it to the newest weights when it was started again or was away, where no directory has them."""
+        """Sends the newest weights to a server that restarted or was away, where no directory has them."""
         self.start_timeout = start_timeout
         self.is_recovering = False
-        """Whether it is being brought back."""
+        """True while it is being brought back."""
         self.wants_paused = self.wants_asleep = False
-        """How it is to be: what it misses while it is away it is told when it is back."""
+        """The desired state. A server that is away gets it when it is back."""
         self.stale_reason = ""
-        """Why it does not hold the newest weights, though it was to. It is brought to them when it is well."""
+        """The reason that it lacks the newest weights. It is brought to them when it is healthy."""
         self._is_paused = self._is_asleep = False
         self._load_lock, self._state_lock = asyncio.Lock(), asyncio.Lock()
         self._next_retry, self._retry_delay = 0.0, RETRY_DELAY
@@ -66,17 +66,19 @@ class Replica:
 
     @property
     def is_external(self) -> bool:
-        """Whether it was there, and is not ours to end."""
+        """True if it was running already, so that it is not stopped here."""
         return self._launch is None
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process to speak with, for all that is known."""
+        """True if its process may answer, as far as is known."""
         return self.is_external or self._process.is_running
 
     async def load(self, directory: Path, version: int) -> None:
-        """Have it compute with the weights in a directory, and start from there from now on. Where that fails it is
-        tried again now and then, and where it is away once it is back."""
+        """Load the weights in a directory, and start from there from now on.
+
+        A failed load is tried again from time to time. A server that is away loads once it is back.
+        """
         self.start_source = directory, version
         if not self.server.is_up:
             self.mark_stale()
@@ -90,7 +92,7 @@ class Replica:
             if self.weight_reloader is not None:
                 await self.weight_reloader(self.server)
             else:
-                assert self.start_source is not None, "whoever takes weights was given some"
+                assert self.start_source is not None, "a server that loads weights has a source"
                 await self.server.load(*self.start_source)
         except EtudeError as error:
             self.stale_reason = str(error)
@@ -98,18 +100,18 @@ class Replica:
             self._retry_delay = min(2 * self._retry_delay, MAX_RETRY_DELAY)
             raise
         finally:
-            self._is_paused = False  # as it goes on after taking them
+            self._is_paused = False  # loading resumes the server
         self.stale_reason, self._retry_delay = "", RETRY_DELAY
 
     def set_desired_state(self, paused: bool | None, asleep: bool | None) -> None:
-        """How it is to be, where that is said; `settle` brings it about."""
+        """Set the desired state where it is given; `reconcile` brings it about."""
         if paused is not None:
-            self.wants_paused, self._is_paused = paused, not paused  # whoever brings weights may have gone on
+            self.wants_paused, self._is_paused = paused, not paused  # a weight sender may have resumed it
         if asleep is not None:
             self.wants_asleep = asleep
 
     async def reconcile(self) -> None:
-        """Have it be as it is to be. One that does not answer is told when it does."""
+        """Bring the server to its desired state. A server that does not answer is left for later."""
         async with self._state_lock:
             if (self.wants_paused, self.wants_asleep) == (self._is_paused, self._is_asleep):
                 return
@@ -128,12 +130,12 @@ class Replica:
             except ServerUnreachableError:
                 return
             except EtudeError:
-                # it refuses, and the caller hears of that now
+                # the server refuses, and the caller gets the error
                 self.wants_paused, self.wants_asleep = self._is_paused, self._is_asleep
                 raise
 
     async def start(self) -> None:
-        """Start it, and return once it is ready; of one that is there, see that it is."""
+        """Start the server, and return once it is ready. An external one is only checked."""
         source = self.start_source
         if self._launch is not None and source is not None:
             self.server.withdraw()
@@ -158,7 +160,7 @@ class Replica:
                 await self._load_weights()
             else:
                 self.stale_reason = ""
-        if self.is_external:  # and left as it is by somebody who was ended at once
+        if self.is_external:  # an earlier run may have left it paused or asleep
             self._is_paused = self._is_asleep = await self.server.is_suspended()
         await self.reconcile()
         self._failed_checks = 0
@@ -170,12 +172,12 @@ class Replica:
             if not self.is_external:
                 raise
             raise EngineError(
-                f"{error} Start one there, correct `rollout.url`, or leave it out to have one started here."
+                f"{error} Start a server there, correct `rollout.url`, or leave it out to have one started here."
             ) from error
 
     async def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.start_timeout
-        # a healthy answer without a running process is another server's
+        # a healthy reply without a running process comes from another server
         while not (await self.server.is_healthy() and self._process.is_running):
             if not self._process.is_running:
                 raise EngineError(f"A server did not start: {self._process.describe_exit()}")
@@ -184,14 +186,14 @@ class Replica:
                 await self.end()
                 raise EngineError(
                     f"A server was not ready {self.start_timeout:g} s after it was started. Raise "
-                    f"`rollout.start_timeout`, or see what it waits for: {tail}"
+                    f"`rollout.start_timeout`, or see the cause: {tail}"
                 )
             await asyncio.sleep(POLL_INTERVAL)
         self._process.redact_log()
 
     @contextmanager
     def _with_key_file(self, launch: LaunchSpec) -> Iterator[LaunchSpec]:
-        """Where a server takes its key from a file, that is there while it starts, for its owner alone."""
+        """Write the key file, for a server that reads one, readable by its owner only; remove it after the start."""
         content = self.server.backend.key_file_text(launch)
         if not content:
             yield launch
@@ -207,12 +209,15 @@ class Replica:
             path.unlink(missing_ok=True)
 
     async def check_health(self, on_change: Callable[[], None], *, publishing: bool = False) -> None:
-        """See how it is, and have it back where it is not well. `changed` is called when it comes or goes. busy:
-        whether somebody brings weights, which may keep its engine from answering."""
+        """Check the server, and recover it if it is not healthy.
+
+        `on_change` is called when the server comes or goes. publishing: weights are being sent, which may keep the
+        engine from answering.
+        """
         if self.lost_reason:
             return
         if not self.is_running:
-            if self.wants_asleep:  # its memory is another's until it is to wake
+            if self.wants_asleep:  # its memory is in use elsewhere until it should wake
                 self.server.is_up = False
                 on_change()
             else:
@@ -235,7 +240,7 @@ class Replica:
             self.server.is_up = is_healthy
             if self.is_external and not is_healthy:
                 get_logger("rollout").warning(
-                    "%s It is asked nothing until it does. It is at %s.", reason, self.server.url
+                    "%s It gets no requests until it does. It is at %s.", reason, self.server.url
                 )
             on_change()
         if self._failed_checks >= MAX_FAILED_CHECKS and not self.is_external:
@@ -252,11 +257,11 @@ class Replica:
 
     @property
     def _can_reload(self) -> bool:
-        """Whether there is a way to bring it to the newest weights."""
+        """True if there is a way to bring it to the newest weights."""
         return self.start_source is not None or self.weight_reloader is not None
 
     async def _check_returned(self) -> None:
-        """One that is not ours was away. Somebody may have started it again, with weights that are not the newest."""
+        """Check the weights of an external server that was away. Its owner may have restarted it with other weights."""
         has_weights = self.server.version or self._can_reload
         if not has_weights or await self.server.get_version_label() == str(self.server.version):
             return
@@ -264,16 +269,16 @@ class Replica:
         self.server.relocate(self.server.url)
         self.server.version = UNKNOWN_VERSION
         self._is_paused = self._is_asleep = False
-        message = "The server at %s was away, and holds other weights than it was given. It is asked nothing with them."
+        message = "The server at %s was away, and has other weights than it was sent. It gets no requests with them."
         get_logger("rollout").warning(message, self.server.url)
-        self.mark_stale("It holds other weights than it was given.")
+        self.mark_stale("It has other weights than it was sent.")
 
     def mark_stale(self, reason: str = MISSED_UPDATE) -> None:
-        """It does not hold the newest weights. When it is well it is brought to them."""
+        """Record that it lacks the newest weights. It is brought to them when it is healthy."""
         self.stale_reason, self._next_retry = reason, 0.0
 
     async def _retry_load(self) -> None:
-        """Take the newest weights once more."""
+        """Load the newest weights once more."""
         self.is_recovering = True
         try:
             async with self._load_lock:
@@ -283,14 +288,14 @@ class Replica:
             self.is_recovering = False
 
     def describe_absence(self) -> str:
-        """Why nobody can ask it anything."""
+        """Return the reason that it takes no requests."""
         if self.lost_reason or self.stale_reason:
             return self.lost_reason or self.stale_reason
         state = "is out of rotation, without the newest weights" if self.server.is_up else "does not answer any more"
         return f"The server at {self.server.url} {state}."
 
     async def _restart(self, reason: str, on_change: Callable[[], None]) -> None:
-        """Start it once more, from the newest weights that it was given as files."""
+        """Restart the server from the newest weights in a directory, then bring it to the newest of all."""
         self.server.is_up = False
         self.is_recovering = True
         on_change()
@@ -321,11 +326,11 @@ class Replica:
         on_change()
 
     async def end(self) -> None:
-        """End the process, if there is one of ours."""
+        """End the process, if it was started here."""
         await asyncio.to_thread(self._process.stop)
 
     async def close(self) -> None:
-        """Let go of all of it. One that is not ours is left awake, and going on."""
+        """End the process, and close the connections. An external server is left awake and running."""
         self._health_check.reset()
         if self.is_external:
             self.wants_paused = self.wants_asleep = False

@@ -1,4 +1,4 @@
-"""One request inside the embedded engine: what was asked, what has come of it, and what it holds meanwhile."""
+"""One request inside the embedded engine: its prompt, its tokens so far, and its place in the cache."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What a streamed request has gained. The last one says how it finished."""
+    """The new tokens of a streamed request. The last delta has the finish reason."""
 
     ids: Ids  # [t] new tokens
     logp: NDArray[np.float32]  # [t]
     version: Ids  # [t] of the weights that drew each
     text: str
-    """New text; it may lag behind the tokens by what could still become a stop string or part of a character."""
+    """New text. It may lag behind the tokens by the part that could still become a stop string or a character."""
     finish_reason: str | None = None
     completion: Completion | None = None
-    """The whole, with the last delta."""
+    """The whole completion, in the last delta."""
 
 
 class Request:
-    """A prompt that is being continued. Only the engine's own thread touches it after it was submitted."""
+    """A prompt that is being continued. After it was submitted, only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Request:
         self.prompt_length = self.length = len(prompt)
         self.limit = min(limit, len(prompt) + sampling.max_tokens)
         """The length at which it is cut off."""
-        self.tokens = np.empty(self.limit, dtype=np.int32)  # its context: the first `length` are known
+        self.tokens = np.empty(self.limit, dtype=np.int32)  # its context, of which the first `length` are set
         self.tokens[: self.length] = prompt
-        self.computed = 0  # of how many tokens the cache holds keys and values
-        self.blocks: list[int] = []  # those that hold them, in order
-        self.registered_blocks = 0  # how many of its blocks have been made known
-        self.node = ROOT  # where its known blocks end
+        self.computed = 0  # tokens whose keys and values are in the cache
+        self.blocks: list[int] = []  # of the cache, in order
+        self.registered_blocks = 0  # how many of its blocks are registered
+        self.node = ROOT  # where its registered blocks end
         self.version = -1  # of the weights with which its first block was computed
         self.slot = -1  # its row in the engine's block table while it runs
         self.stop_ids = frozenset(sampling.stop_ids) | frozenset(tokenizer.eos_ids if tokenizer else ())
@@ -74,18 +74,18 @@ class Request:
         self._versions: list[int] = []
         self._top: list[tuple[list[int], list[float]]] = []
         self._text = ""
-        self._emitted = 0, 0  # tokens and characters that the listener has
+        self._emitted = 0, 0  # tokens and characters in earlier deltas
         self._stops = StopStringFilter(sampling.stop)
         needs_text = tokenizer is not None and (bool(sampling.stop) or listener is not None)
         self._stream = tokenizer.decode_stream() if tokenizer is not None and needs_text else None
 
     @property
     def generated(self) -> int:
-        """How many tokens have been drawn for it."""
+        """The number of tokens that were drawn for it."""
         return self.length - self.prompt_length
 
     def mark_started(self) -> None:
-        """It has its place in the cache, for the first time or once more."""
+        """Report that it has blocks in the cache, for the first time or after a preemption."""
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
@@ -93,7 +93,7 @@ class Request:
     def append_token(
         self, token: int, logp: float, raw_logp: float, version: int, top: tuple[list[int], list[float]] | None
     ) -> str | None:
-        """One more token; returns how the request finished with it, if it did."""
+        """Add a token. Return the finish reason if the request finished with it."""
         self.tokens[self.length] = token
         self.length += 1
         self._logp.append(logp)
@@ -116,7 +116,7 @@ class Request:
         return finish_reason
 
     def finish(self, reason: str) -> None:
-        """Hand over what has come of it."""
+        """Set the completion as the result."""
         if self._stream is not None and not self._stops.stopped:
             self._add_text(self._stream.finish())
             self._text += self._stops.finish()
@@ -128,7 +128,7 @@ class Request:
         self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
-        """Hand over why nothing will come of it, unless that or what came of it was handed over."""
+        """Set the error as the result, unless there is a result already."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -138,11 +138,11 @@ class Request:
         self._add_text(self._stream.push([token]) if token not in self.stop_ids else "")
 
     def _add_text(self, text: str) -> None:
-        """Add this text, up to a stop string. One that ends within `min_tokens` is none."""
+        """Add this text, up to a stop string. A stop string that ends within `min_tokens` does not count."""
         self._text += self._stops.push(text, can_stop=self.generated > self.sampling.min_tokens)
 
     def _emit_delta(self, completion: Completion | None) -> None:
-        """Tell the listener what it has not been told."""
+        """Pass the tokens since the last delta to the listener."""
         if self._listener is None:
             return
         tokens, text = self.generated, len(self._text)
@@ -173,9 +173,9 @@ class Request:
 def check_request(
     prompt: Ids, sampling: SamplingParams, *, vocab_size: int, context_length: int, cache_tokens: int
 ) -> None:
-    """Refuse, in a sentence, what cannot be computed with this vocabulary, context and size of the cache in tokens."""
+    """Refuse, in a sentence, a request that does not fit the vocabulary, the context or the cache (in tokens)."""
     if len(prompt) == 0:
-        raise DataError("The prompt is empty: a model continues at least one token.")
+        raise DataError("The prompt is empty. A model continues at least one token.")
     for source, tokens in (("The prompt", prompt.tolist()), ("logit_bias", list(sampling.logit_bias))):
         unknown = [token for token in tokens if not 0 <= token < vocab_size]
         if unknown:

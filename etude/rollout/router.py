@@ -1,8 +1,8 @@
-"""Several engines as one: whoever asks need not know which of them answers.
+"""A router that makes several engines look like one.
 
-A group is answered by one engine, which then computes its prompt once: a request goes where one with the same prompt
-went, or one whose prompt begins it, as the turns of a conversation do. Anything else goes to the engine with the fewest
-requests under way. Where engines are deterministic, what is answered does not depend on any of this.
+One engine answers a whole group, so that it computes the prompt once. A request goes where a request with the same
+prompt went. It also follows a prompt that begins its own, as the turns of a conversation do. Any other request goes to
+the engine with the fewest requests under way. If engines are deterministic, the answers do not depend on the routing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from etude.records import Completion, SamplingParams
 __all__ = ["Router"]
 
 MAX_IDLE_PREFIXES = 64
-"""Prompts of which nothing is under way, and whose engine is remembered: a conversation may go on."""
+"""Prompts without a request under way whose engine is remembered, since a conversation may continue."""
 
 
 @dataclass
 class _Affinity:
-    """Where the requests that begin with a prompt go."""
+    """The engine of all requests that begin with a prompt."""
 
     engine: int
     active: int = 0
 
 
 class Router:
-    """A `TokenGenerator` over others. All requests come from one event loop."""
+    """A `TokenGenerator` over several others. All requests come from one event loop."""
 
     def __init__(self, engines: Sequence[TokenGenerator]) -> None:
         self._engines = engines
@@ -48,12 +48,12 @@ class Router:
             return await self._engines[engine].generate(prompt, sampling, on_start=on_start)
 
     def _has_capacity(self, engine: int) -> bool:  # noqa: ARG002
-        """Whether this engine takes one request more."""
+        """Return True if this engine can take one more request."""
         return True
 
     @contextmanager
     def _choose_engine(self, prompt: Ids) -> Iterator[int]:
-        """The engine that a prompt goes to, which has it to do within."""
+        """Choose the engine of a prompt. The request counts as its load inside this context."""
         affinity = self._find_affinity(np.ascontiguousarray(prompt, np.int32).tobytes())
         engine = affinity.engine
         affinity.active += 1
@@ -66,8 +66,11 @@ class Router:
             self._drop_idle_prefixes()
 
     def _find_affinity(self, prompt: bytes) -> _Affinity:
-        """The home of a prompt that this one begins with, or a new one. Where nothing of it is under way, it moves away
-        from an engine that has half as much again to do as another; and away from one that takes none."""
+        """Return the affinity of a known prompt that this one begins with, or a new one.
+
+        An affinity without requests under way leaves an engine with over 1.5 times the load of another, plus one. It
+        also leaves an engine without capacity.
+        """
         candidates = [engine for engine in range(len(self._engines)) if self._has_capacity(engine)]
         least_loaded = min(candidates, key=self._load.__getitem__)
         prefix = self._longest_known_prefix(prompt)
@@ -83,12 +86,12 @@ class Router:
         return affinity
 
     def _longest_known_prefix(self, prompt: bytes) -> bytes | None:
-        """The longest known prompt that this one begins with."""
+        """Return the longest known prompt that this one begins with."""
         lengths = sorted((length for length in self._prefix_lengths if length <= len(prompt)), reverse=True)
         return next((prompt[:length] for length in lengths if prompt[:length] in self._affinities), None)
 
     def _drop_idle_prefixes(self) -> None:
-        """Let go of the prompts that nobody has come back to for long."""
+        """Forget the prompts that were idle for longest."""
         idle = [prompt for prompt, affinity in self._affinities.items() if not affinity.active]
         for prompt in idle[:-MAX_IDLE_PREFIXES]:
             del self._affinities[prompt]

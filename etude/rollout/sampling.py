@@ -1,13 +1,13 @@
 """From logits to tokens, many rows at once, each row as if it were alone.
 
 A token is drawn by inverting its row's cumulative distribution at one uniform number. That number comes from a
-counter-based generator keyed by (seed, place of the token in its context), so a row's draws depend on nothing that
-shares its batch, on no call before, and on no global state. What the model says is changed in this order: repetition
-penalty, bias, end tokens banned up to `min_tokens`, temperature, top-k, top-p, min-p. The three cuts keep every token
-that is as likely as the last one kept, so the outcome depends on no order among equals.
+counter-based generator keyed by (seed, position of the token in its context). So a row's draws depend on nothing that
+shares its batch, on no earlier call, and on no global state. The logits are changed in this order: repetition penalty,
+bias, ban of end tokens up to `min_tokens`, temperature, top-k, top-p, min-p. The last three keep every token that is as
+likely as the last one kept, so that the outcome depends on no order among equals.
 
-Exponentials are taken by softmax kernels, which treat every row alike, and logarithms of single numbers one by one:
-torch's elementwise kernels round the last few elements of a tensor, whichever rows those are, differently.
+Exponentials are taken by softmax kernels, which treat every row alike, and logarithms of single numbers one by one.
+Torch's elementwise kernels round the last few elements of a tensor differently, whichever rows those are.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from etude.records import SamplingParams
 __all__ = ["SampledTokens", "SamplingState", "sample_tokens", "uniform_numbers"]
 
 SUM_CHUNK = 128
-"""The inverse is looked up among sums of so many weights, then among the weights of one sum."""
+"""The inverse is looked up first among sums of so many weights, then among the weights of one sum."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FULL = (1 << 64) - 1
 
 
 def _splitmix64_finish(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finisher: a bijection of 64 bits that spreads every bit."""
+    """Apply SplitMix64's finisher: a bijection of 64 bits that spreads every bit."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, place), a function of those two alone."""
+    """Return one number in [0, 1) for each (seed, position), a function of those two alone."""
     keys = _splitmix64_finish(np.array(seeds, dtype=np.uint64) + np.uint64(_GOLDEN))
     counters = (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return (_splitmix64_finish(_splitmix64_finish(keys + counters)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class SamplingState:
-    """How one request's tokens are drawn: its parameters, its seed, and what it has seen if repetition is penalised."""
+    """The sampling state of one request: its parameters, its seed, and the seen tokens if repetition is penalized."""
 
     def __init__(self, sampling: SamplingParams, prompt: NDArray[np.int32], vocab_size: int, stop_ids: frozenset[int]):
         self.sampling = sampling
@@ -67,11 +67,11 @@ class SamplingState:
         )
 
     def is_unmodified(self, generated: int) -> bool:
-        """Whether its next token is drawn from the model's own distribution, with nothing else to report."""
+        """Return True if the next token is drawn from the model's own distribution, with nothing else to report."""
         return self.never_modified and generated >= self.sampling.min_tokens
 
     def adjust_logits(self, logits: Tensor, generated: int) -> None:
-        """Penalty, bias and banned ends, in place on its own row [V]."""
+        """Apply penalty, bias and banned end tokens to its own row [V], in place."""
         if self.seen is not None:
             seen = self.seen.to(logits.device)
             penalty = self.sampling.repetition_penalty
@@ -82,28 +82,32 @@ class SamplingState:
             logits[self.stop_ids.to(logits.device)] = -math.inf
 
     def record_token(self, token: int) -> None:
-        """This token was drawn."""
+        """Record that this token was drawn."""
         if self.seen is not None:
             self.seen[token] = True
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What was drawn for each row. Lists, because each entry now goes to a request of its own."""
+    """The drawn token of each row. These are lists, because each entry goes to another request."""
 
     ids: list[int]
     logp: list[float]
-    """Under the distribution drawn from; 0 (certain) where the temperature is 0."""
+    """Log-probs under the sampling distribution; 0 (certain) if the temperature is 0."""
     raw_logp: list[float]
-    """Under the model's own distribution."""
+    """Log-probs under the model's own distribution."""
     top: dict[int, tuple[list[int], list[float]]]
-    """For the rows that asked: the likeliest tokens and their log-probs at the temperature, before any cut."""
+    """For the rows that ask for them: the likeliest tokens and their log-probs at the temperature, before any
+    filter."""
 
 
 def sample_tokens(
     logits: Tensor, states: Sequence[SamplingState], generated: Sequence[int], positions: Sequence[int]
 ) -> SampledTokens:
-    """One token for each row of logits [N, V]. `generated` counts each request's tokens so far; `places` are theirs."""
+    """Draw one token for each row of logits [N, V].
+
+    `generated` counts the new tokens of each request; `positions` are those of the tokens to draw.
+    """
     uniform = torch.from_numpy(uniform_numbers([state.seed for state in states], positions)).to(logits.device)
     unmodified = [row for row, state in enumerate(states) if state.is_unmodified(generated[row])]
     if len(unmodified) == len(states):
@@ -130,14 +134,14 @@ def _sample_unmodified(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _log_probabilities(probabilities: Tensor) -> list[float]:
-    """Their logarithms, rounded to float32; nan where a chance is none."""
+    """Return their logarithms, rounded to float32; nan for a probability that is not positive."""
     exact = [math.log(probability) if probability > 0 else math.nan for probability in probabilities.tolist()]
     rounded: list[float] = np.array(exact, dtype=np.float32).tolist()
     return rounded
 
 
 class _AdjustedRows:
-    """Rows drawn from something other than the model's own distribution."""
+    """Rows that are drawn from something other than the model's own distribution."""
 
     def __init__(self, raw: Tensor, states: list[SamplingState], generated: list[int]) -> None:
         self.raw, self.states = raw, states
@@ -150,7 +154,7 @@ class _AdjustedRows:
         self.top: dict[int, tuple[list[int], list[float]]] = {}
 
     def sample(self, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, log-probs under what was drawn from, and log-probs under the model."""
+        """Return tokens, log-probs under the sampling distribution, and log-probs under the model."""
         samplings = [state.sampling for state in self.states]
         temperature = self._column([params.temperature for params in samplings])
         logits = self.logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -170,7 +174,7 @@ class _AdjustedRows:
         greedy = temperature == 0
         if bool(greedy.any()):
             ids = torch.where(greedy, self.logits.argmax(-1), ids)
-        certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too where the greatest is no number
+        certain = greedy & (self.logits.amax(-1) > -math.inf)  # false too if the greatest is not a number
         chosen = torch.where(certain, 1.0, probabilities.gather(1, ids[:, None])[:, 0])
         return (
             ids,
@@ -183,13 +187,13 @@ class _AdjustedRows:
 
 
 def _filter_columns(samplings: Sequence[SamplingParams]) -> tuple[list[float], list[float], list[float]]:
-    """Of each row: top-k, top-p, and the logarithm of min-p."""
+    """Return top-k, top-p, and the logarithm of min-p of each row."""
     floors = [math.log(params.min_p) if params.min_p > 0 else -math.inf for params in samplings]
     return [params.top_k for params in samplings], [params.top_p for params in samplings], floors
 
 
 def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
-    """[n, V] logits with what top-k, top-p and min-p drop at -inf."""
+    """Return the logits [n, V] with -inf for the tokens that top-k, top-p and min-p drop."""
     max_top_k = int(top_k.max())
     if max_top_k:
         last_kept = (torch.where(top_k > 0, top_k, 1) - 1).clamp(max=logits.shape[1] - 1).long()
@@ -205,7 +209,7 @@ def _filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tens
 
 
 def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """[n, V] → [n]: the probability of the least likely token that the smallest set of mass `top_p` needs."""
+    """[n, V] → [n]: the probability of the least likely token in the smallest set of mass `top_p`."""
     floor = torch.empty_like(top_p)
     todo = torch.arange(len(top_p), device=top_p.device)
     width = min(SUM_CHUNK, probabilities.shape[1])
@@ -222,7 +226,7 @@ def _nucleus_floor(probabilities: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """[N, V] weights, [N] in [0, 1) → [N]: the first token at which the running sum passes that share of the whole.
+    """[N, V] weights, [N] in [0, 1) → [N]: the first token at which the running sum passes that share of the total.
 
     Each row goes through the same sums whatever the other rows are. A token of weight zero is never returned.
     """
@@ -240,7 +244,8 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_passing(running: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a running sum [N, m] first passes a share [N] of its end, and the share of that entry then left over."""
+    """Return where a running sum [N, m] first passes a share [N] of its end, and the share of that entry then left
+    over."""
     end = running[:, -1]
     target = torch.minimum(share * end, torch.nextafter(end, torch.zeros_like(end)))
     index = (running <= target[:, None]).sum(-1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Who computes what in the next step of the embedded engine. Bookkeeping only; no tensor is touched.
+"""The scheduler of the embedded engine: the work of each request in the next step. It touches no tensor.
 
-Every running request has a *context*, its prompt and what it has generated, of which the cache already holds a part.
-A step computes some of the rest for each: one token for a request that is generating, a piece of the prompt for one
-that has just come, within a budget of tokens a step. Whoever reaches the end of its context draws its next token.
-Requests that have come begin in their order. When blocks run out, the one that began last gives all of its blocks
-back and waits in front of the queue; later its context is computed again, or found again if nobody needed the memory.
+Every running request has a *context*: its prompt and its generated tokens. The cache already holds a part of it. A step
+computes some of the rest of each context. It computes one token of a request that is generating, or a chunk of a prompt
+within the step's token budget. A request at the end of its context draws its next token. Requests start in their order.
+If blocks run out, the request that started last is preempted: it releases all its blocks and waits at the front of the
+queue. Later its context is computed again, or found in the cache if its blocks were not reused.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["ScheduledWork", "Scheduler", "SchedulerStats"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduledWork:
-    """In this step compute tokens `start` to `stop` of a request's context; nothing if another computes the same."""
+    """The tokens `start` to `stop` of a request's context, for one step; none if another work computes the same."""
 
     request: Request
     start: int
     stop: int
     duplicate_of: ScheduledWork | None = None
-    """The work of a request with the very same context in this step, whose last hidden state serves both."""
+    """The work of a request with the same context in this step, whose last hidden state serves both."""
 
     @property
     def samples_token(self) -> bool:
-        """Whether it reaches the end of the context, so that the next token can be drawn."""
+        """True if the work reaches the end of the context, so that the next token can be drawn."""
         return self.stop == self.request.length
 
 
 @dataclass
 class SchedulerStats:
-    """What has happened since the counts were last read."""
+    """Counts since they were last read."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """The queue and the running requests; `schedule`, then `advance` by what was computed."""
+    """The queue and the running requests. Call `schedule`, compute, then `advance`."""
 
     def __init__(
         self, blocks: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_total_tokens: int
@@ -65,11 +65,11 @@ class Scheduler:
         self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, request: Request) -> None:
-        """To the end of the queue."""
+        """Append a request to the queue."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> bool:
-        """Out of the queue or the running; whether it was there."""
+        """Remove a waiting or running request. Return False if it was neither."""
         if request in self.running:
             self._release_request(request)
         elif request in self.waiting:
@@ -79,7 +79,7 @@ class Scheduler:
         return True
 
     def clear(self) -> list[Request]:
-        """Everybody out, and nothing known; returns who was there."""
+        """Remove and return all requests, and reset the prefix cache."""
         requests = [*self.running, *self.waiting]
         for request in requests:
             self.remove(request)
@@ -87,12 +87,13 @@ class Scheduler:
         return requests
 
     def set_version(self, version: int) -> None:
-        """The weights are others now: what runs goes on with its old keys and values, and nobody new uses them."""
+        """Record that the weights have changed. Running requests keep their old keys and values; later requests do not
+        use them."""
         self.blocks.reset_prefix_cache()
         self.version = version
 
     def schedule(self, max_tokens: int | None = None) -> list[ScheduledWork]:
-        """The work of the next step; empty only if nothing is under way. `most`: it has no more tokens than these."""
+        """Return the work of the next step, of at most `max_tokens` tokens; empty only if nothing is under way."""
         budget, max_num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if max_tokens is not None:
             generating = sum(request.length - request.computed == 1 for request in self.running)
@@ -129,19 +130,19 @@ class Scheduler:
         return works
 
     def advance(self, works: list[ScheduledWork]) -> None:
-        """The work was done: the cache holds it."""
+        """Record that this work is done: the cache holds its keys and values."""
         for work in works:
             work.request.computed = work.stop
 
     def finish(self, request: Request) -> None:
-        """A running request is through."""
+        """Remove a running request that has finished."""
         self.stats.finished += 1
         self._release_request(request)
 
     def _make_work(
         self, request: Request, start: int, stop: int, duplicate_of: ScheduledWork | None = None
     ) -> ScheduledWork:
-        """Make the blocks that this work fills known at once: whoever computes in the same step may read them."""
+        """Create the work, and register the blocks that it fills at once, for other requests in the same step."""
         size = self.blocks.size
         if request.version == self.version:
             for block in range(request.registered_blocks, stop // size):
@@ -151,16 +152,21 @@ class Scheduler:
         return ScheduledWork(request, start, stop, duplicate_of)
 
     def _start_request(self, request: Request, duplicate_of: ScheduledWork | None) -> int | None:
-        """Give a waiting request a slot and the blocks of its whole context; returns what of it is known, or None."""
+        """Give a waiting request a slot and the blocks of its whole context.
+
+        Returns how many tokens the cache holds already; None if there are too few blocks.
+        """
         size, length = self.blocks.size, request.length
         cached_blocks, node = self.blocks.match_prefix(
             request.tokens[:length], length // size if duplicate_of else (length - 1) // size
         )
-        assert duplicate_of is None or len(cached_blocks) == length // size, "a twin's full blocks are known"
+        assert duplicate_of is None or len(cached_blocks) == length // size, (
+            "the full blocks of a duplicate are registered"
+        )
         missing = -(-length // size) - len(cached_blocks)
-        if missing + len(self.running) > self.blocks.available:  # who runs may soon need a block each
+        if missing + len(self.running) > self.blocks.available:  # each running request may soon need one more
             self.blocks.release(cached_blocks)
-            assert self.running, "a request that does not fit into the whole cache was let in"
+            assert self.running, "a request that does not fit into the whole cache was accepted"
             return None
         self.waiting.popleft()
         self.running.append(request)
@@ -178,7 +184,7 @@ class Scheduler:
         return start
 
     def _allocate_blocks(self, request: Request, length: int) -> bool:
-        """Give a running request the blocks for so many tokens, at the cost of those that began after it."""
+        """Allocate blocks for so many tokens to a running request; preempt those that started after it if needed."""
         while len(request.blocks) * self.blocks.size < length:
             if self.blocks.available:
                 self._append_block(request, self.blocks.allocate())
@@ -196,7 +202,7 @@ class Scheduler:
         request.blocks.append(block)
 
     def _release_request(self, request: Request) -> None:
-        """Take everything back that a running request holds."""
+        """Release the slot and the blocks of a running request."""
         self.running.remove(request)
         self._slots.append(request.slot)
         self.blocks.release(request.blocks)

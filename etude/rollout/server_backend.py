@@ -1,7 +1,7 @@
-"""What differs between the servers that Etude drives: how each is started, asked, and told what to do.
+"""The differences between kinds of servers: how to start one, send requests to it, and control it.
 
-A dialect is a bundle of small translations without a state; `ServerEngine` is the engine that speaks one. Everything
-goes through endpoints that the server's makers publish: nothing in it is patched.
+A backend is a set of small translations without state; `ServerEngine` uses one. It calls only endpoints that the
+server's authors publish. Nothing in a server is patched.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ if TYPE_CHECKING:
 __all__ = ["LaunchSpec", "ServerBackend", "StreamChunk", "check_logit_bias", "samples_model_distribution"]
 
 VersionSpan = tuple[str, int, int]
-"""A version's label, and the tokens from and up to which it drew."""
+"""A version's label, and the first and the end index of the tokens that it drew."""
 MAX_LOGIT_BIAS = 100.0
-"""The largest logit bias, either way, that servers take as it is."""
+"""The largest logit bias, either way, that servers take unchanged."""
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What a server is started with."""
+    """The settings with which a server is started."""
 
     model: Path
     python: Path
     port: int
-    """Of the loopback interface; 0 until it is started."""
+    """A port of the loopback interface; 0 until it is started."""
     dtype: Literal["float32", "bfloat16", "float16"]
     device: Literal["cpu", "cuda"]
     devices: tuple[int, ...]
-    """The GPUs that it may see; none named are all."""
+    """The GPUs that it may see; empty for all."""
     max_num_seqs: int
     tensor_parallel: int
     nodes: int
     rendezvous: str
-    """Where the nodes of one replica meet."""
-    gpu_memory_utilization: float | None
+    """The address at which the nodes of one replica meet."""
+    memory: float | None
     """Share of a GPU's memory."""
     kv_gib: float | None
     kv_tokens: int | None
-    """The same, in tokens."""
+    """`kv_gib`, in tokens."""
     enable_sleep: bool
-    """Whether it is to give its memory up when it is asked to."""
+    """True if it must be able to give its memory up."""
     threads: int
     server_args: tuple[str, ...] = ()
     plugin_path: Path | None = None
-    """A folder with Etude's plug-in for weights, for the path that the server's Python imports from."""
+    """A directory with Etude's weight plug-in, for the import path of the server's Python."""
     adapter_rank: int = 0
-    """The inner width of the adapters that it is brought; 0 if it is brought whole weights."""
+    """The rank of the adapters that it receives; 0 if it receives whole weights."""
     key: str = field(default="", repr=False)
-    """What it is to ask for from whoever speaks with it. It stands on no command line, which any user can read."""
+    """The API key that clients must send. It is on no command line, which any user can read."""
     key_file: Path | None = None
-    """Where it finds that, if it does not take it from its environment."""
+    """The file with that key, for a server that does not take it from its environment."""
 
 
 @dataclass
 class StreamChunk:
-    """What a streamed answer has gained: lists with one entry for each new token."""
+    """The new tokens of a streamed answer: lists with one entry for each token."""
 
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The likeliest tokens and their log-probs, where they were asked for."""
+    """The likeliest tokens and their log-probs, if the request asked for them."""
     finish_reason: str | None = None
     version_spans: list[VersionSpan] | None = None
-    """With the last piece: which version drew which tokens."""
+    """In the last chunk: the version that drew each span of tokens."""
 
 
 class ServerBackend(ABC):
@@ -81,19 +81,19 @@ class ServerBackend(ABC):
 
     name: ClassVar[str]
     supported_version: ClassVar[tuple[int, ...]]
-    """The beginning of the versions that this is written for."""
+    """The leading numbers of the supported versions."""
     package: ClassVar[str]
     health_path: ClassVar[str] = "/health"
-    """Where it says that it is well, also while it is paused."""
+    """The endpoint that reports health, also while the server is paused."""
     uses_adapters: bool = False
-    """Whether servers are brought adapters of the model that they began with, and asked for answers through them."""
+    """True if servers receive adapters of the model that they began with, and answer through them."""
 
     @abstractmethod
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
-        """What to start on a node of a replica."""
+        """Return the command line for a node of a replica."""
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
-        """What its process finds in its environment: nothing is fetched from anywhere, and no other GPU is seen."""
+        """Return its environment variables: nothing is downloaded, and no other GPU is visible."""
         variables = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         if launch.device == "cpu":
             variables |= {"OMP_NUM_THREADS": str(launch.threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -102,34 +102,34 @@ class ServerBackend(ABC):
         return variables
 
     def key_file_text(self, launch: LaunchSpec) -> str:  # noqa: ARG002
-        """What stands in the file that a server takes its key from; nothing where its environment has it."""
+        """Return the content of the key file; empty if the key is in the environment."""
         return ""
 
     @abstractmethod
     async def get_server_version(self, client: HttpClient) -> str:
-        """Which version of it is there."""
+        """Return the version of the server software."""
 
     @abstractmethod
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Refuse what would mean something else there."""
+        """Refuse sampling parameters that would mean something else there."""
 
     @abstractmethod
     def stream(
         self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
     ) -> AsyncGenerator[StreamChunk, None]:
-        """Sample, piece by piece. `ends` are the tokens that end an answer."""
+        """Sample, chunk by chunk. A token of `stop_ids` ends the answer."""
 
     @abstractmethod
     async def pause(self, client: HttpClient) -> None:
-        """Stop between two tokens; what is under way stays."""
+        """Stop between two tokens; requests under way stay."""
 
     @abstractmethod
     async def resume(self, client: HttpClient) -> None:
-        """Go on."""
+        """Continue the requests under way."""
 
     @abstractmethod
     async def abort(self, client: HttpClient) -> None:
-        """End all that is under way."""
+        """End all requests under way."""
 
     @abstractmethod
     async def sleep(self, client: HttpClient) -> None:
@@ -137,35 +137,37 @@ class ServerBackend(ABC):
 
     @abstractmethod
     async def wake(self, client: HttpClient) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
 
     @abstractmethod
     async def reset_prefix_cache(self, client: HttpClient) -> None:
-        """Use no keys and values again that were computed before."""
+        """Drop all cached keys and values."""
 
     @abstractmethod
     async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """Have tokens that are drawn from now on carry this version."""
+        """Label all tokens from now on with this version."""
 
     @abstractmethod
     async def get_version_label(self, client: HttpClient) -> str:
-        """What they carry."""
+        """Return the label of the current weights."""
 
     @abstractmethod
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """Compute with the weights in a directory, under a version."""
+        """Load the weights in a directory, under a version."""
 
     @abstractmethod
     async def is_suspended(self, client: HttpClient) -> bool:
-        """Whether its engine sleeps or is paused, as the engine itself says, between two steps: the process in front of
-        it cannot answer for it. False where it cannot tell."""
+        """Return True if the engine sleeps or is paused; False if it cannot tell.
+
+        The engine itself answers, between two steps. The HTTP process in front of it cannot answer for it.
+        """
 
     @abstractmethod
     async def get_load(self, client: HttpClient) -> ServerLoad:
-        """How much it has to do."""
+        """Return the load that the server reports."""
 
     async def check_version(self, client: HttpClient) -> str:
-        """The server's version, refused in a sentence where this is not written for it."""
+        """Return the server's version; raise if it is not supported."""
         version = await self.get_server_version(client)
         numbers = tuple(
             int(part) for part in version.split("+")[0].split(".")[: len(self.supported_version)] if part.isdigit()
@@ -173,19 +175,19 @@ class ServerBackend(ABC):
         if numbers != self.supported_version:
             supported = ".".join(map(str, self.supported_version))
             raise ConfigError(
-                f"The server at {client.url} is {self.package} {version}, and Etude speaks with {supported}. Let Etude "
+                f"The server at {client.url} is {self.package} {version}, and Etude supports {supported}. Let Etude "
                 f"make its own environment (leave `rollout.python` and `rollout.url` out), or install {self.package} "
                 f"{supported}."
             )
         return version
 
     def context_length(self, models: Mapping[str, Any]) -> int:
-        """How many tokens it has room for in one answer, its prompt included; from what its /v1/models says."""
+        """Return the most tokens of one answer, prompt included, from the reply of /v1/models."""
         return int(models["data"][0]["max_model_len"])
 
 
 def samples_model_distribution(sampling: SamplingParams) -> bool:
-    """Whether tokens are drawn from the model's own distribution."""
+    """Return True if tokens are drawn from the model's own distribution."""
     return (
         sampling.temperature == 1
         and sampling.top_p == 1
@@ -198,7 +200,7 @@ def samples_model_distribution(sampling: SamplingParams) -> bool:
 
 
 def check_logit_bias(sampling: SamplingParams, server: str) -> None:
-    """Refuse a logit bias that a server would cut to its own range."""
+    """Refuse a logit bias that a server would clip to its own range."""
     too_large = next((bias for bias in sampling.logit_bias.values() if not abs(bias) <= MAX_LOGIT_BIAS), None)
     if too_large is not None:
         raise ConfigError(

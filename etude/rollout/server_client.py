@@ -1,7 +1,7 @@
-"""A server, as whoever brings weights to it sees it: from any process, by its address alone.
+"""A client of a server for the processes that bring it weights. It needs only the server's address.
 
-Who asks it for answers is another matter, and another process: `ServerEngine` is this and that. What is under way
-there, that one knows, and has waited for it where it had to.
+`ServerEngine`, in another process, also sends requests there. It knows which requests are under way, and waits for them
+where that is needed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["ServerAddress", "ServerClient"]
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """What another process needs to know of a server."""
+    """The facts about a server that another process needs."""
 
     url: str
     backend: ServerBackend
     ranks: int
-    """How many processes of it hold a share of the weights."""
+    """The number of server processes that hold a share of the weights."""
     version: int
-    """The policy version of the weights it holds."""
+    """The policy version of its weights."""
     key: str = field(default="", repr=False)
-    """What it asks for."""
+    """Its API key."""
     incarnation: int = 0
-    """How often it began anew: what was agreed on with it before, it does not know any more."""
+    """The number of its restarts. A restart loses all that was set up with the server before."""
 
 
 class ServerClient:
@@ -46,48 +46,48 @@ class ServerClient:
 
     @classmethod
     def from_address(cls, address: ServerAddress) -> ServerClient:
-        """The one at this address."""
+        """Return a client of the server at this address."""
         fields = {"ranks": address.ranks, "version": address.version, "incarnation": address.incarnation}
         return cls(address.url, address.backend, key=address.key, **fields)
 
     @property
     def address(self) -> ServerAddress:
-        """What another process needs to know of it."""
+        """The facts about this server that another process needs."""
         return ServerAddress(self.url, self.backend, self.ranks, self.version, self._key, self.incarnation)
 
     def relocate(self, url: str) -> None:
-        """It is another process from now on, which is found here."""
+        """Record that the server is another process from now on, at this URL."""
         self.url = self._client.url = url
         self.incarnation += 1
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close the connections."""
         await self._client.close()
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask any of its endpoints; returns what it says."""
+        """Post to any endpoint, and return the reply."""
         return await self._client.post(path, body)
 
     async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        """End all requests under way. Every waiting call returns its tokens so far, finished by `abort`."""
         await self.backend.abort(self._client)
 
     async def resume(self) -> None:
-        """Go on with what is under way."""
+        """Continue the requests under way."""
         await self.backend.resume(self._client)
 
     async def drain(self) -> None:
-        """Nothing is known here of what is under way there."""
+        """Return at once: this client does not know the requests under way."""
 
     def withdraw(self) -> None:
-        """Take it out of rotation: nothing new is asked of it until it is stamped."""
+        """Take the server out of rotation: it gets no new requests until `set_version`."""
         self.withdrawn = True
 
     async def set_version(self, version: int) -> None:
-        """It computes with the weights of this version from now on, and is in rotation."""
+        """Label the server's weights with this version, and put it back into rotation."""
         await self.backend.set_version_label(self._client, version)
         self.record_version(version)
 
     def record_version(self, version: int) -> None:
-        """It does so already, and has been told: whoever brought it there says so."""
+        """Record the version of a server that has its label already, and put it back into rotation."""
         self.version, self.withdrawn = version, False

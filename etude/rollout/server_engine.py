@@ -1,12 +1,12 @@
-"""A server as a rollout engine: asked over its public endpoints, on one event loop.
+"""A server as a rollout engine: requests over its public endpoints, on one event loop.
 
-    consumes       prompts and sampling parameters, checked before they are sent: a server may end over a bad id
+    consumes       prompts and sampling parameters, checked before they are sent: a server may crash on a bad id
     produces       answers, each token with its log-prob and the version of the weights that drew it
     waits for      the server
-    unblocked by   its answer, or its silence: the connection bounds that
+    unblocked by   its answer, or its silence, which the read timeout bounds
 
-Whoever carries weights there is its only writer: it takes the server out of rotation (`withdraw`), brings the weights
-by whatever endpoint (`post`), and says which version they are (`set_version`), which puts it back.
+The weight sender is the only writer of its weights. It takes the server out of rotation (`withdraw`), sends the weights
+to any endpoint (`post`), and labels their version (`set_version`), which puts the server back.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 __all__ = ["ServerEngine", "StreamInterruptedError"]
 
 CLEANUP_TIMEOUT = 10.0
-"""Seconds for each of the last things that are asked of a server that failed."""
+"""Seconds for each cleanup request to a server that failed."""
 HEALTH_TIMEOUT = 5.0
-"""Seconds in which a healthy server says so."""
+"""Seconds for the reply to a health check."""
 
 
 class StreamInterruptedError(EngineError):
-    """A server that broke off an answer, or could not begin it; the answer is as it left it."""
+    """A server that broke off an answer, or could not begin it. The answer keeps its tokens so far."""
 
 
 class ServerEngine(ServerClient):
-    """One server. It is `up` while it is known to answer, and takes part while it is not withdrawn."""
+    """One server. `is_up` is true while it is known to answer; `withdrawn` while it is out of rotation."""
 
     def __init__(
         self,
@@ -60,22 +60,22 @@ class ServerEngine(ServerClient):
         ranks: int = 1,
         key: str = "",
     ) -> None:
-        """ranks: how many processes of it hold a share of the weights. key: what it asks for."""
+        """ranks: the server processes that hold a share of the weights. key: its API key."""
         super().__init__(url, backend, ranks=ranks, key=key)
         self.shape, self.tokenizer = shape, tokenizer
         self.is_up = False
         self.last_token_time = 0.0
-        """When it drew something last."""
+        """The time of the last drawn token."""
         self.active_requests = self.new_tokens = self.prompt_tokens = self.finished = 0
         self._context_length = shape.context_length
         self._abort_count = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # -- what anybody may call ----------------------------------------------------------------------------------------
+    # -- for any caller -----------------------------------------------------------------------------------------------
 
     async def connect(self) -> str:
-        """See that it is there, and of a version that can be spoken with; returns that."""
+        """Check that the server answers and has a supported version; return the version."""
         server_version = await self.backend.check_version(self._client)
         context_length = self.backend.context_length(json.loads(await self._client.get("/v1/models")))
         self._context_length = min(self.shape.context_length, context_length)
@@ -83,7 +83,7 @@ class ServerEngine(ServerClient):
         return server_version
 
     async def is_healthy(self) -> bool:
-        """Whether it says that it is well, in good time."""
+        """Return True if the server reports health in time."""
         try:
             await self._client.get(self.backend.health_path, timeout=HEALTH_TIMEOUT)
         except (EngineError, DataError):
@@ -93,7 +93,7 @@ class ServerEngine(ServerClient):
     def begin_completion(
         self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None = None
     ) -> PartialCompletion:
-        """An answer that can be asked for here, or the sentence that says why not."""
+        """Return an empty answer to this request; raise if the server cannot compute it."""
         ids = np.asarray(prompt, dtype=np.int32)
         check_request(
             ids,
@@ -108,9 +108,11 @@ class ServerEngine(ServerClient):
         return PartialCompletion(ids, sampling, limit=self._context_length, tokenizer=self.tokenizer, on_start=on_start)
 
     async def continue_completion(self, answer: PartialCompletion) -> AsyncGenerator[Delta, None]:
-        """Have the answer written, from where it stands; leaving the iteration ends that. `StreamInterruptedError` if
-        the server breaks off, or gives up what nobody here has aborted: for want of memory, or because weights came in
-        part."""
+        """Continue an answer from its last token. Leaving the iteration aborts the request.
+
+        Raises `StreamInterruptedError` if the server breaks off. That includes an answer that the server aborts by
+        itself, for want of memory, or because weights arrived in part.
+        """
         ids, sampling = answer.remaining_request()
         aborts = self._abort_count
         self.prompt_tokens += len(ids)
@@ -125,7 +127,7 @@ class ServerEngine(ServerClient):
                         self.new_tokens += len(chunk.ids)
                         if answer.finish == "abort" and aborts == self._abort_count:
                             answer.finish = None
-                            raise StreamInterruptedError(f"The server at {self.url} gave an answer up.")
+                            raise StreamInterruptedError(f"The server at {self.url} aborted an answer.")
                         if chunk.ids or answer.finish:
                             yield answer.take_delta()
                         if answer.finish:
@@ -143,66 +145,68 @@ class ServerEngine(ServerClient):
         async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling, on_start))) as deltas:
             async for delta in deltas:
                 completion = delta.completion
-        assert completion is not None, "what does not end whole is an error"
+        assert completion is not None, "an answer that does not end whole is an error"
         return completion
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        """The same, as it comes."""
+        """Do the same, and yield the answer as it comes."""
         async with aclosing(self.continue_completion(self.begin_completion(prompt, sampling))) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        """End all requests under way. Every waiting call returns its tokens so far, finished by `abort`."""
         self._abort_count += 1
         await super().abort()
 
     async def get_version_label(self) -> str:
-        """Which version of the weights it says that it holds."""
+        """Return the version label of the weights that the server reports."""
         return await self.backend.get_version_label(self._client)
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests under way stay, and go on after `resume`."""
+        """Stop between two tokens. Requests under way stay, and continue after `resume`."""
         await self.backend.pause(self._client)
 
     async def sleep(self) -> None:
-        """Give the memory back. Nothing may be under way."""
+        """Give the memory back. No request may be under way."""
         if self.active_requests:
             raise EngineError(f"The server cannot sleep while {self.active_requests} requests are under way.")
         await self.backend.sleep(self._client)
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the memory again."""
         await self.backend.wake(self._client)
 
     async def reset_prefix_cache(self) -> None:
-        """Use no keys and values again that were computed before."""
+        """Drop all cached keys and values."""
         await self.backend.reset_prefix_cache(self._client)
 
     async def is_suspended(self) -> bool:
-        """Whether its engine sleeps or is paused, as that says itself, when it comes to it."""
+        """Return True if its engine sleeps or is paused; the engine itself answers, between two steps."""
         return await self.backend.is_suspended(self._client)
 
     async def get_load(self) -> ServerLoad:
-        """How much it has to do, as it says."""
+        """Return the load that the server reports."""
         return await self.backend.get_load(self._client)
 
-    # -- for whoever carries weights there ----------------------------------------------------------------------------
+    # -- for the weight sender ----------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float = 600.0) -> None:
-        """Wait until nothing is under way there."""
+        """Wait until no request is under way."""
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
             raise EngineError(
                 f"{self.active_requests} requests are still under way at {self.url} after {timeout:g} s. Abort them, "
-                f"or wait longer."
+                f"or raise the timeout."
             ) from None
 
     async def load(self, directory: Path, version: int) -> None:
-        """Have it compute with the weights in a directory that it can read. If that fails, it is out of rotation: which
-        weights it has is not known."""
+        """Load the weights in a directory that the server can read.
+
+        If that fails, the server stays out of rotation: its weights are unknown.
+        """
         self.withdraw()
         try:
             await self.backend.load(self._client, directory, version)
@@ -212,23 +216,23 @@ class ServerEngine(ServerClient):
         self.record_version(version)
 
     async def abort_or_disconnect(self) -> None:
-        """End what is under way there, as nobody knows what it computes with. A server that does not hear of that stays
-        stopped, and who waits for it waits no longer."""
+        """End the requests under way, since their weights are unknown.
+
+        If the server does not reply, it stays paused, and the connections are broken off, so that no caller waits.
+        """
         try:
-            for action in (
-                partial(ServerClient.abort, self),
-                self.resume,
-            ):  # which nobody who waits there has asked for
+            # no caller asked for this abort, so it is not counted
+            for action in (partial(ServerClient.abort, self), self.resume):
                 async with asyncio.timeout(CLEANUP_TIMEOUT):
                     await action()
         except (EtudeError, TimeoutError):
             await self.disconnect()
 
     async def disconnect(self) -> None:
-        """Have done with what is under way there; another goes on with it."""
+        """Break off the requests under way; another server continues them."""
         await self._client.disconnect()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _track_active(self) -> Iterator[None]:

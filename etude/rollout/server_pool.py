@@ -1,13 +1,13 @@
-"""Rollout engines that are servers, as one: started or joined, watched, restarted, and asked from anywhere.
+"""A pool of server engines: started or joined, watched, restarted, and usable from any thread.
 
-A thread of its own has an event loop on which all of it happens, so that the loop of a run, that of an endpoint and
-plain threads may ask alike.
+A thread of its own runs the event loop of all servers. So the loop of a run, that of an endpoint and plain threads can
+use the pool alike.
 
-    consumes       requests; weights, by whoever carries them
+    consumes       requests; weights, from the weight sender
     produces       completions
     waits for      servers: to start, to answer, to come back
-    unblocked by   them, and by bounds: `restarts`, the silence of a connection, and `start_timeout`, also where
-                   somebody waits and no server comes back
+    unblocked by   the servers, and bounds: `restarts`, the read timeout of a connection, and `start_timeout`. The last
+                   one also bounds how long requests wait while no server comes back
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from etude.rollout.server_engine import ServerEngine
 
 __all__ = ["ServerPool"]
 
-NO_SERVER_UP = "No server answers that new weights could be given to. Start them, and publish again."
+NO_SERVER_UP = "No server is up to take the new weights. Start the servers, and publish again."
 CHECK_INTERVAL = 1.0
-"""Seconds between two looks at a server."""
+"""Seconds between two checks of a server."""
 CLOSE_TIMEOUT = 60.0
 T = TypeVar("T")
 
 
 class ServerPool:
-    """A `RolloutEngine` over servers. `load` and `each` are for whoever carries weights; all else is for anybody."""
+    """A `RolloutEngine` over servers. `load` and the methods below it are for the weight sender; all others for any
+    caller."""
 
     def __init__(
         self,
@@ -54,8 +55,10 @@ class ServerPool:
         max_waiting: int,
         console: Console | None = None,
     ) -> None:
-        """Start or join all of them, and return once they are ready. `replicas` makes them, on their loop; of `most`
-        and `max_waiting`, see `FailoverRouter`."""
+        """Start or join all servers, and return once they are ready.
+
+        `replicas` creates them, on their loop. See `FailoverRouter` for `max_num_seqs` and `max_waiting`.
+        """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="etude-servers", daemon=True)
         self._thread.start()
@@ -64,7 +67,7 @@ class ServerPool:
         self._busy, self._since = 0.0, 0.0
         self._active_requests = self._publishing = 0
         self._restart_counts: dict[ServerEngine, int] = {}
-        """How often each had been started when servers were withheld last."""
+        """The restarts of each server when servers were withdrawn last."""
         try:
             started = self._submit(self._start(replicas, max_num_seqs, max_waiting))
             with progress(f"starting {name}", None, console) as bar:
@@ -92,22 +95,23 @@ class ServerPool:
         self._watch = asyncio.create_task(self._watch_replicas())
         self._watch.add_done_callback(self._on_watch_ended)
 
-    # -- what anybody may call ----------------------------------------------------------------------------------------
+    # -- for any caller -----------------------------------------------------------------------------------------------
 
     @property
     def servers(self) -> Sequence[ServerEngine]:
-        """Those behind it."""
+        """All servers of the pool."""
         return [replica.server for replica in self.replicas]
 
     @property
     def version(self) -> int:
-        """The newest policy version that any of them computes with."""
+        """The newest policy version of all servers."""
         return self.router.version
 
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the servers' thread."""
+        """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the servers'
+        thread."""
         return await asyncio.wrap_future(self._submit(self._generate(prompt, sampling, on_start)))
 
     def generate_all(self, prompts: Sequence[Ids], samplings: Sequence[SamplingParams]) -> list[Completion]:
@@ -121,7 +125,7 @@ class ServerPool:
                 future.cancel()
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        """The same, as it comes. Leaving the iteration aborts the request."""
+        """Do the same for one prompt, and yield the answer as it comes. Leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
@@ -139,32 +143,34 @@ class ServerPool:
             future.cancel()
 
     async def abort(self) -> None:
-        """End all that is under way at servers: each such call returns what it has, finished by `abort`."""
+        """End all requests at servers. Every waiting call returns its tokens so far, finished by `abort`."""
         await self.run_on_all(ServerEngine.abort)
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests under way stay, and go on after `resume`. What a server misses of this and
-        the next while it is away it does when it is back."""
+        """Stop between two tokens. Requests under way stay, and continue after `resume`.
+
+        This and the next three methods reach a server that is away once it is back.
+        """
         await self._set_state(paused=True)
 
     async def resume(self) -> None:
-        """Go on with what is under way."""
+        """Continue the requests under way."""
         await self._set_state(paused=False)
 
     async def sleep(self) -> None:
-        """Have them give their memory back. Nothing may be under way."""
+        """Have the servers give their memory back. No request may be under way."""
         await self._set_state(asleep=True)
 
     async def wake(self) -> None:
-        """Have them take their memory again."""
+        """Have the servers allocate their memory again."""
         await self._set_state(asleep=False)
 
     def stats(self) -> Metrics:
-        """What was done since it was last asked, and what is under way."""
+        """Return the metrics since the last call, and the current load."""
         return self._submit(self._stats()).result()
 
     def close(self) -> None:
-        """End what was started here; whoever still waits is told."""
+        """End the servers that were started here. Waiting calls get an error."""
         if self._loop.is_closed():
             return
         with suppress(EngineError):
@@ -180,31 +186,33 @@ class ServerPool:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    # -- for whoever carries weights ----------------------------------------------------------------------------------
+    # -- for the weight sender ----------------------------------------------------------------------------------------
 
     async def run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
-        """Do this with every server that is there, all at once, on their loop."""
+        """Run this action on every server that is up, all at once, on their loop."""
         return await asyncio.wrap_future(self._submit(self._run_on_all(action)))
 
     def withdraw_servers(
         self, only: ServerEngine | None = None, *, drain_timeout: float | None = None
     ) -> list[ServerEngine]:
-        """Take every server that is there out of rotation, for whoever brings them weights, or one alone; returns them.
-        Not for use on an event loop.
+        """Take every server that is up, or one alone, out of rotation for new weights; return them. Not for use on an
+        event loop.
 
-        drained: have what is under way end first, which may take so many seconds; a server where it does not is left
-        out, until the next publish.
+        drain_timeout: wait as many seconds for the requests under way. A server with requests left stays out until the
+        next publish.
         """
         return self._submit(self._withdraw_servers(only, drain_timeout)).result()
 
     def readmit_servers(self, servers: Mapping[ServerEngine, int | None], version: int) -> None:
-        """Ask servers again that were withheld, of which each is said to hold weights of a version; None for one that
-        stays out. `version` is the one that was published. Not for use on an event loop."""
+        """Put withdrawn servers back into rotation, each with the version of its weights. Not for use on an event loop.
+
+        None in place of a version keeps a server out. `version` is the one that was published.
+        """
 
         async def readmit() -> None:
             restart_counts = {replica.server: replica.restart_count for replica in self.replicas}
             unrestarted = [server for server in servers if restart_counts[server] == self._restart_counts[server]]
-            for server in unrestarted:  # others hold what they began with
+            for server in unrestarted:  # the others have the weights that they started with
                 held_version = servers[server]
                 if held_version is not None:
                     server.record_version(held_version)
@@ -216,14 +224,13 @@ class ServerPool:
             self._publishing -= 1
             self.router.admit_waiting()
             for server in unrestarted:
-                if servers[server] is None:  # whoever brought weights has ended what was under way, or could not
+                if servers[server] is None:  # the weight sender has ended its requests, or could not
                     await server.disconnect()
 
         self._submit(readmit()).result()
 
     def abort_servers(self, servers: Sequence[ServerEngine]) -> None:
-        """End what is under way at servers that are out of rotation, as nobody knows what they compute with. Not for
-        use on an event loop."""
+        """End the requests at withdrawn servers, since their weights are unknown. Not for use on an event loop."""
 
         async def abort() -> None:
             self._publishing -= 1
@@ -232,8 +239,10 @@ class ServerPool:
         self._submit(abort()).result()
 
     async def load(self, directory: Path, version: int) -> None:
-        """Have every server compute with the weights in a directory, and start from it if it is started again. One that
-        cannot is out of rotation; if none can, that is an error."""
+        """Have every server load the weights in a directory, and start from it after a restart.
+
+        A server that cannot load them is out of rotation. It is an error if none can.
+        """
         await asyncio.wrap_future(self._submit(self._load(directory, version)))
 
     async def _load(self, directory: Path, version: int) -> None:
@@ -253,7 +262,7 @@ class ServerPool:
         self.router.admit_waiting()
 
     def set_weight_reloader(self, reloader: Callable[[ServerEngine], Coroutine[Any, Any, None]]) -> None:
-        """Have a server that was started again brought to the newest weights by this, on the servers' loop."""
+        """Bring servers that restarted to the newest weights by this function, on the servers' loop."""
         for replica in self.replicas:
             replica.weight_reloader = reloader
 
@@ -292,7 +301,7 @@ class ServerPool:
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._loop.is_closed():
             work.close()
-            raise EngineError("The servers were closed: nothing can be asked of them any more.")
+            raise EngineError("The servers were closed: they take no more requests.")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _generate(self, prompt: Ids, sampling: SamplingParams, on_start: Callable[[], None] | None) -> Completion:
@@ -322,14 +331,14 @@ class ServerPool:
 
     async def _run_on_all(self, action: Callable[[ServerEngine], Coroutine[Any, Any, T]]) -> list[T]:
         actions = (action(server) for server in self.servers if server.is_up)
-        results = await asyncio.gather(*actions, return_exceptions=True)  # none is left half-way because of another
+        results = await asyncio.gather(*actions, return_exceptions=True)  # an error of one server interrupts no other
         self.router.admit_waiting()
         if errors := [error for error in results if isinstance(error, BaseException)]:
             raise errors[0]
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def _set_state(self, *, paused: bool | None = None, asleep: bool | None = None) -> None:
-        """Have every server be so, whose process runs; the others when they are back."""
+        """Bring every server with a running process to this state; the others when they are back."""
         await asyncio.wrap_future(self._submit(self._reconcile(paused, asleep)))
 
     async def _reconcile(self, paused: bool | None, asleep: bool | None) -> None:
@@ -342,14 +351,14 @@ class ServerPool:
             raise errors[0]
 
     async def _watch_replicas(self) -> None:
-        """Look after each of them, side by side, until it is over."""
+        """Watch all replicas, side by side, until the pool closes."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._give_up_when_stuck())
             for index, replica in enumerate(self.replicas):
                 group.create_task(self._watch_replica(index, replica))
 
     def _on_watch_ended(self, watch: asyncio.Task[None]) -> None:
-        """Nobody looks after them any more. Where that was an error, whoever waits for one is told."""
+        """Fail all requests if the watch ended by an error."""
         error = None if watch.cancelled() else watch.exception()
         if error is not None:
             self.router.fail(EngineError(f"The servers are not watched any more: {error!r}. Start the run again."))
@@ -357,15 +366,14 @@ class ServerPool:
     async def _watch_replica(self, index: int, replica: Replica) -> None:
         while not replica.lost_reason:
             await asyncio.sleep(CHECK_INTERVAL)
-            with suppress(EtudeError, ValueError, KeyError):  # it may have said what makes no sense
+            with suppress(EtudeError, ValueError, KeyError):  # the reply may make no sense
                 await replica.check_health(self._on_change, publishing=bool(self._publishing))
                 if replica.server.is_up:
                     self.router.limits[index].update(await replica.server.get_load())
                     self.router.admit_waiting()
 
     async def _give_up_when_stuck(self) -> None:
-        """Where somebody waits, and no server has been there to wait for in so long a time as one may take to start,
-        those that there were count as lost."""
+        """Count the remaining servers as lost if requests wait and none has come back for `start_timeout` seconds."""
         since: float | None = None
         timeout = max(replica.start_timeout for replica in self.replicas)
         while since is None or time.monotonic() < since + timeout:
@@ -378,7 +386,7 @@ class ServerPool:
         self._on_change()
 
     def _on_change(self) -> None:
-        """A server came or went."""
+        """Update the router after a server came or went."""
         lost = [replica.lost_reason for replica in self.replicas]
         if all(lost):
             self.router.fail(EngineError(f"There is no server left. {' '.join(dict.fromkeys(lost))}"))

@@ -1,8 +1,8 @@
-"""The warden of a server process: starts it, knows whether it lives, says what it said last, and ends it.
+"""A server process: start it, check that it runs, read the end of its log, and stop it.
 
-What a server writes goes to a file, which is kept: each start adds to it. Nothing that was started is left behind,
-however this process ends (see `server_reaper`). The file is its owner's alone to read while a server starts, which may
-write its key there; `redact_log` takes that out.
+Its output goes to a log file, which each start extends. No process is left behind, however this process ends (see
+`server_reaper`). While a server starts it may write its key to the log, so the file is readable by its owner only.
+`redact_log` removes the key.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["ServerProcess", "find_free_port"]
 
 REAPER_PATH = Path(__file__).with_name("server_reaper.py")
 GRACE_SECONDS = 5.0
-"""Seconds that a server has to end when it is asked to."""
+"""Seconds that a server has to end after SIGTERM."""
 STOP_TIMEOUT = 15.0
-"""Seconds until a keeper itself is killed, and on Linux the server with it."""
+"""Seconds until the reaper itself is killed, and on Linux the server with it."""
 TAIL_LINES = 12
-"""Last lines of its log that an error repeats."""
+"""The number of last log lines that an error repeats."""
 TAIL_BYTES = 16_384
-"""Bytes at the end of a log that they are looked for in."""
+"""The bytes at the end of a log in which these lines are looked for."""
 
 
 class ServerProcess:
@@ -40,19 +40,19 @@ class ServerProcess:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._log_start, self._secret = 0, b""
         self._pid_pipe: int | None = None
-        """Where the keeper has written whom it keeps."""
+        """A pipe to which the reaper writes the server's process id."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """True if its process lives."""
         if self._reaper is not None and self._reaper.poll() is None:
             return True
         self._kill_leftovers()
         return False
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, secret: str = "") -> None:
-        """Start it. What it is to be asked over HTTP is not there yet. hidden: what nobody is to find in its log."""
-        assert not self.is_running, "a warden has one server"
+        """Start the process. Its HTTP server is not ready yet. secret: a text to remove from its log."""
+        assert not self.is_running, "the server is running already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab", opener=_open_private) as log_file:
             self._log_start, self._secret = log_file.tell(), secret.encode()
@@ -71,7 +71,7 @@ class ServerProcess:
                 os.close(write_end)
 
     def stop(self) -> None:
-        """End it, with all that it started. One that has ended stays so."""
+        """End it with all its child processes. A process that has ended is no error."""
         if self._reaper is None:
             return
         assert self._reaper.stdin is not None
@@ -79,14 +79,14 @@ class ServerProcess:
             self._reaper.stdin.close()
         try:
             self._reaper.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:  # stopped, or held up by the machine
+        except subprocess.TimeoutExpired:  # it is stopped, or the machine is slow
             self._reaper.send_signal(signal.SIGKILL)
             self._reaper.wait()
         self._kill_leftovers()
         self.redact_log()
 
     def _kill_leftovers(self) -> None:
-        """End what a keeper has left that was killed itself."""
+        """End the processes of a reaper that was killed."""
         if self._pid_pipe is None:
             return
         pid_pipe, self._pid_pipe = self._pid_pipe, None
@@ -97,7 +97,7 @@ class ServerProcess:
                 os.killpg(int(pid), signal.SIGKILL)
 
     def redact_log(self) -> None:
-        """Take out of its log what is hidden. What it writes meanwhile comes after."""
+        """Remove the secret from its log. Its output meanwhile is appended as usual."""
         secret, self._secret = self._secret, b""
         if not secret:
             return
@@ -111,16 +111,16 @@ class ServerProcess:
                 position = content.find(secret, position + 1)
 
     def describe_exit(self) -> str:
-        """How it ended, and what it said last, as a sentence goes on."""
+        """Return how it ended, and its last lines, as a sentence."""
         status = (
             "still runs" if self.is_running or self._reaper is None else f"ended with status {self._reaper.returncode}"
         )
         tail = self.read_tail()
-        output = f" Its last lines:\n{tail}" if tail else " It said nothing."
+        output = f" Its last lines:\n{tail}" if tail else " It wrote nothing."
         return f"{self.name} {status}. The whole output is in {self.log}.{output}"
 
     def read_tail(self) -> str:
-        """The last lines that it wrote since it was started."""
+        """Return its last lines since the start."""
         try:
             with self.log.open("rb") as log_file:
                 end = log_file.seek(0, 2)
@@ -135,7 +135,7 @@ class ServerProcess:
 
 
 def find_free_port(preferred: int = 0) -> int:
-    """A port of the loopback interface that nobody listens on: the one that is wanted, if it is such."""
+    """Return a free port of the loopback interface: the preferred one if it is free."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,14 +1,14 @@
-"""The keeper of a server: a small process between a server and whoever started it, that ends the one with the other.
+"""The reaper of a server: a small process between a server and its owner, which ends the server with the owner.
 
-A server is many processes, and outlives whoever started it. So it is started by a keeper, in a session of its own. When
-the keeper's pipe ends, because it was closed or because the process that held it is no more, the server is asked to end
-and, after a while, all that is left of its session is killed. A server that ends by itself ends its keeper. A keeper
-that is killed can do nothing of this, so it has told whoever started it which session that is.
+A server has many processes, and would outlive its owner. So a reaper starts it, in a session of its own. The owner
+holds a pipe to the reaper. The pipe ends if it is closed, or if the owner ends. Then the server gets SIGTERM and, after
+a while, all that is left of its session is killed. A server that ends by itself ends its reaper. A killed reaper can do
+nothing of this, so it reports the session's id to the owner first.
 
-    whoever ──pipe──► keeper ──► server and its processes
+    owner ──pipe──► reaper ──► server and its processes
 
-Run as a program, with nothing but the standard library: `python -I -S server_reaper.py SECONDS TOLD COMMAND…`, where
-TOLD is the number of an open file that the session's is written to.
+Run as a program, with only the standard library: `python -I -S server_reaper.py SECONDS FD COMMAND…`. FD is the number
+of an open file that gets the session's id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 
 def _die_with_parent() -> None:
-    """On Linux, the server is killed when its keeper is."""
+    """Have the server killed when its reaper is, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
@@ -36,11 +36,10 @@ def _kill_group(group: int) -> None:
 
 
 def main() -> None:
-    """Keep one server."""
+    """Start the server, and wait until it ends."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            signal_number, lambda *_: None
-        )  # which, unlike SIG_IGN, a program that is started does not inherit
+        # unlike SIG_IGN, a handler is not inherited by the server
+        signal.signal(signal_number, lambda *_: None)
     grace, pid_file, command = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
     os.write(pid_file, str(server.pid).encode())

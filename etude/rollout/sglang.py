@@ -1,4 +1,4 @@
-"""SGLang's dialect: its own /generate, and what its server offers to those who train with it."""
+"""The backend of SGLang: its own /generate endpoint, and its endpoints for training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from etude.rollout.server_load import ServerLoad
 __all__ = ["RESERVED_TOKENS", "SglangBackend"]
 
 FLUSH_TIMEOUT = 30.0
-"""Seconds that it may take to let go of its prefix cache."""
+"""Seconds that it may take to drop its prefix cache."""
 RESERVED_TOKENS = 6
-"""Places of its context that no prompt may take."""
+"""Tokens of its context that no prompt may use."""
 
 
 class SglangBackend(ServerBackend):
@@ -28,10 +28,10 @@ class SglangBackend(ServerBackend):
     name: ClassVar[str] = "sglang"
     package: ClassVar[str] = "SGLang"
     supported_version: ClassVar[tuple[int, ...]] = (0, 5, 23)
-    health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which one that is paused does not
+    health_path: ClassVar[str] = "/model_info"  # its /health draws a token, which a paused server does not
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
-        """`sglang.launch_server`."""
+        """Return the command line of `sglang.launch_server`."""
         args = [str(launch.python), "-m", "sglang.launch_server", "--model-path", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         args += ["--max-running-requests", str(launch.max_num_seqs), "--sampling-defaults", "openai"]
@@ -54,42 +54,45 @@ class SglangBackend(ServerBackend):
         return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
-        """It does not find out by itself that it is to compute on a CPU."""
+        """Add the variable that selects the CPU engine, which SGLang does not select by itself."""
         return super().environment_variables(launch) | (
             {"SGLANG_USE_CPU_ENGINE": "1"} if launch.device == "cpu" else {}
         )
 
     def key_file_text(self, launch: LaunchSpec) -> str:
-        """A file of options, of which it takes one."""
+        """Return a file of options, with the key as its only one."""
         return f'api-key: "{launch.key}"\n' if launch.key else ""
 
     def context_length(self, models: Mapping[str, Any]) -> int:
-        """A few of the places that it has are none that a prompt may take."""
+        """Return its context length, less the tokens that no prompt may use."""
         return super().context_length(models) - RESERVED_TOKENS
 
     async def get_server_version(self, client: HttpClient) -> str:
-        """As /server_info tells."""
+        """Return the version that /server_info reports."""
         return str(json.loads(await client.get("/server_info"))["version"])
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Its log-probs are those before tokens are cut off, and its penalty is another."""
+        """Refuse filters and a repetition penalty.
+
+        Its log-probs are those before the filters, and its penalty has another meaning.
+        """
         check_logit_bias(sampling, "SGLang")
         if sampling.repetition_penalty != 1:
             raise ConfigError(
-                "`repetition_penalty` was asked for, and SGLang penalises what the answer has said but not what the "
-                "prompt did, as elsewhere. Leave it out, or choose `rollout=vllm`."
+                "`repetition_penalty` is set, and SGLang penalizes the tokens of the answer alone, while other "
+                "engines penalize those of the prompt too. Leave it out, or choose `rollout=vllm`."
             )
         filters = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
         for name in (name for name, on in filters.items() if on and sampling.temperature > 0):
             raise ConfigError(
-                f"`{name}` was asked for, and SGLang tells the log-probs of its tokens as they are without it: the "
-                f"distribution that they were drawn from would not be known. Leave it out, or choose `rollout=vllm`."
+                f"`{name}` is set, and SGLang reports log-probs without it. The sampling distribution would be "
+                f"unknown. Leave it out, or choose `rollout=vllm`."
             )
 
     async def stream(
         self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
     ) -> AsyncGenerator[StreamChunk, None]:
-        """By /generate. It keeps no word on seeds: none is sent."""
+        """Sample by /generate. SGLang does not promise that a seed repeats an answer, so none is sent."""
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
             "min_new_tokens": sampling.min_tokens,
@@ -115,39 +118,39 @@ class SglangBackend(ServerBackend):
                 yield _parse_chunk(event, sampling.top_logprobs)
 
     async def pause(self, client: HttpClient) -> None:
-        """What is under way stays where it is."""
+        """Stop between two tokens; requests under way stay in place."""
         await client.post("/pause_generation", {"mode": "in_place"})
 
     async def resume(self, client: HttpClient) -> None:
-        """Go on."""
+        """Continue the requests under way."""
         await client.post("/continue_generation")
 
     async def abort(self, client: HttpClient) -> None:
-        """Every request ends with what it has."""
+        """End every request with its tokens so far."""
         await client.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def sleep(self, client: HttpClient) -> None:
-        """Weights, keys and values."""
+        """Give the memory of weights, keys and values back."""
         await client.post("/release_memory_occupation")
 
     async def wake(self, client: HttpClient) -> None:
-        """Everything is taken again."""
+        """Allocate all of that memory again."""
         await client.post("/resume_memory_occupation")
 
     async def reset_prefix_cache(self, client: HttpClient) -> None:
-        """Nothing may be under way."""
+        """Drop all cached keys and values. No request may be under way."""
         await client.get(f"/flush_cache?timeout={FLUSH_TIMEOUT:g}")
 
     async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """A label is text there."""
+        """Set the label, which is text there."""
         await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def get_version_label(self, client: HttpClient) -> str:
-        """As /model_info tells."""
+        """Return the label that /model_info reports."""
         return str(json.loads(await client.get("/model_info"))["weight_version"])
 
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """What is under way is taken out of the cache meanwhile, and goes on with the new weights."""
+        """Load the weights. Requests under way lose their cache meanwhile, and continue with the new weights."""
         await client.post("/pause_generation", {"mode": "retract"})
         body = {"model_path": str(directory.resolve()), "weight_version": str(version), "flush_cache": True}
         reply = await client.post("/update_weights_from_disk", body)
@@ -156,12 +159,12 @@ class SglangBackend(ServerBackend):
         await self.resume(client)
 
     async def is_suspended(self, client: HttpClient) -> bool:
-        """Its /server_info asks the scheduler, which does not tell this."""
+        """Probe the scheduler by /server_info, and return False: SGLang does not report this state."""
         await client.get("/server_info")
         return False
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
-        """As /v1/loads tells."""
+        """Return the load that /v1/loads reports."""
         loads = json.loads(await client.get("/v1/loads?include=core", timeout=5.0))["loads"]
         return ServerLoad(
             running=sum(int(load.get("num_running_reqs", 0)) for load in loads),
@@ -175,7 +178,7 @@ def _parse_chunk(event: dict[str, Any], top: int) -> StreamChunk:
     ids, meta = event.get("output_ids") or [], event["meta_info"]
     scores = meta.get("output_token_logprobs") or []
     if len(scores) != len(ids):
-        raise EngineError(f"SGLang told {len(ids)} tokens with {len(scores)} log-probs.")
+        raise EngineError(f"SGLang sent {len(ids)} tokens with {len(scores)} log-probs.")
     finish, spans = meta.get("finish_reason"), meta.get("weight_versions")
     likeliest = meta.get("output_top_logprobs") or [] if top else []
     return StreamChunk(

@@ -1,4 +1,4 @@
-"""vLLM's dialect: its token-in, token-out endpoint, and what its server offers to those who train with it."""
+"""The backend of vLLM: its token-in, token-out endpoint, and its endpoints for training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ METRIC_PATTERN = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)\{.*\} (\S+)$", re.M
 )
 MAX_TOP_LOGPROBS = 19
-"""Most of the likeliest tokens that it tells unless it is started otherwise."""
+"""The most likeliest tokens that it reports unless it is started with another limit."""
 ADAPTER_NAME = "policy"
-"""What the adapter is called there that requests are answered through."""
+"""The server's name for the adapter through which it answers."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The inner widths of adapters that it makes room for."""
+"""The adapter ranks for which it can reserve memory."""
 
 
 class VllmBackend(ServerBackend):
@@ -39,7 +39,7 @@ class VllmBackend(ServerBackend):
         self.uses_adapters = adapters
 
     def command(self, launch: LaunchSpec, node: int = 0) -> list[str]:
-        """`vllm.entrypoints.openai.api_server`, with the log-probs of the distribution that it draws from."""
+        """Return the command line of its API server. Log-probs are those of the sampling distribution."""
         args = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
         args += ["--host", "127.0.0.1", "--port", str(launch.port), "--dtype", launch.dtype]
         args += ["--max-num-seqs", str(launch.max_num_seqs), "--generation-config", "vllm", "--enable-scale-out"]
@@ -71,8 +71,10 @@ class VllmBackend(ServerBackend):
         return [*args, *launch.server_args]
 
     def environment_variables(self, launch: LaunchSpec) -> dict[str, str]:
-        """Nothing is reported either, and the endpoints for training are open: what it takes a key for lies below
-        /v1, /v2 and /inference."""
+        """Add variables that turn usage reports off and open the training endpoints.
+
+        The API key protects only the paths below /v1, /v2 and /inference.
+        """
         server = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if launch.device == "cpu" else {}
         plugin = {} if launch.plugin_path is None else {"PYTHONPATH": str(launch.plugin_path)}
@@ -81,28 +83,28 @@ class VllmBackend(ServerBackend):
         return super().environment_variables(launch) | server | cpu | plugin | adapter | key
 
     async def get_server_version(self, client: HttpClient) -> str:
-        """As /version tells."""
+        """Return the version that /version reports."""
         return str(json.loads(await client.get("/version"))["version"])
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """All means the same there, within bounds."""
+        """Refuse combinations and sizes that vLLM does not support; every parameter has the usual meaning."""
         check_logit_bias(sampling, "vLLM")
         if sampling.repetition_penalty != 1 and sampling.logit_bias:
             raise ConfigError(
-                "`repetition_penalty` and `logit_bias` were asked for together, and vLLM adds the bias before it "
-                "penalises, others after. Leave one of them out."
+                "`repetition_penalty` and `logit_bias` are both set, and vLLM adds the bias before the penalty, other "
+                "engines after. Leave one of them out."
             )
         is_filtered = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
         if sampling.top_logprobs > MAX_TOP_LOGPROBS or (sampling.top_logprobs and is_filtered):
             raise ConfigError(
-                f"{sampling.top_logprobs} `top_logprobs` were asked for, and vLLM tells up to {MAX_TOP_LOGPROBS}, of "
-                f"what `top_p`, `top_k` and `min_p` have not cut off. Ask for fewer, without those."
+                f"{sampling.top_logprobs} `top_logprobs` are set, and vLLM reports up to {MAX_TOP_LOGPROBS}, of the "
+                f"tokens that `top_p`, `top_k` and `min_p` keep. Set fewer, without those."
             )
 
     async def stream(
         self, client: HttpClient, prompt: list[int], sampling: SamplingParams, stop_ids: list[int]
     ) -> AsyncGenerator[StreamChunk, None]:
-        """By /inference/v1/generate."""
+        """Sample by /inference/v1/generate."""
         params: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "min_tokens": sampling.min_tokens,
@@ -111,8 +113,8 @@ class VllmBackend(ServerBackend):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
-            "logprobs": sampling.top_logprobs and sampling.top_logprobs + 1,  # the token that was drawn takes a place
-            "ignore_eos": True,  # what ends an answer is said here, by its ids
+            "logprobs": sampling.top_logprobs and sampling.top_logprobs + 1,  # the drawn token takes one entry
+            "ignore_eos": True,  # the ids below end an answer
             "stop_token_ids": stop_ids,
             "stop": list(sampling.stop),
         }
@@ -129,41 +131,41 @@ class VllmBackend(ServerBackend):
                     yield _parse_chunk(event["choices"][0], sampling.top_logprobs)
 
     async def pause(self, client: HttpClient) -> None:
-        """What is under way is frozen."""
+        """Freeze the requests under way."""
         await client.post("/pause?mode=keep&clear_cache=false")
 
     async def resume(self, client: HttpClient) -> None:
-        """Go on."""
+        """Continue the requests under way."""
         await client.post("/resume")
 
     async def abort(self, client: HttpClient) -> None:
-        """Every request ends with what it has."""
+        """End every request with its tokens so far."""
         await client.post("/abort_requests")
 
     async def sleep(self, client: HttpClient) -> None:
-        """Weights go to the processor's memory, keys and values nowhere."""
+        """Move the weights to the CPU's memory, and drop all keys and values."""
         await client.post("/sleep?level=1")
 
     async def wake(self, client: HttpClient) -> None:
-        """Everything is taken again."""
+        """Allocate all of that memory again."""
         await client.post("/wake_up")
 
     async def reset_prefix_cache(self, client: HttpClient) -> None:
-        """What runs is computed once more."""
+        """Drop all cached keys and values. Running requests are computed once more."""
         reply = await client.post("/reset_prefix_cache?reset_running_requests=true")
         if not (reply or {}).get("success"):
-            raise EngineError(f"The vLLM server at {client.url} did not let go of its prefix cache: {reply}")
+            raise EngineError(f"The vLLM server at {client.url} did not reset its prefix cache: {reply}")
 
     async def set_version_label(self, client: HttpClient, version: int) -> None:
-        """A label is text there."""
+        """Set the label, which is text there."""
         await client.post("/update_weight_version", {"new_version": str(version)})
 
     async def get_version_label(self, client: HttpClient) -> str:
-        """As /weight_info tells."""
+        """Return the label that /weight_info reports."""
         return str(json.loads(await client.get("/weight_info"))["weight_version"])
 
     async def load(self, client: HttpClient, directory: Path, version: int) -> None:
-        """What is under way waits meanwhile, and goes on with the new weights."""
+        """Load the weights. Requests under way wait meanwhile, and continue with the new weights."""
         await self.pause(client)
         path = str(directory.resolve())
         if self.uses_adapters:
@@ -177,16 +179,16 @@ class VllmBackend(ServerBackend):
         await self.resume(client)
 
     async def is_suspended(self, client: HttpClient) -> bool:
-        """As /is_sleeping tells."""
+        """Return the state that /is_sleeping reports."""
         try:
             return bool(json.loads(await client.get("/is_sleeping"))["is_sleeping"])
         except EndpointNotFoundError as error:
             raise EngineError(
-                f"{error} Start it with VLLM_SERVER_DEV_MODE=1, without which it takes no weights."
+                f"{error} Start it with VLLM_SERVER_DEV_MODE=1, which it needs to take weights."
             ) from error
 
     async def get_load(self, client: HttpClient) -> ServerLoad:
-        """As its metrics tell."""
+        """Return the load that its metrics report."""
         metrics = {
             name: float(value) for name, value in METRIC_PATTERN.findall(await client.get("/metrics", timeout=5.0))
         }
@@ -199,12 +201,12 @@ class VllmBackend(ServerBackend):
 
 
 def _round_up_rank(rank: int) -> int:
-    """The least room in which an adapter of this inner width fits."""
+    """Return the smallest reservable rank that holds an adapter of this rank."""
     capacity = next((capacity for capacity in ADAPTER_RANKS if capacity >= rank), None)
     if capacity is None:
         raise ConfigError(
-            f"An adapter's inner width is {rank}, and vLLM takes {ADAPTER_RANKS[-1]} at most. Lower `lora.rank`, or "
-            f"leave `rollout.adapters` out."
+            f"The adapter rank is {rank}, and vLLM takes {ADAPTER_RANKS[-1]} at most. Lower `lora.rank`, or leave "
+            f"`rollout.adapters` out."
         )
     return capacity
 
@@ -213,7 +215,7 @@ def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
     ids: list[int] = choice.get("token_ids") or []
     content = (choice.get("logprobs") or {}).get("content") or []
     if len(content) != len(ids):
-        raise EngineError(f"vLLM told {len(ids)} tokens with {len(content)} log-probs.")
+        raise EngineError(f"vLLM sent {len(ids)} tokens with {len(content)} log-probs.")
     spans = choice.get("weight_versions")
     return StreamChunk(
         ids=ids,
@@ -225,6 +227,6 @@ def _parse_chunk(choice: dict[str, Any], top: int) -> StreamChunk:
 
 
 def _parse_top_logprobs(entry: dict[str, Any], top: int) -> list[tuple[int, float]]:
-    """The likeliest at one place. The token that was drawn comes first there, likely or not."""
+    """Return the likeliest tokens at one position. The entry lists the drawn token first, likely or not."""
     likeliest = {int(item["token_id"]): float(item["logprob"]) for item in entry["top_logprobs"]}
     return sorted(likeliest.items(), key=lambda item: -item[1])[:top]

@@ -106,7 +106,7 @@ def test_a_cut_distribution_is_told_as_it_is_or_refused(asked: Asked) -> None:
     cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
     prompts = prompts_of(4)
     if asked.kind == "sglang":
-        with pytest.raises(ConfigError, match="`top_k` was asked for, and SGLang tells"):
+        with pytest.raises(ConfigError, match="`top_k` is set, and SGLang reports"):
             asked.answers(prompts, cut)
         return
     for prompt, answer in zip(prompts, asked.answers(prompts, cut), strict=True):
@@ -120,7 +120,7 @@ def test_a_cut_distribution_is_told_as_it_is_or_refused(asked: Asked) -> None:
 def test_repetition_is_penalised_of_the_prompt_too_or_refused(asked: Asked) -> None:
     prompts, penalised = prompts_of(4), SamplingParams(max_tokens=10, seed=4, repetition_penalty=1.7)
     if asked.kind == "sglang":
-        with pytest.raises(ConfigError, match="`repetition_penalty` was asked for, and SGLang penalises"):
+        with pytest.raises(ConfigError, match="`repetition_penalty` is set, and SGLang penalizes"):
             asked.answers(prompts, penalised)
         return
     if asked.kind == "vllm":

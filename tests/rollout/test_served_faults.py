@@ -204,7 +204,7 @@ def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing
             until(lambda: engine.servers[0].is_up)
             (answer,) = ask(engine, [[2]], 4)
             assert answer.ids.tolist() == expected([2], 4, salt=11) and set(answer.version.tolist()) == {0}
-    assert "holds other weights than it was given" in caplog.text
+    assert "has other weights than it was sent" in caplog.text
 
 
 def test_one_that_is_joined_is_awake_when_it_is_joined_and_when_it_is_left(tmp_path: Path) -> None:

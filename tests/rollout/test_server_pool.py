@@ -168,8 +168,8 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=wrong), served(tmp_path / "a", server_args=("--dies",)):
         pass
     with (
-        pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude speaks with 0\.32"),
-        served(tmp_path / "b", server_args=("--version=0.11.2",)),
+        pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude supports 0\.32"),
+        served(tmp_path / "b", arguments=("--version=0.11.2",)),
     ):
         pass
     with pytest.raises(ConfigError, match="is not a file"), served(tmp_path / "c", python=tmp_path / "nothing"):
@@ -459,7 +459,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
     told, found = command(adapter_rank=9)
     assert "--enable-lora --max-loras 1 --max-lora-rank 16" in told
     assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1" and "--enable-lora" not in command()[0]
-    with pytest.raises(ConfigError, match=r"inner width is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
+    with pytest.raises(ConfigError, match=r"adapter rank is 513, and vLLM takes 512 at most. Lower `lora\.rank`"):
         command(adapter_rank=513)
 
 
