@@ -1,8 +1,8 @@
-"""Which tokens of a step attend together. Bookkeeping over small arrays; no tensor is touched.
+"""The tokens of a step that attend together. It computes on small arrays; no tensor is touched.
 
-A *piece* is a run of consecutive tokens of one request. Pieces of like numbers of queries and of keys form a group,
-which is computed as one batched product; what is shorter is padded, within bounds. Pieces of one token whose requests
-hold the same first blocks form a *family*: what they share is fetched and attended once.
+A *chunk* is a run of consecutive tokens of one request. Chunks with similar numbers of queries and of keys form an
+attention group, which is computed as one batched product. Shorter chunks are padded, within bounds. Chunks of one token
+whose requests hold the same first blocks form a *prefix group*: their shared keys are fetched and attended once.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from numpy.typing import NDArray
 __all__ = ["KEY_CHUNK", "AttentionGroup", "QueryChunks", "group_chunks", "split_into_chunks"]
 
 KEY_CHUNK = 128
-"""Keys are shared, and values summed, by so many at a time."""
+"""The number of keys that are shared, and over which values are summed, at a time."""
 CHUNK_TOKENS = 128
-"""Prompts attend in pieces of so many tokens: a piece reads no keys behind its end."""
+"""The most tokens of a prompt that attend at once. A chunk reads no keys behind its end."""
 MAX_FETCH_BYTES = 16 << 20
-"""A group is split so that it fetches about so many bytes at once,"""
+"""The approximate bytes of keys and values that a group fetches at once. Larger groups are split."""
 MAX_SCORES = 3 << 17
-"""and has about so many scores: what is made for one product stays in the processor's cache until the next."""
+"""The approximate number of scores of a group. The results of one product then stay in the processor's cache until the
+next."""
 
 IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class QueryChunks:
-    """Pieces, column by column."""
+    """Chunks, column by column."""
 
-    row: IntArray  # of its first token in the flat list of the step's tokens
+    row: IntArray  # of its first token among the step's tokens
     count: IntArray
-    end: IntArray  # how many tokens of its context its last token sees
+    end: IntArray  # the number of tokens of its context that its last token sees
     slot: IntArray
 
     def __len__(self) -> int:
@@ -47,19 +48,19 @@ class QueryChunks:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """F families of U pieces; those that share nothing are families of one."""
+    """F prefix groups of U chunks. Chunks that share nothing are prefix groups of one."""
 
-    chunks: QueryChunks  # F · U of them, family by family
-    real: NDArray[np.bool_]  # [F · U]: whether a piece is one, or fills up a smaller family
+    chunks: QueryChunks  # F · U of them, one prefix group after the other
+    real: NDArray[np.bool_]  # [F · U]: false for a chunk that pads a smaller prefix group
     prefix_groups: int
     prefix_length: int
-    """How many tokens at the beginning of their contexts the pieces of a family share: a multiple of `KEYS`."""
+    """The number of tokens that the chunks of a prefix group share at the beginning: a multiple of `KEY_CHUNK`."""
 
 
 def split_into_chunks(
     row: IntArray, start: IntArray, stop: IntArray, slot: IntArray, max_tokens: int = CHUNK_TOKENS
 ) -> QueryChunks:
-    """The pieces of runs of tokens `start` to `stop` of contexts, the long ones cut."""
+    """Split the tokens `start` to `stop` of contexts into chunks of at most `max_tokens`."""
     num_chunks = -(-(stop - start) // max_tokens)
     source = np.repeat(np.arange(len(row)), num_chunks)
     offset = (np.arange(len(source)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)) * max_tokens
@@ -70,8 +71,10 @@ def split_into_chunks(
 def group_chunks(
     chunks: QueryChunks, table: IntArray, *, size: int, block_bytes: int, heads: int, allow_prefix_groups: bool = True
 ) -> Iterator[AttentionGroup]:
-    """Every piece in one group, in families only if it `shares`. `table` has each slot's blocks of `size` tokens, of
-    `block_bytes` in one layer."""
+    """Put every chunk into one attention group. It forms prefix groups only with `allow_prefix_groups`.
+
+    `table` has the blocks of each slot, of `size` tokens. A block has `block_bytes` bytes in one layer.
+    """
     ungrouped = np.ones(len(chunks), dtype=bool)
     for groups, shared in _find_prefix_groups(chunks, table, size) if allow_prefix_groups else ():
         group_size = max(len(group) for group in groups)
@@ -97,7 +100,10 @@ def group_chunks(
 
 
 def _find_prefix_groups(chunks: QueryChunks, table: IntArray, size: int) -> Iterator[tuple[list[list[int]], int]]:
-    """Families of like size that share as many keys, and how many. Each piece is in the one where it shares most."""
+    """Yield prefix groups of similar size that share as many keys, and that number of keys.
+
+    Each chunk is in the prefix group in which it shares most.
+    """
     if KEY_CHUNK % size or not bool(((chunks.count == 1) & (chunks.end > KEY_CHUNK)).sum() > 1):
         return
     decoding = np.flatnonzero((chunks.count == 1) & (chunks.end > KEY_CHUNK))
@@ -123,8 +129,10 @@ def _find_prefix_groups(chunks: QueryChunks, table: IntArray, size: int) -> Iter
 def _split_by_padding(
     counts: list[int], blocks: list[int], max_blocks: int, max_products: int
 ) -> Iterator[tuple[int, int]]:
-    """Runs of sorted pieces with little padding: at most a quarter unless it is small, at most `most` blocks, and at
-    most `products` of queries and blocks."""
+    """Yield runs of sorted chunks with little padding: at most a quarter, unless the run is small.
+
+    A run has at most `max_blocks` blocks, and at most `max_products` pairs of queries and blocks.
+    """
     start = real = 0
     for index in range(len(counts)):
         padded = (index - start + 1) * max(blocks[index], blocks[start])

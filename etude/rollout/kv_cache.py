@@ -1,18 +1,17 @@
-"""Keys and values of everything under way, in blocks, and the attention that reads them.
+"""The KV cache in blocks, and the attention that reads it.
 
-`KVCache` owns the memory: for each layer all key blocks, then all value blocks, head by head, so that fetching a
-request's blocks with one `index_select` leaves each head's keys as one matrix. `ForwardBatch` is what one forward pass
-needs to know of it: where to write each new token, and for each group of like requests what to fetch. It is an
-`AttentionFn`. Where requests that are generating hold the same first blocks, those are fetched and attended once for
-all of them.
+`KVCache` owns the memory. Each layer has all key blocks, then all value blocks, head by head. One `index_select` of a
+request's blocks thus leaves each head's keys as one matrix. `ForwardBatch` is an `AttentionFn` for one forward pass: it
+knows where to write each new token, and which blocks each attention group reads. If requests that are generating hold
+the same first blocks, those are fetched and attended once for all of them.
 
-**A row is computed the same whatever is computed beside it.** Requests are grouped only as entries of a batched matrix
-product, each of which is reduced on its own, and padding to the longest of a group adds weights that are exactly zero
-behind the others. In float32 the kernels keep no such promise by themselves. On most processors a product of fewer
-than 4 rows takes another path, so does a linear layer of fewer than 16 rows where their number is not a multiple of 4,
-and a sum over more than 192 keys is cut into parts whose size depends on their number; on others more is so. A pass
-therefore computes in `ProductShapes`, found by a trial, which say how many rows, queries and keys a product has (see
-`batch_invariance`). Then a token's numbers do not depend on whether it was computed alone, in a batch, as a piece of a
+**A row's result does not depend on what shares its batch.** Requests are grouped only as entries of a batched matrix
+product, each of which is reduced on its own. Padding to the longest of a group adds weights that are exactly zero
+behind the others. In float32 the kernels do not promise this by themselves. On most processors a product of fewer than
+4 rows takes another path. So does a linear layer of fewer than 16 rows if their number is not a multiple of 4. A sum
+over more than 192 keys is split into parts whose size depends on their number. On other processors more cases differ. A
+pass therefore computes in `ProductShapes`, found by a trial, which fix how many rows, queries and keys a product has
+(see `batch_invariance`). Then a token's numbers are the same if it was computed alone, in a batch, in a chunk of a
 prompt, or again after its request was preempted. In bfloat16 the kernels keep the promise at any size.
 """
 
@@ -40,7 +39,7 @@ __all__ = ["ForwardBatch", "KVCache", "block_bytes", "count_blocks"]
 
 
 def block_bytes(model: Model, size: int) -> int:
-    """The memory of one block in all layers."""
+    """Return the bytes of one block in all layers."""
     return model.num_layers * 2 * model.kv_heads * size * model.head_dim * model.dtype.itemsize
 
 
@@ -55,14 +54,16 @@ class KVCache:
         self.dtype, self.device = model.dtype, model.device
         shape = (model.num_layers, 2, self.heads * blocks * size, self.width)
         self.memory = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        """[layer, keys or values, head · block · place, D]"""
+        """[layer, keys or values, head · block · position, D]"""
         self.scratch_memory = torch.empty(0, dtype=self.dtype, device=self.device)
         heads = torch.arange(self.heads)
-        self.head_tokens = heads * blocks * size  # where each head's tokens begin
-        self.half_blocks = (torch.arange(2)[:, None] * self.heads + heads) * blocks  # where its key and value blocks do
+        self.head_tokens = heads * blocks * size  # the start of each head's tokens
+        self.half_blocks = (
+            torch.arange(2)[:, None] * self.heads + heads
+        ) * blocks  # the start of its key and value blocks
 
     def scratch(self, elements: int) -> Tensor:
-        """Memory to fetch into, the same for every layer."""
+        """Return memory to fetch into, the same for every layer."""
         if self.scratch_memory.numel() < elements:
             self.scratch_memory = torch.empty(elements, dtype=self.dtype, device=self.device)
         return self.scratch_memory[:elements]
@@ -70,20 +71,20 @@ class KVCache:
 
 @dataclass
 class _AttentionBatch:
-    """A group as tensors, made once and used in every layer.
+    """An attention group as tensors, made once and used in every layer.
 
-    A family has the same first S keys, fetched once; each of its pieces has L more of its own, and n queries.
+    The chunks of a prefix group have the same first S keys, fetched once. Each chunk has L more keys and n queries.
     """
 
     rows: Any  # Tensor [F · U · n] or a slice: the flat rows of the queries
-    real_rows: Tensor | None  # which of them are no padding; None if all are
+    real_rows: Tensor | None  # those that are no padding; None for all
     shape: tuple[int, int, int, int, int]  # F, U, n, S, L
-    fetch: Tensor  # blocks: [2 · F · Hk · S / size] of the families, then [2 · F · U · Hk · L / size] of the pieces
-    query_positions: Tensor  # [F · U, n] the position of each query
+    fetch: Tensor  # blocks: [2 · F · Hk · S / size] of prefix groups, then [2 · F · U · Hk · L / size] of chunks
+    query_positions: Tensor  # [F · U, n] of each query
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor:
-        """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf where it does not."""
+        """[F · U, 1, n, 1, S + L]: 0 where a query sees a key, −inf elsewhere."""
         if window not in self.masks:
             keys = torch.arange(self.shape[3] + self.shape[4], device=self.query_positions.device)
             query = self.query_positions[:, :, None]
@@ -94,7 +95,7 @@ class _AttentionBatch:
 
 
 class ForwardBatch:
-    """One forward pass over the works of a step: its flat tokens, and how they attend."""
+    """One forward pass over the work of a step: its flat tokens, and how they attend."""
 
     def __init__(
         self, cache: KVCache, works: Sequence[ScheduledWork], table: NDArray[np.int64], shapes: ProductShapes
@@ -106,14 +107,14 @@ class ForwardBatch:
         slot = np.array([work.request.slot for work in computed])
         first = np.cumsum(stop - start) - (stop - start)
         self.tokens = int((stop - start).sum())
-        """How many rows are real; the others make up a number of rows that is safe."""
+        """The number of real rows. The others pad it to a safe number of rows."""
         padding = np.zeros(-self.tokens % shapes.rows.multiple, dtype=np.int64)
         positions = np.arange(self.tokens) - np.repeat(first - start, stop - start)
         ids = np.concatenate([work.request.tokens[work.start : work.stop] for work in computed])
         self.ids = self._to(np.concatenate([ids, padding]))
         self.positions = self._to(np.concatenate([positions, padding]))
         self.sampled = [work for work in works if work.samples_token]
-        """Those whose next token is drawn, and in `last` the flat rows of the hidden states it is drawn from."""
+        """The work whose next token is drawn; `last_rows` has the flat rows of the hidden states to draw it from."""
         row_of = {id(work): row for work, row in zip(computed, first.tolist(), strict=True)}
         computing = [work.duplicate_of or work for work in self.sampled]
         last = [row_of[id(work)] + work.stop - work.start - 1 for work in computing]
@@ -132,7 +133,8 @@ class ForwardBatch:
         row_of: dict[int, int],
         table: NDArray[np.int64],
     ) -> Tensor:
-        """Where the keys of each (token, head) go; a twin's last, half-full block takes the same keys once more."""
+        """Return the addresses of each (token, head). A duplicate's last, partial block gets a copy of the same
+        keys."""
         size = self.cache.size
         source = [np.arange(self.tokens)]
         for work in self.sampled:
@@ -153,7 +155,7 @@ class ForwardBatch:
         shared_blocks = prefix_length // size
         blocks = self.shapes.attention.padded_blocks(int(chunks.end.max()) - prefix_length, size)
         counts = chunks.count[:, None]
-        index = np.minimum(np.arange(count), counts - 1)  # what pads a short piece is its last query once more
+        index = np.minimum(np.arange(count), counts - 1)  # copies of its last query pad a short chunk
         rows = (chunks.row[:, None] + index).reshape(-1)
         real = ((np.arange(count) < counts) & group.real[:, None]).reshape(-1)
         block_ids = torch.from_numpy(table[chunks.slot, : shared_blocks + blocks])
@@ -192,7 +194,7 @@ class ForwardBatch:
     def _attend(
         self, batch: _AttentionBatch, q: Tensor, blocks: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """[F · U · n, Hq, D]: what the queries of a batch find."""
+        """[F · U · n, Hq, D]: the attention output for the queries of a batch."""
         cache = self.cache
         num_groups, chunks_per_group, count, num_shared, num_own = batch.shape
         num_chunks, heads, rows = num_groups * chunks_per_group, cache.heads, count * cache.queries_per_kv_head
@@ -243,7 +245,7 @@ def _split_by_chunk(rows: Tensor, num_groups: int, per_group: int) -> Tensor:
 
 
 def count_blocks(model: Model, config: TorchEngineConfig) -> int:
-    """How many blocks of keys and values an engine of this model has: no more than requests could fill."""
+    """Return the number of blocks of an engine with this model: no more than requests could fill."""
     bytes_of_block = block_bytes(model, config.block_size)
     max_useful = config.max_num_seqs * -(-model.context_length // config.block_size)
     blocks = min(int(config.kv_gib * 2**30) // bytes_of_block, max_useful)

@@ -1,6 +1,6 @@
 """Release of OpenMP worker threads, so that one group of them exists at a time.
 
-Every thread that calls a parallel kernel gets OpenMP workers of its own, which stay for its next call. GNU's OpenMP
+Every thread that calls a parallel kernel gets its own OpenMP workers, which stay for its next call. GNU's OpenMP
 counts all of them. Once there are more than processors, workers no longer wait awake for the next kernel but sleep
 after each. A model of many small kernels then takes nearly twice as long. A trainer and an engine in two threads of one
 process do not compute at the same time. So each releases its workers when it is the other's turn.

@@ -44,7 +44,7 @@ class LaunchSpec:
     nodes: int
     rendezvous: str
     """The address at which the nodes of one replica meet."""
-    memory: float | None
+    gpu_memory_utilization: float | None
     """Share of a GPU's memory."""
     kv_gib: float | None
     kv_tokens: int | None

@@ -1,6 +1,6 @@
 """A pool of server engines: started or joined, watched, restarted, and usable from any thread.
 
-A thread of its own runs the event loop of all servers. So the loop of a run, that of an endpoint and plain threads can
+A separate thread runs the event loop of all servers. So the loop of a run, that of an endpoint and plain threads can
 use the pool alike.
 
     consumes       requests; weights, from the weight sender

@@ -1,6 +1,6 @@
 """The reaper of a server: a small process between a server and its owner, which ends the server with the owner.
 
-A server has many processes, and would outlive its owner. So a reaper starts it, in a session of its own. The owner
+A server has many processes, and would outlive its owner. So a reaper starts it, in a new session. The owner
 holds a pipe to the reaper. The pipe ends if it is closed, or if the owner ends. Then the server gets SIGTERM and, after
 a while, all that is left of its session is killed. A server that ends by itself ends its reaper. A killed reaper can do
 nothing of this, so it reports the session's id to the owner first.

@@ -1,17 +1,18 @@
 """The embedded inference engine: continuous batching over the very model that is trained.
 
-One thread owns everything and runs one loop: do what was asked between two tokens, then `_step`: schedule, run,
-finish. Everybody else (any number of coroutines on any event loops, or plain threads) posts what is to be done between
-two tokens and waits for a future. So no state is shared, and `pause`, `swap` and an abort never meet half a step.
+One thread owns all state and runs one loop: run the queued commands, then `_step`: schedule, compute, sample. All other
+callers (coroutines on any event loop, or plain threads) queue a command and wait for a future. So no state is shared,
+and `pause`, `update_weights` and `abort` never interrupt a step.
 
     consumes       requests, from `generate`, `stream` and `generate_all`
     produces       completions; each token with its log-probs and the version of the weights that drew it
     waits for      requests, and while paused for `resume`
-    unblocked by   whatever is posted; `close` ends the loop after the step under way
+    unblocked by   any command; `close` ends the loop after the current step
 
-With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it came, or how
-often it was preempted: bit for bit with float32 weights (see `kv`), where this processor has shapes of the products
-that make it so, which is tried before the first step (see `batch_invariance`, for the number of threads too).
+With `deterministic`, a request's tokens and log-probs do not depend on what shares its batch, when it arrived, or how
+often it was preempted. With float32 weights this holds bit for bit (see `kv_cache`), on processors that have
+batch-invariant product shapes. A trial before the first step finds them (see `batch_invariance`, also for the number of
+threads).
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ __all__ = ["TorchEngine"]
 Ids = NDArray[np.int32]
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds that `close` waits for the step under way."""
+"""Seconds that `close` waits for the current step."""
 
 
 class TorchEngine:
-    """A `RolloutEngine` in this process. `swap` is for the weight carrier; everything else is for anybody."""
+    """A `RolloutEngine` in this process. `update_weights` is for the weight sender; all other methods for any
+    caller."""
 
     def __init__(
         self,
@@ -72,7 +74,8 @@ class TorchEngine:
         version: int = 0,
         merge: bool = False,
     ) -> None:
-        """merge: of a model with adapters, compute with weights of one's own in which they are added up."""
+        """merge: for a model with adapters, compute with a second copy of the weights, into which the adapters are
+        merged."""
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._num_blocks = count_blocks(model, config)
         self._cache: KVCache | None = self._allocate()
@@ -86,11 +89,11 @@ class TorchEngine:
         self._thread = threading.Thread(target=self._loop, name="etude-engine", daemon=True)
         self._thread.start()
 
-    # -- what anybody may call ----------------------------------------------------------------------------------------
+    # -- for any caller -----------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The policy version of the weights it computes with."""
+        """The policy version of its weights."""
         return self._scheduler.version
 
     @property
@@ -101,7 +104,8 @@ class TorchEngine:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation. Cancelling the wait aborts the request. `begun` is called on the engine's thread."""
+        """Sample one continuation. Cancelling the wait aborts the request. `on_start` is called on the engine's
+        thread."""
         request = self._request(prompt, sampling, on_start=on_start)
         self._submit(request)
         try:
@@ -111,7 +115,7 @@ class TorchEngine:
             raise
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        """The same, token by token. Leaving the iteration aborts the request."""
+        """Do the same, and yield each token as it comes. Leaving the iteration aborts the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
@@ -140,41 +144,41 @@ class TorchEngine:
             self._cancel(*requests)
 
     async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has, finished by `abort`."""
+        """End all requests. Every waiting call returns its tokens so far, finished by `abort`."""
         await self._commands.call_async(self._abort)
 
     async def pause(self) -> None:
-        """Stop between two tokens. Requests under way stay, new ones queue, and all go on after `resume`."""
+        """Stop between two tokens. Requests under way stay, new ones queue, and all continue after `resume`."""
         await self._commands.call_async(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
-        """Go on with what is under way."""
+        """Continue the requests under way."""
         await self._commands.call_async(lambda: self._set_paused(False))
 
     async def sleep(self) -> None:
-        """Give the memory of keys and values back, and that of weights kept besides. Nothing may be under way."""
+        """Free the memory of the KV cache and of extra copies of weights. No request may be under way."""
         await self._commands.call_async(self._sleep)
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate that memory again."""
         await self._commands.call_async(self._wake)
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Compute with these weights from the next token on. None are given where the model's own memory was written,
-        which is to be done while the engine is paused.
+        """Compute with these weights from the next token on.
 
-        Requests under way go on with the keys and values they have; new ones use nothing that older weights computed.
+        Pass no weights if the model's own memory was written; do this while the engine is paused. Requests under way
+        keep their keys and values. New ones use nothing that older weights computed.
         """
         await self._commands.call_async(lambda: self._update_weights(weights, version))
 
     def stats(self) -> Metrics:
-        """What was done since it was last asked, and what is under way."""
+        """Return the metrics since the last call, and the current load."""
         return self._commands.call(self._stats)
 
     def close(self) -> None:
-        """End the thread after the step under way; whoever still waits is told.
+        """End the thread after the current step. Requests under way get an error.
 
-        A step that takes too long is an error, or a warning where another error is what closes the engine.
+        A step that takes too long is an error, or only a warning if another error closes the engine.
         """
         self._commands.close()
         self._thread.join(CLOSE_TIMEOUT)
@@ -199,15 +203,11 @@ class TorchEngine:
         listener: Callable[[Delta], None] | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> Request:
-        """A request that can be computed, or the sentence that says why not."""
+        """Return a request; raise if it cannot be computed."""
         ids = np.asarray(prompt, dtype=np.int32)
         model, cache_tokens = self.model, self._num_blocks * self.config.block_size
         check_request(
-            ids,
-            sampling,
-            vocab_size=model.vocab_size,
-            context_length=model.context_length,
-            cache_tokens=cache_tokens,
+            ids, sampling, vocab_size=model.vocab_size, context_length=model.context_length, cache_tokens=cache_tokens
         )
         if sampling.stop and self.tokenizer is None:
             raise ConfigError("An engine without a tokenizer cannot look for stop strings: give stop_ids instead.")
@@ -222,27 +222,28 @@ class TorchEngine:
         )
 
     def _submit(self, *requests: Request) -> None:
-        """Queue these. Who asks has stopped computing, as a trainer has that now waits for its engine."""
+        """Queue these requests. First release the caller's OpenMP workers, since a trainer now waits for its engine."""
         release_omp_workers()
         self._commands.submit(lambda: self._enqueue(*requests), *(request.future for request in requests))
 
     def _cancel(self, *requests: Request) -> None:
-        """Nobody waits for these any more."""
+        """Remove these requests: no caller waits for them."""
         unfinished = [request for request in requests if not request.future.done()]
         if unfinished:
-            with suppress(EngineError):  # one that has ended has let go of them
+            with suppress(EngineError):  # an engine that has ended has dropped them
                 self._commands.submit(lambda: [self._scheduler.remove(request) for request in unfinished])
 
     # -- on the engine's thread ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        """Whatever ends it, nobody is left waiting, and nobody else is let in."""
+        """Run until the engine closes or breaks. At the end every request gets an error, and later commands are
+        refused."""
         failure = EngineError("The engine was closed while this request was under way.")
         try:
             with torch.inference_mode(), self._resident.activate():
                 while self._run_once():
                     pass
-        except BaseException as error:  # even starting afresh went wrong, as it does on a device that is lost
+        except BaseException as error:  # the recovery failed too, as it does on a lost device
             failure = EngineError(f"The engine could not go on after an error, and has stopped for good: {error!r}")
             failure.__cause__ = error
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
@@ -250,7 +251,7 @@ class TorchEngine:
         self._commands.fail_pending(failure)
 
     def _run_once(self) -> bool:
-        """Do what was posted, then a step if there is one to do; False once the engine is to close."""
+        """Run the queued commands, then a step if there is work. Return False if the engine is closing."""
         is_open = self._commands.run_pending(self._has_work, release_omp_workers)
         if self._has_work() and is_open:
             self._guarded_step()
@@ -260,19 +261,19 @@ class TorchEngine:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     def _guarded_step(self) -> None:
-        """A step; what goes wrong in it reaches everybody who waits, and the engine starts afresh."""
+        """Run a step. If it fails, all requests get the error, and the cache is allocated anew."""
         start = time.perf_counter()
         try:
             self._step()
         except Exception as error:
             self._fail_all(_to_engine_error(error, self.config))
-            self._cache = self._allocate()  # what is not finite must not linger behind the end of later keys
+            self._cache = self._allocate()  # values that are not finite must not stay behind the end of later keys
         self._busy += time.perf_counter() - start
 
     def _step(self) -> None:
-        """One token for everybody who is at the end of their context; a piece of prompt for the others."""
+        """Compute one token for each generating request, and a chunk of the prompt for the others."""
         scheduler, cache = self._scheduler, self._cache
-        assert cache is not None, "an engine that sleeps has nothing under way"
+        assert cache is not None, "an engine that sleeps has no work"
         shapes = self._shapes = self._shapes or self._find_shapes()
         works = scheduler.schedule(shapes.rows.max_tokens)
         batch = ForwardBatch(cache, works, scheduler.table, shapes)
@@ -291,7 +292,7 @@ class TorchEngine:
         return find_batch_invariant_shapes(self._resident.model) if needed else UNPADDED_SHAPES
 
     def _finish(self, requests: list[Request], logits: Tensor) -> None:
-        """Draw each request's next token, and hand over those that are through."""
+        """Draw each request's next token, and complete the requests that finish."""
         scheduler = self._scheduler
         sampled = sample_tokens(
             logits,
@@ -306,8 +307,8 @@ class TorchEngine:
             with self._isolate_errors(request):
                 if math.isnan(sampled.logp[row]):
                     raise DataError(
-                        "There is no token to draw: logit_bias and the banned end tokens leave none, or they or a tiny "
-                        "temperature take the logits beyond float32. Greedy is temperature 0."
+                        "There is no token to draw. logit_bias and the banned end tokens leave none, or they or a tiny "
+                        "temperature take the logits beyond float32. For greedy sampling set temperature to 0."
                     )
                 finish_reason = request.append_token(
                     sampled.ids[row], sampled.logp[row], sampled.raw_logp[row], scheduler.version, sampled.top.get(row)
@@ -318,7 +319,7 @@ class TorchEngine:
 
     @contextmanager
     def _isolate_errors(self, request: Request) -> Iterator[None]:
-        """What goes wrong in here, as a listener or a tokenizer may, ends this request and no other."""
+        """Let an error in this context, such as a listener's or a tokenizer's, end this request and no other."""
         try:
             yield
         except BaseException as error:
@@ -330,7 +331,7 @@ class TorchEngine:
             if self._broken is not None:
                 request.fail(self._broken)
             elif self._cache is None:
-                request.fail(EngineError("The engine is asleep: call wake() before asking it anything."))
+                request.fail(EngineError("The engine is asleep: call wake() before you send requests."))
             else:
                 self._scheduler.add(request)
 
@@ -362,7 +363,7 @@ class TorchEngine:
             self._resident.refresh()
 
     def _update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy in place. Stopped half-way, the engine is out of service until a swap that succeeds."""
+        """Copy the weights in place. If the copy stops half-way, the engine is out of service until one succeeds."""
         missing = dict(self.model.named_weights())
         count = len(missing)
         try:
@@ -370,8 +371,8 @@ class TorchEngine:
                 for name, weight in weights:
                     if name not in missing or missing[name].shape != weight.shape:
                         raise EngineError(
-                            f"The weight {name} {list(weight.shape)} was sent, which the engine's model does not have, "
-                            f"has in another shape, or was sent before. The two models are not of one architecture."
+                            f"The weight {name} {list(weight.shape)} was sent. The engine's model does not have it, "
+                            f"has it in another shape, or got it before. The two models are of different architectures."
                         )
                     missing.pop(name).copy_(weight)
             if 0 < len(missing) < count:
@@ -433,7 +434,7 @@ class TorchEngine:
 
 
 def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError:
-    """What happened, in a sentence, with the knob to turn where memory ran out."""
+    """Return the error as a sentence. If memory ran out, it names the options to lower."""
     if isinstance(error, EngineError):
         return error
     engine_error: EngineError
@@ -443,6 +444,6 @@ def _to_engine_error(error: Exception, config: TorchEngineConfig) -> EngineError
             f"{config.max_num_batched_tokens}) or max_num_seqs (now {config.max_num_seqs}). ({error})"
         )
     else:
-        engine_error = EngineError(f"The engine failed in a step, and all that was under way with it: {error!r}")
+        engine_error = EngineError(f"A step of the engine failed, and all requests under way with it: {error!r}")
     engine_error.__cause__ = error
     return engine_error

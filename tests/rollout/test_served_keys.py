@@ -37,7 +37,9 @@ def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path
                 await stranger.close()
 
         for wrong in ("", "another"):
-            with pytest.raises(EngineError, match=r"answered 401 .*needs another key.*`rollout\.api_key_env`") as refused:
+            with pytest.raises(
+                EngineError, match=r"answered 401 .*needs another key.*`rollout\.api_key_env`"
+            ) as refused:
                 asyncio.run(asked(wrong))
             assert "another'" not in str(refused.value) and "Bearer another" not in str(refused.value)
     with pytest.raises(EngineError, match=r"args: key='\*\*\*'"), served(tmp_path, server_args=("--tells", "--dies")):

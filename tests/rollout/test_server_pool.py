@@ -169,7 +169,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
         pass
     with (
         pytest.raises(ConfigError, match=r"is vLLM 0\.11\.2, and Etude supports 0\.32"),
-        served(tmp_path / "b", arguments=("--version=0.11.2",)),
+        served(tmp_path / "b", server_args=("--version=0.11.2",)),
     ):
         pass
     with pytest.raises(ConfigError, match="is not a file"), served(tmp_path / "c", python=tmp_path / "nothing"):
