@@ -275,7 +275,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     with suppress(ImportError):  # `input` edits its line where the system has this library
         import readline  # noqa: F401
     piped = None if sys.stdin is not None and sys.stdin.isatty() else sys.stdin
-    run_chat(run, source, best=arguments.best, typed=piped)
+    run_chat(run, source, best=arguments.best, piped=piped)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

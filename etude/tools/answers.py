@@ -47,24 +47,24 @@ def show(
     console: Console | None = None,
 ) -> None:
     """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
-    shown = 3 if tasks is None else _at_least_one(tasks)
-    step, found = load_answers(directory, step)
+    count = 3 if tasks is None else _check_count(tasks)
+    step, answers = load_answers(directory, step)
     console = make_console() if console is None else console
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for each in found:
-        groups[each["task"]].append(each)
-    failed = sum(each["outcome"] != Outcome.SUCCEEDED for each in found)
-    told = f" {failed} of these rollouts failed: each says why." if failed else ""
-    console.print(Text(f"Step {step}: {len(found)} answers to {len(groups)} tasks.{told}"), soft_wrap=True)
-    for group in list(groups.values())[:shown]:
+    for answer in answers:
+        groups[answer["task"]].append(answer)
+    failed = sum(answer["outcome"] != Outcome.SUCCEEDED for answer in answers)
+    remark = f" {failed} of these rollouts failed: each says why." if failed else ""
+    console.print(Text(f"Step {step}: {len(answers)} answers to {len(groups)} tasks.{remark}"), soft_wrap=True)
+    for group in list(groups.values())[:count]:
         console.print()
         console.print(Text(_prompt_text(group[0]["prompt"]), "bold"), soft_wrap=True)
         console.print(_table(sorted(group, key=_sort_key, reverse=True), whole))
-    if len(groups) > shown:
-        console.print(Text(f"{len(groups) - shown} more tasks: -n {len(groups)} shows all, --json prints them."))
+    if len(groups) > count:
+        console.print(Text(f"{len(groups) - count} more tasks: -n {len(groups)} shows all, --json prints them."))
 
 
-def _at_least_one(tasks: int) -> int:
+def _check_count(tasks: int) -> int:
     if tasks < 1:
         raise ConfigError(f"-n {tasks} asks for no task. Ask for 1 or more.")
     return tasks
@@ -75,7 +75,7 @@ def load_answers(
 ) -> tuple[int, list[dict[str, Any]]]:
     """Return a step, by default the last that was collected, and its rollouts as plain data, task by task: those that
     were trained on, and those that failed. tasks: how many of its tasks; None is all."""
-    most = None if tasks is None else _at_least_one(tasks)
+    limit = None if tasks is None else _check_count(tasks)
     file = directory / JOURNAL
     if not file.is_file():
         raise ConfigError(
@@ -86,37 +86,37 @@ def load_answers(
         steps = admitted.keys() | dropped.keys()  # a step whose tasks all failed was never admitted
         if not steps:
             raise ConfigError(f"The run in {directory} has not collected its first step yet. Wait until it has.")
-        wanted = max(steps) if step is None else step
-        if wanted not in steps:
+        chosen = max(steps) if step is None else step
+        if chosen not in steps:
             raise ConfigError(
-                f"The run in {directory} has no step {wanted}; it has collected steps {min(steps)} to "
+                f"The run in {directory} has no step {chosen}; it has collected steps {min(steps)} to "
                 f"{max(steps)}. Give one of them with --step."
             )
-        rollouts = _rollouts(store, admitted.get(wanted, ()), dropped.get(wanted, ()))
-        found = list(_answer_records(store, wanted, rollouts, directory))
-        first = list(dict.fromkeys(each["task"] for each in found))[:most]
-        return wanted, [each for each in found if each["task"] in first]
+        rollouts = _rollouts(store, admitted.get(chosen, ()), dropped.get(chosen, ()))
+        answers = list(_answer_records(store, chosen, rollouts, directory))
+        selected = list(dict.fromkeys(answer["task"] for answer in answers))[:limit]
+        return chosen, [answer for answer in answers if answer["task"] in selected]
 
 
 def _dropped(store: Journal) -> dict[int, list[int]]:
     """The tasks that each step left out; tasks that scored the model are none of them."""
-    found: dict[int, list[int]] = defaultdict(list)
+    tasks: dict[int, list[int]] = defaultdict(list)
     for _, event in store.read(kinds=(TaskDropped,)):
         if isinstance(event, TaskDropped) and event.task < FIRST_EVALUATION_ORDINAL:
-            found[event.step].append(event.task)
-    return found
+            tasks[event.step].append(event.task)
+    return tasks
 
 
 def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
     """The rollouts that a step trained on, and behind those of a task the ones that failed."""
     trained = store.load_states(RolloutState, admitted)
-    tries: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
+    by_task: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
     for id in admitted:
-        tries[trained[id].task].append(trained[id])
-    for task, chosen in tries.items():
+        by_task[trained[id].task].append(trained[id])
+    for task, states in by_task.items():
         others = [id for id in store.task(task).rollouts if id not in trained]
-        chosen += [state for state in store.load_states(RolloutState, others).values() if _failed(state)]
-    return [state for chosen in tries.values() for state in chosen]
+        states += [state for state in store.load_states(RolloutState, others).values() if _failed(state)]
+    return [state for states in by_task.values() for state in states]
 
 
 def _failed(state: RolloutState) -> bool:
@@ -138,11 +138,11 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
 def _answer_records(
     store: Journal, step: int, rollouts: Sequence[RolloutState], directory: Path
 ) -> Iterator[dict[str, Any]]:
-    counts, turns_at_most = reward_getter(directory), _max_turns(directory)
+    reward_of, max_turns = reward_getter(directory), _max_turns(directory)
     for rollout in rollouts:
-        task, last = store.task(rollout.task), rollout.last
-        turns = store.turns(rollout.id) if last is not None else []
-        earned = counts(rollout)
+        task, attempt = store.task(rollout.task), rollout.last
+        turns = store.turns(rollout.id) if attempt is not None else []
+        reward = reward_of(rollout)
         yield {
             "step": step,
             "task": task.id,
@@ -150,10 +150,12 @@ def _answer_records(
             "prompt": task_prompt(task.fields),
             "ground_truth": task.fields.get("ground_truth"),
             "answer": turns[-1].completion.text if turns else "",
-            "reward": earned,
-            "parts": dict(last.parts) if last is not None and earned is not None and earned == last.total else {},
+            "reward": reward,
+            "parts": dict(attempt.parts)
+            if attempt is not None and reward is not None and reward == attempt.total
+            else {},
             "tokens": sum(len(turn.completion.ids) for turn in turns),
-            "finish": end_reason(turns, last is not None and last.truncated, turns_at_most) or "stop",
+            "finish": end_reason(turns, attempt is not None and attempt.truncated, max_turns) or "stop",
             "outcome": str(rollout.status),
             "error": describe_failure(store, rollout) if _failed(rollout) else "",
         } | ({"conversation": _conversation(_tokenizer(directory), turns)} if len(turns) > 1 else {})
@@ -161,46 +163,48 @@ def _answer_records(
 
 def _max_turns(directory: Path) -> int | None:
     """The most turns that a rollout of a run may have, where an environment plays; agents bound themselves."""
-    told = read_options(directory) if (directory / OPTIONS).exists() else {}
-    return None if told.get("agent", {}).get("path") is not None else told.get("env", {}).get("max_turns")
+    options = read_options(directory) if (directory / OPTIONS).exists() else {}
+    return None if options.get("agent", {}).get("path") is not None else options.get("env", {}).get("max_turns")
 
 
 def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """What was said, and what a turn earned by itself."""
-    told: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
     if tokenizer is None:
-        told = [{"by": "model", "text": turn.completion.text} for turn in turns]
+        messages = [{"by": "model", "text": turn.completion.text} for turn in turns]
     else:
-        told = [*decode_conversation(tokenizer, turns)]
-    for said, turn in zip((each for each in told if each["by"] == "model"), turns, strict=True):
+        messages = [*decode_conversation(tokenizer, turns)]
+    for message, turn in zip((m for m in messages if m["by"] == "model"), turns, strict=True):
         if turn.reward is not None:
-            said["reward"] = turn.reward
-    return told
+            message["reward"] = turn.reward
+    return messages
 
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     """A row for each answer; those that say the same and earned the same share one."""
-    parts = list(dict.fromkeys(name for each in group for name in each["parts"]))
+    parts = list(dict.fromkeys(name for answer in group for name in answer["parts"]))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("times", "reward", *parts, "tokens"):
         table.add_column(name, justify="right")
     table.add_column("answer")
-    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for each in group:
-        alike[_answer_text(each), each["reward"], each["finish"], each["outcome"], each["error"]].append(each)
-    for (told, *_), (each, *others) in alike.items():
-        text = told if whole or len(told) <= LONGEST else told[: LONGEST - 1] + "…"
-        cut = "" if each["finish"] == "stop" else f"  [{each['finish']}]"
-        numbers = [each["reward"], *(each["parts"].get(name, float("nan")) for name in parts)]
-        shown = ["–" if number is None else format_number(number) for number in numbers]
-        cells = [str(1 + len(others)), *shown, str(each["tokens"])]
+    same: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for answer in group:
+        same[_answer_text(answer), answer["reward"], answer["finish"], answer["outcome"], answer["error"]].append(
+            answer
+        )
+    for (full, *_), (answer, *others) in same.items():
+        text = full if whole or len(full) <= LONGEST else full[: LONGEST - 1] + "…"
+        ending = "" if answer["finish"] == "stop" else f"  [{answer['finish']}]"
+        numbers = [answer["reward"], *(answer["parts"].get(name, float("nan")) for name in parts)]
+        formatted = ["–" if number is None else format_number(number) for number in numbers]
+        cells = [str(1 + len(others)), *formatted, str(answer["tokens"])]
         table.add_row(
-            *map(Text, cells), Text.assemble(text, (cut, "dim"), (_failure_text(each, whole, bool(text)), "red"))
+            *map(Text, cells), Text.assemble(text, (ending, "dim"), (_failure_text(answer, whole, bool(text)), "red"))
         )
     return table
 
 
-def _failure_text(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
+def _failure_text(answer: Mapping[str, Any], whole: bool, after_answer: bool) -> str:
     """The outcome of a rollout that failed, and its cause: of a long one the beginning and the end, where causes stand.
     behind: whether it follows the answer."""
     if answer["outcome"] == Outcome.SUCCEEDED:
@@ -208,7 +212,7 @@ def _failure_text(answer: Mapping[str, Any], whole: bool, behind: bool) -> str:
     error = answer["error"]
     if not whole and len(error) > LONGEST:
         error = f"{error[: LONGEST // 3]} … {error[-2 * LONGEST // 3 :]}"
-    return ("\n" if behind else "") + f"{answer['outcome']}: {error}"
+    return ("\n" if after_answer else "") + f"{answer['outcome']}: {error}"
 
 
 def _sort_key(answer: Mapping[str, Any]) -> float:
@@ -221,10 +225,10 @@ def _answer_text(answer: Mapping[str, Any]) -> str:
     if "conversation" not in answer:
         return str(answer["answer"])
     return "\n".join(
-        each["text"] + (f"  [earned {format_number(each['reward'])}]" if "reward" in each else "")
-        if each["by"] == "model"
-        else "\n".join(f"│ {line}" for line in each["text"].strip().splitlines())
-        for each in answer["conversation"]
+        message["text"] + (f"  [earned {format_number(message['reward'])}]" if "reward" in message else "")
+        if message["by"] == "model"
+        else "\n".join(f"│ {line}" for line in message["text"].strip().splitlines())
+        for message in answer["conversation"]
     )
 
 
@@ -233,6 +237,6 @@ def _prompt_text(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
-        said = {name: each if isinstance(each, str) else json.dumps(each) for name, each in prompt.items()}
-        return "\n".join(f"{name}: {text}" for name, text in said.items())
+        fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in prompt.items()}
+        return "\n".join(f"{name}: {text}" for name, text in fields.items())
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)

@@ -37,36 +37,36 @@ __all__ = ["run_chat"]
 HELP = "/new begins another conversation, /quit ends. Ctrl-C stops an answer."
 
 
-def run_chat(run: Run, source: str, *, best: bool, typed: TextIO | None) -> None:
+def run_chat(run: Run, source: str, *, best: bool, piped: TextIO | None) -> None:
     """Hold a conversation until it is ended. source: what the run is named by. typed: where messages come from, a line
     each; None is the terminal."""
     if run.model.path is None:
         raise ConfigError("Name a run's directory or a model's first: `etude chat runs/mine`.")
     console = make_console(run.observe.console)
-    with load_for_inference(run, best=best) as (step, chat, engine, longest):
-        what = str(run.model.path) if step is None else f"step {step} of {source}"
-        console.print(Text(f"This is {what}. {HELP}", style="dim"), soft_wrap=True)
-        talk = _Conversation(run, chat, engine, longest, console)
-        while (line := _line(console, typed)) is not None:
+    with load_for_inference(run, best=best) as (step, chat, engine, max_tokens):
+        description = str(run.model.path) if step is None else f"step {step} of {source}"
+        console.print(Text(f"This is {description}. {HELP}", style="dim"), soft_wrap=True)
+        conversation = _Conversation(run, chat, engine, max_tokens, console)
+        while (line := _read_line(console, piped)) is not None:
             if line == "/quit":
                 break
             if line == "/new":
-                talk = _Conversation(run, chat, engine, longest, console)
+                conversation = _Conversation(run, chat, engine, max_tokens, console)
                 console.print(Text("A new conversation.", style="dim"))
             elif line.startswith("/"):
                 console.print(Text(f"{line.split()[0]} is no command. {HELP}", style="dim"), soft_wrap=True)
             elif line:
-                talk.answer(line)
+                conversation.answer(line)
 
 
-def _line(console: Console, typed: TextIO | None) -> str | None:
+def _read_line(console: Console, piped: TextIO | None) -> str | None:
     """The next line without its white space; None where there is none any more."""
-    if typed is None:
+    if piped is None:
         with suppress(EOFError):
             return console.input("[bold]> [/bold]").strip()
         console.print()
         return None
-    line = typed.readline()
+    line = piped.readline()
     if not line:
         return None
     console.print(Text(f"> {line.strip()}", style="bold"), soft_wrap=True)
@@ -77,9 +77,9 @@ class _Conversation:
     """One conversation."""
 
     def __init__(
-        self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, longest: int, console: Console
+        self, run: Run, chat: ChatRenderer, engine: TorchEngine | ServerPool, max_tokens: int, console: Console
     ) -> None:
-        self._run, self._chat, self._engine, self._longest, self._console = run, chat, engine, longest, console
+        self._run, self._chat, self._engine, self._max_tokens, self._console = run, chat, engine, max_tokens, console
         self._transcript: Transcript | None = None
         self._turn = 0
 
@@ -91,10 +91,12 @@ class _Conversation:
             messages = (Message("user", text),)
             self._transcript = Transcript(self._chat, messages if self._chat.tokenizer.template else text)
         prompt = self._transcript.ids
-        room = self._longest - len(prompt)
+        room = self._max_tokens - len(prompt)
         if room < 1:
-            told = f"The conversation has {len(prompt)} tokens, and the model has room for {self._longest}. {HELP}"
-            self._console.print(Text(told, style="red"), soft_wrap=True)
+            message = (
+                f"The conversation has {len(prompt)} tokens, and the model has room for {self._max_tokens}. {HELP}"
+            )
+            self._console.print(Text(message, style="red"), soft_wrap=True)
             return
         deltas: list[Delta] = []
         try:
@@ -107,26 +109,26 @@ class _Conversation:
         completion = _join_deltas(deltas, self._chat)
         self._transcript.add_answer(prompt, completion)
         self._turn += 1
-        cut = stopped or ("" if completion.finish_reason == "stop" else completion.finish_reason)
-        self._console.print(Text(f"  [{cut}]" if cut else "", style="dim"), soft_wrap=True)
+        remark = stopped or ("" if completion.finish_reason == "stop" else completion.finish_reason)
+        self._console.print(Text(f"  [{remark}]" if remark else "", style="dim"), soft_wrap=True)
 
     async def _stream(self, prompt: Ids, room: int, deltas: list[Delta]) -> None:
         """Write an answer as it comes. deltas: gains what comes."""
         params = self._run.sampling.params(derived_seed(self._run.seed, "chat", self._turn))
         params = replace(params, max_tokens=min(params.max_tokens, room))
-        reader = self._chat.stream_parser(prompt, sampling=params)
+        parser = self._chat.stream_parser(prompt, sampling=params)
         async with aclosing(self._engine.stream(prompt, params)) as stream:
             async for delta in stream:
                 deltas.append(delta)
-                self._show(reader.push(delta.ids))
-        self._show(reader.finish())
+                self._show(parser.push(delta.ids))
+        self._show(parser.finish())
 
-    def _show(self, pieces: Sequence[MessageDelta]) -> None:
-        for piece in pieces:
-            if isinstance(piece, ToolCallDelta):
-                text = Text(f"\n{piece.call.name}({piece.call.arguments})", style="cyan")
+    def _show(self, deltas: Sequence[MessageDelta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, ToolCallDelta):
+                text = Text(f"\n{delta.call.name}({delta.call.arguments})", style="cyan")
             else:
-                text = Text(piece.text, style="" if isinstance(piece, ContentDelta) else "dim")
+                text = Text(delta.text, style="" if isinstance(delta, ContentDelta) else "dim")
             self._console.print(text, end="", soft_wrap=True)
 
 
@@ -134,8 +136,8 @@ def _join_deltas(deltas: Sequence[Delta], chat: ChatRenderer) -> Completion:
     """The sampled part of an answer: all of it, or up to where it was stopped."""
     if deltas and deltas[-1].completion is not None:
         return deltas[-1].completion
-    none = np.zeros(0, np.int32)
-    ids = np.concatenate([none, *(delta.ids for delta in deltas)])
-    logp = np.concatenate([none.astype(np.float32), *(delta.logp for delta in deltas)])
-    version = np.concatenate([none, *(delta.version for delta in deltas)])
+    empty = np.zeros(0, np.int32)
+    ids = np.concatenate([empty, *(delta.ids for delta in deltas)])
+    logp = np.concatenate([empty.astype(np.float32), *(delta.logp for delta in deltas)])
+    version = np.concatenate([empty, *(delta.version for delta in deltas)])
     return Completion(ids, logp, version, "abort", chat.tokenizer.decode(ids))

@@ -37,32 +37,32 @@ class ShowOptions(Config):
 def prepare(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
     """Prepare a data set, and say what came of it and what to type next."""
     console = make_console() if console is None else console
-    done = prepare_dataset(preparation, console)
-    for split, file in done.files.items():
-        console.print(Text(f"{done.counts[split]:>9,} rows {SPLIT_PURPOSES[split]:<23} {file}"), soft_wrap=True)
-    for line in done.skipped.lines():
+    prepared = prepare_dataset(preparation, console)
+    for split, file in prepared.files.items():
+        console.print(Text(f"{prepared.counts[split]:>9,} rows {SPLIT_PURPOSES[split]:<23} {file}"), soft_wrap=True)
+    for line in prepared.skipped.lines():
         console.print(Text(line, "yellow"), soft_wrap=True)
     console.print()
-    _show(console, "the first one", done.example, done.example["prompt"], None)
-    if "reward_model" in done.example:
-        _show_answer(console, done.example["reward_model"]["ground_truth"])
-    console.print(Text.assemble("\nnext:  ", (done.command, "bold")), soft_wrap=True)
-    return done
+    _show_task(console, "the first one", prepared.example, prepared.example["prompt"], None)
+    if "reward_model" in prepared.example:
+        _show_answer(console, prepared.example["reward_model"]["ground_truth"])
+    console.print(Text.assemble("\nnext:  ", (prepared.command, "bold")), soft_wrap=True)
+    return prepared
 
 
-def to_dict(done: PreparedFiles) -> dict[str, Any]:
+def to_dict(prepared: PreparedFiles) -> dict[str, Any]:
     """What came of a preparation, as plain data."""
     return {
-        "files": {split: str(file) for split, file in done.files.items()},
-        "rows": dict(done.counts),
-        "skipped": {why: count for why, (count, _) in done.skipped.reasons.items()},
-        "next": done.command,
+        "files": {split: str(file) for split, file in prepared.files.items()},
+        "rows": dict(prepared.counts),
+        "skipped": {reason: count for reason, (count, _) in prepared.skipped.reasons.items()},
+        "next": prepared.command,
     }
 
 
 def show(
     file: str,
-    shown: ShowOptions,
+    options: ShowOptions,
     *,
     first: int = 0,
     tasks: int = 3,
@@ -73,7 +73,7 @@ def show(
 
     model: a model's directory or its name, whose chat template shows the tasks and whose tokens are counted.
     """
-    dataset = Dataset.load(list(data_files(file)), shown.columns)
+    dataset = Dataset.load(list(data_files(file)), options.columns)
     if tasks < 1 or not 0 <= first < len(dataset):
         raise ConfigError(
             f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were asked for. Ask for 1 or "
@@ -83,38 +83,40 @@ def show(
     chat = (
         None
         if model is None
-        else shown.chat.build_renderer(Tokenizer.load(locate_model(model, "--model", weights=False)))
+        else options.chat.build_renderer(Tokenizer.load(locate_model(model, "--model", weights=False)))
     )
     for row in range(first, min(first + tasks, len(dataset))):
         task = dataset.task(row, row)
         source = f", {task.source}" if task.source else ""
-        _show(console, f"{dataset.location(row)}{source}", task.fields, task.fields["prompt"], chat)
+        _show_task(console, f"{dataset.location(row)}{source}", task.fields, task.fields["prompt"], chat)
         if task.fields["ground_truth"] is not None:
             _show_answer(console, task.fields["ground_truth"])
         console.print()
     console.print(Text(f"{len(dataset):,} rows{_longest(dataset, chat)}", "dim"), soft_wrap=True)
 
 
-def _show(console: Console, title: str, row: Mapping[str, Any], prompt: Any, chat: ChatRenderer | None) -> None:
+def _show_task(console: Console, title: str, row: Mapping[str, Any], prompt: Any, chat: ChatRenderer | None) -> None:
     """One task under its title; of a preference pair, both answers too."""
-    asked = parse_prompt(prompt)
+    parsed = parse_prompt(prompt)
     if chat is not None:
-        title += f", {len(chat.prompt_ids(asked)):,} tokens"
+        title += f", {len(chat.prompt_ids(parsed)):,} tokens"
     console.print(Text(title, "dim"), soft_wrap=True)
-    rendered = asked if isinstance(asked, str) else _lines(prompt) if chat is None else chat.render_text(asked)
+    rendered = (
+        parsed if isinstance(parsed, str) else _format_messages(prompt) if chat is None else chat.render_text(parsed)
+    )
     console.print(Text(rendered), soft_wrap=True)
     for name in ANSWERS:
-        if all(row.get(each) for each in ANSWERS):
-            answer = row[name] if isinstance(row[name], str) else _lines(row[name])
+        if all(row.get(column) for column in ANSWERS):
+            answer = row[name] if isinstance(row[name], str) else _format_messages(row[name])
             console.print(Text.assemble((f"{name}: ", "bold"), answer), soft_wrap=True)
 
 
 def _show_answer(console: Console, truth: Any) -> None:
-    written = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
-    console.print(Text.assemble(("right answer: ", "bold"), written), soft_wrap=True)
+    text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    console.print(Text.assemble(("right answer: ", "bold"), text), soft_wrap=True)
 
 
-def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
+def _format_messages(messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as a person reads it."""
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 

@@ -20,22 +20,22 @@ SERVERS = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang"}
 
 def list_engines() -> list[dict[str, Any]]:
     """Each of them: its name, what it serves with, how many packages it pins, and its Python where that is here."""
-    found = []
+    engines = []
     for name, package in SERVERS.items():
-        pinned = load_pins(name)
-        there = find_environment(pinned)
-        main = next(pin for pin in pinned.pins if pin.startswith(f"{package}=="))
-        python = str(there.python) if there.is_complete else None
-        found.append({"name": name, "serves": main, "packages": len(pinned.pins), "python": python})
-    return found
+        pins = load_pins(name)
+        environment = find_environment(pins)
+        main = next(pin for pin in pins.pins if pin.startswith(f"{package}=="))
+        python = str(environment.python) if environment.is_complete else None
+        engines.append({"name": name, "serves": main, "packages": len(pins.pins), "python": python})
+    return engines
 
 
 def show(console: Console | None = None) -> None:
     """Print them."""
     table = Table("engine", "serves with", "packages", "here")
-    for each in list_engines():
-        here = each["python"] or f"no: `etude engine install {each['name']}`"
-        table.add_row(each["name"], each["serves"], str(each["packages"]), here)
+    for engine in list_engines():
+        python = engine["python"] or f"no: `etude engine install {engine['name']}`"
+        table.add_row(engine["name"], engine["serves"], str(engine["packages"]), python)
     (console or make_console()).print(table)
 
 

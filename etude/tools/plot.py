@@ -67,12 +67,12 @@ def plot(
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{len(runs)} runs were named, and one picture tells {MOST_RUNS} apart. Name fewer.")
     histories = [read_curves(run) for run in dict.fromkeys(runs)]
-    chosen = _select_metrics(histories, metrics)
-    names = _names([history.directory for history in histories])
+    selected = _select_metrics(histories, metrics)
+    names = _run_names([history.directory for history in histories])
     path = into or (histories[0].directory / PICTURE if len(histories) == 1 else Path(PICTURE))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(histories, names, chosen, path)
-    console.print(_table(histories, names, chosen, console))
+    draw(histories, names, selected, path)
+    console.print(_table(histories, names, selected, console))
     console.print(Text.assemble(("picture  ", "dim"), str(path)), soft_wrap=True)
     return path
 
@@ -81,15 +81,17 @@ def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence
     """The picture: a panel for each metric, a colour for each run."""
     title = names[0] if len(names) == 1 else ""
     steps = [curve.steps for history in histories for name, curve in history.curves.items() if name in metrics]
-    first, last = min(int(each[0]) for each in steps), max(int(each[-1]) for each in steps)
+    first, last = min(int(curve_steps[0]) for curve_steps in steps), max(int(curve_steps[-1]) for curve_steps in steps)
     figure, panels, _ = make_figure(len(metrics), title, most_columns=MOST_COLUMNS, panel=(3.3, 2.1))
     for panel, metric in zip(panels, metrics, strict=True):
         curves = [history.curves.get(metric) for history in histories]
         for curve, colour in zip(curves, COLOURS, strict=False):
             if curve is not None:
                 _draw_curve(panel, curve, colour)
-        only = curves[0] if len(curves) == 1 else None
-        style_panel(panel, metric, "" if only is None else format_number(smooth_values(only.values)[-1]), COLOURS[0])
+        single = curves[0] if len(curves) == 1 else None
+        style_panel(
+            panel, metric, "" if single is None else format_number(smooth_values(single.values)[-1]), COLOURS[0]
+        )
         panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         panel.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
@@ -136,16 +138,16 @@ def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequen
     """A line for each metric of each run."""
     blocks, arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
     several = len(names) > 1
-    beside = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
-    width = max(8, min(48, console.width - beside))
+    label_width = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
+    width = max(8, min(48, console.width - label_width))
     table = Table(box=None, pad_edge=False, show_header=False)
     for metric in metrics:
         curves = {name: history.curves.get(metric) for name, history in zip(names, histories, strict=True)}
-        there = {name: smooth_values(curve.values) for name, curve in curves.items() if curve is not None}
-        low, high = min(map(np.min, there.values())), max(map(np.max, there.values()))
+        smoothed = {name: smooth_values(curve.values) for name, curve in curves.items() if curve is not None}
+        low, high = min(map(np.min, smoothed.values())), max(map(np.max, smoothed.values()))
         top = high if high > low else low + 1.0
-        for place, (name, values) in enumerate(there.items()):
-            cells = [Text(metric if place == 0 else "", "bold")]
+        for index, (name, values) in enumerate(smoothed.items()):
+            cells = [Text(metric if index == 0 else "", "bold")]
             cells += [Text(name, "dim")] if several else []
             cells.append(Text(sparkline(values.tolist(), float(low), float(top), width, blocks), "cyan"))
             cells.append(Text(f"{format_number(values[0])} {arrow} {format_number(values[-1])}"))
@@ -153,24 +155,24 @@ def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequen
     return table
 
 
-def _select_metrics(histories: Sequence[RunCurves], asked: Sequence[str]) -> list[str]:
+def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> list[str]:
     """The metrics to draw, in the order in which they were asked for."""
-    there = list(dict.fromkeys(name for history in histories for name in history.curves))
-    listed = f"Those there are {', '.join(sorted(there))}."
-    chosen: dict[str, None] = {}
-    for pattern in asked or DEFAULT_METRICS:
-        found = [name for name in there if fnmatchcase(name, pattern)]
-        if asked and not found:
-            near = get_close_matches(pattern, there, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+    available = list(dict.fromkeys(name for history in histories for name in history.curves))
+    listed = f"Those there are {', '.join(sorted(available))}."
+    selected: dict[str, None] = {}
+    for pattern in patterns or DEFAULT_METRICS:
+        matches = [name for name in available if fnmatchcase(name, pattern)]
+        if patterns and not matches:
+            nearest = get_close_matches(pattern, available, n=1)
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
-        chosen |= dict.fromkeys(found)
-    if not chosen:
+        selected |= dict.fromkeys(matches)
+    if not selected:
         raise ConfigError(f"None of the usual metrics is there, so name those to draw with --metrics. {listed}")
-    return list(chosen)
+    return list(selected)
 
 
-def _names(directories: Sequence[Path]) -> list[str]:
+def _run_names(directories: Sequence[Path]) -> list[str]:
     """What tells the runs apart: their paths without what all of them begin with."""
     paths = [directory.resolve() for directory in directories]
     if len(paths) == 1:

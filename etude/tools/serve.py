@@ -41,21 +41,28 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
     address, port = parse_address(listen)
     console = make_console(run.observe.console)
     with ExitStack() as stack:
-        step, chat, engine, longest = stack.enter_context(load_for_inference(run, best=best))
+        step, chat, engine, max_tokens = stack.enter_context(load_for_inference(run, best=best))
         keyring = Keyring()
-        desk = _UnrecordedQueue(open_store(), keyring)
-        stack.callback(lambda: asyncio.run(desk.close()))
-        drawn = run.sampling.params(0)
+        queue = _UnrecordedQueue(open_store(), keyring)
+        stack.callback(lambda: asyncio.run(queue.close()))
+        sampling = run.sampling.params(0)
         config = EndpointConfig(parameters="default", count_rerendered=False)
-        endpoint = build_endpoint(run, desk, keyring, chat, engine, longest, val=drawn, config=config)
-        attempt = asyncio.run(_start_attempt(desk))
+        endpoint = build_endpoint(run, queue, keyring, chat, engine, max_tokens, val=sampling, config=config)
+        attempt = asyncio.run(_start_attempt(queue))
         stopping = stack.enter_context(stop_on_signal())
         stack.enter_context(freeze_gc())
         serving = stack.enter_context(
-            serve(desk, keyring, host=address, port=port, routers=[create_router(endpoint)], lifespans=[endpoint])
+            serve(queue, keyring, host=address, port=port, routers=[create_router(endpoint)], lifespans=[endpoint])
         )
-        what = str(run.model.path) if step is None else f"Step {step} of {source}"
-        _introduce(console, what, reachable_url(serving.url), keyring.model_key(attempt, KEY_S), endpoint.model, drawn)
+        description = str(run.model.path) if step is None else f"Step {step} of {source}"
+        _introduce(
+            console,
+            description,
+            reachable_url(serving.url),
+            keyring.model_key(attempt, KEY_S),
+            endpoint.model,
+            sampling,
+        )
         while not stopping.wait(POLL_S):
             pass
         serving.stop()
@@ -77,21 +84,21 @@ class _UnrecordedQueue(LocalRolloutQueue):
         """Keep nothing of a note."""
 
 
-async def _start_attempt(desk: LocalRolloutQueue) -> AttemptId:
+async def _start_attempt(queue: LocalRolloutQueue) -> AttemptId:
     """The one attempt as which all calls are made. It is for validation: what is not learned from may be sampled with
     the caller's own parameters."""
     limits = RolloutLimits(timeout_s=None, unresponsive_s=KEY_S, max_attempts=1)
-    await desk.enqueue([RolloutRequest(Task(0, {}), use="val", limits=limits)])
-    (claim,) = await desk.claim("etude serve", 1, 10.0)
+    await queue.enqueue([RolloutRequest(Task(0, {}), use="val", limits=limits)])
+    (claim,) = await queue.claim("etude serve", 1, 10.0)
     return claim.attempt_id
 
 
-def _introduce(console: Console, what: str, url: str, key: str, model: str, drawn: SamplingParams) -> None:
+def _introduce(console: Console, description: str, url: str, key: str, model: str, sampling: SamplingParams) -> None:
     """Say where the model is, and how clients reach it."""
     lines = [
-        f"{what} is served at {url}, under the name {model}. Ctrl-C ends it. Nothing is trained.",
-        f"Where a call does not say otherwise, answers have at most {drawn.max_tokens} tokens, at temperature "
-        f"{drawn.temperature:g}.",
+        f"{description} is served at {url}, under the name {model}. Ctrl-C ends it. Nothing is trained.",
+        f"Where a call does not say otherwise, answers have at most {sampling.max_tokens} tokens, at temperature "
+        f"{sampling.temperature:g}.",
         "",
         f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",

@@ -43,12 +43,12 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
     show those that let others in. release_owner: let the run that it keeps be taken up in another place."""
     configure_logging("info", mask=mask_text)
     host, port = parse_address(listen)
-    _, chosen = store_address()
+    _, key = store_address()
     directory = None if "://" in where else Path(where).expanduser()
     if directory is not None and directory.is_file():
         raise ConfigError(f"{directory} is a file; a store wants a directory of its own: `etude store stores/mine`.")
-    known = bool(chosen) or (directory is not None and (directory / ADMIN_KEY).exists())
-    if host not in LOOPBACK_HOSTS and not known:
+    has_key = bool(key) or (directory is not None and (directory / ADMIN_KEY).exists())
+    if host not in LOOPBACK_HOSTS and not has_key:
         raise ConfigError(
             f"A store that listens on {host} can be reached from other machines, so its admin key is yours to give: "
             "ETUDE_STORE_KEY=$(python -c 'import secrets; print(secrets.token_urlsafe(32))'). Or listen on 127.0.0.1."
@@ -56,25 +56,32 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
     console = make_console()
     with ExitStack() as stack:
         journal = stack.enter_context(closing(open_store(where if directory is None else _file_in(directory))))
-        keyring = Keyring(admin=chosen) if directory is None else Keyring.load_or_create(directory, chosen)
-        desk = LocalRolloutQueue(journal, keyring)
-        stack.callback(lambda: asyncio.run(desk.close()))
+        keyring = Keyring(admin=key) if directory is None else Keyring.load_or_create(directory, key)
+        queue = LocalRolloutQueue(journal, keyring)
+        stack.callback(lambda: asyncio.run(queue.close()))
         if release_owner:
-            asyncio.run(desk.release_owner())
+            asyncio.run(queue.release_owner())
         stopping = stack.enter_context(stop_on_signal())
-        serving = stack.enter_context(serve(desk, keyring, host=host, port=port))
+        serving = stack.enter_context(serve(queue, keyring, host=host, port=port))
         address = reachable_url(serving.url)
         _introduce(
-            console, where if directory is None else str(directory), address, keyring, directory, known=known, keys=keys
+            console,
+            where if directory is None else str(directory),
+            address,
+            keyring,
+            directory,
+            has_key=has_key,
+            keys=keys,
         )
         while not stopping.wait(POLL_S):
             pass
         serving.stop()
-        left = asyncio.run(desk.statistics())
-    told = (
-        f"Stopped. {left['queued']:.0f} rollouts are queued and {left['running']:.0f} under way; all of it is written."
+        statistics = asyncio.run(queue.statistics())
+    message = (
+        f"Stopped. {statistics['queued']:.0f} rollouts are queued and {statistics['running']:.0f} under way; all of it "
+        "is written."
     )
-    console.print(Text(told), soft_wrap=True)
+    console.print(Text(message), soft_wrap=True)
 
 
 def parse_address(listen: str) -> tuple[str, int]:
@@ -100,25 +107,25 @@ def stop_on_signal() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stopping.set()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopping
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _introduce(
-    console: Console, what: str, address: str, keyring: Keyring, directory: Path | None, *, known: bool, keys: bool
+    console: Console, source: str, address: str, keyring: Keyring, directory: Path | None, *, has_key: bool, keys: bool
 ) -> None:
     """Where it is, and how others join it. Keys that were made now are shown, and later where they are asked for."""
     command = etude_command()
-    lines = [f"The store in {mask_text(what)} is served at {address}. Ctrl-C ends it; what it acknowledged stays."]
+    lines = [f"The store in {mask_text(source)} is served at {address}. Ctrl-C ends it; what it acknowledged stays."]
     if directory is None:
         admin = runner = "ETUDE_STORE_KEY=…"
-        if keys or not known:
+        if keys or not has_key:
             admin, runner = (f"ETUDE_STORE_KEY={key}" for key in (keyring.admin, keyring.runner))
-        if not known:
+        if not has_key:
             lines.append(f"Its admin key was made now and is shown this once. To keep it, start it with {admin}.")
         elif not keys:
             lines.append(
@@ -128,9 +135,9 @@ def _introduce(
         admin, runner = (
             f"ETUDE_STORE_KEY=$(cat {shlex.quote(str(directory / name))})" for name in (ADMIN_KEY, RUNNER_KEY)
         )
-        if not known:
-            place = directory / ADMIN_KEY
-            lines.append(f"Its admin key was made now, is shown this once, and lies in {place}: {keyring.admin}")
+        if not has_key:
+            path = directory / ADMIN_KEY
+            lines.append(f"Its admin key was made now, is shown this once, and lies in {path}: {keyring.admin}")
         elif keys:
             lines.append(f"Its admin key is {keyring.admin}, and that of runners {keyring.runner}.")
     lines += [

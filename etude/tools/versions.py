@@ -49,21 +49,23 @@ class Device:
 def list_packages() -> list[InstalledPackage]:
     """Etude's packages, those of its extras last."""
     needed = [InstalledPackage(name, _version((distribution,))) for name, distribution in NEEDED.items()]
-    return needed + [InstalledPackage(name, _version(found), extra) for name, (extra, found) in OPTIONAL.items()]
+    return needed + [
+        InstalledPackage(name, _version(distributions), extra) for name, (extra, distributions) in OPTIONAL.items()
+    ]
 
 
 def list_devices() -> list[Device]:
     """The CPU, and each accelerator that torch can reach."""
-    found = [
+    devices = [
         Device("cpu", f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     ]
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(number)
-            found.append(Device(f"cuda:{number}", f"{about.name}, {about.total_memory / GIB:.0f} GiB"))
+            properties = torch.cuda.get_device_properties(number)
+            devices.append(Device(f"cuda:{number}", f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"))
     if torch.backends.mps.is_available():
-        found.append(Device("mps", "Apple GPU, memory shared with the CPU"))
-    return found
+        devices.append(Device("mps", "Apple GPU, memory shared with the CPU"))
+    return devices
 
 
 def to_dict(etude: str) -> dict[str, Any]:
@@ -79,12 +81,12 @@ def to_dict(etude: str) -> dict[str, Any]:
 
 def format_lines(etude: str) -> list[str]:
     """All of it for a person to read, a line each; `etude` is Etude's own version."""
-    told = [("etude", etude), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    lines = [("etude", etude), ("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in list_packages():
         remedy = f"not installed: pip install 'etude[{package.extra}]'"
-        told.append((package.name, package.version or remedy))
-    told += [(device.name, device.what) for device in list_devices()]
-    return [f"{name:<13} {what}" for name, what in told]
+        lines.append((package.name, package.version or remedy))
+    lines += [(device.name, device.what) for device in list_devices()]
+    return [f"{name:<13} {text}" for name, text in lines]
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

@@ -141,7 +141,7 @@ def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, says: str) -> None:
-    finding = named(list(interpret_probe(PROBED | change, driver, usable=4)), "device")
+    finding = named(list(interpret_probe(PROBED | change, driver, cores_available=4)), "device")
     assert finding.grade == grade and says in finding.what
 
 
@@ -159,22 +159,22 @@ def test_a_device_is_judged(change: dict[str, Any], driver: bool, grade: str, sa
     ],
 )
 def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, remedy: str) -> None:
-    finding = named(list(interpret_probe(PROBED | change, True, usable=4)), name)
+    finding = named(list(interpret_probe(PROBED | change, True, cores_available=4)), name)
     assert finding.grade == grade and remedy in finding.remedy
 
 
 @pytest.mark.parametrize(("company", "slower"), [("usual form", False), ("other form", True)])
 def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(company: str, slower: bool) -> None:
-    finding = named(list(interpret_probe(PROBED | {"company": company}, True, usable=4)), "exactness")
+    finding = named(list(interpret_probe(PROBED | {"company": company}, True, cores_available=4)), "exactness")
     assert finding.grade == "ok" and "does not depend on what shares its batch" in finding.what
     assert ("slower" in finding.what) == slower
 
 
 @pytest.mark.parametrize("change", [{}, {"gpus": []}, {"gpus": [], "multiplies_bf16": False}])
 def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(change: dict[str, Any]) -> None:
-    assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, usable=4)}
+    assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, cores_available=4)}
     slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
-    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, usable=4)}, "a GPU computes"
+    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, cores_available=4)}, "a GPU computes"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str) -> None:
     written(tmp_path, (1, {"reward": 0.5}))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not .*changed by hand"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not .*damaged or edited"):
         read_curves(tmp_path)
 
 

@@ -42,14 +42,14 @@ MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 
 def run_checks(directory: Path, timeout_s: float = TORCH_TIMEOUT_S) -> list[Finding]:
     """Look at everything; `directory` is where runs are to be kept."""
-    where = directory.expanduser().resolve()
-    nearest = next(path for path in (where, *where.parents) if path.is_dir())
-    with start_probe() as asked:
-        before = [finding for check in PACKAGE_CHECKS for finding in _run_check(check.__name__, check)]
-        kept = [*_run_check("place", lambda: machine.place(nearest))]
-        kept += _run_check("disk", lambda: machine.disk(nearest))
-        after = [finding for check in MACHINE_CHECKS for finding in _run_check(check.__name__, check)]
-        return [*before, *_run_check("torch", lambda: asked.findings(timeout_s)), *kept, *after]
+    resolved = directory.expanduser().resolve()
+    nearest = next(path for path in (resolved, *resolved.parents) if path.is_dir())
+    with start_probe() as probe:
+        package_findings = [finding for check in PACKAGE_CHECKS for finding in _run_check(check.__name__, check)]
+        disk = [*_run_check("place", lambda: machine.place(nearest))]
+        disk += _run_check("disk", lambda: machine.disk(nearest))
+        machine_findings = [finding for check in MACHINE_CHECKS for finding in _run_check(check.__name__, check)]
+        return [*package_findings, *_run_check("torch", lambda: probe.findings(timeout_s)), *disk, *machine_findings]
 
 
 def is_healthy(findings: Iterable[Finding]) -> bool:
@@ -74,9 +74,9 @@ def show(directory: Path, console: Console | None = None) -> list[Finding]:
         console.print(line, soft_wrap=True)
         if finding.remedy:
             console.print(Text(" " * (width + 8) + finding.remedy, STYLES[finding.grade]), soft_wrap=True)
-    counted = {grade: sum(finding.grade == grade for finding in findings) for grade in STYLES}
-    told = f"\n{counted['ok']} ok, {_count(counted['warn'], 'warning')}, {_count(counted['fail'], 'failure')}."
-    console.print(Text(told), soft_wrap=True)
+    counts = {grade: sum(finding.grade == grade for finding in findings) for grade in STYLES}
+    summary = f"\n{counts['ok']} ok, {_count(counts['warn'], 'warning')}, {_count(counts['fail'], 'failure')}."
+    console.print(Text(summary), soft_wrap=True)
     return findings
 
 

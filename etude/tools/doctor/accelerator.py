@@ -40,13 +40,13 @@ class TorchProbe:
             )
             return
         if status != 0 or not self._answer.exists():
-            said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
-            how = f"ended by signal {-status}" if status < 0 else f"it said: {said[-1]}"
+            lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            reason = f"ended by signal {-status}" if status < 0 else f"it said: {lines[-1]}"
             remedy = "Install it anew: `pip install --force-reinstall torch`, in this environment."
-            yield fail("torch", f"Torch cannot be used ({how}).", remedy)
+            yield fail("torch", f"Torch cannot be used ({reason}).", remedy)
             return
-        found = json.loads(self._answer.read_text(encoding="utf-8"))
-        yield from interpret_probe(found, any(path.exists() for path in DRIVER), cores())
+        report = json.loads(self._answer.read_text(encoding="utf-8"))
+        yield from interpret_probe(report, any(path.exists() for path in DRIVER), cores())
 
 
 @contextmanager
@@ -54,9 +54,9 @@ def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
     """Ask torch, in a process that is ended in the end."""
     with TemporaryDirectory() as scratch:
         answer, errors = Path(scratch, "answer.json"), Path(scratch, "errors")
-        with errors.open("wb") as said:
+        with errors.open("wb") as log:
             command = [python, "-P", "-m", "etude.tools.doctor.probe", str(answer)]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
                 yield TorchProbe(process, answer, errors)
             finally:
@@ -65,36 +65,38 @@ def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
                     process.wait(5)
 
 
-def interpret_probe(found: Mapping[str, Any], driver: bool, usable: int) -> Iterator[Finding]:
+def interpret_probe(report: Mapping[str, Any], driver: bool, cores_available: int) -> Iterator[Finding]:
     """What torch's answer means, beside whether there is a driver and how many cores may be used."""
-    built = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "processors alone"
-    yield ok("torch", f"{found['torch']}, built for {built}")
-    yield from _devices(found, driver)
-    yield from _precision(found)
-    yield _company(found["company"])
-    yield _threads(found["threads"], usable)
+    built = (
+        f"CUDA {report['cuda']}" if report["cuda"] else f"ROCm {report['hip']}" if report["hip"] else "processors alone"
+    )
+    yield ok("torch", f"{report['torch']}, built for {built}")
+    yield from _devices(report, driver)
+    yield from _precision(report)
+    yield _batch_invariance(report["company"])
+    yield _threads(report["threads"], cores_available)
 
 
-def _devices(found: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
-    for number, gpu in enumerate(found["gpus"]):
+def _devices(report: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
+    for number, gpu in enumerate(report["gpus"]):
         name = f"{gpu['name']}, {gpu['free'] / GIB:.0f} GiB free of {gpu['total'] / GIB:.0f}"
-        if not _has_kernels(gpu["capability"], found["kernels_for"]):
-            what = f"{name}: this torch has no kernels for it, only for {', '.join(found['kernels_for'])}."
+        if not _has_kernels(gpu["capability"], report["kernels_for"]):
+            what = f"{name}: this torch has no kernels for it, only for {', '.join(report['kernels_for'])}."
             yield fail("device", what, "Install a torch that is built for this device: see pytorch.org.")
         elif gpu["free"] < (1 - MAX_SHARE_OF_OTHERS) * gpu["total"]:
             yield warn("device", f"{name}.", f"Others use it: `nvidia-smi` says who (device {number}).")
         else:
             yield ok("device", name)
-    if found["gpus"]:
+    if report["gpus"]:
         return
-    if found["mps"]:
+    if report["mps"]:
         yield ok("device", "Apple GPU, memory shared with the processor")
-    elif driver and not found["cuda"]:
+    elif driver and not report["cuda"]:
         what = "An NVIDIA driver is here, and this torch is built for processors alone."
         yield warn("device", what, "Install a torch that is built for CUDA: see pytorch.org.")
     elif driver:
-        told = found["said"] or "it does not say why"
-        what = f"An NVIDIA driver is here, and this torch, built for CUDA {found['cuda']}, reaches no device: {told}"
+        reason = report["said"] or "it does not say why"
+        what = f"An NVIDIA driver is here, and this torch, built for CUDA {report['cuda']}, reaches no device: {reason}"
         remedy = (
             "A driver that is too old is brought up to date, or a torch installed that is built for its CUDA. In a "
             "container: `docker run --gpus all`. CUDA_VISIBLE_DEVICES must not be empty."
@@ -107,43 +109,43 @@ def _devices(found: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
 def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
     """Whether a build has kernels for a device: its own, of a lower minor version, or code that is compiled for it. The
     names of others than NVIDIA's (`gfx90a`) tell nothing of that, and torch would not have found the device."""
-    if not all(each.startswith(("sm_", "compute_")) for each in kernels_for):
+    if not all(name.startswith(("sm_", "compute_")) for name in kernels_for):
         return True
     major, minor = capability
-    for each in kernels_for:
-        kind, _, number = each.rstrip("af").partition("_")
+    for name in kernels_for:
+        kind, _, number = name.rstrip("af").partition("_")
         high, low = int(number[:-1]), int(number[-1])
         if (high == major and low <= minor) or (kind == "compute" and (high, low) <= (major, minor)):
             return True
     return not kernels_for
 
 
-def _precision(found: Mapping[str, Any]) -> Iterator[Finding]:
+def _precision(report: Mapping[str, Any]) -> Iterator[Finding]:
     """A warning where runs compute on a processor that is slower in bf16, the default, than in fp32; else nothing."""
-    times = found["rates"]["bfloat16"] / found["rates"]["float32"]
-    if times < 1 and not found["gpus"] and not found["multiplies_bf16"]:
-        what = f"The processor does not multiply bf16 itself, and is {1 / times:.1f} times slower in it than in fp32."
+    ratio = report["rates"]["bfloat16"] / report["rates"]["float32"]
+    if ratio < 1 and not report["gpus"] and not report["multiplies_bf16"]:
+        what = f"The processor does not multiply bf16 itself, and is {1 / ratio:.1f} times slower in it than in fp32."
         yield warn("bf16", what, "Train with `train.precision=fp32`.")
 
 
-def _company(found: str) -> Finding:
+def _batch_invariance(variance: str) -> Finding:
     """Report if an answer in float32 is independent of its batch on this processor; see `batch_invariance`."""
-    if found == "matters":
+    if variance == "matters":
         what = "In fp32 the last bits of an answer depend on what shares its batch, so that no run goes on bit for bit."
         remedy = (
             "Where that matters, give `threads=1`, or set MKL_CBWR=AVX2, or COMPATIBLE, which is slower, and ask "
             "`etude doctor` again (OMP_NUM_THREADS=1 has it compute with one thread)."
         )
         return warn("exactness", what, remedy)
-    slower = "; products take a slower form for it" if found == "other form" else ""
+    slower = "; products take a slower form for it" if variance == "other form" else ""
     return ok("exactness", f"in fp32 an answer does not depend on what shares its batch{slower}")
 
 
-def _threads(threads: int, usable: int) -> Finding:
-    if threads > usable:
+def _threads(threads: int, cores_available: int) -> Finding:
+    if threads > cores_available:
         return warn(
             "threads",
-            f"Torch computes with {threads} threads on {usable} cores, and they wait for each other.",
-            f"Give runs `threads={usable}`, or set OMP_NUM_THREADS={usable}.",
+            f"Torch computes with {threads} threads on {cores_available} cores, and they wait for each other.",
+            f"Give runs `threads={cores_available}`, or set OMP_NUM_THREADS={cores_available}.",
         )
-    return ok("threads", f"torch computes with {threads} of {usable} cores; `threads` sets how many")
+    return ok("threads", f"torch computes with {threads} of {cores_available} cores; `threads` sets how many")

@@ -32,7 +32,7 @@ FILES = 1024
 CHUNK_BYTES, MAX_WRITTEN_BYTES, MAX_SECONDS = 4 * 2**20, 64 * 2**20, 0.5
 """Bytes that are written at once to time a disk, and in all, and the seconds after which no more are."""
 SKEW = 5.0
-PATIENCE = 1.0
+TIMEOUT_S = 1.0
 """Seconds that a name or a connection on this machine may take."""
 KILLING_LIMITS = (
     (resource.RLIMIT_AS, "v", "bytes of memory"),
@@ -52,8 +52,8 @@ def memory() -> Iterator[Finding]:
 def read_memory() -> tuple[int, int]:
     """The bytes of memory that there are for this process, whatever the machine has; and how many are free."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    about = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
-    free = int(about["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in about else total
+    meminfo = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in meminfo else total
     limit = min((number for path in MEMORY_FILES if (number := _number(path)) is not None), default=None)
     if limit is not None and limit < total:
         used = min((number for path in USED_FILES if (number := _number(path)) is not None), default=0)
@@ -74,32 +74,32 @@ def grade_memory(total: int, free: int) -> Finding:
 
 def cores() -> int:
     """How many cores this process may use: those it is bound to, and no more than its quota pays for."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = (_text("/sys/fs/cgroup/cpu.max").split() or ["max", "1"])[:2]
     if quota == "max":
         quota = str(_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") or 0)
         period = str(_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us") or 1)
-    paid = int(quota) / int(period)
-    return min(bound, math.ceil(paid)) if paid > 0 else bound
+    quota_cores = int(quota) / int(period)
+    return min(affinity, math.ceil(quota_cores)) if quota_cores > 0 else affinity
 
 
 def place(directory: Path) -> Iterator[Finding]:
     """Whether a run can live there: files are made, renamed and locked, and a journal is kept."""
     remedy = "Start runs from a folder that can be, or give them `directory=…` on a local disk."
     try:
-        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as inner:
-            draft = Path(inner, "draft")
+        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as temporary:
+            draft = Path(temporary, "draft")
             draft.write_text("written")
-            draft = draft.rename(Path(inner, "whole"))
-            with draft.open("a") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft = draft.rename(Path(temporary, "whole"))
+            with draft.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             skew = draft.stat().st_mtime - time.time()
-            with closing(sqlite3.connect(Path(inner, "journal.sqlite"), timeout=PATIENCE)) as journal:
+            with closing(sqlite3.connect(Path(temporary, "journal.sqlite"), timeout=TIMEOUT_S)) as journal:
                 mode = journal.execute("PRAGMA journal_mode=WAL").fetchone()[0]
                 journal.execute("CREATE TABLE held (entry INTEGER)")
     except (OSError, sqlite3.Error) as error:
-        told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield fail("place", f"No run can be kept in {directory}: {told}.", remedy)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        yield fail("place", f"No run can be kept in {directory}: {reason}.", remedy)
         return
     if mode != "wal":
         yield fail("place", f"{directory} cannot hold a journal: it has no shared memory for one ({mode}).", remedy)
@@ -114,8 +114,8 @@ def disk(directory: Path) -> Iterator[Finding]:
     """How much room a run's checkpoints have, and how long one takes."""
     yield grade_space(directory, shutil.disk_usage(directory).free)
     try:
-        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as inner:
-            yield grade_speed(_speed(Path(inner, "file")))
+        with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as temporary:
+            yield grade_speed(_speed(Path(temporary, "file")))
     except OSError:
         return  # that nothing can be written there is told by `place`
 
@@ -145,8 +145,8 @@ def cache() -> Iterator[Finding]:
         with TemporaryDirectory(dir=directory):
             pass
     except OSError as error:
-        told = f"{directory} cannot be written: {error.strerror or error}."
-        yield warn("cache", told, "Set XDG_CACHE_HOME to a folder that can be; without it all is made anew each time.")
+        what = f"{directory} cannot be written: {error.strerror or error}."
+        yield warn("cache", what, "Set XDG_CACHE_HOME to a folder that can be; without it all is made anew each time.")
     else:
         yield ok("cache", f"{directory} can be written")
 
@@ -170,19 +170,19 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
 def limits() -> Iterator[Finding]:
     """What the system allows a process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = []
+    findings = []
     if files != resource.RLIM_INFINITY and files < FILES:
         what = f"A process may have {files} files open."
-        found.append(warn("limits", what, f"Type `ulimit -n {FILES}` or more before a run."))
+        findings.append(warn("limits", what, f"Type `ulimit -n {FILES}` or more before a run."))
     for kind, letter, what in KILLING_LIMITS:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
-            told = f"A process that takes more than {limit:,} {what} is ended."
-            found.append(warn("limits", told, f"Type `ulimit -{letter} unlimited` before a run."))
-    yield from found
-    if not found:
-        many = "any number of" if files == resource.RLIM_INFINITY else f"{files:,}"
-        yield ok("limits", f"{many} open files to a process; no bound on its memory, its files or its time")
+            message = f"A process that takes more than {limit:,} {what} is ended."
+            findings.append(warn("limits", message, f"Type `ulimit -{letter} unlimited` before a run."))
+    yield from findings
+    if not findings:
+        number = "any number of" if files == resource.RLIM_INFINITY else f"{files:,}"
+        yield ok("limits", f"{number} open files to a process; no bound on its memory, its files or its time")
 
 
 def clock() -> Iterator[Finding]:
@@ -199,8 +199,8 @@ def loopback() -> Iterator[Finding]:
     """Whether processes of this machine can speak to each other, and find it by its name."""
     try:
         with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-            listening.settimeout(PATIENCE)
-            with closing(socket.create_connection(listening.getsockname(), PATIENCE)):
+            listening.settimeout(TIMEOUT_S)
+            with closing(socket.create_connection(listening.getsockname(), TIMEOUT_S)):
                 listening.accept()[0].close()
     except OSError as error:
         remedy = "Servers and runs of several processes need it: `ip link set lo up`, or allow it in the sandbox."
@@ -210,19 +210,19 @@ def loopback() -> Iterator[Finding]:
     for host in ("localhost", name):
         if not _resolves(host):
             remedy = f"Runs of several processes look it up: add the line `127.0.0.1 {host}` to /etc/hosts."
-            yield warn("loopback", f"The name {host} leads nowhere within {PATIENCE:.0f} s.", remedy)
+            yield warn("loopback", f"The name {host} leads nowhere within {TIMEOUT_S:.0f} s.", remedy)
             return
     yield ok("loopback", f"processes reach each other at 127.0.0.1, and {name} is known")
 
 
 def compiler() -> Iterator[Finding]:
     """Whether there is one, for what is compiled as it runs."""
-    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if path is None:
         remedy = "Only what compiles models needs one: `apt install g++`, or what your system has in its place."
         yield warn("compiler", "There is no C++ compiler on the PATH.", remedy)
     else:
-        yield ok("compiler", found)
+        yield ok("compiler", path)
 
 
 # -- small parts ------------------------------------------------------------------------------------------------------
@@ -230,28 +230,28 @@ def compiler() -> Iterator[Finding]:
 
 def _speed(file: Path) -> float:
     """Bytes a second that reach the disk, part after part until it took long enough to tell."""
-    part, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
-    begun, written = time.perf_counter(), 0
-    with file.open("wb", buffering=0) as writing:
-        while written < MAX_WRITTEN_BYTES and time.perf_counter() - begun < MAX_SECONDS:
-            written += writing.write(part)
-            sync(writing.fileno())
-    return written / (time.perf_counter() - begun)
+    chunk, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
+    start, written = time.perf_counter(), 0
+    with file.open("wb", buffering=0) as output:
+        while written < MAX_WRITTEN_BYTES and time.perf_counter() - start < MAX_SECONDS:
+            written += output.write(chunk)
+            sync(output.fileno())
+    return written / (time.perf_counter() - start)
 
 
 def _resolves(host: str) -> bool:
     """Whether a name leads anywhere, within the time that one has for it."""
-    found: list[object] = []
+    addresses: list[object] = []
 
     def look() -> None:
         with suppress(OSError):
-            found.extend(socket.getaddrinfo(host, None))
+            addresses.extend(socket.getaddrinfo(host, None))
 
     # Nothing else bounds a look-up; one that takes longer is left behind, and ends with this process.
     thread = Thread(target=look, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    return bool(found)
+    thread.join(TIMEOUT_S)
+    return bool(addresses)
 
 
 def _text(path: str) -> str:

@@ -27,26 +27,26 @@ PACKAGE = Path(__file__).parents[2]
 
 def python() -> Iterator[Finding]:
     """Its version, and whose packages it sees."""
-    found, about = platform.python_version(), _etude_metadata()
-    wanted = ">=3.11" if about is None else about["Requires-Python"]
-    where = "an environment of its own" if sys.prefix != sys.base_prefix else "no environment of its own"
-    if Version(found) not in SpecifierSet(wanted):
+    version, package = platform.python_version(), _etude_metadata()
+    wanted = ">=3.11" if package is None else package["Requires-Python"]
+    environment = "an environment of its own" if sys.prefix != sys.base_prefix else "no environment of its own"
+    if Version(version) not in SpecifierSet(wanted):
         remedy = f"Make an environment with one that is {wanted}, and install Etude there."
-        yield fail("python", f"This is Python {found}; Etude needs {wanted}.", remedy)
+        yield fail("python", f"This is Python {version}; Etude needs {wanted}.", remedy)
     else:
-        yield ok("python", f"{found} on {platform.platform()}, in {where} ({sys.prefix})")
+        yield ok("python", f"{version} on {platform.platform()}, in {environment} ({sys.prefix})")
 
 
 def command() -> Iterator[Finding]:
     """Whether a shell finds this `etude`, and not another."""
-    found, here = shutil.which("etude"), Path(sys.prefix) / "bin"
-    start = f"Type `source {here / 'activate'}`, or call {here / 'etude'}."
-    if found is None:
+    on_path, binaries = shutil.which("etude"), Path(sys.prefix) / "bin"
+    start = f"Type `source {binaries / 'activate'}`, or call {binaries / 'etude'}."
+    if on_path is None:
         yield warn("command", "A shell finds no `etude` here: it is not on the PATH.", start)
-    elif Path(found).parent.resolve() != here.resolve():
-        yield warn("command", f"A shell finds another `etude`: {found}, not the one of this Python.", start)
+    elif Path(on_path).parent.resolve() != binaries.resolve():
+        yield warn("command", f"A shell finds another `etude`: {on_path}, not the one of this Python.", start)
     else:
-        yield ok("command", f"etude {_version('etude') or 'that is not installed'}, {found}")
+        yield ok("command", f"etude {_version('etude') or 'that is not installed'}, {on_path}")
 
 
 def requirements() -> Iterator[Finding]:
@@ -72,13 +72,15 @@ def tested() -> Iterator[Finding]:
         return
     pins = dict(line.split("==") for line in constraints.read_text(encoding="utf-8").splitlines() if "==" in line)
     needed = {name for name, _ in _needed()}
-    others = [
-        f"{name} {found} (tested: {pin})"
+    differing = [
+        f"{name} {version} (tested: {pin})"
         for name, pin in pins.items()
-        if canonicalize_name(name) in needed and (found := _version(name)) and Version(found).public != pin
+        if canonicalize_name(name) in needed and (version := _version(name)) and Version(version).public != pin
     ]
-    if others:
-        listed = ", ".join(others[:LISTED]) + (f" and {len(others) - LISTED} more" if len(others) > LISTED else "")
+    if differing:
+        listed = ", ".join(differing[:LISTED]) + (
+            f" and {len(differing) - LISTED} more" if len(differing) > LISTED else ""
+        )
         remedy = f"If something does not work, `pip install --constraint {constraints} --editable .` brings those back."
         yield warn("tested", f"Other versions than those that were tested: {listed}.", remedy)
     else:
@@ -87,33 +89,47 @@ def tested() -> Iterator[Finding]:
 
 def extras() -> Iterator[Finding]:
     """What is optional: there in versions that fit, or not there."""
-    about = _etude_metadata()
-    for extra in sorted(set(about.get_all("Provides-Extra") or ()) - NOT_FOR_RUNS) if about is not None else ():
-        asked = [each for each in _requirements("etude") if each.marker and each.marker.evaluate({"extra": extra})]
-        asked = [each for each in asked if not (each.marker and each.marker.evaluate({"extra": ""}))]
-        there = {each.name: found for each in asked if (found := _version(each.name))}
-        bad = [each for each in asked if each.name in there and not _fits(each, there[each.name])]
-        listed = ", ".join(f"{name} {found}" for name, found in there.items())
+    package = _etude_metadata()
+    for extra in sorted(set(package.get_all("Provides-Extra") or ()) - NOT_FOR_RUNS) if package is not None else ():
+        requirements = [
+            requirement
+            for requirement in _requirements("etude")
+            if requirement.marker and requirement.marker.evaluate({"extra": extra})
+        ]
+        requirements = [
+            requirement
+            for requirement in requirements
+            if not (requirement.marker and requirement.marker.evaluate({"extra": ""}))
+        ]
+        installed = {
+            requirement.name: version for requirement in requirements if (version := _version(requirement.name))
+        }
+        conflicting = [
+            requirement
+            for requirement in requirements
+            if requirement.name in installed and not _fits(requirement, installed[requirement.name])
+        ]
+        listed = ", ".join(f"{name} {version}" for name, version in installed.items())
         install = f"pip install 'etude[{extra}]'"
-        if bad:
-            wants = ", ".join(f"{each.name}{each.specifier}" for each in bad)
-            yield warn(extra, f"{listed} installed, and Etude needs {wants}.", f"`{install}` brings them up to date.")
-        elif len(there) < len(asked):
-            absent = ", ".join(each.name for each in asked if each.name not in there)
-            yield ok(extra, f"not installed: {absent} (`{install}`)")
+        if conflicting:
+            needs = ", ".join(f"{requirement.name}{requirement.specifier}" for requirement in conflicting)
+            yield warn(extra, f"{listed} installed, and Etude needs {needs}.", f"`{install}` brings them up to date.")
+        elif len(installed) < len(requirements):
+            missing = ", ".join(requirement.name for requirement in requirements if requirement.name not in installed)
+            yield ok(extra, f"not installed: {missing} (`{install}`)")
         else:
             yield ok(extra, listed)
 
 
 def environments() -> Iterator[Finding]:
     """The environments of other engines that were built, which live apart from this one."""
-    kept = cache_directory() / "environments"
-    whole = sorted(path.parent.name.rpartition("-")[0] for path in kept.glob("*/whole.json"))
-    torn = sorted(path.name for path in kept.glob("*/") if not (path / "whole.json").exists())
-    if torn:
-        listed = ", ".join(str(kept / name) for name in torn)
+    directory = cache_directory() / "environments"
+    complete = sorted(path.parent.name.rpartition("-")[0] for path in directory.glob("*/whole.json"))
+    incomplete = sorted(path.name for path in directory.glob("*/") if not (path / "whole.json").exists())
+    if incomplete:
+        listed = ", ".join(str(directory / name) for name in incomplete)
         yield warn("environments", f"Half built: {listed}.", "What needs one builds it again; or remove it.")
-    yield ok("environments", f"for other engines: {', '.join(whole) or 'none built yet'} ({kept})")
+    yield ok("environments", f"for other engines: {', '.join(complete) or 'none built yet'} ({directory})")
 
 
 # -- small parts ------------------------------------------------------------------------------------------------------
@@ -142,33 +158,33 @@ def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
     queue: list[tuple[str, frozenset[str]]] = [("etude", frozenset())]
     seen = set(queue)
     yield "etude", None
-    for name, asked_extras in queue:
+    for name, extras in queue:
         if _version(name) is None:
             continue
-        for each in _requirements(name):
-            if each.marker and not any(each.marker.evaluate({"extra": extra}) for extra in (*asked_extras, "")):
+        for requirement in _requirements(name):
+            if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
                 continue
-            below = canonicalize_name(each.name)
-            yield below, (name, each)
-            if (step := (below, frozenset(each.extras))) not in seen:
+            dependency = canonicalize_name(requirement.name)
+            yield dependency, (name, requirement)
+            if (step := (dependency, frozenset(requirement.extras))) not in seen:
                 seen.add(step)
                 queue.append(step)
 
 
 def _conflicts() -> Iterator[Finding]:
     """Every package that is absent or does not fit. What Etude itself asks for is a failure, the rest a warning."""
-    for name, asked in _needed():
-        if asked is None:
+    for name, source in _needed():
+        if source is None:
             continue
-        who, wanted = asked
-        found = _version(name)
-        if found is not None and _fits(wanted, found):
+        parent, wanted = source
+        version = _version(name)
+        if version is not None and _fits(wanted, version):
             continue
-        grade = fail if who == "etude" else warn
-        has = f"{found} is installed" if found else "it is not installed"
+        grade = fail if parent == "etude" else warn
+        state = f"{version} is installed" if version else "it is not installed"
         remedy = f"`pip install '{wanted.name}{wanted.specifier}'` mends it."
-        yield grade("packages", f"{who} needs {wanted.name}{wanted.specifier}, and {has}.", remedy)
+        yield grade("packages", f"{parent} needs {wanted.name}{wanted.specifier}, and {state}.", remedy)
 
 
-def _fits(wanted: Requirement, found: str) -> bool:
-    return wanted.specifier.contains(found, prereleases=True)
+def _fits(wanted: Requirement, version: str) -> bool:
+    return wanted.specifier.contains(version, prereleases=True)

@@ -28,7 +28,7 @@ shares its batch."""
 
 def probe_torch() -> dict[str, Any]:
     """Torch's build, its threads, the devices that it reaches, and how fast products are in each precision."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reaches = torch.cuda.is_available()
     shapes = find_shapes_of_layers(LAYERS, WIDTHS)
@@ -37,7 +37,7 @@ def probe_torch() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "kernels_for": torch.cuda.get_arch_list() if reaches else [],
-        "said": " ".join(str(warning.message).splitlines()[0] for warning in said),
+        "said": " ".join(str(warning.message).splitlines()[0] for warning in caught),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())] if reaches else [],
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),
@@ -52,19 +52,19 @@ def probe_torch() -> dict[str, Any]:
 
 
 def _gpu(number: int) -> dict[str, Any]:
-    about = torch.cuda.get_device_properties(number)
+    properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    return {"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total}
+    return {"name": properties.name, "capability": [properties.major, properties.minor], "free": free, "total": total}
 
 
 def _rate(dtype: torch.dtype) -> float:
     """Operations a second in products of two square matrices."""
     a = torch.ones(SIZE, SIZE).to(dtype)
-    best, until = float("inf"), time.perf_counter() + SECONDS
-    while time.perf_counter() < until:
-        begun = time.perf_counter()
+    best, deadline = float("inf"), time.perf_counter() + SECONDS
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
         a @ a
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - start)
     return 2.0 * SIZE**3 / best
 
 

@@ -30,7 +30,7 @@ from etude.errors import ConfigError
 from etude.models import EngineModel, Model, create_empty
 from etude.models.prepack import can_prepack
 from etude.observe import get_logger
-from etude.recipes import auxiliary_models as models
+from etude.recipes import auxiliary_models
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.checks import CRITIC_COLUMNS, REFERENCE_COLUMNS, TEACHER_COLUMNS, model_rewards
@@ -69,10 +69,10 @@ ALL_ROLES = frozenset({"policy", "engine", *ROLES})
 
 def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES) -> DryRunResult:
     """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
-    ledger = MemoryTracker()
-    with use_fake_tensors(ledger) as outline, fake_process_group(run.ranks), _translate_errors():
-        on = nullcontext() if device.type == "cpu" else FakeDeviceMode(outline, device)
-        return _build_dry_run(run, on, ledger, roles).execute()
+    tracker = MemoryTracker()
+    with use_fake_tensors(tracker) as fake_mode, fake_process_group(run.ranks), _translate_errors():
+        fake_device = nullcontext() if device.type == "cpu" else FakeDeviceMode(fake_mode, device)
+        return _build_dry_run(run, fake_device, tracker, roles).execute()
 
 
 def real_run(run: Recipe) -> DryRunResult:
@@ -112,15 +112,15 @@ class _DryRun:
         assert run.model.path is not None, "a plan is of a model"
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
         self.offload = run.train.offload
-        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
-        changes: dict[str, Any] = {"train": rests, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
+        train = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        changes: dict[str, Any] = {"train": train, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
         self.run = run.model_copy(update=changes)
-        self.mesh = models.build_mesh(run)
-        apart = run.placement.layout == "split"
+        self.mesh = auxiliary_models.build_mesh(run)
+        has_own_engine = run.placement.layout == "split"
         with tracker.labeled_as("weights" if "policy" in roles else None), self._loading():
             self.policy = build_policy(run)
         self.engine_model = self.policy
-        if apart and "engine" in roles:
+        if has_own_engine and "engine" in roles:
             with tracker.labeled_as("engine" if "policy" in roles else "weights"):
                 self.engine_model = build_policy(run)
         checks.check_context_length(run, self.policy)
@@ -130,52 +130,52 @@ class _DryRun:
 
     def execute(self) -> DryRunResult:
         """Each phase once."""
-        run, ledger, engine = self.run, self.tracker, self.run.rollout
-        wanted = -(-run.collect.tasks * run.collect.group_size // run.ranks)
-        at_once = engine.max_num_seqs if run.data.val else min(engine.max_num_seqs, wanted)
-        held = 0
-        with label_by_optimizers(ledger, self.policy):
+        run, tracker, engine = self.run, self.tracker, self.run.rollout
+        rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
+        max_concurrency = engine.max_num_seqs if run.data.val else min(engine.max_num_seqs, rollouts)
+        kv_tokens = 0
+        with label_by_optimizers(tracker, self.policy):
             worker = self._worker() if "policy" in self.roles else None
             if not isinstance(engine, TorchEngineConfig):
-                with ledger.phase("sampling"):  # servers sample, and what is here waits for them
+                with tracker.phase("sampling"):  # servers sample, and what is here waits for them
                     pass
             else:
                 blocks = count_blocks(self.policy, engine)
-                held = blocks * engine.block_size
+                kv_tokens = blocks * engine.block_size
                 if "engine" in self.roles:
                     if worker is not None and self.engine_model is self.policy:
                         worker.assemble()
-                    self._sample(engine, blocks, at_once)
+                    self._sample(engine, blocks, max_concurrency)
             if "reward" in self.roles:
                 self._score()
             if worker is not None:
                 self._learn(worker)
             else:
                 self._run_without_policy()
-        return DryRunResult(ledger, self.policy, held, at_once, self.row)
+        return DryRunResult(tracker, self.policy, kv_tokens, max_concurrency, self.row)
 
     def _worker(self) -> PolicyWorker:
         """The learner, and what stands beside it here."""
-        run, here = self.run, self.roles & checks.active_roles(self.run)
-        reference = self._frozen("reference", run.reference.path) if "reference" in here else None
-        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in here else None
-        critic = self._critic() if "critic" in here else None
+        run, roles = self.run, self.roles & checks.active_roles(self.run)
+        reference = self._frozen("reference", run.reference.path) if "reference" in roles else None
+        teacher = self._frozen("teacher", run.teacher.path) if "teacher" in roles else None
+        critic = self._critic() if "critic" in roles else None
         with self.tracker.labeled_as("optimizer"), self._loading():
-            return models.build_policy_worker(
+            return auxiliary_models.build_policy_worker(
                 run, self.policy, None, mesh=self.mesh, reference=reference, teacher=teacher, critic=critic
             )
 
     def _loading(self) -> AbstractContextManager[None]:
         """Of whoever is trained here."""
-        run, here = self.run, self.roles & {"policy", *checks.active_roles(self.run)}
+        run, roles = self.run, self.roles & {"policy", *checks.active_roles(self.run)}
         trained = {"policy": run.train, "critic": run.critic.train}
-        return loading_phase(self.tracker, *(train for role, train in trained.items() if role in here))
+        return loading_phase(self.tracker, *(train for role, train in trained.items() if role in roles))
 
     def _critic(self) -> Model:
         critic = self.run.critic
-        dtype, exact = PRECISIONS[critic.train.precision], critic.train.weights == "divided"
+        dtype, keep_float32 = PRECISIONS[critic.train.precision], critic.train.weights == "divided"
         with self.tracker.labeled_as("critic"), self._loading():
-            return create_empty(critic.path or self._path, dtype=dtype, head="value", keep_float32=exact)
+            return create_empty(critic.path or self._path, dtype=dtype, head="value", keep_float32=keep_float32)
 
     def _frozen(self, role: str, path: Any) -> FrozenModel:
         if role == "reference" and path is None and self.run.lora.rank:
@@ -190,70 +190,73 @@ class _DryRun:
     def _path(self) -> Any:
         return self.run.model.path
 
-    def _sample(self, how: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
+    def _sample(self, options: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
         """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
-        run, model, ledger = self.run, self.engine_model, self.tracker
-        with ledger.labeled_as("engine"):
-            engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=self.real and how.prepack)
+        run, model, tracker = self.run, self.engine_model, self.tracker
+        with tracker.labeled_as("engine"):
+            engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=self.real and options.prepack)
             with self.fake_device:
-                laid = _prepacked_weights(engine) if how.prepack and not self.real else []
+                prepacked = _prepacked_weights(engine) if options.prepack and not self.real else []
         with self.fake_device, torch.no_grad(), engine.activate():
-            with ledger.labeled_as("kv"):
-                cache = KVCache(model, blocks=blocks, size=how.block_size)
-            shapes = USUAL_SHAPES if how.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
-            with ledger.phase("sampling"), ledger.labeled_as("activations", logits_labeler(engine.model)):
-                for works, table in _steps(run, how, model, blocks, max_concurrency, sum(self.row)):
-                    _step(engine.model, cache, works, table, shapes)
+            with tracker.labeled_as("kv"):
+                cache = KVCache(model, blocks=blocks, size=options.block_size)
+            shapes = USUAL_SHAPES if options.deterministic and model.dtype == torch.float32 else UNPADDED_SHAPES
+            with tracker.phase("sampling"), tracker.labeled_as("activations", logits_labeler(engine.model)):
+                for scheduled, table in _engine_steps(run, options, model, blocks, max_concurrency, sum(self.row)):
+                    _run_engine_step(engine.model, cache, scheduled, table, shapes)
                     cache.scratch_memory = torch.empty(0, dtype=cache.dtype)
         if not self.offload:
-            self.kept_alive = cache, engine, laid, self.engine_model
+            self.kept_alive = cache, engine, prepacked, self.engine_model
 
     def _learn(self, worker: PolicyWorker) -> None:
-        run, ledger = self.run, self.tracker
+        run, tracker = self.run, self.tracker
         batch = worst_case_batch(run, self.row)
-        told = checks.model_columns(run)
-        asked = told - self._absent_columns()
+        columns = checks.model_columns(run) - self._absent_columns()
         with (
             self.fake_device,
-            ledger.phase("annotating"),
-            ledger.labeled_as("activations", logits_labeler(self.policy)),
+            tracker.phase("annotating"),
+            tracker.labeled_as("activations", logits_labeler(self.policy)),
         ):
-            if asked:
-                worker.annotate(batch, asked)
+            if columns:
+                worker.annotate(batch, columns)
         batch = worker.estimate(batch, run.critic.warmup + 1)
         if batch.old_logp is None:
             batch = batch.replace(old_logp=torch.tensor([0.0] * batch.num_tokens))
-        with self.fake_device, ledger.phase("updating"), ledger.labeled_as("activations", logits_labeler(self.policy)):
+        with (
+            self.fake_device,
+            tracker.phase("updating"),
+            tracker.labeled_as("activations", logits_labeler(self.policy)),
+        ):
             worker.update([batch])
 
     def _absent_columns(self) -> frozenset[str]:
         """The columns that are told by models that are not here."""
-        told_by = {"reference": REFERENCE_COLUMNS, "teacher": TEACHER_COLUMNS, "critic": CRITIC_COLUMNS}
-        return frozenset().union(*(columns for role, columns in told_by.items() if role not in self.roles))
+        columns_of = {"reference": REFERENCE_COLUMNS, "teacher": TEACHER_COLUMNS, "critic": CRITIC_COLUMNS}
+        return frozenset().union(*(columns for role, columns in columns_of.items() if role not in self.roles))
 
     def _run_without_policy(self) -> None:
         """What those do that are here without the policy."""
-        run, ledger, here = self.run, self.tracker, self.roles & checks.active_roles(self.run)
+        run, tracker, roles = self.run, self.tracker, self.roles & checks.active_roles(self.run)
         batch = worst_case_batch(run, self.row)
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
-            if role in here:
+            if role in roles:
                 model = self._frozen(role, path)
                 with (
                     self.fake_device,
-                    ledger.phase("annotating"),
-                    ledger.labeled_as("activations", logits_labeler(model.model)),
+                    tracker.phase("annotating"),
+                    tracker.labeled_as("activations", logits_labeler(model.model)),
                 ):
                     model.logp(batch)
-        if "critic" in here:
+        if "critic" in roles:
             critic = self._critic()
-            with ledger.labeled_as("optimizer"), self._loading():
+            with tracker.labeled_as("optimizer"), self._loading():
                 steps = run.steps * run.mini_batches
                 learner = Learner(critic, run.critic.train, steps=steps, mesh=self.mesh, option="critic.train")
             batch = run.estimate(batch, AlgorithmState()).batch
-            with self.fake_device, ledger.labeled_as("activations"):
-                with ledger.phase("annotating"):
+            with self.fake_device, tracker.labeled_as("activations"):
+                with tracker.phase("annotating"):
                     learner.annotate(batch, learner.columns & checks.model_columns(run))
-                with ledger.phase("updating"):
+                with tracker.phase("updating"):
                     learner.update(batch, LossObjective(run.critic.loss))
 
     def _score(self) -> None:
@@ -277,7 +280,7 @@ class _DryRun:
 
 def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
     """What the engine keeps of its weights once more, in the order of the kernels, where these have one."""
-    return [torch.empty_like(each.weight) for each in engine.linear_weights() if can_prepack(each.weight)]
+    return [torch.empty_like(linear.weight) for linear in engine.linear_weights() if can_prepack(linear.weight)]
 
 
 def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
@@ -286,29 +289,29 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
     prompt, answer = row
     rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
-    enough = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (prompt + size * answer))
-    groups = min(-(-rollouts // size), enough)
+    max_groups = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (prompt + size * answer))
+    groups = min(-(-rollouts // size), max_groups)
     action = np.arange(prompt + answer) >= prompt
-    nothing = np.zeros(prompt + answer, np.int32)
+    zeros = np.zeros(prompt + answer, np.int32)
     rows: list[Any] = []
-    told: list[Any] = []
+    rollout_records: list[Any] = []
     for group in range(groups):
         for _ in range(size):
-            place = len(told)
-            told.append(Rollout(place, group, group, float(place % 2)))
-            rows.append(Sample(nothing, action, nothing.astype(np.float32), nothing, nothing, place))
-    batch = Batch.from_records(rows, told)
-    there = {name for name, _ in batch.columns()}
-    needed = sorted((run.required_columns() | run.critic.loss.required_columns() | checks.model_columns(run)) - there)
+            index = len(rollout_records)
+            rollout_records.append(Rollout(index, group, group, float(index % 2)))
+            rows.append(Sample(zeros, action, zeros.astype(np.float32), zeros, zeros, index))
+    batch = Batch.from_records(rows, rollout_records)
+    present = {name for name, _ in batch.columns()}
+    needed = sorted((run.required_columns() | run.critic.loss.required_columns() | checks.model_columns(run)) - present)
     return batch.replace(**{name: _zeros(name, batch) for name in needed if name in COLUMNS})
 
 
 def _zeros(name: str, batch: Batch) -> Tensor:
     """A column of which nothing is known."""
-    whole = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
+    dtypes = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
     if COLUMNS[name] is ColumnKind.UNIT:
-        return torch.tensor([0] * batch.num_rollouts).to(whole.get(name, torch.float64))
-    return torch.tensor([0] * batch.num_tokens).to(whole.get(name, torch.float32))
+        return torch.tensor([0] * batch.num_rollouts).to(dtypes.get(name, torch.float64))
+    return torch.tensor([0] * batch.num_tokens).to(dtypes.get(name, torch.float32))
 
 
 def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
@@ -321,40 +324,44 @@ def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
     return prompt, run.sampling.max_tokens
 
 
-def _steps(
-    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, longest: int
+def _engine_steps(
+    run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int
 ) -> Iterator[tuple[list[ScheduledWork], Any]]:
     """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
-    longest = min(longest, blocks * engine.block_size, model.context_length)
-    for reads, prefill in ((True, engine.max_num_batched_tokens), (False, max_concurrency * longest)):
+    max_length = min(max_length, blocks * engine.block_size, model.context_length)
+    for is_prefill, token_budget in ((True, engine.max_num_batched_tokens), (False, max_concurrency * max_length)):
         scheduler = Scheduler(
             BlockPool(blocks, engine.block_size),
             max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=prefill,
-            max_total_tokens=longest + max_context_padding(engine.block_size),
+            max_num_batched_tokens=token_budget,
+            max_total_tokens=max_length + max_context_padding(engine.block_size),
         )
-        chance = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
         for _ in range(max_concurrency):
-            prompt = chance.integers(0, model.vocab_size, longest - 1).astype(np.int32)
-            one = run.sampling.params(0)
-            scheduler.add(Request(prompt, one, limit=longest, vocab_size=model.vocab_size, tokenizer=None))
-        works = scheduler.schedule()
-        if not reads:
-            scheduler.advance([ScheduledWork(each.request, 0, longest - 2) for each in works])
-            works = [ScheduledWork(each.request, longest - 2, longest - 1) for each in works]
-        yield works, scheduler.table
+            prompt = generator.integers(0, model.vocab_size, max_length - 1).astype(np.int32)
+            params = run.sampling.params(0)
+            scheduler.add(Request(prompt, params, limit=max_length, vocab_size=model.vocab_size, tokenizer=None))
+        scheduled = scheduler.schedule()
+        if not is_prefill:
+            scheduler.advance([ScheduledWork(work.request, 0, max_length - 2) for work in scheduled])
+            scheduled = [ScheduledWork(work.request, max_length - 2, max_length - 1) for work in scheduled]
+        yield scheduled, scheduler.table
 
 
-def _step(model: Model, cache: KVCache, works: list[ScheduledWork], table: Any, shapes: ProductShapes) -> None:
+def _run_engine_step(
+    model: Model, cache: KVCache, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes
+) -> None:
     """As the engine does one."""
-    run = ForwardBatch(cache, works, table, shapes)
+    run = ForwardBatch(cache, scheduled, table, shapes)
     hidden = model.hidden(run.ids, run.positions, run)
     requests = [work.request for work in run.sampled]
     rows = shapes.rows.logit_rows(model.vocab_size)
     for start in range(0, len(requests), rows):
-        some = requests[start : start + rows]
-        logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(some)]
-        sample_tokens(logits, [r.sampling_state for r in some], [r.generated for r in some], [r.length for r in some])
+        batch = requests[start : start + rows]
+        logits = model.logits(hidden[run.last_rows[start : start + rows]])[: len(batch)]
+        sample_tokens(
+            logits, [r.sampling_state for r in batch], [r.generated for r in batch], [r.length for r in batch]
+        )
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class DryRunResult:
     tracker: MemoryTracker
     model: Model
     """The policy, without numbers."""
-    held: int
+    kv_tokens: int
     """How many tokens the engine's cache holds; 0 where none samples here."""
     max_concurrency: int
     """How many answers are drawn at once, at most."""
@@ -54,8 +54,8 @@ def build_policy(run: Recipe) -> Model:
     """The model of a run, as it is trained: its weights are nobody's. Where they are divided, it is made as it is when
     it is loaded."""
     assert run.model.path is not None, "a plan is of a model"
-    dtype, exact = PRECISIONS[run.train.precision], run.train.weights == "divided"
-    model = create_empty(run.model.path, dtype=dtype, head=run.head, keep_float32=exact)
+    dtype, keep_float32 = PRECISIONS[run.train.precision], run.train.weights == "divided"
+    model = create_empty(run.model.path, dtype=dtype, head=run.head, keep_float32=keep_float32)
     if run.lora.is_enabled:
         model = adapt(model, run.lora, seed=run.seed)
     if run.model.freeze:
@@ -73,17 +73,19 @@ def loading_phase(tracker: MemoryTracker, *trained: TrainConfig) -> AbstractCont
 def label_by_optimizers(tracker: MemoryTracker, model: Model) -> Iterator[None]:
     """What an optimizer steps on says what it is: gradients, moments, and the weights that are kept beside a half-
     precision copy."""
-    computed = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    model_storages = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
-    def about_to_step(optimizer: Any, *_: object) -> None:
+    def before_step(optimizer: Any, *_: object) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         tracker.label((w.grad for w in weights if w.grad is not None), "gradients")
-        beside = [w for w in weights if w.untyped_storage()._cdata not in computed]
-        tracker.label((w for w in beside if tracker.kind_of(w) == "optimizer"), "masters")
+        masters = [w for w in weights if w.untyped_storage()._cdata not in model_storages]
+        tracker.label((w for w in masters if tracker.kind_of(w) == "optimizer"), "masters")
         for weight in weights:
-            tracker.label((kept for kept in optimizer.state[weight].values() if isinstance(kept, Tensor)), "optimizer")
+            tracker.label(
+                (state for state in optimizer.state[weight].values() if isinstance(state, Tensor)), "optimizer"
+            )
 
-    handle = register_optimizer_step_pre_hook(about_to_step)
+    handle = register_optimizer_step_pre_hook(before_step)
     try:
         yield
     finally:
@@ -97,10 +99,10 @@ def logits_labeler(model: Model) -> TensorLabeler:
     if model.has_score_head:
         return lambda _: None
 
-    def named(tensor: Tensor) -> str | None:
+    def label(tensor: Tensor) -> str | None:
         shape = tuple(tensor.shape)
         if shape == head:
             return "gradients"
         return "logits" if len(shape) == 2 and shape[1] == head[0] and tensor.is_floating_point() else None
 
-    return named
+    return label

@@ -32,7 +32,7 @@ __all__ = ["FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_proces
 
 _aten = torch.ops.aten
 
-HERE = torch.device("cpu")
+CPU = torch.device("cpu")
 """Where tensors without numbers really are."""
 FACTORY_OPS = frozenset(
     (
@@ -49,15 +49,15 @@ def _first_argument_bytes(*args: Any, **_: Any) -> int:
 
 
 def _gathered_bytes(*args: Any, **_: Any) -> int:
-    return sum(each.nbytes for each in args[0][0])
+    return sum(tensor.nbytes for tensor in args[0][0])
 
 
-def _promotion_bytes(one: Tensor, other: Any, *_: Any, **__: Any) -> int:
+def _promotion_bytes(first: Tensor, second: Any, *_: Any, **__: Any) -> int:
     """On a processor, numbers of two types become those of one before they meet."""
-    if not isinstance(other, Tensor) or one.device.type != "cpu" or not (one.ndim and other.ndim):
+    if not isinstance(second, Tensor) or first.device.type != "cpu" or not (first.ndim and second.ndim):
         return 0
-    wide = torch.promote_types(one.dtype, other.dtype)
-    return sum(each.numel() * wide.itemsize for each in (one, other) if each.dtype != wide)
+    promoted = torch.promote_types(first.dtype, second.dtype)
+    return sum(tensor.numel() * promoted.itemsize for tensor in (first, second) if tensor.dtype != promoted)
 
 
 TEMPORARY_BYTES: Mapping[Any, Callable[..., int]] = {
@@ -78,21 +78,21 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         """That a storage is given other memory is no kernel's work, and is heard of where it is asked for."""
-        plain, ledger = torch.UntypedStorage.resize_, self.tracker
+        original, tracker = torch.UntypedStorage.resize_, self.tracker
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            told = plain(storage, size)
-            ledger.record_resize(storage)
-            return told
+            result = original(storage, size)
+            tracker.record_resize(storage)
+            return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        self._plain = plain
+        self._original_resize = original
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._plain  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and note what came of it."""
@@ -100,9 +100,9 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in TEMPORARY_BYTES:
             self.tracker.record_temporary(TEMPORARY_BYTES[func](*args, **kwargs))
         out = self.run(func, args, kwargs)
-        for each in tree_flatten(out)[0]:
-            if isinstance(each, Tensor):
-                self.tracker.record(each)
+        for value in tree_flatten(out)[0]:
+            if isinstance(value, Tensor):
+                self.tracker.record(value)
         return out
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -133,10 +133,10 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
             self._fake_mode.fake_tensor_converter.tensor_memo.clear()  # who is remembered there cannot change its type
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        bare = any(isinstance(each, FakeTensor) for each in tree_flatten((args, kwargs))[0])
+        has_fake = any(isinstance(value, FakeTensor) for value in tree_flatten((args, kwargs))[0])
         if func.namespace == "c10d":
-            return _run_collective(func, args, kwargs, bare)
-        if not bare:
+            return _run_collective(func, args, kwargs, has_fake)
+        if not has_fake:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             if func in FACTORY_OPS and dtype.is_floating_point:
                 with self._fake_mode:
@@ -150,14 +150,14 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
             return True
         out = func(*args, **kwargs)
         if func is _aten.any.default:
-            out.says = False
+            out.truth_value = False
         return out
 
 
 def _placeholder_value(tensor: Any) -> float | bool:
     """What is told of a number that there is not: all is as it should be, and nothing is otherwise."""
     if tensor.dtype is torch.bool:
-        return bool(getattr(tensor, "says", True))
+        return bool(getattr(tensor, "truth_value", True))
     return 1.0 if tensor.is_floating_point() else 1
 
 
@@ -190,12 +190,12 @@ class FakeDeviceMode(TorchFunctionMode):
         if func == torch.Tensor.device.__get__:
             return self._device
         if func is torch.Tensor.backward:  # what it runs is ours again
-            loss, given, whole = args[0], kwargs.get("gradient"), bool(kwargs.get("create_graph"))
-            given = torch.ones_like(loss) if given is None else given
-            kept = bool(kwargs.get("retain_graph")) or whole
+            loss, gradient, create_graph = args[0], kwargs.get("gradient"), bool(kwargs.get("create_graph"))
+            gradient = torch.ones_like(loss) if gradient is None else gradient
+            retain_graph = bool(kwargs.get("retain_graph")) or create_graph
             with self._reenter():  # past torch's own door, at which this mode would be left once more
                 return _engine_run_backward(
-                    (loss,), (given,), kept, whole, (), allow_unreachable=True, accumulate_grad=True
+                    (loss,), (gradient,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
                 )
         args, kwargs = tree_map_only((torch.device, str), _to_cpu, (args, kwargs))
         return func(*args, **kwargs)
@@ -210,24 +210,24 @@ class FakeDeviceMode(TorchFunctionMode):
             TorchFunctionMode.__exit__(self, None, None, None)  # type: ignore[no-untyped-call]
 
     def _shown_device(self, tensor: Any) -> torch.device:
-        truth: torch.device = self._real_device.fget(tensor)
-        return truth if self._mode.dispatch_depth else self._device
+        real_device: torch.device = self._real_device.fget(tensor)
+        return real_device if self._mode.dispatch_depth else self._device
 
 
-def _to_cpu(named: torch.device | str) -> torch.device | str:
+def _to_cpu(device: torch.device | str) -> torch.device | str:
     """A device becomes the one that is here; any other text is let be."""
-    return HERE if isinstance(named, torch.device) or named.partition(":")[0] == "cuda" else named
+    return CPU if isinstance(device, torch.device) or device.partition(":")[0] == "cuda" else device
 
 
-def _run_collective(func: Any, args: Any, kwargs: Any, bare: bool) -> Any:
+def _run_collective(func: Any, args: Any, kwargs: Any, has_fake: bool) -> Any:
     """An exchange with nobody: in a gathering every rank has what this one has, and what has no numbers stays so."""
-    if bare:
+    if has_fake:
         args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(0, dtype=torch.int64), (args, kwargs))
     out = func(*args, **kwargs)
     if func is torch.ops.c10d.allgather_.default:
-        for heard, mine in zip(args[0], args[1], strict=True):
-            for each in heard:
-                each.copy_(mine)
+        for gathered, local in zip(args[0], args[1], strict=True):
+            for tensor in gathered:
+                tensor.copy_(local)
     return out
 
 
@@ -247,7 +247,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 @contextmanager
 def use_fake_tensors(tracker: MemoryTracker) -> Iterator[FakeFloatMode]:
     """Within, tensors are outlines, and the ledger is written."""
-    with warnings.catch_warnings(), FakeFloatMode(tracker) as outline:
+    with warnings.catch_warnings(), FakeFloatMode(tracker) as fake_mode:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message=".*CUDA is not available")
-        yield outline
+        yield fake_mode

@@ -51,7 +51,7 @@ class MemoryTracker:
         self._entries: list[tuple[int, int]] = []
         self._kinds: list[str | None] = []
         self._sizes: list[int] = []
-        self._held: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._phases: list[_Phase] = []
         self._kind: str | None = "other"
         self._labeler: TensorLabeler = lambda _: None
@@ -59,24 +59,24 @@ class MemoryTracker:
     def record(self, tensor: Tensor, kind: str | None = None) -> None:
         """A tensor that may have come with memory of its own."""
         storage = tensor.untyped_storage()
-        place = storage._cdata
-        if place in self._held:
+        key = storage._cdata
+        if key in self._live:
             return
         number = len(self._kinds)
         self._kinds.append(kind or self._labeler(tensor) or self._kind)
         self._sizes.append(storage.nbytes())
         self._entries.append((number, self._sizes[number]))
 
-        def gone(_: object) -> None:
-            self._held.pop(place, None)
+        def on_free(_: object) -> None:
+            self._live.pop(key, None)
             self._entries.append((number, -self._sizes[number]))
 
-        self._held[place] = number, weakref.ref(storage, gone)
+        self._live[key] = number, weakref.ref(storage, on_free)
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """It has other memory than before, which was given back once what lay there had been copied."""
-        if (held := self._held.get(storage._cdata)) is not None:
-            number = held[0]
+        if (entry := self._live.get(storage._cdata)) is not None:
+            number = entry[0]
             self._entries += [(number, storage.nbytes()), (number, -self._sizes[number])]
             self._sizes[number] = storage.nbytes()
 
@@ -90,18 +90,18 @@ class MemoryTracker:
         """These are of this kind, from when they were made; None is what does not count."""
         for tensor in tensors:
             self.record(tensor)
-            self._kinds[self._held[tensor.untyped_storage()._cdata][0]] = kind
+            self._kinds[self._live[tensor.untyped_storage()._cdata][0]] = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
         """What a tensor is known as."""
         self.record(tensor)
-        return self._kinds[self._held[tensor.untyped_storage()._cdata][0]]
+        return self._kinds[self._live[tensor.untyped_storage()._cdata][0]]
 
     @contextmanager
-    def labeled_as(self, kind: str | None, named: TensorLabeler = lambda _: None) -> Iterator[None]:
+    def labeled_as(self, kind: str | None, labeler: TensorLabeler = lambda _: None) -> Iterator[None]:
         """What is made within is of this kind, unless `named` knows better of a tensor. None: it does not count."""
         before = self._kind, self._labeler
-        self._kind, self._labeler = kind, named
+        self._kind, self._labeler = kind, labeler
         try:
             yield
         finally:
@@ -123,32 +123,32 @@ class MemoryTracker:
 
     def peak(self, phase: str | None = None, excluded: frozenset[str] = frozenset()) -> PeakMemory:
         """The most that was held at once, ever or in the phases of a name; without the kinds that were away."""
-        stretches = [each for each in self._phases if each.name == phase]
-        stretches = stretches or [_Phase("", 0, len(self._entries))]
+        spans = [span for span in self._phases if span.name == phase]
+        spans = spans or [_Phase("", 0, len(self._entries))]
         counted = [kind is not None and kind not in excluded for kind in self._kinds]
-        most, at = self._highest(stretches, counted)
-        held: Counter[str] = Counter()
-        for number, size in self._entries[:at]:
+        total, position = self._highest(spans, counted)
+        kinds: Counter[str] = Counter()
+        for number, size in self._entries[:position]:
             kind = self._kinds[number]
             if kind is not None and counted[number]:
-                held[kind] += size
-        return PeakMemory(most, {kind: size for kind, size in held.items() if size})
+                kinds[kind] += size
+        return PeakMemory(total, {kind: size for kind, size in kinds.items() if size})
 
-    def _highest(self, stretches: list[_Phase], counted: list[bool]) -> tuple[int, int]:
+    def _highest(self, spans: list[_Phase], counted: list[bool]) -> tuple[int, int]:
         """The most bytes within the stretches, and after how many entries."""
-        inside = {place for each in stretches for place in (each.first, each.last)}
-        most, at, total, within = -1, 0, 0, 0
-        begins = Counter(each.first for each in stretches)
-        ends = Counter(each.last for each in stretches)
-        for place, (number, size) in enumerate([*self._entries, (-1, 0)]):
-            if place in inside:
-                within += begins[place]
-                if within and total > most:
-                    most, at = total, place
-                within -= ends[place]
+        boundaries = {position for span in spans for position in (span.first, span.last)}
+        peak, peak_position, total, depth = -1, 0, 0, 0
+        starts = Counter(span.first for span in spans)
+        ends = Counter(span.last for span in spans)
+        for position, (number, size) in enumerate([*self._entries, (-1, 0)]):
+            if position in boundaries:
+                depth += starts[position]
+                if depth and total > peak:
+                    peak, peak_position = total, position
+                depth -= ends[position]
             if number < 0:
                 break
             total += size if counted[number] else 0
-            if within and total > most:
-                most, at = total, place + 1
-        return max(most, 0), at
+            if depth and total > peak:
+                peak, peak_position = total, position + 1
+        return max(peak, 0), peak_position

@@ -22,7 +22,7 @@ from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks
 from etude.recipes.run.config import Run
 from etude.recipes.run.placement import check_placement_with_servers, gpus_of, role_device
-from etude.recipes.supervised import builder as school
+from etude.recipes.supervised.builder import check_loss
 from etude.recipes.supervised.config import SupervisedRun
 from etude.rollout import ServerConfig, TorchEngineConfig
 from etude.tools.doctor.machine import read_memory
@@ -50,55 +50,56 @@ def plan_memory(
     assert isinstance(requested, PlanHardware), "a plan is for something"
     run, device = _resolve_layout(requested, requested.gpus)
     on_progress("the run as it is asked for")
-    limit, base = _limit(requested, device), _own_size(device)
-    devices, played = _plan_devices(run, device, limit, base)
-    turned = []
-    for option, value, changed in _candidates(run, device, played) if with_savings else ():
+    limit, base = _limit(requested, device), _process_bytes(device)
+    devices, result = _plan_devices(run, device, limit, base)
+    savings = []
+    for option, value, changed in _candidates(run, device, result) if with_savings else ():
         on_progress(f"{option}={value}")
         try:
-            others, _ = _plan_devices(changed, device, limit, base)
+            changed_devices, _ = _plan_devices(changed, device, limit, base)
         except EtudeError:  # such a run would be refused, and is no way out
             continue
-        turned.append(MemorySaving(option, value, max(other.total for other in others)))
+        savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
     servers = server_options(run) if isinstance(run, Run) else None
-    told: tuple[str, ...] = () if servers is None else notes(servers, device)
+    remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
     if run.ranks > 1 and not requested.ranks:
-        told += (f"That is with `ranks={run.ranks}`, as many as there is room for: give it to the run too.",)
+        remarks += (f"That is with `ranks={run.ranks}`, as many as there is room for: give it to the run too.",)
     return MemoryPlan(
         devices=devices,
         ranks=run.ranks,
-        row=played.row,
-        max_concurrency=played.max_concurrency,
-        kv_tokens=played.held,
-        parameters=sum(weight.numel() for weight in played.model.parameters()),
-        step_time=estimate_step_time(run, device, played, requested.gpu_tflops, requested.gpu_gbs),
-        savings=tuple(sorted(turned, key=lambda knob: knob.total)),
-        notes=told,
+        row=result.row,
+        max_concurrency=result.max_concurrency,
+        kv_tokens=result.kv_tokens,
+        parameters=sum(weight.numel() for weight in result.model.parameters()),
+        step_time=estimate_step_time(run, device, result, requested.gpu_tflops, requested.gpu_gbs),
+        savings=tuple(sorted(savings, key=lambda saving: saving.total)),
+        notes=remarks,
     )
 
 
 def to_dict(plan: MemoryPlan) -> dict[str, Any]:
     """All of it as plain data."""
     devices = [
-        {**asdict(each), "total": each.total, "fits": each.fits, "worst": each.peak_phase} for each in plan.devices
+        {**asdict(device), "total": device.total, "fits": device.fits, "worst": device.peak_phase}
+        for device in plan.devices
     ]
     return {**asdict(plan), "devices": devices, "fits": plan.fits}
 
 
-def _resolve_layout(requested: Recipe, wanted: int | None) -> tuple[Recipe, torch.device]:
+def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe, torch.device]:
     """The run with as many ranks as there are GPUs for, and what each computes on. wanted: GPUs to plan for."""
     if requested.model.path is None:
         raise ConfigError("A plan is of a model: give its directory with `model.path=…`; its weights are not read.")
     requested = resolve_hub_names(requested, weights=False)
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = here if wanted is None and requested.device != "cpu" else wanted or 0
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = available if gpus_wanted is None and requested.device != "cpu" else gpus_wanted or 0
     if requested.device == "cpu" and gpus:
         raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the processor. Leave one out.")
     run = _with_option(requested, "ranks", requested.ranks or _ranks(requested, gpus))
     run.mesh.check_ranks(run.ranks)
-    _refuse(run)
+    _check_run(run)
     if gpus:
-        _refuse_too_many(run, gpus)
+        _check_gpu_count(run, gpus)
     if run.train.offload and not gpus:
         raise ConfigError(
             "`train.offload` makes room on a GPU, and this plan has none. Leave it out, or give `gpus=…`."
@@ -112,34 +113,34 @@ def _ranks(run: Recipe, gpus: int) -> int:
         return max(gpus, 1)
     servers = server_options(run)
     if servers is not None and not run.train.offload:
-        named = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
-        return min(named) or gpus if named else max(gpus - len(ranks_by_gpu(servers)), 1)
+        devices = run.rollout.devices if isinstance(run.rollout, ServerConfig) else ()
+        return min(devices) or gpus if devices else max(gpus - len(ranks_by_gpu(servers)), 1)
     return max(gpus // (2 if run.placement.layout == "split" else 1), 1)
 
 
-def _refuse_too_many(run: Recipe, gpus: int) -> None:
+def _check_gpu_count(run: Recipe, gpus: int) -> None:
     """Refuse what wants more GPUs than the plan is for."""
     servers = server_options(run) if isinstance(run, Run) else None
-    wants = gpus_of(run) if isinstance(run, Run) else run.ranks
-    most = max(wants, gpus_needed(servers)) if servers is not None else wants
-    if most <= gpus:
+    own = gpus_of(run) if isinstance(run, Run) else run.ranks
+    needed = max(own, gpus_needed(servers)) if servers is not None else own
+    if needed <= gpus:
         return
-    apart = ""
+    remark = ""
     if isinstance(run, Run) and run.placement.layout == "split":
-        apart = f", and one more for each engine (`placement.layout=split`): {2 * run.ranks}"
-    if servers is not None and most > wants:
-        apart = f", and those of its servers up to number {most - 1} (`rollout.devices`)"
+        remark = f", and one more for each engine (`placement.layout=split`): {2 * run.ranks}"
+    if servers is not None and needed > own:
+        remark = f", and those of its servers up to number {needed - 1} (`rollout.devices`)"
     raise ConfigError(
-        f"The plan is for `gpus={gpus}`, and this layout wants {most}: one for each of `ranks={run.ranks}`{apart}. "
+        f"The plan is for `gpus={gpus}`, and this layout wants {needed}: one for each of `ranks={run.ranks}`{remark}. "
         f"Lower `ranks`, place models elsewhere, or ask for more GPUs."
     )
 
 
-def _refuse(run: Recipe) -> None:
+def _check_run(run: Recipe) -> None:
     """Refuse what could not be run either."""
     checks.check_divided_weights(run)
     if isinstance(run, SupervisedRun):
-        school.check_loss(run)
+        check_loss(run)
         return
     assert isinstance(run, Run), "every recipe is one or the other"
     checks.check_algorithm(run)
@@ -154,35 +155,37 @@ def _plan_devices(
     run: Recipe, device: torch.device, limit: int | None, base_bytes: int
 ) -> tuple[tuple[DeviceMemory, ...], DryRunResult]:
     """Every kind of device with all that it holds, that of the policy first; and the rehearsal on it."""
-    found, first = dict[torch.device, DeviceMemory](), None
-    for where, roles in _roles_by_device(run, device).items():
-        played = dry_run(run, device, roles)
-        first = first or played
-        name, count, copies = _describe_device(run, where, roles)
+    planned, first = dict[torch.device, DeviceMemory](), None
+    for target, roles in _roles_by_device(run, device).items():
+        result = dry_run(run, device, roles)
+        first = first or result
+        name, count, sharing = _describe_device(run, target, roles)
         phases = {}
-        for phase in played.tracker.phases:
-            peak = played.tracker.peak(phase, _offloaded_kinds(run, roles, phase))
-            phases[phase] = PeakMemory(peak.total * copies, {kind: size * copies for kind, size in peak.kinds.items()})
-        found[where] = DeviceMemory(name, count, phases, limit, base_bytes * copies)
+        for phase in result.tracker.phases:
+            peak = result.tracker.peak(phase, _offloaded_kinds(run, roles, phase))
+            phases[phase] = PeakMemory(
+                peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
+            )
+        planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing)
     assert first is not None, "the policy is somewhere"
     servers = server_options(run) if isinstance(run, Run) else None
     if servers is None or not isinstance(run, Run):
-        return tuple(found.values()), first
-    devices, tokens = add_servers(run, servers, found, first.model, limit)
-    return devices, replace(first, held=tokens, max_concurrency=servers.max_num_seqs)
+        return tuple(planned.values()), first
+    devices, tokens = add_servers(run, servers, planned, first.model, limit)
+    return devices, replace(first, kv_tokens=tokens, max_concurrency=servers.max_num_seqs)
 
 
 def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
     """What `train.offload` has rest in the processor's memory meanwhile. A critic has an option of its own for that."""
     if not run.train.offload or "policy" not in roles:
         return frozenset()
-    compares = isinstance(run, Run) and "full_kl" in run.forward_outputs()
-    rests = (
+    needs_full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
+    offloaded = (
         OFFLOADED_KINDS
         if phase == "sampling" or (phase == "annotating" and "critic" not in roles)
         else frozenset[str]()
     )
-    return rests | (frozenset() if phase == "annotating" or compares else FROZEN)
+    return offloaded | (frozenset() if phase == "annotating" or needs_full_kl else FROZEN)
 
 
 def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, frozenset[str]]:
@@ -190,29 +193,29 @@ def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, fr
     policy is on a GPU takes nothing of any GPU."""
     if not isinstance(run, Run):
         return {device: frozenset({"policy"})}
-    there, sampler = checks.active_roles(run), {"engine"} if server_options(run) is None else set[str]()
+    active, sampler = checks.active_roles(run), {"engine"} if server_options(run) is None else set[str]()
     if device.type == "cpu":
-        return {device: frozenset({"policy"} | sampler | there)}
+        return {device: frozenset({"policy"} | sampler | active)}
     engine = torch.device("cuda", run.ranks) if run.placement.layout == "split" else device
     hosts: dict[torch.device, set[str]] = {device: {"policy"}}
     hosts.setdefault(engine, set()).update(sampler)
-    for role in sorted(there):
-        where = role_device(run.placement, role, policy=device, engine=engine)
-        if where.type != "cpu":
-            hosts.setdefault(where, set()).add(role)
-    return {where: frozenset(roles) for where, roles in hosts.items()}
+    for role in sorted(active):
+        target = role_device(run.placement, role, policy=device, engine=engine)
+        if target.type != "cpu":
+            hosts.setdefault(target, set()).add(role)
+    return {target: frozenset(roles) for target, roles in hosts.items()}
 
 
-def _describe_device(run: Recipe, where: torch.device, roles: frozenset[str]) -> tuple[str, int, int]:
+def _describe_device(run: Recipe, target: torch.device, roles: frozenset[str]) -> tuple[str, int, int]:
     """What such devices are called, how many there are, and how many ranks share one."""
-    if where.type == "cpu":
+    if target.type == "cpu":
         return "the processor's memory", 1, run.ranks
     if "policy" in roles:
-        apart = isinstance(run, Run) and "engine" not in roles
-        return "each GPU that trains" if apart else "each GPU", run.ranks, 1
+        has_own_engine = isinstance(run, Run) and "engine" not in roles
+        return "each GPU that trains" if has_own_engine else "each GPU", run.ranks, 1
     if "engine" in roles:
         return "each GPU that samples", run.ranks, 1
-    return f"{where}, with {' and '.join(sorted(roles))}", 1, run.ranks
+    return f"{target}, with {' and '.join(sorted(roles))}", 1, run.ranks
 
 
 def _limit(requested: PlanHardware, device: torch.device) -> int | None:
@@ -223,17 +226,17 @@ def _limit(requested: PlanHardware, device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
-def _own_size(device: torch.device) -> int:
+def _process_bytes(device: torch.device) -> int:
     """What a process holds that has loaded the program and no model: this one, as it stands."""
     if device.type != "cpu":
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _candidates(run: Recipe, device: torch.device, played: DryRunResult) -> list[tuple[str, str, Recipe]]:
+def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list[tuple[str, str, Recipe]]:
     """Options that could make a run smaller, each with the run that has it."""
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
-    wanted: list[tuple[str, object, bool]] = [
+    options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
         ("train.activation_checkpointing", True, not train.activation_checkpointing),
         ("train.offload", True, gpu and not train.offload),
@@ -244,25 +247,27 @@ def _candidates(run: Recipe, device: torch.device, played: DryRunResult) -> list
         ("mesh.sequence", 2 * mesh.sequence, gpu and run.ranks % (2 * mesh.size) == 0),
     ]
     if isinstance(run, SupervisedRun):
-        wanted.append(("data.max_tokens", max(sum(played.row) // 2, 2), True))
+        options.append(("data.max_tokens", max(sum(result.row) // 2, 2), True))
     elif isinstance(run, Run):
         rollout, critic = run.rollout, run.critic.train
-        foreseen = run.ranks > 1 and "critic" in checks.active_roles(run)
-        wanted.append(("critic.train.weights", "divided", foreseen and critic.weights == "whole"))
-        wanted.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
+        trains_critic = run.ranks > 1 and "critic" in checks.active_roles(run)
+        options.append(("critic.train.weights", "divided", trains_critic and critic.weights == "whole"))
+        options.append(("sampling.max_tokens", max(run.sampling.max_tokens // 2, 1), run.sampling.max_tokens > 1))
         if isinstance(rollout, TorchEngineConfig):
-            wanted.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
-            wanted.append(("rollout.max_num_seqs", max(rollout.max_num_seqs // 2, 1), rollout.max_num_seqs > 1))
-            wanted.append(("rollout.prepack", False, not gpu and rollout.prepack))
+            options.append(("rollout.kv_gib", rollout.kv_gib / 2, True))
+            options.append(("rollout.max_num_seqs", max(rollout.max_num_seqs // 2, 1), rollout.max_num_seqs > 1))
+            options.append(("rollout.prepack", False, not gpu and rollout.prepack))
         servers = server_options(run)
         if servers is not None and not servers.url:
             memory = servers.gpu_memory_utilization or default_memory_share(servers)
-            wanted.append(("rollout.kv_gib", (servers.kv_gib or 0) / 2, servers.kv_gib is not None))
-            wanted.append(
+            options.append(("rollout.kv_gib", (servers.kv_gib or 0) / 2, servers.kv_gib is not None))
+            options.append(
                 ("rollout.gpu_memory_utilization", (memory or 0) / 2, servers.kv_gib is None and memory is not None)
             )
     return [
-        (option, _format_value(value), _with_option(run, option, value)) for option, value, applies in wanted if applies
+        (option, _format_value(value), _with_option(run, option, value))
+        for option, value, applies in options
+        if applies
     ]
 
 
@@ -275,6 +280,6 @@ def _with_option(run: R, option: str, value: object) -> R:
     return _replace_at(run, option.split("."), value)
 
 
-def _replace_at(part: C, path: list[str], value: object) -> C:
-    name, *deeper = path
-    return part.model_copy(update={name: _replace_at(getattr(part, name), deeper, value) if deeper else value})
+def _replace_at(config: C, path: list[str], value: object) -> C:
+    name, *rest = path
+    return config.model_copy(update={name: _replace_at(getattr(config, name), rest, value) if rest else value})

@@ -35,82 +35,82 @@ def show(requested: Recipe, *, with_savings: bool = True, console: Console | Non
     """Plan a run, and say what was found."""
     console = make_console() if console is None else console
     with progress("rehearsing a step", None, console):
-        found = plan_memory(requested, with_savings=with_savings)
-    console.print(_headline(found), soft_wrap=True)
-    for device in found.devices:
+        plan = plan_memory(requested, with_savings=with_savings)
+    console.print(_headline(plan), soft_wrap=True)
+    for device in plan.devices:
         console.print(_table(device))
         console.print(_verdict(device), soft_wrap=True)
-    for note in found.notes:
+    for note in plan.notes:
         console.print(note, soft_wrap=True)
-    _show_savings(found, console)
-    _show_step_time(found, console)
-    return found
+    _show_savings(plan, console)
+    _show_step_time(plan, console)
+    return plan
 
 
-def _headline(found: MemoryPlan) -> str:
+def _headline(plan: MemoryPlan) -> str:
     """What is planned."""
-    ranks = "" if found.ranks == 1 else f" on {found.ranks} ranks"
-    told, (prompt, answer) = f"A model of {found.parameters:,} parameters{ranks}; ", found.row
-    if not found.max_concurrency:
-        return f"{told}examples of up to {prompt + answer} tokens, all of them learned."
-    held = f"; {found.kv_tokens:,} tokens of keys and values" if found.kv_tokens else ""
+    ranks = "" if plan.ranks == 1 else f" on {plan.ranks} ranks"
+    model, (prompt, answer) = f"A model of {plan.parameters:,} parameters{ranks}; ", plan.row
+    if not plan.max_concurrency:
+        return f"{model}examples of up to {prompt + answer} tokens, all of them learned."
+    cache = f"; {plan.kv_tokens:,} tokens of keys and values" if plan.kv_tokens else ""
     return (
-        f"{told}prompts of up to {prompt} tokens and answers of up to {answer}, {found.max_concurrency} at once{held}."
+        f"{model}prompts of up to {prompt} tokens and answers of up to {answer}, {plan.max_concurrency} at once{cache}."
     )
 
 
 def _table(device: DeviceMemory) -> Table:
     """What is held in each phase, at its worst moment."""
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    shown.add_column(f"GiB on {device.name}" + (f" ({device.count} of them)" if device.count > 1 else ""))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"GiB on {device.name}" + (f" ({device.count} of them)" if device.count > 1 else ""))
     for phase in device.phases:
-        shown.add_column(phase, justify="right", style="bold" if phase == device.peak_phase else "")
+        table.add_column(phase, justify="right", style="bold" if phase == device.peak_phase else "")
     for kind in KINDS:
         sizes = [peak.kinds.get(kind, 0) for peak in device.phases.values()]
         if any(sizes):
-            shown.add_row(MEANINGS.get(kind, kind), *(_gib(size) if size else "" for size in sizes))
+            table.add_row(MEANINGS.get(kind, kind), *(_gib(size) if size else "" for size in sizes))
     if device.base_bytes:
-        shown.add_row("the program itself", *(_gib(device.base_bytes) for _ in device.phases))
-    shown.add_section()
-    shown.add_row("all of it", *(_gib(peak.total + device.base_bytes) for peak in device.phases.values()))
-    return shown
+        table.add_row("the program itself", *(_gib(device.base_bytes) for _ in device.phases))
+    table.add_section()
+    table.add_row("all of it", *(_gib(peak.total + device.base_bytes) for peak in device.phases.values()))
+    return table
 
 
 def _verdict(device: DeviceMemory) -> Text:
-    told = f"Most is held while {device.peak_phase}: {_gib(device.total)} GiB"
+    peak = f"Most is held while {device.peak_phase}: {_gib(device.total)} GiB"
     if device.limit is None:
-        return Text(f"{told}. Give `gpu_gib=…` to hear whether it fits.")
+        return Text(f"{peak}. Give `gpu_gib=…` to hear whether it fits.")
     share = f"of {_gib(device.limit)} GiB"
     if device.fits:
-        return Text(f"{told} {share}: it fits.", "green")
+        return Text(f"{peak} {share}: it fits.", "green")
     missing = device.total - device.limit
-    return Text(f"{told} {share}: {_gib(missing)} GiB too much.", "bold red")
+    return Text(f"{peak} {share}: {_gib(missing)} GiB too much.", "bold red")
 
 
-def _show_savings(found: MemoryPlan, console: Console) -> None:
+def _show_savings(plan: MemoryPlan, console: Console) -> None:
     """What each option would leave, most telling first."""
-    total = max(device.total for device in found.devices)
-    worth = [knob for knob in found.savings if total - knob.total > NOTABLE * total]
-    if not worth:
+    total = max(device.total for device in plan.devices)
+    notable = [saving for saving in plan.savings if total - saving.total > NOTABLE * total]
+    if not notable:
         return
     console.print("\nWhat moves it, one at a time:")
-    width = max(len(f"{knob.option}={knob.value}") for knob in worth)
-    for knob in worth:
-        saved = f"{_gib(knob.total)} GiB, {_gib(total - knob.total)} less"
-        console.print(f"  {f'{knob.option}={knob.value}':<{width}}  {saved}", soft_wrap=True)
+    width = max(len(f"{saving.option}={saving.value}") for saving in notable)
+    for saving in notable:
+        saved = f"{_gib(saving.total)} GiB, {_gib(total - saving.total)} less"
+        console.print(f"  {f'{saving.option}={saving.value}':<{width}}  {saved}", soft_wrap=True)
 
 
-def _show_step_time(found: MemoryPlan, console: Console) -> None:
-    pace = found.step_time
-    if pace is None:
+def _show_step_time(plan: MemoryPlan, console: Console) -> None:
+    step_time = plan.step_time
+    if step_time is None:
         console.print("\nHow long a step takes is not estimated: give `gpu_tflops=…` and `gpu_gbs=…` for that.")
         return
-    parts = (("sampling", pace.sampling), ("annotating", pace.annotating), ("updating", pace.updating))
-    told = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+    parts = (("sampling", step_time.sampling), ("annotating", step_time.annotating), ("updating", step_time.updating))
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
     console.print(
-        f"\nEstimate: a step takes {format_seconds(pace.step)} or longer ({told}), at "
-        f"{pace.flops_per_second / 1e12:.3g} · 10¹² operations and {pace.bytes_per_second / 1e9:.3g} GB a second, "
-        "which a run reaches a part of.",
+        f"\nEstimate: a step takes {format_seconds(step_time.step)} or longer ({listed}), at "
+        f"{step_time.flops_per_second / 1e12:.3g} · 10¹² operations and "
+        f"{step_time.bytes_per_second / 1e9:.3g} GB a second, which a run reaches a part of.",
         soft_wrap=True,
     )
 

@@ -74,5 +74,5 @@ class MemoryPlan:
     @property
     def fits(self) -> bool | None:
         """Whether every device has room."""
-        answers = [device.fits for device in self.devices]
-        return None if None in answers else all(answers)
+        fits = [device.fits for device in self.devices]
+        return None if None in fits else all(fits)

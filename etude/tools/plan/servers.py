@@ -71,8 +71,8 @@ def server_options(run: Run) -> ServerConfig | None:
 
 def default_memory_share(config: ServerConfig) -> float | None:
     """The share of a device's memory that they take unless they are told; None where that is not known."""
-    habit = MEMORY_POLICIES.get(config.create_backend().package)
-    return None if habit is None else habit.share
+    policy = MEMORY_POLICIES.get(config.create_backend().package)
+    return None if policy is None else policy.share
 
 
 def ranks_by_gpu(config: ServerConfig) -> Counter[int]:
@@ -90,34 +90,34 @@ def add_servers(
 ) -> tuple[tuple[DeviceMemory, ...], int]:
     """The devices of a run with what servers hold there, that on which the policy learns first; and how many tokens one
     server has keys and values of."""
-    (device, trains), *others = hosts.items()
+    (device, training), *others = hosts.items()
     if config.url:
         return tuple(hosts.values()), 0
     if device.type == "cpu":
-        held = _server_memory(config, model, "cpu", limit, 0)
-        return (_add_server(trains, held, config.replicas * config.tensor_parallel, asleep=False),), held.tokens
-    there, found, tokens = ranks_by_gpu(config), [], list[int]()
-    resting = trains.phases["sampling"].total
-    for count, gpus in sorted(Counter(there[gpu] for gpu in range(run.ranks)).items(), reverse=True):
+        memory = _server_memory(config, model, "cpu", limit, 0)
+        return (_add_server(training, memory, config.replicas * config.tensor_parallel, sleeps=False),), memory.tokens
+    ranks_on, devices, tokens = ranks_by_gpu(config), [], list[int]()
+    used = training.phases["sampling"].total
+    for count, gpus in sorted(Counter(ranks_on[gpu] for gpu in range(run.ranks)).items(), reverse=True):
         if not count:
-            found.append(replace(trains, count=gpus))
+            devices.append(replace(training, count=gpus))
             continue
-        held = _server_memory(config, model, "cuda", limit, resting)
+        memory = _server_memory(config, model, "cuda", limit, used)
         name = "each GPU that trains and serves"
-        found.append(replace(_add_server(trains, held, count, asleep=run.train.offload), name=name, count=gpus))
-        tokens.append(held.tokens)
-    free = {gpu: count for gpu, count in there.items() if gpu >= run.ranks}
-    for where, planned in others:
-        count = free.pop(where.index or 0, 0)
-        held = _server_memory(config, model, "cuda", limit, planned.total) if count else ServerMemory(0, 0, 0)
-        found.append(_add_server(planned, held, count, asleep=run.train.offload) if count else planned)
-        tokens += [held.tokens] if count else []
-    elsewhere = (config.nodes - 1) * config.tensor_parallel // config.nodes
-    for count, gpus in sorted((Counter(free.values()) + Counter({1: elsewhere})).items()):
-        held = _server_memory(config, model, "cuda", limit, 0)
-        found.append(DeviceMemory("each GPU that serves", gpus, {"sampling": held.peak(count, "weights")}, limit))
-        tokens.append(held.tokens)
-    return tuple(found), min(tokens)
+        devices.append(replace(_add_server(training, memory, count, sleeps=run.train.offload), name=name, count=gpus))
+        tokens.append(memory.tokens)
+    free = {gpu: count for gpu, count in ranks_on.items() if gpu >= run.ranks}
+    for target, planned in others:
+        count = free.pop(target.index or 0, 0)
+        memory = _server_memory(config, model, "cuda", limit, planned.total) if count else ServerMemory(0, 0, 0)
+        devices.append(_add_server(planned, memory, count, sleeps=run.train.offload) if count else planned)
+        tokens += [memory.tokens] if count else []
+    remote = (config.nodes - 1) * config.tensor_parallel // config.nodes
+    for count, gpus in sorted((Counter(free.values()) + Counter({1: remote})).items()):
+        memory = _server_memory(config, model, "cuda", limit, 0)
+        devices.append(DeviceMemory("each GPU that serves", gpus, {"sampling": memory.peak(count, "weights")}, limit))
+        tokens.append(memory.tokens)
+    return tuple(devices), min(tokens)
 
 
 def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
@@ -134,16 +134,18 @@ def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
     return (f"What {package} wants for {graphs} comes to that, and is not rehearsed: leave it some GiB.",)
 
 
-def _add_server(planned: DeviceMemory, held: ServerMemory, count: int, *, asleep: bool) -> DeviceMemory:
+def _add_server(planned: DeviceMemory, memory: ServerMemory, count: int, *, sleeps: bool) -> DeviceMemory:
     """A device with so many ranks of servers. They start when all else is loaded, and may sleep while it works."""
-    served, phases = held.peak(count, "server"), {}
+    server_peak, phases = memory.peak(count, "server"), {}
     for phase, peak in planned.phases.items():
-        here = phase == "sampling" or not (asleep or phase == "loading")
-        phases[phase] = PeakMemory(peak.total + served.total, {**peak.kinds, **served.kinds}) if here else peak
-    return replace(planned, phases=phases if "sampling" in phases else {"sampling": served, **phases})
+        loaded = phase == "sampling" or not (sleeps or phase == "loading")
+        phases[phase] = (
+            PeakMemory(peak.total + server_peak.total, {**peak.kinds, **server_peak.kinds}) if loaded else peak
+        )
+    return replace(planned, phases=phases if "sampling" in phases else {"sampling": server_peak, **phases})
 
 
-def _server_memory(config: ServerConfig, model: Model, device: str, limit: int | None, resting: int) -> ServerMemory:
+def _server_memory(config: ServerConfig, model: Model, device: str, limit: int | None, used: int) -> ServerMemory:
     """What one rank holds on a device of so many bytes, of which others hold some as it starts."""
     package, ranks = config.create_backend().package, config.tensor_parallel
     if package not in MEMORY_POLICIES:
@@ -151,34 +153,34 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
             f"How {package} takes memory is not known, so no plan can be made of it. Start it by itself, and plan the "
             f"rest with its `rollout.url=…`."
         )
-    habit = MEMORY_POLICIES[package]
-    own = (each for each in model.named_weights() if ".lora_" not in each[0])
-    weights = int(sum(_bytes_per_rank(name, weight, model, ranks) for name, weight in own))
+    policy = MEMORY_POLICIES[package]
+    named_weights = (item for item in model.named_weights() if ".lora_" not in item[0])
+    weights = int(sum(_bytes_per_rank(name, weight, model, ranks) for name, weight in named_weights))
     if config.needs_untied_head(device) and model.head_weight is model.module.get_input_embeddings().weight:
         weights += model.head_weight.nbytes // ranks
-    of_token = (
+    token_bytes = (
         2 * model.num_layers * model.head_dim * model.dtype.itemsize * (model.kv_heads / min(ranks, model.kv_heads))
     )
     if config.kv_gib is not None:
         kv = int(config.kv_gib * GIB)
-        whole = 2 * model.num_layers * model.head_dim * model.dtype.itemsize * model.kv_heads
-        kv = int(kv // whole * of_token) if habit.kv_per_replica else kv
-        return ServerMemory(weights, kv, int(kv // of_token))
-    share = config.gpu_memory_utilization or habit.share
+        full_token_bytes = 2 * model.num_layers * model.head_dim * model.dtype.itemsize * model.kv_heads
+        kv = int(kv // full_token_bytes * token_bytes) if policy.kv_per_replica else kv
+        return ServerMemory(weights, kv, int(kv // token_bytes))
+    share = config.gpu_memory_utilization or policy.share
     if share is None or limit is None:
         missing = "`rollout.gpu_memory_utilization=…`" if share is None else "`gpu_gib=…`"
         raise ConfigError(
             f"{package} makes what room there is its own, and how much that is cannot be known here. Give {missing}, "
             f"or `rollout.kv_gib=…`."
         )
-    taken = share * (limit - resting if habit.share_of_free else limit)
-    if taken <= weights:
+    budget = share * (limit - used if policy.share_of_free else limit)
+    if budget <= weights:
         raise ConfigError(
             f"A server's weights are {weights / GIB:.3g} GiB on each device, and its share of memory is "
-            f"{taken / GIB:.3g} GiB (`rollout.gpu_memory_utilization={share:g}`). Raise that, or "
+            f"{budget / GIB:.3g} GiB (`rollout.gpu_memory_utilization={share:g}`). Raise that, or "
             f"`rollout.tensor_parallel`."
         )
-    return ServerMemory(weights, int(taken - weights), int((taken - weights) // of_token))
+    return ServerMemory(weights, int(budget - weights), int((budget - weights) // token_bytes))
 
 
 def _bytes_per_rank(name: str, weight: Tensor, model: Model, ranks: int) -> float:

@@ -53,70 +53,70 @@ def estimate_step_time(
     run: Recipe, device: torch.device, dry_run: DryRunResult, tflops: float | None, gbs: float | None
 ) -> StepTime | None:
     """The pace of a run, by rates that are given, or measured where such a device is here; else nothing is said."""
-    there = device.type == "cpu" or torch.cuda.is_available()
-    if not there and (tflops is None or gbs is None):
+    measurable = device.type == "cpu" or torch.cuda.is_available()
+    if not measurable and (tflops is None or gbs is None):
         return None
     dtype = PRECISIONS[run.train.precision]
-    given = device.type == "cuda" and tflops is not None, device.type == "cuda" and gbs is not None
-    operations = 1e12 * (tflops or 0) if given[0] else measure_matmul_flops(dtype, device, 1024, 0.2)
-    read = 1e9 * (gbs or 0) if given[1] else copy_rate(device)
+    is_given = device.type == "cuda" and tflops is not None, device.type == "cuda" and gbs is not None
+    flops_rate = 1e12 * (tflops or 0) if is_given[0] else measure_matmul_flops(dtype, device, 1024, 0.2)
+    read_rate = 1e9 * (gbs or 0) if is_given[1] else copy_rate(device)
     if isinstance(run, SupervisedRun):
-        return _supervised_step_time(run, dry_run, operations, read)
+        return _supervised_step_time(run, dry_run, flops_rate, read_rate)
     assert isinstance(run, Run), "every recipe is one or the other"
     model, cost = dry_run.model, ModelFlops.from_model(dry_run.model)
-    all_of_it = run.collect.tasks * run.collect.group_size
-    rollouts = -(-all_of_it // run.ranks)
+    all_rollouts = run.collect.tasks * run.collect.group_size
+    rollouts = -(-all_rollouts // run.ranks)
     size = min(run.collect.group_size, rollouts)
     group = worst_case_batch(run, dry_run.row).select(list(range(size)))
-    pack, judged, groups = pack_prefix_tree(group), int(group.action.sum()), rollouts / size
-    forward = cost.forward(pack, judged)
+    pack, predicted, groups = pack_prefix_tree(group), int(group.action.sum()), rollouts / size
+    forward = cost.forward(pack, predicted)
     passes = len(checks.model_columns(run))
     engines, width = run.ranks, 1
     if isinstance(run.rollout, ServerConfig):
         engines, width = len(run.rollout.url) or run.rollout.replicas, run.rollout.tensor_parallel
     answer = dry_run.row[1]
     weights = sum(weight.nbytes for weight in model.parameters())
-    held = (
+    kv_bytes = (
         (dry_run.row[0] + dry_run.row[1] / 2) * model.num_layers * 2 * model.kv_heads * model.head_dim * dtype.itemsize
     )
-    each = -(-all_of_it // engines)
-    at_once = (
-        min(dry_run.max_concurrency, max(1, dry_run.held // sum(dry_run.row)))
-        if dry_run.held
+    per_engine = -(-all_rollouts // engines)
+    concurrency = (
+        min(dry_run.max_concurrency, max(1, dry_run.kv_tokens // sum(dry_run.row)))
+        if dry_run.kv_tokens
         else dry_run.max_concurrency
     )
-    moved = (-(-each // at_once) * answer * weights + each * answer * held) / width
+    bytes_read = (-(-per_engine // concurrency) * answer * weights + per_engine * answer * kv_bytes) / width
     return StepTime(
-        sampling=max(each / size * forward / width / operations, moved / read),
-        annotating=passes * groups * forward / operations,
-        updating=run.ppo_epochs * groups * cost.update(pack, judged) / operations,
-        flops_per_second=operations,
-        bytes_per_second=read,
+        sampling=max(per_engine / size * forward / width / flops_rate, bytes_read / read_rate),
+        annotating=passes * groups * forward / flops_rate,
+        updating=run.ppo_epochs * groups * cost.update(pack, predicted) / flops_rate,
+        flops_per_second=flops_rate,
+        bytes_per_second=read_rate,
     )
 
 
-def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, operations: float, read: float) -> StepTime:
+def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate: float, read_rate: float) -> StepTime:
     """That of a run which learns from examples."""
-    one, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
-    pack, judged, mine = pack_prefix_tree(one), int(one.action.sum()), run.batch_size / run.ranks
-    asked = dry_run.tracker.phases.count("annotating")
+    example, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
+    pack, predicted, examples = pack_prefix_tree(example), int(example.action.sum()), run.batch_size / run.ranks
+    passes = dry_run.tracker.phases.count("annotating")
     return StepTime(
         sampling=0.0,
-        annotating=asked * mine * cost.forward(pack, judged) / operations,
-        updating=mine * cost.update(pack, judged) / operations,
-        flops_per_second=operations,
-        bytes_per_second=read,
+        annotating=passes * examples * cost.forward(pack, predicted) / flops_rate,
+        updating=examples * cost.update(pack, predicted) / flops_rate,
+        flops_per_second=flops_rate,
+        bytes_per_second=read_rate,
     )
 
 
 def copy_rate(device: torch.device, seconds: float = 0.2) -> float:
     """Bytes a second that a device reads, in the best of some copies of much memory; as many are written."""
     a = torch.zeros(COPIED // 4, device=device)
-    b, best, until = torch.empty_like(a), float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        begun = _now(device)
+    b, best, deadline = torch.empty_like(a), float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = _now(device)
         b.copy_(a)
-        best = min(best, _now(device) - begun)
+        best = min(best, _now(device) - start)
     return 2 * COPIED / best
 
 

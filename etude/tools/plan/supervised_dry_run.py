@@ -17,8 +17,8 @@ from etude.batch import Batch
 from etude.data.preferences import PreferenceDataConfig
 from etude.data.tokenization import TokenRow
 from etude.models import create_empty
-from etude.recipes import auxiliary_models as models
-from etude.recipes.supervised import builder as school
+from etude.recipes import auxiliary_models
+from etude.recipes.supervised.builder import build_supervised_worker
 from etude.recipes.supervised.config import SupervisedRun
 from etude.recipes.supervised.distill import DistillRun
 from etude.recipes.supervised.dpo import DPORun
@@ -43,51 +43,53 @@ class SupervisedDryRun:
     def __init__(self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker) -> None:
         """on: within, what computes believes itself on the device that is planned for."""
         self.fake_device, self.tracker = fake_device, tracker
-        rests = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        train = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
         steps = run.steps or run.train.warmup_steps + 1  # how many there are is known of the files alone
-        self.run = run.model_copy(update={"train": rests, "steps": steps, "epochs": None})
-        self.mesh = models.build_mesh(run)
+        self.run = run.model_copy(update={"train": train, "steps": steps, "epochs": None})
+        self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights"), loading_phase(tracker, run.train):
             self.model = build_policy(run)
         self.max_tokens = run.data.max_row_tokens(self.model.context_length)
 
     def execute(self) -> DryRunResult:
         """Each phase once."""
-        run, ledger, model = self.run, self.tracker, self.model
-        named = logits_labeler(model)
-        with label_by_optimizers(ledger, model):
-            other = self._frozen_model()
-            with ledger.labeled_as("optimizer"), loading_phase(ledger, run.train):
-                worker = school.build_supervised_worker(run, model, other, self.mesh)
+        run, tracker, model = self.run, self.tracker, self.model
+        labeler = logits_labeler(model)
+        with label_by_optimizers(tracker, model):
+            frozen = self._frozen_model()
+            with tracker.labeled_as("optimizer"), loading_phase(tracker, run.train):
+                worker = build_supervised_worker(run, model, frozen, self.mesh)
             batch = worst_case_examples(run, self.max_tokens, -(-run.batch_size * run.mesh.size // run.ranks))
-            if other is not None:
-                with self.fake_device, ledger.phase("annotating"), ledger.labeled_as("activations", named):
+            if frozen is not None:
+                with self.fake_device, tracker.phase("annotating"), tracker.labeled_as("activations", labeler):
                     batch = worker.annotate(batch)
-            with self.fake_device, ledger.phase("updating"), ledger.labeled_as("activations", named):
+            with self.fake_device, tracker.phase("updating"), tracker.labeled_as("activations", labeler):
                 worker.update(batch)
-        return DryRunResult(ledger, model, 0, 0, (1, self.max_tokens - 1))
+        return DryRunResult(tracker, model, 0, 0, (1, self.max_tokens - 1))
 
     def _frozen_model(self) -> FrozenModel | None:
         """The reference or the teacher, where there is one."""
-        run, micro = self.run, self.run.train.max_tokens_per_micro_batch
+        run, micro_tokens = self.run, self.run.train.max_tokens_per_micro_batch
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             if run.reference.path is None and run.lora.rank:
-                return FrozenModel(self.model, micro, disable_adapters=True, mesh=self.mesh)
-            role, path, warmth = "reference", run.reference.path, 1.0
+                return FrozenModel(self.model, micro_tokens, disable_adapters=True, mesh=self.mesh)
+            role, path, temperature = "reference", run.reference.path, 1.0
         elif isinstance(run, DistillRun):
-            role, path, warmth = "teacher", run.teacher.path, run.temperature
+            role, path, temperature = "teacher", run.teacher.path, run.temperature
         else:
             return None
-        where = path or run.model.path
-        assert where is not None, "a run has a model"
+        directory = path or run.model.path
+        assert directory is not None, "a run has a model"
         with self.tracker.labeled_as(role):
-            return FrozenModel(create_empty(where, dtype=self.model.dtype), micro, temperature=warmth, mesh=self.mesh)
+            return FrozenModel(
+                create_empty(directory, dtype=self.model.dtype), micro_tokens, temperature=temperature, mesh=self.mesh
+            )
 
 
-def worst_case_examples(run: SupervisedRun, longest: int, count: int) -> Batch:
+def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int) -> Batch:
     """So many examples at their worst, or as many of them as fill a few micro-batches."""
     sides = 2 if isinstance(run.data, PreferenceDataConfig) else 1
-    enough = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (sides * longest))
-    nothing = np.zeros(longest, np.int32)
-    row = TokenRow(nothing, np.arange(longest) >= 1, nothing.astype(np.int16))
-    return batch_of([((row,),) * sides] * min(count, enough))
+    max_examples = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (sides * max_tokens))
+    zeros = np.zeros(max_tokens, np.int32)
+    row = TokenRow(zeros, np.arange(max_tokens) >= 1, zeros.astype(np.int16))
+    return batch_of([((row,),) * sides] * min(count, max_examples))

@@ -33,16 +33,16 @@ MAX_CACHE_FILES = 8
 
 def write_cache(cache: Path, roots: Sequence[str]) -> Path:
     """Read the options of these classes, and keep them, and a few that were kept of other sources before."""
-    place = cache_file(cache)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_suffix(".draft")
+    path = cache_file(cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(collect_options(roots)), encoding="utf-8")
-    draft.replace(place)
-    place.with_suffix(".reading").unlink(missing_ok=True)
-    files = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    draft.replace(path)
+    path.with_suffix(".reading").unlink(missing_ok=True)
+    files = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
     for other in files[MAX_CACHE_FILES:]:
         other.unlink(missing_ok=True)
-    return place
+    return path
 
 
 def collect_options(roots: Sequence[str]) -> dict[str, Any]:
@@ -75,32 +75,32 @@ def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | No
     """Every option that a class can have: what it takes, what it means, and what must be chosen for it to be there."""
     for name, field in kind.model_fields.items():
         here, options = join_path(path, name), options_of(field.annotation, field.metadata)
-        told = {"path": here, "meaning": field.description or "", "when": dict(when or {})}
+        option = {"path": here, "meaning": field.description or "", "when": dict(when or {})}
         if options is not None:
             default = read_default(field)
             chosen = options.name_of(default) if default is None or isinstance(default, BaseModel) else ""
-            values = [[choice, _first_line(each)] for choice, each in options.table.items()]
+            values = [[choice, _first_line(choice_class)] for choice, choice_class in options.table.items()]
             none = [[NONE, "nothing of the kind"]] if options.optional else []
-            yield {**told, "values": values + none, "chosen": chosen}
-            for choice, each in options.table.items():
-                yield from _options(each, here, {**(when or {}), here: choice})
+            yield {**option, "values": values + none, "chosen": chosen}
+            for choice, choice_class in options.table.items():
+                yield from _options(choice_class, here, {**(when or {}), here: choice})
         elif (section := find_section_class(field.annotation)) is not None:
             yield from _options(section, here, when)
         else:
-            yield {**told, **_describe_value(field, here)}
+            yield {**option, **_describe_value(field, here)}
 
 
 def _describe_value(field: FieldInfo, path: str) -> dict[str, Any]:
     """What a single value can be: some words, a path, or anything; and whether it is a list of such."""
     kinds = list(_kinds(field.annotation))
-    words = [word for kind in kinds for word in (get_args(kind) if get_origin(kind) is Literal else ())]
-    words += ["true", "false"] if bool in kinds else []
-    words += ["null"] if NoneType in kinds and words else []
-    listed = any(get_origin(kind) in (tuple, list) for kind in _members(field.annotation))
+    values = [word for kind in kinds for word in (get_args(kind) if get_origin(kind) is Literal else ())]
+    values += ["true", "false"] if bool in kinds else []
+    values += ["null"] if NoneType in kinds and values else []
+    is_list = any(get_origin(kind) in (tuple, list) for kind in _members(field.annotation))
     return {
-        "values": [[str(word), ""] for word in words],
+        "values": [[str(word), ""] for word in values],
         "paths": path in FILE_OPTIONS or any(isinstance(kind, type) and issubclass(kind, Path) for kind in kinds),
-        "list": listed,
+        "list": is_list,
     }
 
 
@@ -119,20 +119,20 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     """What a value, or an entry of a list of them, may be."""
     for kind in _members(annotation):
         if get_origin(kind) in (tuple, list):
-            yield from (each for inner in get_args(kind) if inner is not Ellipsis for each in _members(inner))
+            yield from (member for inner in get_args(kind) if inner is not Ellipsis for member in _members(inner))
         else:
             yield kind
 
 
 def _merge_options(options: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """Options that several choices have are one, which is there with any of them."""
-    found: dict[str, dict[str, Any]] = {}
-    for each in options:
-        there = found.setdefault(each["path"], {**each, "when": []})
-        if each["when"] not in there["when"]:
-            there["when"].append(each["when"])
-        there["values"] += [value for value in each["values"] if value not in there["values"]]
-    return list(found.values())
+    merged: dict[str, dict[str, Any]] = {}
+    for option in options:
+        existing = merged.setdefault(option["path"], {**option, "when": []})
+        if option["when"] not in existing["when"]:
+            existing["when"].append(option["when"])
+        existing["values"] += [value for value in option["values"] if value not in existing["values"]]
+    return list(merged.values())
 
 
 def _first_line(kind: type) -> str:

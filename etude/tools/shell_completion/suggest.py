@@ -52,14 +52,14 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) 
     command, names, rest = _command(parser, before)
     if current.startswith("-"):
         return list(_flags(command, current))
-    awaited = _pending_flag(command, rest)
-    if awaited is not None:
-        return list(_suggest_argument(awaited, current))
+    pending = _pending_flag(command, rest)
+    if pending is not None:
+        return list(_suggest_argument(pending, current))
     commands = _subcommands(command)
     if commands and any(not word.startswith("-") for word in rest):
         return []
     if commands:
-        return [Suggestion(f"{name} ", told) for name, told in commands.items() if name.startswith(current)]
+        return [Suggestion(f"{name} ", help_text) for name, help_text in commands.items() if name.startswith(current)]
     if command.get_default("roots") is not None:
         return list(_suggest_for_run(command, names, rest, current, _load_options(cache)))
     positionals = [action for action in command._actions if not action.option_strings]
@@ -101,10 +101,10 @@ def split_words(line: str, program: str) -> list[str] | None:
     return words[words.index(program) + 1 :]
 
 
-def format_for_bash(found: Sequence[Suggestion], current: str, breaks: str) -> list[str]:
+def format_for_bash(suggestions: Sequence[Suggestion], current: str, breaks: str) -> list[str]:
     """What bash puts in place of the last word; for bash that begins after a sign at which it breaks words."""
     signs = [sign for sign in current if sign in breaks and sign in "=:"]
-    texts = [offer.text for offer in found]
+    texts = [suggestion.text for suggestion in suggestions]
     for sign in signs:
         texts = [text.partition(sign)[2] for text in texts]
     return texts
@@ -116,23 +116,23 @@ def cache_file(cache: Path) -> Path:
     for directory, inner, files in os.walk(PACKAGE):
         inner[:] = sorted(name for name in inner if name != "__pycache__")
         for name in sorted(files):
-            about = Path(directory, name).stat()
-            state.update(f"{directory}/{name} {about.st_mtime_ns} {about.st_size}\n".encode())
+            stat = Path(directory, name).stat()
+            state.update(f"{directory}/{name} {stat.st_mtime_ns} {stat.st_size}\n".encode())
     return cache / "completion" / f"{state.hexdigest()}.json"
 
 
 def refresh(cache: Path) -> None:
     """Have the options read by a process of its own, unless one is at it, or they are kept already."""
-    place = cache_file(cache)
-    at_it = place.with_suffix(".reading")
+    file = cache_file(cache)
+    marker = file.with_suffix(".reading")
     with suppress(OSError):  # where nothing can be kept, no options are offered, and all else is
-        if place.exists() or (at_it.exists() and time.time() - at_it.stat().st_mtime < READ_TIMEOUT_S):
+        if file.exists() or (marker.exists() and time.time() - marker.stat().st_mtime < READ_TIMEOUT_S):
             return
-        at_it.parent.mkdir(parents=True, exist_ok=True)
-        at_it.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
         command = [sys.executable, "-P", "-m", "etude", "complete", "read", str(cache)]
-        nothing = subprocess.DEVNULL
-        subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        devnull = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, start_new_session=True)
 
 
 # -- the parser -------------------------------------------------------------------------------------------------------
@@ -140,33 +140,35 @@ def refresh(cache: Path) -> None:
 
 def option_classes(parser: argparse.ArgumentParser) -> list[str]:
     """Every class whose fields are options of a command, as `module:Name`."""
-    found = list((parser.get_default("roots") or {}).values())
+    classes = list((parser.get_default("roots") or {}).values())
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [root for inner in action.choices.values() for root in option_classes(inner)]
-    return list(dict.fromkeys(found))
+            classes += [root for inner in action.choices.values() for root in option_classes(inner)]
+    return list(dict.fromkeys(classes))
 
 
 def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, str, list[str]]:
     """The parser that these words lead to, its name, and those that are left to it."""
     name, rest = "", list(words)
-    for place, word in enumerate(words):
-        inner = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
-        if inner is None or word.startswith("-"):
+    for index, word in enumerate(words):
+        subcommands = next(
+            (action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None
+        )
+        if subcommands is None or word.startswith("-"):
             continue
-        if word not in inner.choices:
+        if word not in subcommands.choices:
             break
-        parser, name, rest = inner.choices[word], word, list(words[place + 1 :])
+        parser, name, rest = subcommands.choices[word], word, list(words[index + 1 :])
     return parser, name, rest
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The names of the commands below one, with what their help says; a command without help is not for people."""
-    found: dict[str, str] = {}
+    commands: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found |= {each.dest: each.help or "" for each in action._choices_actions}
-    return found
+            commands |= {choice.dest: choice.help or "" for choice in action._choices_actions}
+    return commands
 
 
 def _flags(parser: argparse.ArgumentParser, current: str) -> Iterator[Suggestion]:
@@ -196,11 +198,11 @@ def _suggest_argument(action: argparse.Action, current: str) -> Iterator[Suggest
 
 def _load_options(cache: Path) -> dict[str, Any]:
     """The options that were kept: of these sources, or until those are read, what was kept last."""
-    place = cache_file(cache)
-    if not place.exists():
+    file = cache_file(cache)
+    if not file.exists():
         refresh(cache)
-    others = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in (place, *others):
+    others = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (file, *others):
         with suppress(OSError, ValueError):
             known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return known
@@ -216,15 +218,17 @@ def _suggest_for_run(
     options = known["options"].get(root, [])
     key, equals, value = current.partition("=")
     if equals:
-        option = next((each for each in options if each["path"] == key), None)
-        yield from _values(option, value) if option is not None else ()
+        match = next((option for option in options if option["path"] == key), None)
+        yield from _values(match, value) if match is not None else ()
         return
-    named = [word for word in rest if "=" not in word and not word.startswith("-")]
-    if not named:
+    names = [word for word in rest if "=" not in word and not word.startswith("-")]
+    if not names:
         yield from _suggest_names(command.get_default("words"), roots, current, known)
     read = known["read"].get(name)
-    there = [each for each in options if read is None or any(f"{each['path']}.".startswith(f"{r}.") for r in read)]
-    yield from _keys(_available_options(there, rest, known), current)
+    available = [
+        option for option in options if read is None or any(f"{option['path']}.".startswith(f"{r}.") for r in read)
+    ]
+    yield from _keys(_available_options(available, rest, known), current)
 
 
 def _suggest_names(
@@ -248,57 +252,57 @@ def _available_options(
     """The options that are there by what was chosen so far; all of them where a file or a run may choose."""
     if any(not word.startswith("--demo") and "=" not in word and word not in known["presets"] for word in rest):
         return list(options)
-    chosen = {each["path"]: each["chosen"] for each in options if "chosen" in each}
+    chosen = {option["path"]: option["chosen"] for option in options if "chosen" in option}
     for word in rest:
         chosen |= known["presets"].get(word, {"chosen": {}})["chosen"]
     chosen |= dict(word.split("=", 1) for word in rest if "=" in word)
     return [
-        each
-        for each in options
-        if any(all(chosen.get(path) == name for path, name in when.items()) for when in each["when"])
+        option
+        for option in options
+        if any(all(chosen.get(path) == name for path, name in when.items()) for when in option["when"])
     ]
 
 
 def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Suggestion]:
     """Options by their names, a part of a dotted path at a time; by a part of the last name where none begins so."""
-    above = current.rpartition(".")[0]
-    start = len(above) + 1 if above else 0
-    found: dict[str, str] = {}
-    for each in options:
-        path = each["path"]
+    parent = current.rpartition(".")[0]
+    start = len(parent) + 1 if parent else 0
+    suggestions: dict[str, str] = {}
+    for option in options:
+        path = option["path"]
         if path.startswith(current):
             part, dot, _ = path[start:].partition(".")
-            found.setdefault(path[:start] + part + (dot or "="), "" if dot else each["meaning"])
-    if not found and len(current) >= MIN_MATCH_LENGTH:
-        inside = [each for each in options if current in each["path"].split(".")[-1]]
-        inside.sort(key=lambda each: each["path"].count("."))
-        found = {f"{each['path']}=": each["meaning"] for each in inside}
-    yield from (Suggestion(text, meaning) for text, meaning in found.items())
+            suggestions.setdefault(path[:start] + part + (dot or "="), "" if dot else option["meaning"])
+    if not suggestions and len(current) >= MIN_MATCH_LENGTH:
+        matches = [option for option in options if current in option["path"].split(".")[-1]]
+        matches.sort(key=lambda option: option["path"].count("."))
+        suggestions = {f"{option['path']}=": option["meaning"] for option in matches}
+    yield from (Suggestion(text, meaning) for text, meaning in suggestions.items())
 
 
 def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
     """What an option can be set to."""
-    key, listed = option["path"], option.get("list", False)
-    if listed and not value and (option["values"] or option["paths"]):
+    key, is_list = option["path"], option.get("list", False)
+    if is_list and not value and (option["values"] or option["paths"]):
         yield Suggestion(f"{key}=[", option["meaning"])
         return
-    start = max(value.rfind("["), value.rfind(",")) + 1 if listed else 0
-    before, last, end = f"{key}={value[:start]}", value[start:], "" if listed else " "
+    start = max(value.rfind("["), value.rfind(",")) + 1 if is_list else 0
+    before, last, end = f"{key}={value[:start]}", value[start:], "" if is_list else " "
     for name, meaning in option["values"]:
         if name.startswith(last):
             yield Suggestion(f"{before}{name}{end}", meaning)
     if option.get("paths"):
         for path in _paths(last):
-            yield Suggestion(before + (path.text.rstrip(" ") if listed else path.text))
+            yield Suggestion(before + (path.text.rstrip(" ") if is_list else path.text))
 
 
 def _paths(current: str, *, directories: bool = False) -> Iterator[Suggestion]:
     """Files and directories that begin so; hidden ones where the dot is typed."""
-    above, slash, name = current.rpartition("/")
+    parent, slash, name = current.rpartition("/")
     with suppress(OSError, RuntimeError):  # a folder that cannot be read, a home that is not known
-        for entry in sorted(Path(above + slash).expanduser().iterdir()):
+        for entry in sorted(Path(parent + slash).expanduser().iterdir()):
             if not entry.name.startswith(name) or (entry.name.startswith(".") and not name):
                 continue
             if entry.is_dir() or not directories:
-                text = re.sub(r"([^\w./~@%+=:,-])", r"\\\1", above + slash + entry.name)
+                text = re.sub(r"([^\w./~@%+=:,-])", r"\\\1", parent + slash + entry.name)
                 yield Suggestion(text + ("/" if entry.is_dir() else " "))
