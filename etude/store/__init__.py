@@ -1,4 +1,4 @@
-"""The one store: what happened in a run, written down as it happens, and where everything stands because of it.
+"""The store: the journal of a run's events, and the states that follow from them.
 
 with closing(open_store(directory / "journal.db")) as store:
     store.append([TaskIssued(0, 17, "gsm8k", {"prompt": "2+2?"}), RolloutQueued(0, task=0, sample=0)])
@@ -79,21 +79,21 @@ __all__ = [
 
 
 def check_serving_installed() -> None:
-    """`MissingPackageError` where what serves a store, and the model to agents, is not installed."""
+    """Raise `MissingPackageError` if the packages that serve a store, and a model to agents, are not installed."""
     try:
         import etude.store.server  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            f"A store is served, and a model to agents, by the packages fastapi and uvicorn, which cannot be imported "
-            f"here ({error}). Install them with `pip install 'etude[agents]'`."
+            f"A store, and a model for agents, are served with the packages fastapi and uvicorn, which cannot be "
+            f"imported here ({error}). Install them with `pip install 'etude[agents]'`."
         ) from error
 
 
 def open_store(where: Path | str | None = None, *, read_only: bool = False) -> Journal:
-    """The journal in a file, or in the PostgreSQL database of an address (`postgresql://…`), made if it is not there;
-    without either, one in memory that ends with the process.
+    """Open the journal in a file, or in the PostgreSQL database of an address (`postgresql://…`); create it if it is
+    missing. Without either, return one in memory that ends with the process.
 
-    With `read_only` it may be written by another process meanwhile, and must exist.
+    With `read_only` it must exist, and another process may write it meanwhile.
     """
     if where is None:
         return MemoryJournal()

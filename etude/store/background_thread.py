@@ -1,5 +1,5 @@
-"""Heavy work beside the event loop, on one thread, so that at most one thread competes with the loop for the
-interpreter. Each owner of a key has a limited number of requests in work, which leaves room for others."""
+"""Heavy work beside the event loop, on one thread: at most one thread then competes with the loop for the interpreter.
+Each owner of a key has a limited number of requests in work, which leaves room for others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Payloads: the token arrays of a turn as raw bytes, and the small protocol of what keeps them.
+"""Payloads of events: the token arrays of a turn as raw bytes, and the protocol of their storage.
 
-A payload belongs to the event at a position, and is found by it. A turn's payload is a header of lengths followed by
-its arrays end to end, little-endian, in this order; what a completion does not have takes no bytes:
+A payload belongs to the event at a position. The payload of a turn is a header of lengths, then its arrays end to end.
+They are little-endian and in this order. An array that a completion lacks takes no bytes:
 
     prompt int32 [P] · ids int32 [T] · logp float32 [T] · version int32 [T]
     · raw_logp float32 [T] · top_ids int32 [T, k] · top_logp float32 [T, k]
@@ -22,24 +22,24 @@ from etude.records import Turn
 __all__ = ["Blobs", "MemoryBlobs", "pack_turn", "unpack_turn"]
 
 _HEADER = struct.Struct("<QQQB")
-"""P, T, k, and which optional columns are there: the sum of `_OPTIONAL`'s bits."""
+"""P, T, k, and the optional arrays present, as the sum of `_OPTIONAL`'s bits."""
 _OPTIONAL = {"raw_logp": 1, "top_ids": 2, "top_logp": 4}
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 
 
 class Blobs(Protocol):
-    """Payloads by the position of the event each belongs to.
+    """Payloads by the position of their event.
 
-    `put` is called while the events are being written: where both are kept together they are written together, and
-    elsewhere the payloads must be safe before the events are, so that no event is ever without its payload.
+    `put` is called while the events are being written. A storage shared with the events writes both together. A
+    separate one must make the payloads durable first, so that no event is ever without its payload.
     """
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Keep these. One left at a position by a write that never ended is replaced."""
+        """Store these payloads. One left at a position by an aborted write is replaced."""
         ...
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """The payloads of these positions, those that are there."""
+        """Return the existing payloads of these positions."""
         ...
 
 
@@ -50,16 +50,16 @@ class MemoryBlobs:
         self._payloads: dict[int, bytes] = {}
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Keep these."""
+        """Store these payloads."""
         self._payloads.update(payloads)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """The payloads of these positions, those that are there."""
+        """Return the existing payloads of these positions."""
         return {position: self._payloads[position] for position in positions if position in self._payloads}
 
 
 def pack_turn(turn: Turn) -> bytes:
-    """The arrays of a turn."""
+    """Pack the arrays of a turn into bytes."""
     completion = turn.completion
     optional = {name: getattr(completion, name) for name in _OPTIONAL}
     flags = sum(bit for name, bit in _OPTIONAL.items() if optional[name] is not None)
@@ -71,9 +71,9 @@ def pack_turn(turn: Turn) -> bytes:
 
 
 def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[Any]]]:
-    """The prompt, and the arrays of the completion by name, as views of the payload."""
+    """Return the prompt, and the arrays of the completion by name, as views of the payload."""
     if len(payload) < _HEADER.size:
-        raise StoreError(f"The payload of a turn has {len(payload)} bytes, too few for its header: it was cut short.")
+        raise StoreError(f"The payload of a turn has {len(payload)} bytes, too few for its header: it is truncated.")
     prompt, tokens, width, flags = _HEADER.unpack_from(payload)
     shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {
         "prompt": (_INT, (prompt,)),
@@ -90,12 +90,12 @@ def unpack_turn(payload: bytes) -> tuple[NDArray[np.int32], dict[str, NDArray[An
             continue
         count = int(np.prod(shape))
         if at + count * dtype.itemsize > len(payload):
-            raise StoreError(f"The payload of a turn ends inside its column '{name}': it was cut short or overwritten.")
+            raise StoreError(f"The payload of a turn ends inside its column '{name}': it is truncated or overwritten.")
         columns[name] = np.frombuffer(payload, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
     return columns.pop("prompt"), columns
 
 
 def _bytes(column: NDArray[Any]) -> bytes:
-    """The entries, little-endian, row after row."""
+    """Return the entries, little-endian, row after row."""
     return column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()

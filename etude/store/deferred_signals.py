@@ -1,7 +1,7 @@
-"""Signals wait while something is written.
+"""Deferral of signals during a write.
 
-A handler of Python's runs between any two steps of the main thread, and one that raises, as Ctrl-C does, would tear a
-transaction apart inside the library that makes it. So a signal that comes meanwhile is heard a moment later.
+Python runs a signal handler between any two steps of the main thread. A handler that raises, as that of Ctrl-C does,
+would interrupt a transaction inside the database library. So signals that arrive during a write are delivered after it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["defer_signals"]
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within are heard at the end, each as often as it came. Off the main thread no
-    handler runs anyway."""
+    """Deliver SIGINT and SIGTERM that arrive inside at the end, each as often as it came. Other threads run no handlers
+    anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
     else:
@@ -28,9 +28,9 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def _defer_signal(number: signal.Signals) -> Iterator[None]:
-    """One signal, heard at the end. Its handler is back before anything that is raised leaves."""
+    """Defer one signal. Its handler is restored before any exception leaves."""
     handler: Any = signal.getsignal(number)
-    if handler is None:  # one that C code installed cannot be put back from here
+    if handler is None:  # a handler of C code cannot be restored from here
         yield
         return
     received: list[int] = []

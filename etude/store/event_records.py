@@ -1,9 +1,9 @@
-"""The form in which events are written: kind, JSON of the fields, and bytes for what is large (the token arrays of a
-turn, the samples of an evaluation).
+"""The stored form of events: the kind, the fields as JSON, and the payload as bytes. The payload holds large data: the
+token arrays of a turn, the samples of an evaluation.
 
-Each has two checksums beside it. Its *digest* covers all that is written of it, its position included: what was
-damaged or moved is not read. Its *chain* covers its digest and the chain of the event before: an event that is missing,
-or another in its place, changes the chain of all that follow.
+Each event has two checksums. Its *digest* covers everything written of it, its position included, so that a damaged or
+moved event is refused. Its *chain* covers its digest and the chain of the event before. A missing or replaced event
+thus changes the chain of all that follow.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ EVENTS: dict[str, type[Event]] = {
 
 
 class EventRecord(NamedTuple):
-    """An event as it is written."""
+    """An event in its stored form."""
 
     kind: str
     rollout: int | None
-    """The rollout it speaks of, where it speaks of one."""
+    """The rollout of the event, if it has one."""
     body: str
     """JSON."""
     payload: bytes
 
 
 class JournalMark(NamedTuple):
-    """How far a journal had come."""
+    """A point in a journal."""
 
     position: int
-    """Of its newest event; 0 where there was none."""
+    """Position of its newest event; 0 if there is none."""
     chain: int
-    """The chain of that event; 0 where there was none."""
+    """Chain checksum of that event; 0 if there is none."""
 
 
 class ChainedRecord(NamedTuple):
@@ -101,7 +101,7 @@ class ChainedRecord(NamedTuple):
 
 
 def checksum(*parts: bytes) -> int:
-    """64 bits that change where any of these does, as a number that every database holds."""
+    """Return a 64-bit checksum of these bytes, as a signed number that every database can store."""
     hashed = blake2b(digest_size=8)
     for part in parts:
         hashed.update(part)
@@ -109,18 +109,18 @@ def checksum(*parts: bytes) -> int:
 
 
 def digest_of(position: int, record: EventRecord) -> int:
-    """The digest of an event at a position."""
+    """Return the digest of an event at a position."""
     body = record.body.encode()
     return checksum(f"{position} {record.kind} {record.rollout} {len(body)} ".encode(), body, record.payload)
 
 
 def chain_checksum(before: int, digest: int) -> int:
-    """The chain of an event with this digest, behind one with that chain."""
+    """Return the chain checksum of an event with this digest, after an event with that chain."""
     return checksum(b"%d %d" % (before, digest))
 
 
 def chain_records(mark: JournalMark, records: Sequence[EventRecord]) -> Iterator[tuple[int, ChainedRecord]]:
-    """These events behind that mark, each with its position."""
+    """Yield these events after the mark, each with its position."""
     chain = mark.chain
     for position, record in enumerate(records, mark.position + 1):
         digest = digest_of(position, record)
@@ -129,16 +129,16 @@ def chain_records(mark: JournalMark, records: Sequence[EventRecord]) -> Iterator
 
 
 def encode(event: Event) -> EventRecord:
-    """The written form of an event."""
+    """Return the stored form of an event."""
     rollout = event.rollout if isinstance(event, RolloutEvent) else None
     return EventRecord(event.kind, rollout, to_json(event.to_dict()), event.payload())
 
 
 def decode(row: EventRecord) -> Event:
-    """The event that was written so."""
+    """Return the event of a stored form."""
     if row.kind not in EVENTS:
         raise StoreError(
-            f"An event of the kind '{row.kind}' was read, which this version of Etude does not know: a newer one wrote "
-            "it. Read the journal with that version."
+            f"This version of Etude does not know the event kind '{row.kind}'; a newer version wrote it. Read the "
+            "journal with that version."
         )
     return EVENTS[row.kind].from_dict(json.loads(row.body), row.payload)

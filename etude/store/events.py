@@ -1,10 +1,11 @@
-"""What happens in a run, as frozen typed events, and the form they are written in.
+"""The events of a run, as frozen typed records with their JSON form.
 
-A task is issued; rollouts of it are queued; an attempt at one starts, records its turns, is rewarded, and ends; a group
-is admitted to a step, or its task dropped. Beside these a run notes its evaluations, publishings and resources. Nothing
-else is ever written, and nothing written is ever changed: every status is derived from these (`transitions`).
+A task is issued and its rollouts are queued. An attempt at a rollout starts, records its turns, is rewarded, and ends.
+A group of rollouts is admitted to a step, or its task is dropped. A run also records its evaluations, published
+policies and resources. Nothing else is ever written, and no event is ever changed: every status is derived from events
+(`transitions`).
 
-How they are written is in `record`. A field added later needs a default, and old records are read with it.
+`event_records` defines how they are stored. A field added later needs a default, with which old records are read.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ class Event:
         return {name: getattr(self, name) for name in _names(kind)}
 
     def payload(self) -> bytes:
-        """What is kept beside the JSON: nothing, for most."""
+        """The bytes that are stored beside the JSON; empty for most events."""
         return b""
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> Self:  # noqa: ARG003
-        """The event that was written so."""
+        """Restore an event from its JSON fields and its payload."""
         return cls(**document)
 
 
 @cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """What the fields of an event are called."""
+    """The names of an event's fields."""
     return tuple(column.name for column in fields(kind))
 
 
@@ -96,13 +97,13 @@ class TaskIssued(Event):
 
 @dataclass(frozen=True, slots=True)
 class TaskDropped(Event):
-    """No step trains on this task: the rollouts of it, all finished, are set aside."""
+    """No step trains on this task; its rollouts, all finished, are set aside."""
 
     kind = "task_dropped"
 
     task: int
     step: int
-    """The step it was collected for."""
+    """The step for which it was collected."""
     cause: str
     """The filter or failure that dropped it."""
 
@@ -112,25 +113,25 @@ class TaskDropped(Event):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEvent(Event):
-    """Something that happened to one rollout."""
+    """An event of one rollout."""
 
     rollout: int
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutQueued(RolloutEvent):
-    """One more try at a task is wanted."""
+    """A rollout of a task was queued."""
 
     kind = "rollout_queued"
 
     task: int
     sample: int
-    """Which try of its group it is, from 0."""
+    """Index of this sample within its group, from 0."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits | None = None
-    """What a desk holds it to; None where whoever queued it watches over it."""
+    """Limits that the rollout queue enforces; None if the caller that queued it enforces its own."""
     life: int = 0
-    """In which life of the desk's keeper it was asked for; 0 where nobody keeps the desk."""
+    """Epoch of the owning run that queued it; 0 if the queue has no owner."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as they go into JSON."""
@@ -139,14 +140,14 @@ class RolloutQueued(RolloutEvent):
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> RolloutQueued:  # noqa: ARG003
-        """The event that was written so."""
+        """Restore the event from its JSON fields."""
         limits = document.get("limits")
         return cls(**document | {"limits": limits and RolloutLimits.from_dict(limits)})
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutResumed(RolloutEvent):
-    """It is asked for again, in a later life of the desk's keeper; until then it waits, and is played by nobody."""
+    """The run enqueued the rollout again, in a later epoch. Until then it was suspended."""
 
     kind = "rollout_resumed"
 
@@ -155,14 +156,14 @@ class RolloutResumed(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSealed(RolloutEvent):
-    """Who wanted it has read it: what it has earned by now is all that its agent may say of that."""
+    """The run has read the rollout: its agent can record no more rewards."""
 
     kind = "rollout_sealed"
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutCancelled(RolloutEvent):
-    """Nobody wants it any more, queued or running."""
+    """The rollout was cancelled, queued or running."""
 
     kind = "rollout_cancelled"
 
@@ -171,7 +172,7 @@ class RolloutCancelled(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class RolloutExpired(RolloutEvent):
-    """It waited in the queue for longer than it may, and was never started."""
+    """The rollout waited in the queue for longer than its limit, and no attempt was started."""
 
     kind = "rollout_expired"
 
@@ -180,22 +181,23 @@ class RolloutExpired(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptStarted(RolloutEvent):
-    """An attempt is under way."""
+    """An attempt has started."""
 
     kind = "attempt_started"
 
     attempt: int
-    """From 0, one more for each retry."""
+    """Index of the attempt, from 0; each retry adds one."""
     runner: str = ""
-    """Who claimed it, and prepares it now; without one it runs at once."""
+    """The runner that claimed the rollout and now prepares the attempt. An attempt without a runner is running at
+    once."""
     at: float = field(default=0.0, compare=False)
-    """When, in seconds since 1970 by a clock that somebody may set: to be looked at, and nothing follows from it. 0 is
-    not known. So it is below."""
+    """Wall-clock time in seconds since 1970, for people to inspect; no rule depends on it. 0 is unknown. The same holds
+    for `at` below."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReady(RolloutEvent):
-    """An attempt that was prepared runs now. Its first turn, reward or note says so as well."""
+    """An attempt moved from preparing to running. Its first turn, reward or note does the same."""
 
     kind = "attempt_ready"
 
@@ -204,7 +206,8 @@ class AttemptReady(RolloutEvent):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRecorded(RolloutEvent):
-    """One call to the model, exact tokens in and out. Turns of an attempt are written in order, each once."""
+    """One model call, with the exact tokens of its prompt and completion. Turns of an attempt are written in order,
+    each once."""
 
     kind = "turn_recorded"
 
@@ -213,7 +216,7 @@ class TurnRecorded(RolloutEvent):
     at: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with the arrays of the turn left to the payload."""
+        """The fields, without the arrays of the turn, which are in the payload."""
         turn, completion = self.turn, self.turn.completion
         names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
         turn_fields = {name: getattr(turn, name) for name in names}
@@ -231,7 +234,7 @@ class TurnRecorded(RolloutEvent):
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> TurnRecorded:
-        """The event that was written so."""
+        """Restore the event from its JSON fields and the arrays of its turn."""
         prompt, columns = unpack_turn(payload)
         completion = Completion(**{**columns, **document["completion"]})
         turn_fields = document["turn"] | {"tags": tuple(document["turn"]["tags"])}
@@ -241,7 +244,7 @@ class TurnRecorded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptRewarded(RolloutEvent):
-    """The reward of an attempt: final, given once, while it runs or after it ended but before its task is settled."""
+    """The final reward of an attempt, recorded once: while it runs, or after its end but before its task is settled."""
 
     kind = "rewarded"
 
@@ -251,9 +254,9 @@ class AttemptRewarded(RolloutEvent):
     truncated: bool = False
     """Whether the attempt was cut off at a length limit."""
     paid: float = 0.0
-    """What its turns were paid beside that, in all."""
+    """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
-    """Which player of a game it was."""
+    """Index of the player in a game."""
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: reward"
@@ -265,13 +268,13 @@ class AttemptRewarded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class TurnRewarded(RolloutEvent):
-    """One turn of an attempt earned something, beside the reward of the whole. Several of a turn add up."""
+    """A reward of one turn, in addition to the reward of the attempt. Several rewards of a turn add up."""
 
     kind = "turn_rewarded"
 
     attempt: int
     turn: int
-    """The index of one that was recorded."""
+    """Index of a recorded turn."""
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -284,14 +287,14 @@ class TurnRewarded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class NoteRecorded(RolloutEvent):
-    """Something about an attempt that somebody will want to look at; nothing follows from it."""
+    """Information about an attempt for people to inspect; no state depends on it."""
 
     kind = "noted"
 
     attempt: int
     name: str
     data: Any = None
-    """As JSON has it."""
+    """Any JSON value."""
 
     def __post_init__(self) -> None:
         where = f"Attempt {self.attempt} of rollout {self.rollout}: the note '{self.name}'"
@@ -300,31 +303,32 @@ class NoteRecorded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded(RolloutEvent):
-    """An attempt is over. Its rollout ends with it, or with `retry` is queued once more."""
+    """An attempt is over. Its rollout ends with it, or is queued again if `retry` is true."""
 
     kind = "attempt_ended"
 
     attempt: int
     outcome: Outcome
     error: str = ""
-    """For anything but success: what happened, in words."""
+    """Description of what happened, for any outcome but success."""
     retry: bool = False
     watched: bool = False
-    """Whether it was ended by who watches over it, and not by who played it."""
+    """Whether the rollout queue ended it, and not its runner."""
     at: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
         if self.retry and self.outcome not in RETRIED:
             raise DataError(
-                f"Attempt {self.attempt} of rollout {self.rollout} ended {self.outcome}, which cannot be retried; "
-                f"what can: {', '.join(sorted(RETRIED))}."
+                f"Attempt {self.attempt} of rollout {self.rollout} ended {self.outcome}, which cannot be retried. "
+                f"Only these can: {', '.join(sorted(RETRIED))}."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LateResultRecorded(RolloutEvent):
-    """An attempt was handed in after it was over by another's word: this is kept, and changes nothing."""
+    """A runner reported an attempt that the rollout queue had ended before. The report is stored and changes
+    nothing."""
 
     kind = "late_result_recorded"
 
@@ -347,7 +351,7 @@ class LateResultRecorded(RolloutEvent):
 
 @dataclass(frozen=True, slots=True)
 class RolloutsAdmitted(Event):
-    """A step trains on exactly these rollouts. Their tasks are settled: what else was tried at them is set aside."""
+    """A step trains on exactly these rollouts. Their tasks are settled: other rollouts of these tasks are set aside."""
 
     kind = "admitted"
 
@@ -368,7 +372,7 @@ class PolicyEvaluated(Event):
     name: str
     scores: Mapping[str, float]
     samples: Sequence[Mapping[str, Any]] = ()
-    """What was asked and answered, one mapping each; kept as a payload."""
+    """Prompts and answers, one mapping each; stored as a payload."""
 
     def __post_init__(self) -> None:
         where = f"The evaluation '{self.name}' of step {self.step}"
@@ -385,7 +389,7 @@ class PolicyEvaluated(Event):
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], payload: bytes) -> PolicyEvaluated:
-        """The event that was written so."""
+        """Restore the event from its JSON fields and its samples."""
         return cls(**document, samples=json.loads(zlib.decompress(payload)) if payload else ())
 
 
@@ -401,15 +405,16 @@ class PolicyPublished(Event):
 
 @dataclass(frozen=True, slots=True)
 class ResourcePut(Event):
-    """A new version of what rollouts share. Example: `ResourcePut("endpoint", 1, {"base_url": "http://…/v1"})`."""
+    """A new version of a resource that rollouts share. Example: `ResourcePut("endpoint", 1, {"base_url":
+    "http://…/v1"})`."""
 
     kind = "resource_put"
 
     name: str
     version: int
-    """From 1, one more for each put."""
+    """Version number, from 1."""
     value: Any
-    """As JSON has it."""
+    """Any JSON value."""
 
     def __post_init__(self) -> None:
         object.__setattr__(

@@ -5,7 +5,7 @@ bytes are counted. A head that is too large is answered 431, one that takes too 
 read its response is aborted.
 
 A connection is anonymous until a request on it carries a valid key; the middleware, which reads keys, reports that. If
-there is no room for a new connection, the oldest anonymous one is closed, whatever it is doing. An authenticated
+there is no room for a new connection, the oldest anonymous one is closed, even if it is busy. An authenticated
 connection is never closed for an anonymous one. If no anonymous connection is left, the new one is answered 503.
 """
 
@@ -57,8 +57,8 @@ class ConnectionLimiter:
     """Limits the number of connections, and chooses which to close if there is no room for another.
 
     Anonymous connections older than a moment may take a quarter of the room. As far as authenticated connections are
-    idle, that quarter is kept free, since a new client is anonymous until its first request. No method that runs for a
-    new connection iterates over all connections.
+    idle, that quarter is kept free. A new client needs it, since it is anonymous until its first request. No method
+    that runs for a new connection iterates over all connections.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.since is not None and self.has_request:
             self._wait(time.monotonic())
         super().on_message_begin()
-        self.scope["extensions"] = {GOOD_KEY: self._on_authenticated}  # type: ignore[dict-item]  # ours is no dict
+        self.scope["extensions"] = {GOOD_KEY: self._on_authenticated}  # type: ignore[dict-item]  # this extension is a function
 
     def on_headers_complete(self) -> None:
         """Check the complete headers and start the request."""

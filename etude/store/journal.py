@@ -1,11 +1,11 @@
-"""The one store: an append-only journal of events, and the states derived from them.
+"""The journal: an append-only log of events, and the states derived from them.
 
-Whoever keeps it (`memory`, `sql`) provides a transaction, records and states; what may be written and what it means is
-here and in `transitions`, once. A batch is written whole or not at all, and events and states together, so that
-the states are at every moment what a replay of the events gives.
+A backend (`memory`, `sql`) provides transactions and stores records and states. The rules of legal events and their
+effects are here and in `transitions`. A batch is written whole or not at all. Events and states are written together,
+so that the states always equal a replay of the events.
 
-Positions are dense integers from 1: `read(position)` gives what came after it, so that a reader which remembers the
-last position it saw misses nothing and sees nothing twice.
+Positions are dense integers from 1. `read(position)` returns the events after it. A reader that remembers its last
+position misses no event and sees none twice.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from etude.store.transitions import EventFold
 __all__ = ["Journal", "StateRow", "Transaction", "encode_state", "state_digest"]
 
 PAGE_EVENTS = 64
-"""How many events a reader holds at once: few, as each may have a payload of megabytes."""
+"""Events that a reader holds at once. They are few, since each may have a payload of megabytes."""
 
 
 class StateRow(NamedTuple):
-    """A state as it is written."""
+    """A state in its stored form."""
 
     kind: str
     id: int
@@ -54,59 +54,60 @@ class StateRow(NamedTuple):
     body: str
     """JSON."""
     digest: int
-    """A checksum of all that."""
+    """A checksum of the fields above."""
 
 
 class Transaction:
-    """What is about to be written: batches that were taken, and where everything stands because of them."""
+    """The batches that a transaction has accepted, and the states that follow from them."""
 
     def __init__(self, start: int, fold: EventFold) -> None:
         self.start, self.fold = start, fold
         self.records: list[EventRecord] = []
 
     def append(self, events: Sequence[Event]) -> int:
-        """Take these, all or none, and return the position that the last one will have. An event that may not follow
-        what is recorded, and was taken, is an `IllegalTransitionError`, and then it is as if these had not been
-        given."""
+        """Accept these events, all or none, and return the position of the last one.
+
+        An illegal event raises `IllegalTransitionError`, and the transaction is as before the call.
+        """
         records = [encode(event) for event in events]
         self.fold.extend(events)
         self.records += records
         return self.start + len(self.records)
 
     def state(self, kind: type[S], id: int) -> S | None:
-        """Where one stands because of what was taken, if it is known."""
+        """Return a state as it follows from the accepted events, or None."""
         return self.fold.get(kind, id)
 
 
 class Journal(ABC):
-    """A run's journal. Every method may be called from any thread; a write waits for the one before it."""
+    """The journal of a run. Every method may be called from any thread; writes wait for each other."""
 
     blobs: Blobs
     name = "in memory"
-    """As it is called in sentences."""
+    """Its name in messages."""
 
     def __init__(self) -> None:
         self._lock = RLock()
         self._open: dict[tuple[str, int], State] = {}
-        """The states that are soon asked for again: open rollouts, and their tasks."""
+        """States that will be needed again soon: open rollouts and their tasks."""
         self._largest_ids: dict[str, int] = {}
-        """By kind, the greatest id there is."""
+        """The largest id of each kind of state."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def append(self, events: Sequence[Event]) -> int:
         """Write these events, all or none, and return the position of the last one.
 
-        When it returns, they survive the death of the process. An event that may not follow what is recorded is an
-        `IllegalTransitionError`, and then nothing of the batch is written.
+        When it returns, the events survive the death of the process. An illegal event raises `IllegalTransitionError`,
+        and none of the batch is written.
         """
         with self.transaction() as txn:
             return txn.append(events)
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """Several batches in one transaction: each is taken whole or refused, and what was taken is written at the end,
-        all or none. Nobody else writes meanwhile."""
+        """Write several batches in one transaction. Each batch is accepted whole or refused; the accepted ones are
+        written at the end, all or none. Other writers wait meanwhile."""
         with defer_signals(), self._lock:
             txn = Transaction(self.position, EventFold(self._load_cached))
             yield txn
@@ -123,45 +124,47 @@ class Journal(ABC):
                 )
                 self._write(numbered, [encode_state(state) for state in changed])
             self._update_cache(changed)
-        except BaseException:  # whatever was interrupted: what is not remembered is read
+        except BaseException:  # the cache may be wrong after any interruption: drop it
             self._open.clear()
             self._largest_ids.clear()
             raise
 
     @abstractmethod
     def flush(self) -> JournalMark:
-        """Make all that is written survive the loss of power too, and say how far that is: a checkpoint keeps it."""
+        """Make everything written survive a loss of power, and return its mark for a checkpoint."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it. Nothing may be asked afterwards."""
+        """Close the journal. No method may be called afterwards."""
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def end_mark(self) -> JournalMark:
-        """How far it has come."""
+        """The position and the chain checksum of the newest event."""
 
     @property
     def position(self) -> int:
-        """The position of the newest event; 0 where there is none."""
+        """The position of the newest event; 0 if there is none."""
         return self.end_mark.position
 
     def verify_mark(self, mark: JournalMark, since: int | None = None) -> None:
-        """Refuse a journal that this mark was not taken of, or of which an event after it is missing or changed; or
-        after `since`, where that is an earlier position."""
+        """Refuse the journal if it does not contain this mark, or if an event after it is missing or changed.
+
+        With an earlier position `since`, the events after that position are checked too.
+        """
         newest = self.position
         if newest < mark.position:
             raise StoreError(
-                f"The journal {self.name} holds {newest} events, and held {mark.position} when the checkpoint beside "
-                "it was written: it is older, or another run's, or its end is lost. Bring back the one that belongs to "
-                "the checkpoint, with its -wal file."
+                f"The journal {self.name} has {newest} events, and had {mark.position} when the checkpoint beside it "
+                "was written. It is older, of another run, or truncated. Restore the one that belongs to the "
+                "checkpoint, with its -wal file."
             )
         if self._chain(mark.position) != mark.chain:
             raise StoreError(
-                f"The journal {self.name} is not the one beside which the checkpoint was written: up to position "
-                f"{mark.position} they differ. Bring back the one that belongs to the checkpoint, with its -wal file."
+                f"The journal {self.name} does not belong to the checkpoint: up to position {mark.position} their "
+                "checksums differ. Restore the one that belongs to the checkpoint, with its -wal file."
             )
         first = mark.position if since is None else min(since, mark.position)
         for _ in self._pages(first, newest, None, None):
@@ -170,9 +173,9 @@ class Journal(ABC):
     def read(
         self, position: int = 0, kinds: Sequence[type[Event]] = (), rollout: int | None = None
     ) -> Iterator[tuple[int, Event]]:
-        """The events after a position in order, to the newest there is now: all, or of these kinds, or of one rollout.
+        """Yield the events after a position up to the newest one now, in order: all, of some kinds, or of one rollout.
 
-        The cost is that of the answer: where both are given, all events of the rollout are looked through.
+        The cost is that of the result. With both kinds and a rollout, all events of the rollout are read.
         """
         newest = self.position
         if rollout is not None or not kinds:
@@ -192,23 +195,25 @@ class Journal(ABC):
             after = page[-1][0] if len(page) == PAGE_EVENTS else until
 
     def rollout(self, id: int) -> RolloutState:
-        """How far one rollout has come."""
+        """Return the state of one rollout."""
         return self._load_one(RolloutState, id)
 
     def rollouts(self, *phases: Phase) -> list[RolloutState]:
-        """The rollouts in these phases, or all, by id: `QUEUED` and `RUNNING` is open work; `FINISHED` is not used."""
+        """Return the rollouts in these phases, or all, by id. `QUEUED` and `RUNNING` are open work; `FINISHED` awaits
+        training."""
         return self._load_in_phases(RolloutState, phases)
 
     def task(self, ordinal: int) -> TaskState:
-        """What was asked, and which rollouts were tries at it."""
+        """Return the state of one task, with its rollouts."""
         return self._load_one(TaskState, ordinal)
 
     def tasks(self, *phases: Phase) -> list[TaskState]:
-        """The tasks in these phases, or all, by ordinal: `OPEN` ones are neither admitted nor dropped."""
+        """Return the tasks in these phases, or all, by ordinal. `OPEN` tasks are neither admitted nor dropped."""
         return self._load_in_phases(TaskState, phases)
 
     def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt in order, each with what it was paid; by default of the last one, which counts."""
+        """Return the turns of an attempt in order, each with its reward; by default of the last attempt, which
+        counts."""
         attempts = self.rollout(rollout).attempts
         wanted = len(attempts) - 1 if attempt is None else attempt
         turns: list[Turn] = []
@@ -229,25 +234,25 @@ class Journal(ABC):
         return turns
 
     def _check_attempt_events(self, state: AttemptState, turns: int, paid: float, subject: str) -> None:
-        """Refuse events of an attempt that are not those from which its state was derived: added up in the same order,
-        what was paid is the same to the last bit."""
+        """Refuse events of an attempt that do not match its state. Rewards added up in the same order are equal to the
+        last bit."""
         if (turns, paid) != (state.turns, state.paid):
             raise StoreError(
-                f"The journal {self.name} has {turns} turns of {subject}, paid {paid:g} in all, and {state.turns} "
-                f"turns, paid {state.paid:g}, were written: it is damaged. Go on from a copy of it that is whole."
+                f"The journal {self.name} has {turns} turns of {subject} with rewards of {paid:g}, but {state.turns} "
+                f"turns with rewards of {state.paid:g} were written: it is damaged. Continue from an intact copy."
             )
 
     def resource(self, name: str) -> ResourceState | None:
-        """The newest version of what rollouts share, if there is one."""
+        """Return the newest version of a resource, or None."""
         return self.load_states(ResourceState, [ResourceState.id_of(name)]).get(ResourceState.id_of(name))
 
     def load_states(self, kind: type[S], ids: Sequence[int]) -> dict[int, S]:
-        """The states of a kind with these ids, those that are there."""
+        """Return the existing states of a kind with these ids."""
         with self._lock:
             return dict(self._load(kind, ids))
 
     def iter_states(self, kind: type[S], after: int | None = None, *, backwards: bool = False) -> Iterator[S]:
-        """The states of a kind in the order of their ids, or against it, behind this one; read a page at a time."""
+        """Yield the states of a kind behind an id, by ascending or descending id, a page at a time."""
         while True:
             with self._lock:
                 bodies = self._state_page(kind.kind, after, PAGE_EVENTS, backwards)
@@ -259,21 +264,22 @@ class Journal(ABC):
                 return
 
     def admitted(self, position: int = 0) -> dict[int, tuple[int, ...]]:
-        """Which rollouts each step trained on, for the steps that were admitted after a position."""
+        """Return the rollouts that each step trained on, for steps admitted after a position."""
         admissions = (event for _, event in self.read(position, kinds=(RolloutsAdmitted,)))
         return {event.step: event.rollouts for event in admissions if isinstance(event, RolloutsAdmitted)}
 
     # -- the states ---------------------------------------------------------------------------------------------------
 
     def replay(self) -> dict[tuple[str, int], State]:
-        """All states, derived anew from the events: what is kept is equal to it."""
+        """Derive all states anew from the events. The stored states are equal to them."""
         fold = EventFold(_load_nothing)
         for _, event in self.read():
             fold.extend([event])
         return fold.changed
 
     def _load_cached(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
-        """As `_load`, without reading what was remembered. It is never handed out: nobody may change it."""
+        """Like `_load`, but without reading cached states. The result is never handed out, since nothing may change
+        it."""
         states: dict[int, S] = {}
         missing = []
         largest = self._largest_id(kind)
@@ -286,7 +292,7 @@ class Journal(ABC):
         return {**states, **self._load(kind, missing)} if missing else states
 
     def _largest_id(self, kind: type[S]) -> int:
-        """The greatest id of a kind, beyond which nothing need be looked for; -1 if there is none."""
+        """Return the largest id of a kind, -1 if there is none. States beyond it need not be searched."""
         if kind.kind not in self._largest_ids:
             self._largest_ids[kind.kind] = max(
                 (_decode_state(kind, body).id for body in self._state_page(kind.kind, None, 1, True)), default=-1
@@ -294,7 +300,7 @@ class Journal(ABC):
         return self._largest_ids[kind.kind]
 
     def _update_cache(self, changed: Iterable[State]) -> None:
-        """Keep at hand what is open, and let go of what is not."""
+        """Add the open states to the cache, and drop those that are not open."""
         tasks = set()
         for state in changed:
             if state.id > self._largest_ids.get(state.kind, state.id):
@@ -329,38 +335,40 @@ class Journal(ABC):
             bodies = self._states_in_phases(kind.kind, [str(phase) for phase in phases or Phase])
         return [_decode_state(kind, body) for body in bodies]
 
-    # -- what a keeper provides: called by one thread at a time -------------------------------------------------------
+    # -- the backend's part, called by one thread at a time -----------------------------------------------------------
 
     @abstractmethod
     def _storage_transaction(self) -> AbstractContextManager[None]:
-        """What is written inside is written together, or not at all where an exception leaves it."""
+        """A transaction of the backend: everything written inside is written, or nothing if an exception leaves it."""
 
     @abstractmethod
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:
-        """Keep these events at these positions, without their payloads, and these states in place of older ones."""
+        """Store these events at these positions, without their payloads, and replace these states."""
 
     @abstractmethod
     def _chain(self, position: int) -> int:
-        """The chain of the event at a position; 0 at 0."""
+        """Return the chain checksum of the event at a position; 0 at position 0."""
 
     @abstractmethod
     def _records(
         self, after: int, until: int, kind: str | None, rollout: int | None, limit: int
     ) -> list[tuple[int, EventRecord]]:
-        """The first events between two positions, of a kind or of a rollout or all, with their payloads. What is not
-        what was written is refused; where all were asked for, so is a gap."""
+        """Return the first events between two positions, of a kind, of a rollout, or all, with their payloads.
+
+        An event that differs from what was written is refused. If all events are read, so is a gap.
+        """
 
     @abstractmethod
     def _states(self, kind: str, ids: Sequence[int]) -> dict[int, str]:
-        """The states with these ids, those that are there."""
+        """Return the bodies of the existing states with these ids."""
 
     @abstractmethod
     def _states_in_phases(self, kind: str, phases: Sequence[str]) -> list[str]:
-        """The states in these phases, by id."""
+        """Return the bodies of the states in these phases, by id."""
 
     @abstractmethod
     def _state_page(self, kind: str, after: int | None, limit: int, backwards: bool) -> list[str]:
-        """The first states behind this id, by id, or against that order."""
+        """Return the bodies of the first states behind an id, in ascending or descending order."""
 
 
 def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa: ARG001
@@ -368,13 +376,13 @@ def _load_nothing(kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:  # noqa
 
 
 def encode_state(state: State) -> StateRow:
-    """The written form of a state."""
+    """Return the stored form of a state."""
     phase, body = str(state.phase), to_json(state.to_dict())
     return StateRow(state.kind, state.id, phase, body, state_digest(state.kind, state.id, phase, body))
 
 
 def state_digest(kind: str, id: int, phase: str, body: str) -> int:
-    """The checksum of a state as it is written."""
+    """Return the checksum of a state in its stored form."""
     return checksum(f"{kind} {id} {phase} {body}".encode())
 
 

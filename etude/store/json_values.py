@@ -1,4 +1,4 @@
-"""Values as JSON has them, checked where they come in."""
+"""JSON values, checked when they enter the store."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from etude.errors import DataError, RewardError
 __all__ = ["check_finite", "to_json", "to_json_value"]
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
-"""A plain value as it is written."""
+"""Encode a plain value as compact JSON."""
 
 
 def check_finite(value: float, where: str) -> float:
-    """A reward, which is a finite number."""
+    """Return a reward, which must be finite."""
     if not math.isfinite(value):
         raise RewardError(f"{where} is {value}; a reward must be a finite number.")
     return float(value)
 
 
 def to_json_value(value: Any, where: str) -> Any:
-    """A copy as JSON has it: numpy's numbers and arrays become Python's, and what JSON cannot hold is named."""
+    """Return a copy as JSON values. Numbers and arrays of numpy become Python's; other types are refused."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         if bad_keys := [key for key in value if not isinstance(key, str)]:
-            raise DataError(f"{where} has the key {bad_keys[0]!r}, which is not text; in a journal every key is text.")
+            raise DataError(f"{where} has the key {bad_keys[0]!r}; in a journal every key must be text.")
         return {key: to_json_value(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.longdouble | np.clongdouble):
         return to_json_value(value.tolist(), where)
     raise DataError(
-        f"{where} is of type {type(value).__name__}, which a journal cannot hold: it takes text, numbers, lists and "
+        f"{where} is of type {type(value).__name__}, which a journal cannot store; it takes text, numbers, lists and "
         "mappings. Drop the column, or convert it."
     )

@@ -1,7 +1,7 @@
 """The keys of the store and the model endpoint, and the access that each grants. No key is stored: any process that
 knows the secret can verify them.
 
-A key is a readable payload and a signature, which only the admin key can create:
+A key is a readable payload and a signature. Only the admin key can create signatures:
 
     etude.model.12.0.1790000000.Kb0…      calls the model as attempt 0 of rollout 12, until that second
     etude.reward.12.0.1790000000.p3J…     writes rewards and events of that attempt
@@ -142,7 +142,7 @@ class Keyring:
         raise refused or InvalidKeyError("This needs a key, as the header 'Authorization: Bearer KEY'.")
 
     def read_headers(self, headers: Mapping[bytes, bytes]) -> Grant | None:
-        """Return the grant of the key in a request's headers, whatever its scope; None without a valid key."""
+        """Return the grant of the key in a request's headers, of any scope; None without a valid key."""
         values = (headers.get(name, b"").decode("latin-1") for name in (b"authorization", b"x-api-key"))
         try:
             return self.read_first(keys_from_headers(*values))

@@ -13,9 +13,11 @@ queue is open, it alone moves rollouts. Tasks may be admitted and dropped throug
 may be read.
 
 A queue that is opened over a journal with open work resumes it. Queued rollouts stay queued, in the order of ids.
-Runners keep their leases, with time to send a heartbeat. A run that takes the queue over calls `acquire_lease`:
-attempts under way then end, as nobody's failure. Queued rollouts are suspended until the run enqueues them again, since
-its weights are not yet those to sample them with.
+Runners keep their leases, with time to send a heartbeat.
+
+A run that takes the queue over calls `acquire_lease`. Attempts under way then end, and are retried without being
+counted. Queued rollouts are suspended until the run enqueues them again: they must be sampled with weights that the run
+has yet to load.
 
 Memory holds only the open work. Limits are measured by a monotonic clock. Where the process itself was suspended, that
 time does not count as silence of any runner.
@@ -173,7 +175,7 @@ class LocalRolloutQueue(RolloutQueue):
     async def claim(self, runner: str, n: int, wait_s: float) -> list[Claim]:
         """Claim up to `n` rollouts, the longest queued first."""
         if not runner:
-            raise DataError("A runner that claims rollouts needs a name. Give each runner a name of its own.")
+            raise DataError("A runner that claims rollouts needs a name. Give each runner a separate name.")
         pending = PendingClaim(runner, check_count(n, "n"), time.monotonic() + check_seconds(wait_s, "wait_s"))
         try:
             leased = await self._call(lambda _, promise: self._state.add_claim(pending, promise))

@@ -1,4 +1,4 @@
-"""The journal in memory: the twin of the one on disk, for tests and for runs that need not survive."""
+"""The journal in memory, for tests and for runs that need not survive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["MemoryJournal"]
 
 
 class MemoryJournal(Journal):
-    """A journal that ends with the process. Events are kept in their written form: nothing is shared with a caller."""
+    """A journal that ends with the process. It stores events in encoded form, so that it shares no object with a
+    caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,20 +30,20 @@ class MemoryJournal(Journal):
         self._in_phase: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
     def flush(self) -> JournalMark:
-        """Say how far it has come; nothing here survives the loss of power."""
+        """Return the mark of the newest event. Nothing here survives a loss of power."""
         return self.end_mark
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     @property
     def end_mark(self) -> JournalMark:
-        """How far it has come."""
+        """The position and the chain checksum of the newest event."""
         return JournalMark(len(self._events), self._chains[-1])
 
     @contextmanager
     def _storage_transaction(self) -> Iterator[None]:
-        """Nothing to undo: what may be refused is refused before the first change."""
+        """Do nothing: illegal events are refused before the first change."""
         yield
 
     def _write(self, events: Mapping[int, ChainedRecord], states: Sequence[StateRow]) -> None:

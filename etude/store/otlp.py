@@ -137,7 +137,7 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _check_repeated(request: ExportTraceServiceRequest) -> None:
-    """Refuse an export with too many spans, or whose resources and scopes are too large to be stored with each span."""
+    """Refuse an export with too many spans, or with resources too large to be stored with each span."""
     count = size = values = 0
     for resource in request.resource_spans:
         scopes = [scope for scope in resource.scope_spans if len(scope.spans)]

@@ -1,10 +1,11 @@
-"""Who keeps a desk: the run whose rollouts are played there, in which of its lives, and for how long it is known to be
-there.
+"""The owner of a rollout queue: the run whose rollouts it holds, the run's epoch, and its lease.
 
-A run that takes a desk up begins a life of its keeping. What counts of an earlier life is what ended in it; its words
-are refused from then on. A life lasts for as long as it is renewed: while it does not, nothing is lent, since whoever
-plays needs the model that the run serves. A desk that is opened again lends only once its keeper was heard there; what
-is under way may go on for as long as the keeper has to say so.
+A run that takes the queue over begins a new epoch. Attempts that ended in an earlier epoch count; calls from that epoch
+are refused. The run keeps its lease by renewing it. Without a valid lease the queue assigns no rollouts, since runners
+need the model that the run serves.
+
+A queue that is opened again assigns rollouts only after its owner renewed the lease. Attempts under way may continue
+until the lease expires.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from etude.store.states import ResourceState
 __all__ = ["OWNER_RESOURCE", "OwnerLease"]
 
 OWNER_RESOURCE = "owner"
-"""The resource that says so. Its version is the number of the life; it is none that agents are given."""
+"""The resource that records the owner. Its version is the number of the epoch. Agents do not receive it."""
 
 
 class OwnerLease:
-    """Of the present life, or of none. It is told the time."""
+    """The owner, its epoch and its lease. The caller passes the time."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Its number, from 1; 0 where nobody has ever kept the desk, which then lends to everybody."""
+        """Number of the epoch, from 1; 0 if the queue never had an owner. Such a queue assigns rollouts without a
+        lease."""
         self._owner: QueueOwner | None = None
         self._lease_s: float | None = None
         self._until = -math.inf
         self._renewed_at = -math.inf
-        """When it was last heard at this desk, since that was opened."""
+        """Time of the last renewal since this queue was opened."""
 
     def restore(self, resource: ResourceState | None, now: float) -> None:
-        """Stand as it is written."""
+        """Restore the owner from its resource."""
         if resource is None:
             self.epoch, self._owner = 0, None
         elif resource.version != self.epoch:
@@ -46,15 +48,16 @@ class OwnerLease:
             self._until = -math.inf if self._lease_s is None else now + self._lease_s
 
     def begin_epoch(self, owner: QueueOwner, lease_s: float | None, now: float, *, empty: bool) -> dict[str, Any]:
-        """Begin another life, unless that is refused; what is to be written of it. empty: whether the desk has no
-        rollouts."""
+        """Begin a new epoch, unless that is refused; return the value of the owner's resource. empty: whether the queue
+        has no rollouts."""
         self._refuse(owner, now, empty)
         self.epoch, self._owner = self.epoch + 1, owner
         self.renew(lease_s, now)
         return {"run": owner.run, "where": owner.where, "lease_s": lease_s}
 
     def release(self) -> dict[str, Any] | None:
-        """End the life, so that the same run may begin another in another place; what is to be written of it."""
+        """End the epoch, so that the same run may begin another in another directory; return the value of the owner's
+        resource."""
         if self._owner is None:
             return None
         self.epoch, self._owner, self._lease_s, self._until = (
@@ -66,35 +69,36 @@ class OwnerLease:
         return {"run": self._owner.run, "where": "", "lease_s": None}
 
     def check(self, epoch: int) -> None:
-        """Refuse the word of another life than the present one."""
+        """Refuse a call of another epoch than the present one."""
         if epoch != self.epoch:
             where = self._owner.where if self._owner is not None and self._owner.where else "another place"
             raise IllegalTransitionError(
-                f"This is said in life {epoch} of a run whose rollouts are kept here, and it was taken up in {where} "
-                f"since: that is life {self.epoch}. Let that one go on, and end this one."
+                f"This call is from epoch {epoch} of the run, and the run was resumed in {where} since, which began "
+                f"epoch {self.epoch}. Let that one continue, and end this one."
             )
 
     def renew(self, lease_s: float | None, now: float) -> None:
-        """The keeper is there, for so long from now on; None is until the desk is closed."""
+        """Renew the lease for so many seconds; None lasts until the queue is closed."""
         self._lease_s, self._renewed_at = lease_s, now
         self._until = math.inf if lease_s is None else now + lease_s
 
     def extend(self, seconds: float, since: float) -> None:
-        """Nobody could be heard for so long since then; whoever was heard afterwards is not given more."""
+        """Extend the lease by a time in which this process could receive nothing, unless it was renewed since
+        `since`."""
         if self._renewed_at <= since:
             self._until += seconds
 
     def is_valid(self, now: float) -> bool:
-        """Whether what is under way may go on."""
+        """Return whether attempts under way may continue."""
         return self.epoch == 0 or now < self._until
 
     def allows_claims(self, now: float) -> bool:
-        """Whether anything may be lent now."""
+        """Return whether rollouts may be assigned now."""
         return self.epoch == 0 or (self._renewed_at > -math.inf and now < self._until)
 
     @property
     def has_timeout(self) -> bool:
-        """Whether it lasts only as long as it is renewed."""
+        """True if the lease expires unless it is renewed."""
         return self.epoch > 0 and self._lease_s is not None
 
     def _refuse(self, owner: QueueOwner, now: float, empty: bool) -> None:
@@ -103,12 +107,12 @@ class OwnerLease:
             return
         if known.run == owner.run:
             raise IllegalTransitionError(
-                f"This run was taken up in {known.where}, and now in {owner.where}. Two that train the same run would "
-                "each train on half of its rollouts: go on with the other; or, if the run has moved here, begin the "
+                f"This run is already active in {known.where}, and was started in {owner.where} too. Each of the two "
+                "would train on half of the rollouts. Continue the other one; or, if the run has moved here, start the "
                 "store once with `etude store … --give-over`."
             )
         if not empty or now < self._until:
             raise IllegalTransitionError(
-                f"The store keeps the rollouts of another run, {known.where or known.run}. Give this one a store of "
-                "its own: `etude store DIRECTORY`."
+                f"The store holds the rollouts of another run, {known.where or known.run}. Start a separate store for "
+                "this run: `etude store DIRECTORY`."
             )

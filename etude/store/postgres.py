@@ -1,11 +1,13 @@
-"""Where a journal is a database of a PostgreSQL server: for runs on several machines.
+"""A journal in a database of a PostgreSQL server, for runs on several machines.
 
     postgresql://etude:password@db.example:5432/my_run
 
 One journal fills one database, or one schema of it (`?options=-csearch_path=my_run`). A commit is acknowledged when the
-server has it on its disk. One process writes at a time: it holds an advisory lock of its session, which the server
-frees when the connection ends, however that came to be. A connection that was lost is not made again behind anybody's
-back, as the right to write went with it: the journal says so, and is opened anew.
+server has it on its disk.
+
+One process writes at a time. It holds an advisory lock of its session, which the server releases when the connection
+ends for any reason. A lost connection is not reopened silently, since the lock ended with it. The journal reports the
+loss and must be opened again.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ except ImportError as error:
 __all__ = ["PostgresDatabase"]
 
 WAIT_S = 30.0
-"""How long a statement may take, or the way to the server."""
+"""Timeout of a statement and of a connection, in seconds."""
 LOCK = "SELECT pg_try_advisory_lock(hashtext('etude journal'), hashtext(current_schema()))"
 
 FAILURES: dict[str, str] = {
-    "08": "its connection was lost: see that the server runs and can be reached, and open the journal again",
-    "28": "the server refused who asked: look at the user and the password of its address",
-    "3D": "there is no such database: make it with createdb, or give the address of another",
-    "42501": "it may not be written by this user: grant what is missing, or give another user",
-    "53": "the server is out of disk, memory or connections: free some and go on; what was written before is safe",
-    "57014": f"a statement took longer than {WAIT_S:g} seconds: look at what else keeps the server busy",
-    "57": "the server was stopped: start it and open the journal again; what was written before is safe",
-    "25006": "it may not be written here: the server, or this user, is allowed to read only",
+    "08": "its connection was lost: check that the server runs and can be reached, and open the journal again",
+    "28": "the server refused the login: check the user and the password of its address",
+    "3D": "there is no such database: create it with createdb, or give the address of another",
+    "42501": "this user may not write it: grant the missing privileges, or give another user",
+    "53": "the server lacks disk, memory or connections: free some and try again; everything written before is safe",
+    "57014": f"a statement took longer than {WAIT_S:g} seconds: check what else keeps the server busy",
+    "57": "the server was stopped: start it and open the journal again; everything written before is safe",
+    "25006": "it is read-only: the server, or this user, may only read",
 }
-"""What PostgreSQL's errors mean and what to do, by their code or its class."""
+"""Meaning and remedy of PostgreSQL's errors, by error code or class."""
 
 
 class PostgresDatabase:
@@ -57,7 +59,7 @@ class PostgresDatabase:
         parts = urlsplit(address)
         if parts.scheme not in ("postgresql", "postgres"):
             raise StoreError(
-                f"A journal cannot be opened at {parts.scheme}://…: give the path of a file, or the address of a "
+                f"A journal cannot be opened at {parts.scheme}://…. Give the path of a file, or the address of a "
                 "PostgreSQL database as postgresql://user:password@host:port/database."
             )
         self._parts = parts
@@ -66,7 +68,7 @@ class PostgresDatabase:
 
     @property
     def url(self) -> dict[str, Any]:
-        """What is connected to."""
+        """The parts of the connection URL."""
         parts = self._parts
         named = {"username": parts.username, "password": parts.password}
         credentials = {name: unquote(value) for name, value in named.items() if value is not None}
@@ -75,15 +77,15 @@ class PostgresDatabase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is connected to: no way is waited for without end."""
+        """The options of the connection; every wait has a timeout."""
         return {"connect_timeout": int(WAIT_S), "tcp_user_timeout": int(1000 * WAIT_S), "keepalives_idle": int(WAIT_S)}
 
     def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
-        """Have the right to write this journal, for as long as this connection lasts."""
+        """Take the lock for writing, which lasts as long as this connection."""
         if execute("SELECT current_schema()").scalar() is None:
             raise StoreError(
-                f"The journal {self.name} has no schema to be in: its search_path names none that exists. Create it, "
-                "or leave search_path out of the address."
+                f"The journal {self.name} has no schema: its search_path names none that exists. Create one, or leave "
+                "search_path out of the address."
             )
         if not execute(LOCK).scalar():
             raise StoreError(
@@ -93,24 +95,24 @@ class PostgresDatabase:
         return lambda: None
 
     def find_damage(self, execute: Callable[[str], Any]) -> str:  # noqa: ARG002
-        """The server looks after its pages itself."""
+        """Return nothing: the server checks its own pages."""
         return ""
 
     def in_transaction(self, raw: Any) -> bool:
-        """Whether a transaction is still to be undone: a connection that was lost took it along."""
+        """Return whether a transaction must still be rolled back. A lost connection has ended its own."""
         return not raw.closed and raw.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
 
     def describe_failure(self, error: Any) -> str:
-        """What went wrong and what to do."""
+        """Return a failure's cause and its remedy."""
         message = str(error).strip().partition("\n")[0].rstrip(".")
         code = getattr(error, "sqlstate", None)
-        if code is None and isinstance(error, psycopg.OperationalError):  # it is libpq that speaks
-            return f"{message}. See that the server runs and can be reached, and open the journal again"
+        if code is None and isinstance(error, psycopg.OperationalError):  # an error of libpq
+            return f"{message}. Check that the server runs and can be reached, and open the journal again"
         return FAILURES.get(code or "") or FAILURES.get((code or "")[:2]) or message
 
 
 def _last_writer(execute: Callable[[str], Any]) -> str:
-    """Who opened a journal for writing last, as far as it can be told."""
-    if execute("SELECT to_regclass('facts')").scalar() is None:  # it is being made at this moment
+    """Return the process that opened the journal for writing last, if it is known."""
+    if execute("SELECT to_regclass('facts')").scalar() is None:  # the journal is being created right now
         return "another process"
     return str(execute("SELECT value FROM facts WHERE name = 'writer'").scalar() or "another process")

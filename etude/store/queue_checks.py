@@ -1,4 +1,5 @@
-"""What is asked at a desk, held against what is written: whether it is there, was asked before, and in which words."""
+"""Checks of requests to a rollout queue against the recorded state: whether an object exists, and whether a repeated
+request has the same content."""
 
 from __future__ import annotations
 
@@ -34,34 +35,34 @@ __all__ = [
 
 
 LARGEST = 1e100
-"""Of rewards: however many of them are added up, the sum is a number."""
+"""Largest magnitude of a reward, so that a sum of many stays finite."""
 
 
 def parse_reward(reward: Any, key: AttemptId, turn: int | None = None) -> tuple[float, dict[str, float]]:
-    """A reward as a number and its parts."""
+    """Return a reward as its total and its parts."""
     where = f"Attempt {key.attempt} of rollout {key.rollout}: its reward" + ("" if turn is None else f" of turn {turn}")
     try:
         parts = {str(name): float(value) for name, value in reward.items()} if isinstance(reward, Mapping) else {}
         total = sum(parts.values()) if isinstance(reward, Mapping) else float(reward)
     except OverflowError as error:
-        raise RewardError(f"{where} is beyond ±{LARGEST:g}: what is so large cannot be added up.") from error
+        raise RewardError(f"{where} is beyond ±{LARGEST:g}, so it cannot be added up.") from error
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{where} is {reward!r}; it must be a number, or numbers by name.") from error
+        raise RewardError(f"{where} is {reward!r}; it must be a number, or a mapping of names to numbers.") from error
     if isinstance(reward, Mapping) and not parts:
-        raise RewardError(f"{where} has no parts: give a number, or at least one named part.")
+        raise RewardError(f"{where} has no parts. Give a number, or at least one named part.")
     if any(math.isfinite(value) and abs(value) > LARGEST for value in (total, *parts.values())):
-        raise RewardError(f"{where} is {reward!r}, beyond ±{LARGEST:g}: what is so large cannot be added up.")
+        raise RewardError(f"{where} is {reward!r}, which is beyond ±{LARGEST:g}, so it cannot be added up.")
     return total, parts
 
 
 def is_same_reward(attempt: AttemptState, event: AttemptRewarded) -> bool:
-    """Whether its final reward was given in the same words: by who did not hear that it was written."""
+    """Return whether the attempt already has exactly this final reward, as after a client repeated its request."""
     recorded = attempt.reward, dict(attempt.parts or {}), attempt.truncated, attempt.role
     return recorded == (event.reward, dict(event.parts), event.truncated, event.role)
 
 
 def get_attempt(txn: Transaction, key: AttemptId) -> AttemptState:
-    """An attempt that was started."""
+    """Return an attempt that was started."""
     attempts = get_rollout(txn, key.rollout).attempts
     if not 0 <= key.attempt < len(attempts):
         raise NotFoundError(f"Rollout {key.rollout} has {len(attempts)} attempts, and no attempt {key.attempt}.")
@@ -69,54 +70,54 @@ def get_attempt(txn: Transaction, key: AttemptId) -> AttemptState:
 
 
 def get_rollout(txn: Transaction, id: int) -> RolloutState:
-    """A rollout that was queued."""
+    """Return a rollout that was queued."""
     state = txn.state(RolloutState, id)
     if state is None:
-        raise NotFoundError(f"The desk has no rollout {id}.")
+        raise NotFoundError(f"The store has no rollout {id}.")
     return state
 
 
 def check_unsealed(txn: Transaction, key: AttemptId) -> None:
-    """That more may be earned."""
+    """Refuse a reward for a sealed rollout."""
     if get_rollout(txn, key.rollout).sealed:
         raise IllegalTransitionError(
-            f"Rollout {key.rollout} was read by the run that wanted it, and earns nothing more: this reward came too "
-            "late. Give it before the attempt ends."
+            f"Rollout {key.rollout} is sealed, since its run has read it: this reward came too late. Record rewards "
+            "before the attempt ends."
         )
 
 
 def check_reason(why: str) -> str:
-    """Why something is not wanted any more."""
+    """Return the reason of a cancellation, which must not be empty."""
     if not why.strip():
         raise DataError(
-            "Say why these rollouts are cancelled: it is what their runners are told, and what is read later."
+            "The reason of the cancellation is empty. Give one: the runners receive it, and the journal records it."
         )
     return why
 
 
 def limits_of(state: RolloutState) -> RolloutLimits:
-    """What it is held to; the usual, where whoever queued it did not say."""
+    """Return the limits of a rollout, or the defaults if it has none."""
     return state.limits or RolloutLimits()
 
 
 def count_retries(state: RolloutState) -> int:
-    """How often it was queued again."""
+    """Return how often a rollout was queued again."""
     last = state.last
     queued = state.status is Status.QUEUED or (bool(state.why) and last is not None and not last.watched)
     return max(0, len(state.attempts) - (not queued))
 
 
 def stop_reason(txn: Transaction, key: AttemptId) -> str:
-    """Why a runner is to stop what it has no lease of."""
+    """Return the reason for which a runner must stop an attempt that it has no lease of."""
     state = txn.state(RolloutState, key.rollout)
     if state is None or not 0 <= key.attempt < len(state.attempts):
-        return "Nobody here knows of it."
+        return "The store does not know this attempt."
     attempt = state.attempts[key.attempt]
-    return attempt.error or f"It is over: {attempt.status}."
+    return attempt.error or f"The attempt is over: {attempt.status}."
 
 
 def issue_task(txn: Transaction, task: Task) -> list[Event]:
-    """What makes a task one of the run; nothing, if it was issued before in the same words."""
+    """Return the event that issues a task, or none if it was issued before with the same content."""
     row = task.fields.get("row")
     issued = TaskIssued(task.ordinal, row if isinstance(row, int) else task.ordinal, task.source, task.fields)
     known = txn.state(TaskState, task.ordinal)
@@ -128,7 +129,7 @@ def issue_task(txn: Transaction, task: Task) -> list[Event]:
 
 
 def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: int, request: RolloutRequest) -> bool:
-    """Whether a rollout of this id was asked for before, in the same words."""
+    """Return whether a rollout of this id was queued before with the same content; refuse other content."""
     new_fields = (request.task.ordinal, request.sample, request.use, request.limits)
     if id in new:
         before = new[id]
@@ -144,7 +145,8 @@ def is_already_queued(txn: Transaction, new: Mapping[int, RolloutRequest], id: i
 
 
 def is_same_task(left: Task, right: Task) -> bool:
-    """Whether two tasks ask the same; as text, since a number that is none is not equal to itself."""
+    """Return whether two tasks have the same content. They are compared as text too, since NaN does not equal
+    itself."""
     if left.source != right.source:
         return False
     return left.fields == right.fields or json.dumps(to_json_value(left.fields, "")) == json.dumps(
@@ -153,8 +155,8 @@ def is_same_task(left: Task, right: Task) -> bool:
 
 
 def conflict_error(subject: str, verb: str) -> IllegalTransitionError:
-    """The refusal of what was asked before, and differently."""
+    """Return the error of a repeated request with other content."""
     return IllegalTransitionError(
-        f"{subject} was {verb} before in other words, and what was {verb} is never changed: give it another number, or "
-        "the very same content."
+        f"{subject} was {verb} before with other content, and what was {verb} cannot be changed. Use another number, "
+        "or send the same content."
     )

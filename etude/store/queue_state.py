@@ -401,7 +401,7 @@ class QueueState:
         del self._work.queue[id]
         self._work.start_lease(key, runner, limits_of(state), now)
         task = txn.state(TaskState, state.task)
-        assert task is not None, f"rollout {id} is a try at task {state.task}, which has no state"
+        assert task is not None, f"rollout {id} belongs to task {state.task}, which has no state"
         fields = to_json_value(task.fields, "fields")  # a copy, since the runner may change it
         return LeasedAttempt(key, Task(task.id, fields, task.source), state.use, limits_of(state))
 

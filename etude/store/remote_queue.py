@@ -11,8 +11,7 @@ The client retries a failed request for `patience_s`, so that a server may resta
 claim whose reply was lost is answered again; a turn is written once.
 
 A restarted server has forgotten these keys. A rollout claimed just before the restart becomes unresponsive and is
-retried. A turn, or the reward of a turn, raises a `StoreError` that says so, since writing it again might count it
-twice.
+retried. A turn, or the reward of a turn, raises a `StoreError` that says so: writing it again might count it twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Limits of all requests to the servers, in one place: of heads, bodies, memory and time.
 
 `http_connection` enforces those of heads and `request_middleware` those of bodies, before anything is parsed and for
-every client. `check_json_size` reads the bytes of JSON and tells how much parsing would create, at a small part of the
-cost of parsing.
+every client. `check_json_size` reads the bytes of JSON and tells how much parsing would create. It costs a small part
+of the parsing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Attempts together may take half of the total. Bodies up to `SHORT_BYTES` with a 
 HELD_BY_ATTEMPT, HELD_BY_ANONYMOUS = 48 * 2**20, 32 * 2**20
 """Bytes of the bodies of both keys of one attempt; and of all bodies without a key."""
 DRAINED_BYTES, DRAINED_S = 256 * 2**20, 5.0
-"""Bytes and seconds that a refused request is still read, so that its client receives the reason and not a broken
+"""Bytes and seconds that a refused request is still read. Its client then receives the reason, and not a broken
 connection."""
 
 # -- the contents of a body --------------------------------------------------------------------------------------------
@@ -137,8 +137,7 @@ def check_json_size(body: bytes, values: int = VALUES, depth: int = DEPTH) -> No
 
 
 def _outside(body: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield the parts of a body outside of strings, piece by piece, with the number of quotation marks in each
-    piece."""
+    """Yield the parts of a body outside of strings, piece by piece, with the number of quotation marks in each."""
     inside, escape = False, b""
     for start in range(0, len(body), _PIECE):
         piece = (escape + body[start : start + _PIECE]).replace(b"\\\\", b"")

@@ -1,12 +1,12 @@
 """The middleware that every request passes before an app sees it.
 
 Each request gets an id, which is sent back and logged. The middleware reads the whole body, within a time and a size
-limit, whatever its headers claim. It inflates a compressed body up to the same size. It refuses JSON that would be too
+limit, independent of its headers. It inflates a compressed body up to the same size. It refuses JSON that would be too
 large to parse, before parsing (`request_limits`).
 
 Long bodies are inflated and counted in a background thread, a few per key at a time. The app receives a refusal as an
-exception when it reads the body, so that it can phrase the reply itself. If an app fails, the reply names the request
-id, and the log has the traceback.
+exception when it reads the body, and can phrase the reply itself. If an app fails, the reply names the request id, and
+the log has the traceback.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RequestMiddleware:
     async def _read_body(
         self, scope: Message, headers: dict[bytes, bytes], receive: Receive, buffer: _RequestBuffer
     ) -> bytes:
-        """Read the body within its limits of time and size, inflate it, and check how much it would take to parse."""
+        """Read the body within its limits of time and size, inflate it, and check that it may be parsed."""
         _refuse_duplicate_headers(scope)
         max_bytes = self._max_body(buffer.grant)
         encoding = headers.get(b"content-encoding", b"").strip().lower()

@@ -147,19 +147,19 @@ class StoreRequest(StrictModel):
 
     @property
     def is_reply_cached(self) -> bool:
-        """Whether the reply to this one is cached."""
+        """True if the reply to this one is cached."""
         return self.caches_reply
 
     @property
     def must_run_once(self) -> bool:
-        """Whether the request must never run twice, even if the server was restarted in between."""
+        """True if the request must never run twice, even if the server was restarted in between."""
         return False
 
     async def execute_after_restart(self, queue: RolloutQueue) -> dict[str, Any] | None:  # noqa: ARG002
         """Execute a request that must run once, and that another instance of the server may have executed.
 
-        Return its reply if the queue shows the effect of the first execution, or if it runs now because there is none.
-        Return None if that cannot be known.
+        Return its reply if the queue shows the effect of the first execution. If it shows that there was none, execute
+        the request now. Return None if that cannot be known.
         """
         return None
 

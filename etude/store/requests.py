@@ -1,7 +1,7 @@
 """The requests of the HTTP API: the body of each, its required key, its effect, and its reply.
 
-Each is a model whose fields are the body of `POST /v1/store/NAME`. The routes, the validation of bodies, the access
-check and the OpenAPI document all follow from the one list `REQUESTS` at the end, so they cannot disagree.
+Each is a model whose fields are the body of `POST /v1/store/NAME`. The list `REQUESTS` at the end defines the routes,
+the validation of bodies, the access check and the OpenAPI document. So they cannot disagree.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RolloutLimits:
             if seconds is None and name != "unresponsive_s":
                 continue
             if seconds is None or not (isfinite(seconds) and seconds > 0):
-                raise DataError(f"Limits.{name} is {seconds}; it must be a number of seconds above 0.")
+                raise DataError(f"RolloutLimits.{name} is {seconds}; it must be a number of seconds above 0.")
         if self.max_attempts < 1:
             raise DataError(f"RolloutLimits.max_attempts is {self.max_attempts}; a rollout is tried at least once.")
         if final := set(self.retry_on) - RETRIED:

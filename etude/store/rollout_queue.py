@@ -267,8 +267,8 @@ class RolloutQueue(ABC):
 
     @abstractmethod
     async def statistics(self) -> dict[str, float]:
-        """Return counts of rollouts (`queued`, `running`, each terminal status), retries and late results, and the age
-        of the oldest queued rollout in seconds."""
+        """Return counts of rollouts (`queued`, `running`, each terminal status), of retries and of late results.
+        `oldest_queued_s` is the age of the oldest queued rollout in seconds."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -379,7 +379,7 @@ def _check_scope(grant: Grant, scopes: frozenset[Scope]) -> None:
 
 
 def _check_attempt(grant: Grant, parsed: StrictModel) -> None:
-    """Refuse a reward key for anything but writes of its own attempt."""
+    """Refuse a reward key for anything but writes of the attempt that it belongs to."""
     if grant.scope == "reward" and (not isinstance(parsed, WriteRequest) or parsed.attempt_id != grant.attempt_id):
         raise WrongScopeError("This key belongs to another attempt; each attempt has its own, in ETUDE_REWARD_KEY.")
 

@@ -1,14 +1,12 @@
-"""The journal in a database: a file of SQLite's (`sqlite`), or a PostgreSQL server's (`postgres`). It speaks
-SQLAlchemy, as its tables do (`tables`), and is the one implementation of both: a `Place` says in which few lines they
-differ.
+"""The journal in a database: a file of SQLite (`sqlite`) or a PostgreSQL server (`postgres`). It uses SQLAlchemy, as
+its tables do (`tables`), and serves both databases. A `Database` holds the few lines in which they differ.
 
-When `append` returns, what was written survives the death of the process, by `kill -9` too. One process writes at a
-time, and the right to write ends with it. Others may read meanwhile.
+When `append` returns, the events survive the death of the process, by `kill -9` too. One process writes at a time, and
+its lock ends with it. Other processes may read meanwhile.
 
-Every event and every state carries a checksum of its own, which not every database has: what is damaged is refused
-where it is read. Where events are read one after the other, so is another in the place of one. When a writer opens the
-journal, the database looks whether its pages and indexes are whole, and the events are counted, so that nothing is left
-out of an answer either.
+Each event and each state has its own checksum, which not every database provides. A damaged one is refused when it is
+read. A sequential read also refuses an event in the place of another. When a writer opens the journal, the database
+checks its pages and indexes, and the events are counted. So no result lacks an event either.
 """
 
 from __future__ import annotations
@@ -57,46 +55,46 @@ __all__ = ["SqlJournal"]
 
 
 class Database(Protocol):
-    """What differs between the databases."""
+    """The differences between the databases."""
 
     driver: str
     paramstyle: Literal["named", "pyformat"]
-    """How its driver takes values by their names."""
+    """The style of named parameters that the driver takes."""
     name: str
-    """As it is called in sentences."""
+    """Its name in messages."""
     begin: str
-    """Begins a transaction that writes."""
+    """The statement that begins a write transaction."""
     writer_setup: Sequence[str]
-    """What is said to a connection first, if it will write."""
+    """Statements that a new connection executes if it will write."""
     reader_setup: Sequence[str]
-    """What is said to it if it may only read."""
+    """Statements that a new connection executes if it only reads."""
     flush_setup: tuple[str, str]
-    """What is said before and after a commit that makes everything safe."""
+    """Statements before and after a commit that makes all earlier commits durable."""
 
     @property
     def url(self) -> dict[str, Any]:
-        """What is connected to."""
+        """The parts of the connection URL."""
         ...
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is connected to."""
+        """The options of the connection."""
         ...
 
     def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:
-        """Have the right to write, or say who has it; what gives it back."""
+        """Take the lock for writing, or report its owner; return the function that releases it."""
         ...
 
     def find_damage(self, execute: Callable[[str], Any]) -> str:
-        """The faults that the database finds in its pages and indexes; usually none."""
+        """Return the faults that the database finds in its pages and indexes; usually empty."""
         ...
 
     def in_transaction(self, raw: Any) -> bool:
-        """Whether a transaction that failed is still to be undone."""
+        """Return whether a failed transaction must still be rolled back."""
         ...
 
     def describe_failure(self, error: Any) -> str:
-        """What went wrong and what to do."""
+        """Return a failure's cause and its remedy."""
         ...
 
 
@@ -108,13 +106,13 @@ class SqlBlobs:
         self._insert = _compile_sql(INSERT_PAYLOAD, connection)
 
     def put(self, payloads: Mapping[int, bytes]) -> None:
-        """Keep these."""
+        """Store these payloads."""
         if payloads:
             rows = [{"position": position, "payload": payload} for position, payload in payloads.items()]
             self._connection.exec_driver_sql(self._insert, rows)
 
     def get(self, positions: Sequence[int]) -> dict[int, bytes]:
-        """The payloads of these positions, those that are there."""
+        """Return the existing payloads of these positions."""
         payloads = {}
         for chunk in _chunks(positions):
             rows = self._connection.execute(FIND_PAYLOADS, {"positions": chunk})
@@ -123,13 +121,13 @@ class SqlBlobs:
 
 
 class SqlJournal(Journal):
-    """A journal in a database. With `read_only` another process may be writing it, and nothing can be appended here."""
+    """A journal in a database. With `read_only`, another process may write it, and this one cannot."""
 
     def __init__(self, database: Database, *, read_only: bool = False) -> None:
         super().__init__()
         self._database, self._read_only, self.name = database, read_only, database.name
         self._end: JournalMark | None = None
-        """How far it has come, as this process knows it that alone may write."""
+        """The newest mark, as known to this process, which alone may write."""
         engine = create_engine(
             URL.create(database.driver, **database.url),
             isolation_level="AUTOCOMMIT",
@@ -138,7 +136,7 @@ class SqlJournal(Journal):
             connect_args=database.options,
         )
         with ExitStack() as opened, self._explain_errors("opened"):
-            locks = opened.enter_context(ExitStack())  # the last to be let go of
+            locks = opened.enter_context(ExitStack())  # released last
             self._connection = opened.enter_context(engine.connect())
             if not read_only:
                 locks.callback(database.lock(self._connection.exec_driver_sql))
@@ -151,7 +149,7 @@ class SqlJournal(Journal):
             self._opened = opened.pop_all()
 
     def flush(self) -> JournalMark:
-        """Make all that is written survive the loss of power too, and say how far that is."""
+        """Make everything written survive a loss of power, and return its mark."""
         with self._lock, self._explain_errors("flushed"):
             before, after = self._database.flush_setup
             self._connection.exec_driver_sql(before)
@@ -164,14 +162,14 @@ class SqlJournal(Journal):
             return end
 
     def close(self) -> None:
-        """Let go of the database, and of the right to write it."""
+        """Close the connection and release the lock."""
         with self._lock, self._explain_errors("closed"):
             self._end = None
             self._opened.close()
 
     @property
     def end_mark(self) -> JournalMark:
-        """How far it has come."""
+        """The position and the chain checksum of the newest event."""
         with self._lock:
             if self._end is not None:
                 return self._end
@@ -184,15 +182,15 @@ class SqlJournal(Journal):
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """See that the tables of an old journal are what this version reads, and make those of a new one."""
+        """Check that this version can read the tables of an existing journal, or create those of a new one."""
         tables = inspect(self._connection).get_table_names()
         facts = self._facts() if FACTS.name in tables else {}
         if (tables or self._read_only) and facts.get("schema") != SCHEMA:
             found = f"schema {facts['schema']}" if "schema" in facts else f"the tables {', '.join(tables) or '(none)'}"
             raise StoreError(
-                f"What is at {self._database.name} is not a journal that this version of Etude reads: it wants schema "
-                f"{SCHEMA} and found {found}. Nothing was changed: open it with the version that wrote it, or give "
-                "another path."
+                f"{self._database.name} is not a journal that this version of Etude reads: it needs schema {SCHEMA} "
+                f"and found {found}. Nothing was changed. Open it with the version that wrote it, or give another "
+                "path."
             )
         for statement in self._database.reader_setup if self._read_only else self._database.writer_setup:
             self._connection.exec_driver_sql(statement)
@@ -210,21 +208,21 @@ class SqlJournal(Journal):
             self._set_facts(schema=SCHEMA, derivation=DERIVATION, writer=writer)
 
     def _refuse_damage(self, facts: Mapping[str, str]) -> None:
-        """Refuse a database that is not whole, and one of whose events any is gone."""
+        """Refuse a damaged database, and one that lacks an event."""
         if found := self._database.find_damage(self._connection.exec_driver_sql):
-            raise self._damaged(f"its database is not whole ({found})")
+            raise self._damaged(f"its database has faults ({found})")
         if facts.get("end", _format_mark(JournalMark(0, 0))) != _format_mark(self.end_mark):
-            raise self._damaged(f"it ends at event {self.position}, which is not the last that was written")
+            raise self._damaged(f"it ends at event {self.position}, which is not the last one written")
         count, first = self._connection.execute(COUNT_EVENTS).one()
         if count != self.position or (count and first != 1):
-            for _ in self._pages(0, self.position, None, None):  # which says at what position the first is missing
+            for _ in self._pages(0, self.position, None, None):  # its error names the first missing position
                 pass
             raise self._damaged(f"it holds {count} events, the last of them at position {self.position}")
 
     def _damaged(self, fault: str) -> StoreError:
         return StoreError(
-            f"The journal {self.name} is damaged: {fault}. Nothing was changed. Keep it, and go on from a copy of it "
-            "that is whole, with its -wal file."
+            f"The journal {self.name} is damaged: {fault}. Nothing was changed. Keep it, and continue from an intact "
+            "copy with its -wal file."
         )
 
     def _facts(self) -> dict[str, str]:
@@ -233,15 +231,13 @@ class SqlJournal(Journal):
     def _set_facts(self, **facts: str) -> None:
         self._connection.execute(UPSERT_FACT, [{"name": name, "value": value} for name, value in facts.items()])
 
-    # -- keeping ------------------------------------------------------------------------------------------------------
+    # -- storing ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _storage_transaction(self) -> Iterator[None]:
-        """What is written inside is written together, or not at all where an exception leaves it."""
+        """Write everything inside, or nothing if an exception leaves it."""
         if self._read_only:
-            raise StoreError(
-                f"The journal {self._database.name} was opened to be read, and cannot be written through that."
-            )
+            raise StoreError(f"The journal {self._database.name} was opened read-only and cannot be written.")
         with defer_signals(), self._explain_errors("written"):
             self._connection.exec_driver_sql(self._database.begin)
             try:
@@ -296,7 +292,7 @@ class SqlJournal(Journal):
             return [(row.position, self._verified(row, payloads.get(row.position, b""))) for row in page]
 
     def _refuse_gaps(self, page: Sequence[Row[Any]], after: int, last: int) -> None:
-        """Refuse events of which one is missing, or stands in the place of another."""
+        """Refuse events if one is missing, or is in the place of another."""
         if after == last:
             return
         chain = self._chain(after)
@@ -340,7 +336,7 @@ class SqlJournal(Journal):
 
     @contextmanager
     def _explain_damage(self, action: str = "read") -> Iterator[None]:
-        """Say in a sentence what is wrong with what was read: a value of another type than was written, too."""
+        """Turn an error of reading into a sentence; this includes a value of another type than was written."""
         try:
             with self._explain_errors(action):
                 yield
@@ -349,12 +345,12 @@ class SqlJournal(Journal):
 
     @contextmanager
     def _explain_errors(self, action: str) -> Iterator[None]:
-        """Say in a sentence why the database could not do what it was asked."""
+        """Turn a database error into a sentence with its cause."""
         try:
             yield
         except ResourceClosedError as error:
             raise StoreError(f"The journal {self._database.name} could not be {action}: it is closed.") from error
-        except PendingRollbackError as error:  # it is never made anew, as the right to write went with it
+        except PendingRollbackError as error:  # never reconnected, since the lock ended with the connection
             raise StoreError(
                 f"The journal {self._database.name} could not be {action}: its connection was lost. Open the journal "
                 "again."
@@ -366,13 +362,13 @@ class SqlJournal(Journal):
 
 
 def _compile_sql(statement: ClauseElement, connection: Connection) -> str:
-    """A statement in the words of a database, for rows by the names of their columns: to have SQLAlchemy look at every
-    value of every row costs as much as to write it."""
+    """Compile a statement to the SQL of a database, for rows by column name. SQLAlchemy's own handling of each value of
+    each row would cost as much as the write."""
     return str(statement.compile(dialect=connection.dialect))
 
 
 def _format_mark(end: JournalMark) -> str:
-    """The end of a journal as it is noted."""
+    """Return a mark in its stored form."""
     return f"{end.position} {end.chain}"
 
 

@@ -1,11 +1,11 @@
-"""Where a journal is a file: SQLite, in the run directory.
+"""A journal in a SQLite file, in the run directory.
 
-Durability: write-ahead log with `synchronous=NORMAL`. When `append` returns, a commit has handed its pages to the
-operating system, so that what is acknowledged survives the death of the process, by `kill -9` too, and no disk is
-waited for. A loss of power may take the last moments, in whole batches, and never corrupts; `flush` closes that gap.
+Durability: write-ahead log with `synchronous=NORMAL`. When `append` returns, the commit has handed its pages to the
+operating system without waiting for the disk. It then survives the death of the process, by `kill -9` too. A loss of
+power may lose the last batches, whole ones only, and never corrupts the file; `flush` closes that gap.
 
-One process writes at a time: it holds an exclusive lock on a file beside the journal, which the operating system frees
-however the process ends. Others may read meanwhile.
+One process writes at a time. It holds an exclusive lock on a file beside the journal, which the operating system
+releases however the process ends. Other processes may read meanwhile.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from etude.errors import StoreError
 __all__ = ["SqliteDatabase"]
 
 WAIT_S = 30.0
-"""How long a statement waits for another process that holds the database."""
+"""Seconds that a statement waits for another process that holds the database."""
 
 FAILURES: dict[int, str] = {
-    sqlite3.SQLITE_BUSY: f"another process has held it for {WAIT_S:g} seconds: end that process and go on",
-    sqlite3.SQLITE_FULL: "the disk is full: free some space and go on; what was written before is safe",
-    sqlite3.SQLITE_IOERR: "the operating system failed to read or write it: look at the disk, its space and its quota; "
-    "what was written before is safe",
-    sqlite3.SQLITE_CORRUPT: "its contents are damaged, and nothing was changed: keep the file, and go on from a copy "
-    "of it that is whole",
-    sqlite3.SQLITE_NOTADB: "it is not a database, or was overwritten, and nothing was changed: bring it back from a "
-    "copy that is whole, or give another path",
-    sqlite3.SQLITE_READONLY: "it may not be written here: look at the permissions of the file and its directory",
-    sqlite3.SQLITE_CANTOPEN: "its directory is missing or closed to us: look at the path and the permissions",
+    sqlite3.SQLITE_BUSY: f"another process has held it for {WAIT_S:g} seconds: end that process and try again",
+    sqlite3.SQLITE_FULL: "the disk is full: free some space and try again; everything written before is safe",
+    sqlite3.SQLITE_IOERR: "the operating system failed to read or write it: check the disk, its space and its quota; "
+    "everything written before is safe",
+    sqlite3.SQLITE_CORRUPT: "its contents are damaged, and nothing was changed: keep the file, and continue from an "
+    "intact copy",
+    sqlite3.SQLITE_NOTADB: "it is not a database, or was overwritten, and nothing was changed: restore an intact copy, "
+    "or give another path",
+    sqlite3.SQLITE_READONLY: "it is read-only: check the permissions of the file and its directory",
+    sqlite3.SQLITE_CANTOPEN: "its directory is missing or not accessible: check the path and the permissions",
 }
-"""What SQLite's errors mean and what to do, by their primary code."""
+"""Meaning and remedy of SQLite's errors, by primary error code."""
 
 
 class SqliteDatabase:
@@ -56,21 +56,21 @@ class SqliteDatabase:
         self.name = str(path)
         if path.is_dir() or (read_only and not path.exists()):
             found = "a directory" if path.is_dir() else "nothing"
-            raise StoreError(f"A journal was to be opened at {path}, and {found} is there. Give the path of its file.")
+            raise StoreError(f"A journal cannot be opened at {path}: {found} is there. Give the path of its file.")
 
     @property
     def url(self) -> dict[str, Any]:
-        """What is connected to."""
+        """The parts of the connection URL."""
         return {"database": str(self._path)}
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is connected to."""
+        """The options of the connection."""
         return {"check_same_thread": False, "timeout": WAIT_S}
 
     def lock(self, execute: Callable[[str], Any]) -> Callable[[], None]:  # noqa: ARG002
-        """Have the right to write this journal, a lock of the operating system, which no process keeps beyond its end;
-        what gives it back."""
+        """Take the lock for writing, a lock of the operating system that ends with the process; return the function
+        that releases it."""
         path = self._path
         lock_path = path.with_name(f"{path.name}-lock")
         lock = sqlite3.connect(lock_path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -87,8 +87,11 @@ class SqliteDatabase:
         return lock.close
 
     def find_damage(self, execute: Callable[[str], Any]) -> str:
-        """What SQLite finds wrong with its pages and indexes. Payloads, most of the file, are left to their checksums,
-        unless there are free pages, which might be in use as well: a few seconds per million events."""
+        """Return the faults that SQLite finds in its pages and indexes. It takes a few seconds per million events.
+
+        Payloads, most of the file, are covered by their own checksums. They are checked here only if there are free
+        pages, which might wrongly be in use as well.
+        """
         tables = [""] if execute("PRAGMA freelist_count").scalar() else ["('facts')", "('events')", "('states')"]
         for table in tables:
             if (found := str(execute(f"PRAGMA integrity_check{table}").scalar())) != "ok":
@@ -96,21 +99,21 @@ class SqliteDatabase:
         return ""
 
     def in_transaction(self, raw: Any) -> bool:
-        """Whether a transaction is still to be undone: after some failures SQLite has undone it itself."""
+        """Return whether a transaction must still be rolled back. After some failures SQLite has done so itself."""
         return bool(raw.in_transaction)
 
     def describe_failure(self, error: Any) -> str:
-        """What went wrong and what to do."""
+        """Return a failure's cause and its remedy."""
         code = getattr(error, "sqlite_errorcode", None)
-        if code in (None, sqlite3.SQLITE_ERROR):  # a text that is none, a table or a column that is not there
+        if code in (None, sqlite3.SQLITE_ERROR):  # invalid text, or a missing table or column
             return f"{error}: {FAILURES[sqlite3.SQLITE_CORRUPT]}"
         return FAILURES.get(code & 0xFF, str(error))
 
 
 def _last_writer(path: Path) -> str:
-    """Who opened a journal for writing last, as far as it can be told."""
+    """Return the process that opened the journal for writing last, if it is known."""
     try:
         with closing(sqlite3.connect(path)) as journal:
             return str(journal.execute("SELECT value FROM facts WHERE name = 'writer'").fetchone()[0])
-    except (sqlite3.Error, TypeError):  # it is being made at this moment
+    except (sqlite3.Error, TypeError):  # the journal is being created right now
         return "another process"

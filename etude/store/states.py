@@ -1,6 +1,6 @@
-"""Where everything stands: the states of tasks, rollouts, attempts and steps, and the form they are written in.
+"""The states of tasks, rollouts, attempts, steps and resources, with their JSON form.
 
-None of these is ever set by anyone: each follows from the events, as `transitions` says.
+No caller sets a state: each follows from the events, by the rules of `transitions`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Status(StrEnum):
-    """Where a rollout or an attempt stands. An attempt is never queued, and a rollout is running while its attempt is
+    """The status of a rollout or an attempt. An attempt is never queued. A rollout is running while its attempt is
     being prepared."""
 
     QUEUED = "queued"
@@ -45,48 +45,48 @@ class Status(StrEnum):
 
 
 LIVE = frozenset({Status.PREPARING, Status.RUNNING})
-"""An attempt that is not over."""
+"""The statuses of an attempt that is not over."""
 
 
 class Phase(StrEnum):
-    """What is still to be done with a rollout, or a task; the store finds them by it."""
+    """The work that remains for a rollout or a task; the store indexes states by it."""
 
     QUEUED = "queued"
     RUNNING = "running"
     FINISHED = "finished"
-    """It ended, and its task is open: it may still be trained on."""
+    """It ended and its task is open: a step may still train on it."""
     ADMITTED = "admitted"
     """A step trained on it."""
     DROPPED = "dropped"
-    """No step will."""
+    """No step will train on it."""
     OPEN = "open"
-    """Of a task: neither admitted nor dropped."""
+    """A task that is neither admitted nor dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptState:
-    """One execution of a rollout, as far as it has come."""
+    """The state of one attempt at a rollout."""
 
     status: Status = Status.RUNNING
     turns: int = 0
-    """How many are recorded."""
+    """Number of recorded turns."""
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
     error: str = ""
     paid: float = 0.0
-    """What its turns were paid beside the reward."""
+    """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
     runner: str = ""
-    """Who claimed it; empty where whoever queued it plays it."""
+    """The runner that claimed it; empty if the run that queued it executes it."""
     watched: bool = False
-    """Whether it was ended by who watches over it (a timeout, silence, a cancellation), not by who played it."""
+    """Whether the rollout queue ended it (a timeout, a silent runner, a cancellation), and not its runner."""
     late: Mapping[str, Any] | None = None
-    """How it was handed in after that: `outcome`, `error`, `reward`, `parts`. Nothing follows from it."""
+    """The report that came after that: `outcome`, `error`, `reward`, `parts`. No state depends on it."""
 
     @property
     def total(self) -> float | None:
-        """All that it earned, once it is judged."""
+        """The sum of all rewards, once the final one is recorded."""
         return None if self.reward is None else self.reward + self.paid
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class AttemptState:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """One wanted try at a task, as far as it has come."""
+    """The state of one rollout of a task."""
 
     kind: ClassVar[str] = "rollout"
 
@@ -106,20 +106,20 @@ class RolloutState:
     status: Status
     attempts: tuple[AttemptState, ...] = ()
     why: str = ""
-    """Why it was cancelled, or expired."""
+    """Reason of its cancellation or expiry."""
     settled: Phase | None = None
     """`ADMITTED` or `DROPPED`, once its task is settled."""
     use: RolloutPurpose = "train"
     limits: RolloutLimits | None = None
-    """What a desk holds it to."""
+    """Limits that the rollout queue enforces."""
     life: int = 0
-    """In which life of the desk's keeper it was asked for last."""
+    """Epoch of the owning run that enqueued it last."""
     sealed: bool = False
-    """Whether who wanted it has read it, so that its agent earns nothing more."""
+    """Whether its run has read it, so that its agent can record no more rewards."""
 
     @property
     def phase(self) -> Phase:
-        """What is still to be done with it."""
+        """The work that remains for it."""
         if self.settled is not None:
             return self.settled
         return Phase(self.status) if self.status in (Status.QUEUED, Status.RUNNING) else Phase.FINISHED
@@ -137,7 +137,7 @@ class RolloutState:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> RolloutState:
-        """The state that was written so."""
+        """Restore the state from its JSON fields."""
         attempts = (AttemptState(**changed | {"status": Status(changed["status"])}) for changed in document["attempts"])
         settled = document["settled"] and Phase(document["settled"])
         changed = {"status": Status(document["status"]), "attempts": tuple(attempts), "settled": settled}
@@ -147,7 +147,7 @@ class RolloutState:
 
 @dataclass(frozen=True, slots=True)
 class TaskState:
-    """A task of the run and the tries at it."""
+    """The state of a task, with its rollouts."""
 
     kind: ClassVar[str] = "task"
 
@@ -162,11 +162,11 @@ class TaskState:
     step: int | None = None
     """The step that admitted or dropped it."""
     cause: str = ""
-    """Why it was dropped."""
+    """Reason for which it was dropped."""
 
     @property
     def task(self) -> Task:
-        """What is asked, as the rest of the system has it."""
+        """The task as a record."""
         return Task(self.id, self.fields, self.source)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,13 +175,13 @@ class TaskState:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> TaskState:
-        """The state that was written so."""
+        """Restore the state from its JSON fields."""
         return cls(**document | {"phase": Phase(document["phase"]), "rollouts": tuple(document["rollouts"])})
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """A step that has its rollouts."""
+    """A step that has admitted its rollouts."""
 
     kind: ClassVar[str] = "step"
     phase: ClassVar[Phase] = Phase.ADMITTED
@@ -194,26 +194,26 @@ class StepState:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> StepState:
-        """The state that was written so."""
+        """Restore the state from its JSON fields."""
         return cls(**document)
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceState:
-    """The newest version of what rollouts share."""
+    """The newest version of a resource."""
 
     kind: ClassVar[str] = "resource"
     phase: ClassVar[Phase] = Phase.OPEN
 
     id: int
-    """A number made of its name, by which it is found."""
+    """A number derived from its name, by which it is found."""
     name: str
     version: int
     value: Any
 
     @staticmethod
     def id_of(name: str) -> int:
-        """The number of a name."""
+        """Return the number of a name."""
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big")
 
     def to_dict(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class ResourceState:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> ResourceState:
-        """The state that was written so."""
+        """Restore the state from its JSON fields."""
         return cls(**document)
 
 

@@ -1,4 +1,4 @@
-"""The tables of a journal in a database, and every question that is asked of them."""
+"""The tables of a journal in a database, and all statements on them."""
 
 from __future__ import annotations
 
@@ -47,20 +47,21 @@ __all__ = [
 ]
 
 SCHEMA = "3"
-"""The layout of the tables below. A journal of another layout is refused."""
+"""Version of the table layout below. A journal with another one is refused."""
 DERIVATION = "4"
-"""What `transitions` makes of events. States made by another version are made anew when a writer opens the journal."""
+"""Version of the rules by which `transitions` derives states. A writer that opens a journal with another one derives
+its states again."""
 LAST_ID = 2**63 - 1
-"""No id is beyond it."""
+"""The largest id."""
 MAX_BOUND_VALUES = 10_000
-"""Values in one statement, of which SQLite takes 32,766 and PostgreSQL 65,535."""
+"""Bound values in one statement. SQLite allows 32,766 and PostgreSQL 65,535."""
 
-_NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers its rows by a column of exactly this type
+_NUMBER = BigInteger().with_variant(Integer, "sqlite")  # SQLite's row id must be a column of exactly this type
 
 TABLES = MetaData()
 FACTS = Table("facts", TABLES, Column("name", String, primary_key=True), Column("value", String, nullable=False))
-"""schema and derivation; writer: who opened it last; flushed: the last position that `flush` made safe; end: the
-position and the chain of the newest event."""
+"""schema and derivation: the versions above; writer: the process that opened it last; flushed: the last position that
+`flush` made durable; end: the position and the chain checksum of the newest event."""
 EVENTS = Table(
     "events",
     TABLES,
@@ -69,8 +70,8 @@ EVENTS = Table(
     Column("rollout", BigInteger),
     Column("body", Text, nullable=False),
     Column("size", BigInteger, nullable=False),  # bytes of its payload
-    Column("digest", BigInteger, nullable=False),  # of all of it and its payload
-    Column("chain", BigInteger, nullable=False),  # of its digest and the chain of the event before
+    Column("digest", BigInteger, nullable=False),  # checksum of the event and its payload
+    Column("chain", BigInteger, nullable=False),  # checksum of its digest and the chain of the event before
     Index("events_of_kind", "kind", "position"),
     Index("events_of_rollout", "rollout", "position"),
 )
@@ -99,7 +100,7 @@ UPSERT_FACT = text(
     "INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 )
 
-# Statements are built once: to build one costs more than to run it.
+# Statements are built once, since building one costs more than running it.
 FIND_EVENTS = (
     select(EVENTS)
     .where(EVENTS.c.position > bindparam("after"), EVENTS.c.position <= bindparam("until"))
@@ -112,7 +113,7 @@ FIND_PAYLOADS = select(BLOBS).where(BLOBS.c.position.in_(bindparam("positions", 
 FIND_STATES = select(STATES).where(
     STATES.c.kind == bindparam("kind"), STATES.c.id.in_(bindparam("ids", expanding=True))
 )
-FIND_PHASES = select(STATES).where(  # not ordered, for which SQLite would go through all
+FIND_PHASES = select(STATES).where(  # not ordered, since SQLite would then scan all rows
     STATES.c.kind == bindparam("kind"), STATES.c.phase.in_(bindparam("phases", expanding=True))
 )
 FIND_LISTED = (

@@ -1,12 +1,14 @@
-"""What the events mean: the one table of legal moves, and the states that follow from it. Pure: no clock, no I/O.
+"""The legal transitions of rollouts, and the states that events lead to. Pure functions: no clock, no I/O.
 
-A rollout is queued, runs, and ends as its last attempt ended; where an attempt may be retried the rollout is queued
-again. A terminal status is final. What became of the work is kept apart from how it ended: a rollout is open until its
-task is *settled*, by a step that admits the group or by being dropped, and from then on nothing may be added to it but
-what nothing follows from: a note, and the result of an attempt that was over.
+A rollout is queued, runs, and ends as its last attempt ended. If the attempt may be retried, the rollout is queued
+again. A terminal status is final.
 
-`EventFold` takes a batch of events in, one after the other, and holds the states that they change. It refuses an event
-that may not follow, and is then as if the batch had not been asked for.
+The use of a finished rollout is a separate state. A rollout is open until its task is *settled*: a step admits the
+group, or the task is dropped. From then on only events without an effect may follow: notes, and late reports of
+attempts that were over.
+
+`EventFold` applies a batch of events one by one, and holds the states that they change. It refuses an illegal event,
+and is then as before the batch.
 """
 
 from __future__ import annotations
@@ -55,17 +57,17 @@ __all__ = ["TERMINAL_TRANSITIONS", "TRANSITIONS", "EventFold", "LoadStates", "Tr
 
 
 class Transition(StrEnum):
-    """What an event does to a rollout."""
+    """The effect of an event on a rollout. Its value completes a sentence: "Rollout 3 cannot …"."""
 
     QUEUE = "be queued"
-    RESUME = "be asked for again"
+    RESUME = "be queued again by its run"
     START = "be started"
     READY = "be ready"
     TURN = "record a turn"
-    REWARD_TURN = "be paid for a turn"
+    REWARD_TURN = "be rewarded for a turn"
     REWARD = "be rewarded"
-    NOTE = "be noted about"
-    LATE = "be handed in late"
+    NOTE = "record a note"
+    LATE = "be reported late"
     RETRY = "be retried"
     SUCCEED = "succeed"
     FAIL = "fail"
@@ -87,7 +89,7 @@ TERMINAL_TRANSITIONS: dict[Status, Transition] = {
     Status.CANCELLED: Transition.CANCEL,
     Status.INFRA_ERROR: Transition.BREAK,
 }
-"""What each terminal status is reached by."""
+"""The transition that leads to each terminal status."""
 
 TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (None, Transition.QUEUE): Status.QUEUED,
@@ -147,16 +149,16 @@ TRANSITIONS: dict[tuple[Status | None, Transition], Status] = {
     (Status.INFRA_ERROR, Transition.LATE): Status.INFRA_ERROR,
     (Status.INFRA_ERROR, Transition.DROP): Status.INFRA_ERROR,
 }
-"""Every legal move and where it leads. What is not here is refused."""
+"""Every legal transition and the status that it leads to. All others are refused."""
 NEVER_CLOSED = frozenset({Transition.NOTE, Transition.LATE})
-"""What may be written of a rollout whose task is settled: nothing follows from it."""
+"""Transitions that stay legal after the task is settled, since they have no effect."""
 
 
 class LoadStates(Protocol):
-    """Where a fold finds what is known already."""
+    """Loads the stored states that a fold needs."""
 
     def __call__(self, kind: type[S], ids: Iterable[int]) -> Mapping[int, S]:
-        """The states of a kind with these ids, those that are there."""
+        """Return the existing states of a kind with these ids."""
         ...
 
 
@@ -164,7 +166,7 @@ class LoadStates(Protocol):
 
 
 def transition_of(event: RolloutEvent) -> Transition:
-    """What an event does to its rollout."""
+    """Return the transition of an event."""
     if isinstance(event, AttemptEnded):
         return Transition.RETRY if event.retry else TERMINAL_TRANSITIONS[Status(event.outcome)]
     return _TRANSITION_OF[type(event)]
@@ -187,7 +189,7 @@ _TRANSITION_OF: dict[type[RolloutEvent], Transition] = {
 
 
 class EventFold:
-    """The states that a batch of events leads to, from those that `load` knows."""
+    """The states that a batch of events leads to, from the stored states that `load` returns."""
 
     def __init__(self, load: LoadStates) -> None:
         self._load = load
@@ -257,7 +259,7 @@ class EventFold:
 
     def _admit(self, event: RolloutsAdmitted) -> None:
         if self.get(StepState, event.step) is not None:
-            raise IllegalTransitionError(f"Step {event.step} cannot admit rollouts: it has admitted its own before.")
+            raise IllegalTransitionError(f"Step {event.step} cannot admit rollouts: it has admitted rollouts before.")
         if len(set(event.rollouts)) < len(event.rollouts):
             raise IllegalTransitionError(
                 f"Step {event.step} cannot admit a rollout twice, and its list names one twice."
@@ -273,7 +275,7 @@ class EventFold:
         self._set(StepState(event.step))
 
     def _settle(self, tasks: set[int], admitted: frozenset[int], step: int, cause: str) -> None:
-        """Close these tasks: of their rollouts, those admitted are trained on and the others are set aside."""
+        """Settle these tasks: their admitted rollouts are trained on, the others are set aside."""
         self._fetch(TaskState, tasks)
         what = f"step {step} cannot {'admit its rollouts' if admitted else 'drop it'}"
         states = [self._task(task, what) for task in sorted(tasks)]
@@ -300,7 +302,7 @@ class EventFold:
         self._set(ResourceState(id, event.name, event.version, event.value))
 
     def _task(self, ordinal: int, what: str) -> TaskState:
-        """An open task."""
+        """Return an open task."""
         state = self.get(TaskState, ordinal)
         if state is None:
             raise IllegalTransitionError(f"Task {ordinal} was never issued, so {what}.")
@@ -309,7 +311,7 @@ class EventFold:
         return state
 
     def _fetch(self, kind: type[S], ids: Iterable[int]) -> None:
-        """Know the states of these ids, or that there are none."""
+        """Load the states of these ids that are not known yet."""
         unknown = [id for id in ids if (kind.kind, id) not in self._known]
         if unknown:
             states = self._load(kind, unknown)
@@ -323,7 +325,7 @@ class EventFold:
 
 
 def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
-    """Where a move leads, if the rollout may make it."""
+    """Return the status that a transition leads to, if it is legal."""
     if state is not None and state.settled is not None and move not in NEVER_CLOSED:
         raise IllegalTransitionError(
             f"Rollout {id} cannot {move}: its task {state.task} is settled; it was {state.settled}."
@@ -336,7 +338,7 @@ def _legal(id: int, state: RolloutState | None, move: Transition) -> Status:
 
 
 def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> RolloutState:
-    """A rollout after something happened to it that leads to this status."""
+    """Return a rollout after an event that leads to this status."""
     if isinstance(event, AttemptStarted):
         if event.attempt != len(state.attempts):
             raise _misnumbered(state, event.attempt, len(state.attempts))
@@ -352,7 +354,7 @@ def _apply_event(state: RolloutState, status: Status, event: RolloutEvent) -> Ro
             over = replace(attempts[-1], status=Status.CANCELLED, error=event.why, watched=True)
             attempts = (*attempts[:-1], over)
         return replace(state, status=status, attempts=attempts, why=event.why)
-    assert isinstance(event, AttemptEvent), f"nothing says what {event.kind} changes"
+    assert isinstance(event, AttemptEvent), f"no rule covers the event {event.kind}"
     newest = len(state.attempts) - 1
     if event.attempt != newest and not (
         isinstance(event, NoteRecorded | LateResultRecorded) and 0 <= event.attempt < newest
@@ -372,7 +374,7 @@ AttemptEvent = (
 
 
 def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) -> AttemptState:
-    """An attempt after something happened to it."""
+    """Return an attempt after an event."""
     if isinstance(event, LateResultRecorded):
         return _apply_late_result(where, attempt, event)
     if isinstance(event, AttemptEnded):
@@ -392,7 +394,9 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
         return replace(attempt, turns=attempt.turns + 1)
     if isinstance(event, TurnRewarded):
         if not 0 <= event.turn < attempt.turns:
-            raise IllegalTransitionError(f"{where} cannot be paid for turn {event.turn}: it has {attempt.turns} turns.")
+            raise IllegalTransitionError(
+                f"{where} cannot be rewarded for turn {event.turn}: it has {attempt.turns} turns."
+            )
         return replace(attempt, paid=attempt.paid + event.reward)
     if isinstance(event, AttemptRewarded):
         if attempt.reward is not None:
@@ -405,14 +409,14 @@ def _apply_to_attempt(where: str, attempt: AttemptState, event: AttemptEvent) ->
 
 
 def _apply_late_result(where: str, attempt: AttemptState, event: LateResultRecorded) -> AttemptState:
-    """An attempt that was over before, with what came late."""
+    """Return an attempt that was over, with its late report."""
     if not attempt.watched:
-        may = "be handed in" if attempt.status in LIVE else "stay as it was handed in"
-        raise IllegalTransitionError(f"{where} is {attempt.status} and cannot be handed in late; it may only {may}.")
+        may = "be reported in time" if attempt.status in LIVE else "stay as it was reported"
+        raise IllegalTransitionError(f"{where} is {attempt.status} and cannot be reported late; it may only {may}.")
     if attempt.late is not None:
         raise IllegalTransitionError(
-            f"{where} is {attempt.status} and was handed in late before, as {attempt.late['outcome']}; it cannot be "
-            f"handed in once more, as {event.outcome}."
+            f"{where} is {attempt.status} and was reported late before, as {attempt.late['outcome']}; it cannot be "
+            f"reported again, as {event.outcome}."
         )
     return replace(attempt, late={name: getattr(event, name) for name in ("outcome", "error", "reward", "parts")})
 

@@ -1,4 +1,4 @@
-"""Those who come to a desk: runners that wait for work, trainers that wait for ends, and who was heard when."""
+"""The pending calls of a rollout queue: claims of runners, waits of trainers, and the last activity of each runner."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from etude.store.writer_thread import PendingResult
 __all__ = ["LeasedAttempt", "PendingClaim", "PendingWait", "RecentEnds", "RunnerRegistry"]
 
 LAST_ID = 2**63 - 1
-"""The largest number of a journal."""
+"""The largest id in a journal."""
 MAX_RECENT_ENDS = 4096
-"""How many of the last ends are found without reading the journal."""
+"""Number of the last ends that are held in memory."""
 REMEMBERED_S = 300.0
-"""For how long a runner is known after its last word."""
+"""Seconds for which a runner is remembered after its last activity."""
 
 
 class LeasedAttempt(NamedTuple):
-    """What a claim comes to."""
+    """An attempt assigned to a claim."""
 
     attempt_id: AttemptId
     task: Task
@@ -36,7 +36,7 @@ class LeasedAttempt(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PendingClaim:
-    """A runner that waits for work."""
+    """A claim of a runner that waits for work."""
 
     runner: str
     n: int
@@ -44,12 +44,12 @@ class PendingClaim:
     promise: PendingResult | None = None
     leased: list[LeasedAttempt] = field(default_factory=list)
     is_cancelled: bool = False
-    """Whether it no longer waits."""
+    """Whether the runner has stopped waiting."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingWait:
-    """Somebody who waits for rollouts to end."""
+    """A call that waits for rollouts to end."""
 
     cursor: int
     limit: int
@@ -58,25 +58,25 @@ class PendingWait:
 
 
 class RunnerRegistry:
-    """The runners: when each was heard last, and what it said of itself."""
+    """The runners: the last activity of each, and the data that it reported."""
 
     def __init__(self, log: Callable[..., None]) -> None:
-        """log: is told who comes, and who is not there any more."""
+        """log: logs the runners that come and go."""
         self._last_seen: dict[str, tuple[float, Mapping[str, Any]]] = {}
-        """The one that has been silent longest first: it goes where there are too many."""
+        """The runner that has been silent longest is first; it is dropped if there are too many."""
         self._log = log
 
     def record_heartbeat(self, runner: str, info: Mapping[str, Any] | None = None) -> None:
-        """One was heard."""
+        """Record that a runner is alive."""
         if runner not in self._last_seen:
-            self._log("The runner '%s' is here.", runner)
+            self._log("The runner '%s' has connected.", runner)
         _, known = self._last_seen.pop(runner, (0.0, {}))
         if len(self._last_seen) >= RUNNERS:
             del self._last_seen[next(iter(self._last_seen))]
         self._last_seen[runner] = time.monotonic(), known if info is None else info
 
     def states(self, leases: Iterable[tuple[str, AttemptId]], now: float) -> list[RunnerState]:
-        """All that are known. has: what is played, and by whom."""
+        """Return all known runners. leases: pairs of runner and leased attempt."""
         running: dict[str, list[AttemptId]] = {name: [] for name in self._last_seen}
         for runner, key in leases:
             if runner in running:
@@ -87,28 +87,28 @@ class RunnerRegistry:
         ]
 
     def forget(self, now: float) -> None:
-        """Those that have not spoken for long."""
+        """Drop the runners that have been silent for long."""
         for name in [name for name, (seen_at, _) in self._last_seen.items() if now - seen_at > REMEMBERED_S]:
             del self._last_seen[name]
-            self._log("Nothing was heard of the runner '%s' for %d minutes.", name, REMEMBERED_S // 60)
+            self._log("The runner '%s' has sent nothing for %d minutes.", name, REMEMBERED_S // 60)
 
 
 class RecentEnds:
-    """The last rollouts that came to their end, by the position at which that is written."""
+    """The last rollouts that ended, by the position of their end in the journal."""
 
     def __init__(self, floor: int) -> None:
         self.floor = floor
-        """Ends up to here are found in the journal only."""
+        """Ends up to this position are found in the journal only."""
         self._ends: deque[tuple[int, int]] = deque()
 
     def add(self, position: int, rollout: int) -> None:
-        """One more."""
+        """Add one end."""
         self._ends.append((position, rollout))
         if len(self._ends) > MAX_RECENT_ENDS:
             self.floor, _ = self._ends.popleft()
 
     def after(self, wait: PendingWait) -> list[tuple[int, int]]:
-        """The first that somebody waits for."""
+        """Return the first ends after the cursor of a wait."""
         if not self._ends or self._ends[-1][0] <= wait.cursor:
             return []
         first = bisect_right(self._ends, (wait.cursor, LAST_ID))

@@ -31,6 +31,6 @@ class WriteQuota:
         if not fits:
             raise DataError(
                 f"Attempt {key.attempt} of rollout {key.rollout} has written {count} {self._kind} of {written} bytes "
-                f"with its own key, and one of {size} bytes was to follow; at most {self._max_count} of "
-                f"{self._max_bytes} bytes are kept. Write fewer, or keep them in a file."
+                f"with its own key, and one of {size} bytes would exceed the quota. The quota is {self._max_count} of "
+                f"{self._max_bytes} bytes. Write fewer, or write them to a file."
             )

@@ -1,13 +1,13 @@
-"""The clerk: one thread that does what many ask, in order, and writes what follows from it in one transaction.
+"""The writer thread: one thread that executes operations in order, and writes their events in one transaction.
 
-    coroutines of any loop ─ask─► inbox ─► [do, do, do, …] ─► one commit ─► answers, one wake-up for each loop
+    coroutines of any loop ─call─► inbox ─► [operation, operation, …] ─► one commit ─► replies, one wake-up per loop
 
-It consumes asks. It produces events and answers, each answer after what it speaks of is committed. It waits for an ask,
-or for the next time that its duty has something to look after. It is unblocked by either, and by `close`.
+It consumes operations. It produces events and replies, each reply after the commit of its events. It waits for an
+operation, or for the next deadline of its hooks. It is unblocked by either, and by `close`.
 
-Why a thread that owns everything, and not locks: a commit takes as long as many asks, so asks that come meanwhile are
-written together; no event loop ever waits for a disk; and what the duty keeps is touched by one thread alone, in the
-order in which it is written.
+A thread that owns the state is used instead of locks, for three reasons. A commit takes as long as many operations, so
+operations that arrive meanwhile are written together. No event loop ever waits for a disk. And only one thread touches
+the state, in the order in which it is written.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["DEFERRED", "TICK_S", "PendingResult", "WriterHooks", "WriterThread"]
 
 T = TypeVar("T")
 DEFERRED: Any = object()
-"""What is returned by something asked that will be answered in a later round."""
-CLOSED = "The desk is closed, and nothing is done there any more: open another over its journal."
+"""Returned by an operation whose reply comes in a later round."""
+CLOSED = "The rollout queue is closed: open another over its journal."
 TICK_S = 1.0
-"""How long the clerk sleeps at most."""
+"""Longest sleep of the thread, in seconds."""
 
 
 class PendingResult:
-    """Somebody's wait for an answer, in their event loop."""
+    """The wait of a caller for a reply, in its event loop."""
 
     __slots__ = ("answered", "future", "loop")
 
     def __init__(self) -> None:
         self.answered = False
-        """Whether the clerk has an answer on its way."""
+        """Whether a reply is on its way."""
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
@@ -51,59 +51,59 @@ Reply: TypeAlias = "tuple[PendingResult, Any, Exception | None]"
 
 
 class WriterHooks(Protocol):
-    """What the clerk looks after. All of it is called by the clerk's thread."""
+    """Callbacks of the writer thread. All of them are called by that thread."""
 
     def before_commit(self, txn: Transaction, now: float, reply: Callable[[PendingResult, Any], None]) -> None:
-        """After all that was asked in a round, before it is committed: what time or circumstances demand."""
+        """Called after the operations of a round and before its commit, to do the work that is due."""
         ...
 
     def after_commit(self) -> None:
-        """The round is committed."""
+        """Called after the commit of a round."""
         ...
 
     def next_deadline(self) -> float | None:
-        """When to attend again, if nobody asks before."""
+        """Return the time of the next round, if no operation comes before."""
         ...
 
     def pending_promises(self) -> list[PendingResult]:
-        """Who was told that it will be answered later."""
+        """Return the promises that will be answered in a later round."""
         ...
 
     def reload(self) -> None:
-        """A round could not be written: stand where the journal stands."""
+        """Restore the state from the journal, since a round could not be written."""
         ...
 
 
 class WriterThread:
-    """The thread. Anything may be asked from any thread that runs an event loop."""
+    """The thread. Operations may come from any thread that runs an event loop."""
 
     def __init__(self, journal: Journal, hooks: WriterHooks) -> None:
         self._journal, self._hooks = journal, hooks
         self._inbox: SimpleQueue[tuple[PendingResult | None, Operation]] = SimpleQueue()
         self._replies: list[Reply] = []
         self._inbox_lock = Lock()
-        """Nothing comes in behind the one that closes it."""
+        """Ensures that no operation follows the one that closes the inbox."""
         self._closed = False
         self._broken: Exception | None = None
         self._thread = Thread(target=self._work, name="etude desk", daemon=True)
         self._thread.start()
 
     async def call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
-        """Have this done, and wait until it is committed. Who stops waiting does not undo it."""
+        """Execute an operation and wait for its commit. A caller that stops waiting does not undo it."""
         promise = PendingResult()
-        self.submit(operation, promise)  # type: ignore[arg-type]  # with a promise it is given one
+        self.submit(operation, promise)  # type: ignore[arg-type]  # the promise is not None here
         result: T = await promise.future
         return result
 
     def submit(self, operation: Operation, promise: PendingResult | None = None) -> None:
-        """Have this done, answered to this promise if there is one."""
+        """Execute an operation, and reply to this promise if there is one."""
         with self._inbox_lock:
             if self._closed:
                 raise StoreError(CLOSED)
             self._inbox.put((promise, operation))
 
     async def close(self) -> None:
-        """Do what was asked so far, and stop. What is still waited for is told that the desk is closed."""
+        """Execute the pending operations, and stop. Calls that still wait then fail, since the queue is closed."""
         with self._inbox_lock:
             if not self._closed:
                 self._closed = True
@@ -120,7 +120,7 @@ class WriterThread:
                 self._run_round(calls)
             else:
                 self._fail_all(calls, self._broken)
-            if self._broken is not None:  # nothing will ever come of what is waited for
+            if self._broken is not None:  # no pending call can succeed any more
                 self._replies += [(promise, None, self._broken) for promise in self._unanswered_promises()]
             self._deliver()
             if closing and self._inbox.empty():
@@ -129,7 +129,7 @@ class WriterThread:
                 return
 
     def _next(self) -> list[tuple[PendingResult | None, Operation]]:
-        """All that was asked, after something was or it is time to attend."""
+        """Return all pending operations, after one has come or the next round is due."""
         deadline = self._hooks.next_deadline()
         sleep = TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - time.monotonic()))
         try:
@@ -148,13 +148,13 @@ class WriterThread:
             replied = [promise for promise, _, _ in self._replies]
             promises = dict.fromkeys([*replied, *(promise for promise, _ in calls if promise is not None)])
             self._replies = [(promise, None, error) for promise in promises]
-            get_logger("store").warning("Nothing of %d things asked at the desk was written: %s", len(calls), error)
+            get_logger("store").warning("A round of %d operations was not written: %s", len(calls), error)
             self._start_over()
         else:
             self._hooks.after_commit()
 
     def _run_operation(self, txn: Transaction, promise: PendingResult | None, operation: Operation) -> None:
-        """One thing that was asked. What goes wrong with it is told to who asked, and spoils nothing else."""
+        """Execute one operation. Its error goes to its caller, and affects no other operation."""
         try:
             result = operation(txn, promise)
         except Exception as error:
@@ -171,21 +171,23 @@ class WriterThread:
         try:
             self._hooks.reload()
         except Exception as error:
-            self._broken = StoreError(f"The desk stopped, as its journal can neither be written nor read: {error}")
+            self._broken = StoreError(
+                f"The rollout queue stopped: its journal can be neither written nor read: {error}"
+            )
             get_logger("store").error("%s", self._broken)
 
     def _fail_all(self, calls: list[tuple[PendingResult | None, Operation]], error: Exception) -> None:
         self._replies += [(promise, None, error) for promise, _ in calls if promise is not None]
 
     def _unanswered_promises(self) -> list[PendingResult]:
-        """Who was told that it will be answered later, and has no answer on its way."""
+        """Return the promises that await a later round and have no reply on its way."""
         replied = {id(promise) for promise, _, _ in self._replies}
         return [
             promise for promise in self._hooks.pending_promises() if not promise.answered and id(promise) not in replied
         ]
 
     def _deliver(self) -> None:
-        """Wake every loop once, with all its answers."""
+        """Wake each event loop once, with all its replies."""
         replies_by_loop: defaultdict[asyncio.AbstractEventLoop, list[Reply]] = defaultdict(list)
         for reply in self._replies:
             reply[0].answered = True
@@ -194,7 +196,7 @@ class WriterThread:
         for loop, replies in replies_by_loop.items():
             try:
                 loop.call_soon_threadsafe(_resolve, replies)
-            except RuntimeError:  # the loop is closed, and nobody waits there any more
+            except RuntimeError:  # the loop is closed, so no caller waits there
                 continue
 
 

@@ -128,13 +128,13 @@ def test_asked_for_in_other_words_it_is_refused_and_nothing_is_queued(tell: Call
         await desk.enqueue(wanted(0))
         task = wanted(0)[0].task
         for other, what in [
-            (RolloutRequest(task, 1, 0), "Rollout 0 was queued before in other words"),
-            (RolloutRequest(task, 0, 0, "val"), "Rollout 0 was queued before in other words"),
+            (RolloutRequest(task, 1, 0), "Rollout 0 was queued before with other content"),
+            (RolloutRequest(task, 0, 0, "val"), "Rollout 0 was queued before with other content"),
             (
                 RolloutRequest(task, 0, 0, limits=RolloutLimits(timeout_s=1)),
-                "Rollout 0 was queued before in other words",
+                "Rollout 0 was queued before with other content",
             ),
-            (RolloutRequest(Task(0, {"prompt": "?"}, "sums"), 0, 5), "Task 0 was issued before in other words"),
+            (RolloutRequest(Task(0, {"prompt": "?"}, "sums"), 0, 5), "Task 0 was issued before with other content"),
         ]:
             with pytest.raises(IllegalTransitionError, match=what):
                 await desk.enqueue([*wanted(1), other])
@@ -216,7 +216,7 @@ def test_what_takes_too_long_is_ended_and_its_late_result_kept(tell: Callable[[S
             await desk.record_turn(got.attempt_id, turn())
         late = AttemptReport(Outcome.SUCCEEDED, reward=1.0)
         assert [await desk.finish(got.attempt_id, late), await desk.finish(got.attempt_id, late)] == [False, False]
-        with pytest.raises(IllegalTransitionError, match="was handed in late before, as succeeded"):
+        with pytest.raises(IllegalTransitionError, match="was reported late before, as succeeded"):
             await desk.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
         assert await desk.wait(cursor, 0) == (cursor, []), "a rollout ends once"
         (after,) = (await desk.find(RolloutQuery(ids=(0,)))).rollouts
@@ -308,7 +308,7 @@ def test_what_is_cancelled_is_told_at_the_next_heartbeat(tell: Callable[[Story],
         with pytest.raises(NotFoundError, match="rollout 9"):
             await desk.cancel([9], "who?")
         for nothing in ("", " "):
-            with pytest.raises(DataError, match="why"):
+            with pytest.raises(DataError, match="The reason of the cancellation is empty"):
                 await desk.cancel([0], nothing)
 
     tell(story)
@@ -320,7 +320,7 @@ def test_a_runner_is_told_to_stop_what_is_not_its_own(tell: Callable[[Story], No
         (got,) = await claim(desk)
         told = await desk.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
         assert told[got.attempt_id] == "The runner 'runner' has the lease of this attempt."
-        assert told[AttemptId(0, 1)] == told[AttemptId(99, 0)] == "Nobody here knows of it."
+        assert told[AttemptId(0, 1)] == told[AttemptId(99, 0)] == "The store does not know this attempt."
 
     tell(story)
 
@@ -358,7 +358,7 @@ def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[St
             first.acquire_lease(RUN, 1, 60.0),
         ]
         for word in words:
-            with pytest.raises(IllegalTransitionError, match=r"in life 1 of a run .* that is life 2"):
+            with pytest.raises(IllegalTransitionError, match=r"from epoch 1 of the run.* began epoch 2"):
                 await word
         await second.record_turn(lent[0].attempt_id, turn())
         assert await second.acquire_lease(RUN, 2) == 2
@@ -424,7 +424,7 @@ def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> Non
         with pytest.raises(IllegalTransitionError, match="another run, /runs/mine"):
             await desk.acquire_lease(other)
         with pytest.raises(
-            IllegalTransitionError, match=r"taken up in /runs/mine, and now in /runs/copied.*--give-over"
+            IllegalTransitionError, match=r"active in /runs/mine, and was started in /runs/copied.*--give-over"
         ):
             await desk.acquire_lease(copied)
         with pytest.raises(DataError, match="records the queue's owner"):
@@ -451,7 +451,7 @@ def test_what_is_sealed_earns_nothing_more(tell: Callable[[Story], None]) -> Non
             (state,) = await desk.seal([0])
             assert state.sealed and state.last is not None and (state.last.paid, state.last.reward) == (0.25, None)
         for late in (desk.record_reward(got.attempt_id, 0.5, turn=0), desk.record_reward(got.attempt_id, 1.0)):
-            with pytest.raises(IllegalTransitionError, match="Rollout 0 was read by the run that wanted it"):
+            with pytest.raises(IllegalTransitionError, match="Rollout 0 is sealed, since its run has read it"):
                 await late
         await desk.record_note(got.attempt_id, "afterwards", 1)
         assert await desk.finish(got.attempt_id, DONE) is True, "as it was handed in before"
@@ -543,7 +543,7 @@ def test_what_an_attempt_earns_is_said_once_and_what_a_turn_earns_adds_up(tell: 
             await desk.record_reward(got.attempt_id, 0.5)
         with pytest.raises(RewardError, match="beyond ±1e"):
             await desk.record_reward(got.attempt_id, 1e308, turn=0)
-        with pytest.raises(IllegalTransitionError, match="cannot be paid for turn 1: it has 1 turns"):
+        with pytest.raises(IllegalTransitionError, match="cannot be rewarded for turn 1: it has 1 turns"):
             await desk.record_reward(got.attempt_id, 1.0, turn=1)
         for bad in (math.nan, {"right": math.inf}, {}):  # over the wire, what is no number never gets here
             with pytest.raises(RewardError):

@@ -269,7 +269,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     (
         "queued twice",
         [RolloutQueued(0, 0, 0)],
-        "Rollout 0 is queued and cannot be queued; it may only be asked for again",
+        "Rollout 0 is queued and cannot be queued; it may only be queued again by its run",
     ),
     ("never queued", [AttemptStarted(9, 0)], "Rollout 9 is not known and cannot be started; it may only be queued"),
     ("not started", [TurnRecorded(0, 0, turn())], "Rollout 0 is queued and cannot record a turn"),
@@ -329,23 +329,23 @@ REFUSED: list[tuple[str, list[Event], str]] = [
     (
         "pay for no turn",
         [AttemptStarted(0, 0), TurnRewarded(0, 0, 0, 1.0)],
-        "cannot be paid for turn 0: it has 0 turns",
+        "cannot be rewarded for turn 0: it has 0 turns",
     ),
     ("note of no attempt", [NoteRecorded(0, 0, "seen")], "an event of attempt 0 cannot follow, only one of attempt -1"),
     (
         "late while it runs",
         [AttemptStarted(0, 0), LateResultRecorded(0, 0, Outcome.FAILED)],
-        "it may only be handed in",
+        "it may only be reported in time",
     ),
     (
         "late once handed in",
         [*tried(0), LateResultRecorded(0, 0, Outcome.FAILED)],
-        "it may only stay as it was handed in",
+        "it may only stay as it was reported",
     ),
     (
         "late twice",
         [AttemptStarted(0, 0), RolloutCancelled(0, "no"), *[LateResultRecorded(0, 0, Outcome.FAILED)] * 2],
-        "was handed in late before, as failed",
+        "was reported late before, as failed",
     ),
     ("version left out", [ResourcePut("prompt", 2, "?")], "is at version 0, so version 2 cannot follow, only 1"),
     (

@@ -66,5 +66,5 @@ def test_sixty_four_tokens_take_little_more_than_their_bytes() -> None:
 
 @pytest.mark.parametrize("kept", [0, 10, 24, 25, 40, -1])
 def test_a_payload_that_was_cut_short_is_refused(kept: int) -> None:
-    with pytest.raises(StoreError, match="cut short"):
+    with pytest.raises(StoreError, match="truncated"):
         unpack_turn(pack_turn(turn())[:kept])

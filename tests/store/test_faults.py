@@ -55,8 +55,8 @@ def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
         async with asyncio.timeout(10):
             claimed, waited = await asyncio.gather(*waits, return_exceptions=True)
             assert isinstance(claimed, StoreError) and "nothing any more" in str(claimed)  # it was about to have it
-            assert isinstance(waited, StoreError) and "The desk stopped" in str(waited)
-            with pytest.raises(StoreError, match="The desk stopped"):
+            assert isinstance(waited, StoreError) and "The rollout queue stopped" in str(waited)
+            with pytest.raises(StoreError, match="The rollout queue stopped"):
                 await desk.claim("runner", 1, 60)
 
     at_a_desk(journal, story)
@@ -181,7 +181,7 @@ def test_a_runner_hands_in_what_it_played_once_a_full_disk_has_room_again(tmp_pa
                 await asyncio.sleep(0.02)
             with serve(desk, ring) as serving:
                 elsewhere = RemoteRolloutQueue(serving.url, ring.admin)
-                with pytest.raises(StoreError, match="the disk is full: free some space and go on"):
+                with pytest.raises(StoreError, match="the disk is full: free some space and try again"):
                     while True:
                         await elsewhere.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 20_000}))])
                 await elsewhere.close()

@@ -144,9 +144,9 @@ def test_a_closed_desk_says_so_and_leaves_nobody_waiting() -> None:
         await desk.close()
         assert await acknowledged == 1, "what was asked before is done"
         for each in waiting:
-            with pytest.raises(StoreError, match="The desk is closed"):
+            with pytest.raises(StoreError, match="The rollout queue is closed"):
                 await asyncio.wait_for(each, 10)
-        with pytest.raises(StoreError, match="The desk is closed"):
+        with pytest.raises(StoreError, match="The rollout queue is closed"):
             await desk.enqueue(wanted(1))
         await desk.close()
 
@@ -161,7 +161,7 @@ def test_a_reward_that_is_no_number_is_named() -> None:
         for bad in ("good", None, {"right": "yes"}, [1.0]):
             with pytest.raises(RewardError, match=r"Attempt 0 of rollout 0: its reward is .*; it must be a number"):
                 await desk.record_reward(got.attempt_id, bad)
-        with pytest.raises(RewardError, match=r"its reward is beyond ±.*: what is so large cannot be added up"):
+        with pytest.raises(RewardError, match=r"its reward is beyond ±.*, so it cannot be added up"):
             await desk.record_reward(got.attempt_id, 10**400)
         with pytest.raises(RewardError, match="its reward of turn 3 has no parts"):
             await desk.record_reward(got.attempt_id, {}, turn=3)
@@ -219,12 +219,12 @@ def test_a_desk_that_is_opened_again_knows_in_which_life_what_was_asked(tmp_path
     async def elsewhere(desk: LocalRolloutQueue) -> None:
         await desk.release_owner()
         assert await desk.claim("runner", 3, 0.0) == []
-        with pytest.raises(IllegalTransitionError, match="in life 2"):
+        with pytest.raises(IllegalTransitionError, match="from epoch 2"):
             await desk.acquire_lease(run, 2)
         with pytest.raises(IllegalTransitionError, match="another run"):
             await desk.acquire_lease(QueueOwner("other", "there"))
         assert await desk.acquire_lease(QueueOwner("run", "there"), None, 60.0) == 4
-        with pytest.raises(IllegalTransitionError, match="taken up in there"):
+        with pytest.raises(IllegalTransitionError, match="already active in there"):
             await desk.acquire_lease(run)
 
     for story in (before, after, elsewhere):
@@ -381,7 +381,7 @@ def test_a_full_disk_is_told_to_who_asked_and_the_desk_goes_on(tmp_path: Path) -
             first, second = await claim(desk, 2)
             ask(f"PRAGMA max_page_count={ask('PRAGMA page_count').scalar()}")  # SQLite then meets its own full disk
             for size in (4000, 400, 40, 4):
-                with pytest.raises(StoreError, match="the disk is full: free some space and go on"):
+                with pytest.raises(StoreError, match="the disk is full: free some space and try again"):
                     while True:
                         await desk.record_note(first.attempt_id, "seen", "x" * size)
             with pytest.raises(StoreError, match="the disk is full"):
@@ -407,7 +407,7 @@ def test_a_journal_that_is_gone_stops_the_desk_in_a_sentence(tmp_path: Path) -> 
         with pytest.raises(StoreError, match="it is closed"):
             await desk.enqueue(wanted(1))
         for ask in (desk.enqueue(wanted(2)), desk.claim("runner", 1, 10), desk.statistics()):
-            with pytest.raises(StoreError, match=r"The desk stopped, .*it is closed"):
+            with pytest.raises(StoreError, match=r"The rollout queue stopped: .*it is closed"):
                 await ask
 
     at_a_desk(journal, story)

@@ -14,6 +14,7 @@ import pytest
 from etude.errors import StoreError
 from etude.store import Phase, open_store
 from etude.store.event_records import encode
+from etude.store.tables import SCHEMA
 from tests.components import require
 from tests.store.made import group, tried
 from tests.store.servers import made_database, new_database, server
@@ -41,7 +42,7 @@ def test_one_process_writes_at_a_time_and_others_may_read() -> None:
         with closing(open_store(where, read_only=True)) as reader:
             writer.append(group(1))
             assert [encode(event) for _, event in reader.read()] == [encode(event) for _, event in writer.read()]
-            with pytest.raises(StoreError, match="was opened to be read, and cannot be written"):
+            with pytest.raises(StoreError, match="was opened read-only and cannot be written"):
                 reader.append(group(2))
 
 
@@ -71,7 +72,7 @@ def test_the_right_to_write_ends_with_the_process_that_has_it() -> None:
 
 def test_only_a_writer_makes_a_journal_and_what_is_of_something_else_is_left_alone() -> None:
     where = new_database()
-    with pytest.raises(StoreError, match=r"it wants schema 2 and found the tables \(none\)"):
+    with pytest.raises(StoreError, match=rf"it needs schema {SCHEMA} and found the tables \(none\)"):
         open_store(where, read_only=True)
     psycopg = pytest.importorskip("psycopg")
     with closing(psycopg.connect(where, autocommit=True)) as raw:

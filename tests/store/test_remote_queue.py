@@ -217,7 +217,7 @@ def test_refusals_come_back_as_what_they_are() -> None:
             await desk.record_reward(key, {})
         with pytest.raises(DataError, match="limit"):
             await desk.find(RolloutQuery(limit=0))
-        with pytest.raises(DataError, match="journal cannot hold"):
+        with pytest.raises(DataError, match="journal cannot store"):
             await desk.record_note(key, "odd", object())
         for bad in (store.ring.model_key(key, 60.0), "wrong", store.ring.reward_key(key, -1.0)):
             refused = RemoteRolloutQueue("http://store", bad, transport=road)

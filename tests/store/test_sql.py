@@ -114,7 +114,7 @@ def test_others_may_read_what_is_being_written(path: Path) -> None:
     with closing(open_store(path)) as writer, closing(open_store(path, read_only=True)) as reader:
         writer.append(group(1))
         assert reader.position == writer.position and log_of(reader) == log_of(writer)
-        with pytest.raises(StoreError, match="was opened to be read, and cannot be written"):
+        with pytest.raises(StoreError, match="was opened read-only and cannot be written"):
             reader.append(group(2))
         assert writer.append(group(2)) == reader.position
 
@@ -128,7 +128,7 @@ def test_a_directory_is_not_a_journal(tmp_path: Path, read_only: bool) -> None:
 def test_only_a_writer_makes_a_journal(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="nothing is there"):
         open_store(tmp_path / "no.db", read_only=True)
-    with pytest.raises(StoreError, match=r"could not be opened: its directory is missing or closed"):
+    with pytest.raises(StoreError, match=r"could not be opened: its directory is missing or not accessible"):
         open_store(tmp_path / "no" / "no.db")
     assert list(tmp_path.iterdir()) == []
 
@@ -147,7 +147,7 @@ def test_a_journal_of_another_schema_is_left_alone(path: Path) -> None:
         raw.execute("UPDATE facts SET value = '99' WHERE name = 'schema'")
     before = path.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match=rf"it wants schema {SCHEMA} and found schema 99\. Nothing was changed"):
+        with pytest.raises(StoreError, match=rf"it needs schema {SCHEMA} and found schema 99\. Nothing was changed"):
             open_store(path, read_only=read_only)
     assert path.read_bytes() == before
 
@@ -194,7 +194,7 @@ def test_a_full_disk_is_a_sentence_and_one_can_go_on(path: Path) -> None:
         assert isinstance(store, sql.SqlJournal)
         pages = store._connection.exec_driver_sql("PRAGMA page_count").scalar()
         store._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")  # SQLite then meets its own full disk
-        with pytest.raises(StoreError, match="could not be written: the disk is full: free some space and go on"):
+        with pytest.raises(StoreError, match="could not be written: the disk is full: free some space and try again"):
             for task in range(1, 100):
                 written = store.position
                 store.append([*group(task), *tried(task * 2), *tried(task * 2 + 1)])
@@ -310,7 +310,7 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
         ("DELETE FROM events WHERE position = 5", "event at position 5 is missing"),
         ("UPDATE events SET position = -5 WHERE position = 5", "event at position 5 is missing"),
         ("UPDATE events SET position = 99 WHERE position = 5", "it ends at event 99, which is not the last"),
-        ("DELETE FROM events WHERE position = (SELECT max(position) FROM events)", "which is not the last that was"),
+        ("DELETE FROM events WHERE position = (SELECT max(position) FROM events)", "which is not the last one"),
         (
             "UPDATE events SET chain = chain + 1 WHERE position = 5",
             "event at position 5 does not follow the one before",
@@ -320,8 +320,8 @@ def test_a_state_that_was_changed_is_never_trained_on(path: Path, column: str) -
         ("UPDATE events SET size = 3 WHERE position = 2", None),
         ("UPDATE events SET digest = 'x' WHERE position = 5", "a value in it is not what was written"),
         ("UPDATE events SET body = x'ff' WHERE position = 5", "a value in it is not what was written"),
-        ("UPDATE facts SET value = 'x' WHERE name = 'end'", "which is not the last that was written"),
-        ("UPDATE facts SET name = 'enD' WHERE name = 'end'", "which is not the last that was written"),
+        ("UPDATE facts SET value = 'x' WHERE name = 'end'", "which is not the last one written"),
+        ("UPDATE facts SET name = 'enD' WHERE name = 'end'", "which is not the last one written"),
     ],
 )
 def test_an_event_that_is_gone_or_another_is_noticed(path: Path, change: str, complaint: str | None) -> None:
@@ -363,7 +363,7 @@ def test_turns_without_what_they_were_paid_are_not_read(path: Path, which: str) 
         assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_rewarded' AND {which}").rowcount == 1
     with (
         closing(open_store(path, read_only=True)) as store,
-        pytest.raises(StoreError, match=r"and 2 turns, paid 0\.25"),
+        pytest.raises(StoreError, match=r"but 2 turns with rewards of 0\.25"),
     ):
         store.turns(2)
 
@@ -379,7 +379,7 @@ def test_an_index_from_which_an_entry_is_missing_is_noticed(path: Path) -> None:
         raw.execute("REINDEX events_of_kind")
         raw.execute("PRAGMA writable_schema = ON")
         raw.execute("UPDATE sqlite_schema SET sql = replace(sql, ' WHERE position < 9', '')")
-    with pytest.raises(StoreError, match=r"journal\.db is damaged: its database is not whole \(.*events_of_kind"):
+    with pytest.raises(StoreError, match=r"journal\.db is damaged: its database has faults \(.*events_of_kind"):
         open_store(path)
 
 
@@ -391,11 +391,11 @@ def test_a_mark_tells_its_journal_from_another(path: Path, tmp_path: Path) -> No
         store.verify_mark(mark)
     with closing(open_store(tmp_path / "other.db")) as other:
         other.append([*group(0), *tried(0), *tried(1, reward=0.0)])
-        with pytest.raises(StoreError, match=r"other\.db is not the one beside which the checkpoint was written"):
+        with pytest.raises(StoreError, match=r"other\.db does not belong to the checkpoint"):
             other.verify_mark(mark)
     with (
         closing(open_store(tmp_path / "shorter.db")) as other,
-        pytest.raises(StoreError, match=rf"shorter\.db holds 0 events, and held {mark.position} when"),
+        pytest.raises(StoreError, match=rf"shorter\.db has 0 events, and had {mark.position} when"),
     ):
         other.verify_mark(mark)
 

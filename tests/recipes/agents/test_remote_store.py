@@ -154,7 +154,7 @@ def test_a_trainer_that_was_superseded_hears_so_by_its_next_word() -> None:
         assert await there.acquire_lease(RUN) == 2
         for word in (far.enqueue(wanted(1)), far.wait(0, 0)):
             with pytest.raises(
-                IllegalTransitionError, match=r"in life 1 .* taken up in /runs/mine since: that is life 2"
+                IllegalTransitionError, match=r"from epoch 1 .* resumed in /runs/mine since, which began epoch 2"
             ):
                 await word
         waits.cancel()
@@ -183,7 +183,7 @@ def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: l
             assert runner.ends() == 0, runner.said
         another = ["train", *options, f"directory={tmp_path / 'other'}", f"agent.store={url}"]
         with started(another, tmp_path / "other.log", ETUDE_STORE_KEY=admin) as other:
-            assert other.ends() == 2 and "keeps the rollouts of another run" in other.said, other.said
+            assert other.ends() == 2 and "holds the rollouts of another run" in other.said, other.said
         store.told(signal.SIGTERM)
         assert store.ends() == 0 and "Stopped." in store.said and "Traceback" not in store.said
     with closing(open_store(run / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
@@ -228,7 +228,7 @@ def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path
         shutil.copytree(run, copied)
         again = ["train", "--resume", str(copied), "steps=2"]
         with started(again, tmp_path / "copied.log", ETUDE_STORE_KEY=admin) as second:
-            assert second.ends() == 2 and f"taken up in {run}, and now in {copied}" in second.said, second.said
+            assert second.ends() == 2 and f"active in {run}, and was started in {copied}" in second.said, second.said
         store.told(signal.SIGTERM)
         assert store.ends() == 0
     with started([*serve, "--give-over"], tmp_path / "over.log") as store:
