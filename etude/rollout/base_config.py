@@ -14,7 +14,11 @@ __all__ = ["RolloutConfig"]
 class RolloutConfig(Config, ABC):
     """The options of an engine that samples."""
 
-    max_num_seqs: int = Field(128, ge=1, description="most requests computed at once; others wait")
+    max_num_seqs: int = Field(
+        128,
+        ge=1,
+        description="most requests computed at once; more is faster until memory for keys and values runs out",
+    )
 
     @abstractmethod
     def max_concurrency(self, ranks: int) -> int:

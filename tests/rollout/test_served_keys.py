@@ -62,7 +62,7 @@ def test_a_server_that_takes_its_key_from_a_file_is_told_where_it_is(tmp_path: P
     assert not keyed.key_file.exists()
     with pytest.raises(ConfigError, match=r"`rollout\.server_args` holds an `--api-key`"):
         VllmConfig(server_args=("--api-key", "mine"))
-    with pytest.raises(ConfigError, match="SGLang reads one such file, in which it gets its key"):
+    with pytest.raises(ConfigError, match="SGLang reads only one such file, which has its key"):
         SglangConfig(server_args=("--config=mine.yaml",))
 
 

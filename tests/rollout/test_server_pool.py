@@ -464,7 +464,7 @@ def test_each_option_is_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.replicas` is for servers that are started"):
+    with pytest.raises(ConfigError, match=r"rollout\.replicas` is for servers to start"):
         VllmConfig(url="http://127.0.0.1:1", replicas=2)
     with pytest.raises(ConfigError, match="names 1 GPUs"):
         VllmConfig(devices=(0,), tensor_parallel=2)
