@@ -1,17 +1,17 @@
-"""Data: rows of files as tasks, their order, and what came of them as batches for a trainer.
+"""Data: the rows of files as tasks, their order, and their rollouts as batches for a trainer.
 
     files.py       files, directories and iterables → rows, in Arrow memory
     prepare/       published data sets → files that a run reads
-    prompts.py     prompts as files write them → messages
-    table.py       the rows of several files, some left out
+    prompts.py     prompts in files → messages
+    table.py       the rows of several files, without those left out
     dataset.py     rows → tasks
-    sampler.py     in which order rows are asked
-    adapt.py       turns → rows to train on
+    sampler.py     the order of the rows
+    samples.py     turns → rows to train on
     collate.py     rows to train on → a batch
-    pack.py        a batch → micro-batches within a budget, and the tree in which a shared prompt stands once
+    pack.py        a batch → micro-batches within a budget, and the tree with each shared prompt once
     balance.py     costs → parts of about the same cost
 
-What works on samples and batches is imported from its own file; `collate` and `pack` load torch.
+Code for samples and batches is imported from its own file, because `collate` and `pack` load torch.
 """
 
 from __future__ import annotations

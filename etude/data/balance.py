@@ -1,8 +1,8 @@
-"""Parts of about the same cost, so that no rank waits long for another: Karmarkar and Karp's differencing.
+"""The division of items into parts of about the same cost, by Karmarkar and Karp's differencing.
 
-Every item begins as a division of its own: its cost in one part, nothing in the others. The two divisions whose parts
-differ most are joined, the fullest parts of one with the emptiest of the other, until one division is left. In place of
-the greedy rule's error, about the smallest cost, what remains of the differences is far smaller.
+Balanced parts let no rank wait long for another. Each item begins as one division: its cost in one part, and nothing in
+the others. The two divisions with the largest differences are joined, the fullest parts of one with the emptiest of the
+other, until one division is left. The error of the greedy rule is about the smallest cost; here it is far smaller.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _Part = tuple[float, list[int]]
 
 
 def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[list[int]]:
-    """The items 0 … n-1 divided into `parts` lists of about the same cost, each in order.
+    """Divide the items 0 … n-1 into `parts` lists of about the same cost, each in order.
 
-    Equal costs fall the same way always. Where there are fewer items than parts, some lists are empty.
+    Equal costs always give equal lists. With fewer items than parts, some lists are empty.
     """
     if parts < 1:
-        raise ConfigError(f"Costs are divided into 1 or more parts; {parts} were asked for.")
+        raise ConfigError(f"Costs are divided into 1 or more parts; {parts} parts were given.")
     values = np.asarray(costs, dtype=np.float64)
     if not (np.isfinite(values) & (values >= 0)).all():
         invalid = int(np.flatnonzero(~(np.isfinite(values) & (values >= 0)))[0])
         raise ConfigError(f"A cost is a finite number from 0 on; item {invalid} costs {values[invalid]}.")
-    # The widest division first; among equals the one that holds the earliest item.
+    # The division with the largest difference first; among equals the one with the earliest item.
     heap = [(-cost, item, _single_item(cost, item, parts)) for item, cost in enumerate(values.tolist())]
     heapify(heap)
     while len(heap) > 1:
@@ -50,5 +50,5 @@ def balance(costs: Sequence[float] | NDArray[np.float64], parts: int) -> list[li
 
 
 def _single_item(cost: float, item: int, parts: int) -> list[_Part]:
-    """One item's division, the fullest part first."""
+    """Return the division of one item, the fullest part first."""
     return [(cost, [item]), *((0.0, list[int]()) for _ in range(parts - 1))]

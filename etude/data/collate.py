@@ -1,4 +1,4 @@
-"""Samples and the rollouts they are rows of, as one batch for a trainer."""
+"""The collation of samples and their rollouts to one batch for a trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["collate"]
 
 
 def collate(samples: Sequence[Sample], rollouts: Sequence[Rollout], schema: BatchSchema | None = None) -> Batch:
-    """The batch of these rollouts, in their order, those without a row included. form: see `Batch.from_records`.
+    """Return the batch of these rollouts, in order, also of those without a row. schema: see `Batch.from_records`.
 
-    Beside what the records hold it has the column `metric`: all that a rollout was given, what its turns were paid
-    included, which stays as it is when a penalty or a KL term is added to the reward.
+    Besides the records' columns it has the column `metric`: a rollout's whole reward, with the rewards of its turns.
+    Penalties and KL terms change the reward later, but not this column.
     """
     batch = Batch.from_records(samples, rollouts, schema)
     assert batch.reward is not None

@@ -1,4 +1,4 @@
-"""What a run is told of its data."""
+"""The options of a run's data."""
 
 from __future__ import annotations
 
@@ -16,32 +16,36 @@ __all__ = ["DataConfig", "DataFiles"]
 
 
 class DataFiles(Config):
-    """Which files a run learns from, and which it is only ever scored on."""
+    """The files that a run trains on, and the files for evaluation."""
 
     train: tuple[str, ...] = Field(
-        (), description="files to learn from, `module:Name`, or names on the hub; several are joined in order"
+        (), description="training data: files, `module:Name`, or names on the hub; several are joined in order"
     )
-    val: tuple[str, ...] = Field((), description="the same for evaluation; empty evaluates nothing")
+    val: tuple[str, ...] = Field((), description="data for evaluation, named like `train`; empty evaluates nothing")
 
     @field_validator("train", "val", mode="before")
     @classmethod
     def _wrap_single_value(cls, files: Any) -> Any:
-        """One file may stand without brackets."""
+        """Accept one file without brackets."""
         return (files,) if isinstance(files, str) else files
 
 
 class DataConfig(DataFiles):
-    """Where tasks come from, and in which order they are asked."""
+    """The source of the tasks, and their order."""
 
-    columns: DatasetColumns = Field(DatasetColumns(), description="which columns of the files mean what")
+    columns: DatasetColumns = Field(DatasetColumns(), description="columns of the files with prompts and answers")
     max_prompt_length: int = Field(
-        1024, ge=1, description="longest prompt in tokens, the chat template's own among them"
+        1024,
+        ge=1,
+        description="most tokens of a prompt, with those of the chat template; larger admits more rows and uses more "
+        "memory",
     )
-    overlong: OverlongHandling = Field("filter", description="longer prompts: leave out, cut at the beginning, or stop")
-    sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(
-        ShuffledSampler(), description="in which order rows are asked"
+    overlong: OverlongHandling = Field(
+        "filter",
+        description="longer prompts: `filter` leaves them out, `truncate` cuts their beginning, `error` stops the run",
     )
+    sampler: Annotated[Sampler, Choice(SAMPLERS)] = Field(ShuffledSampler(), description="order of the rows")
 
     def truncate(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the ids that are sent: with `overlong: truncate`, at most the last `max_prompt_length` of them."""
+        """Return the ids to send: with `overlong=truncate` at most the last `max_prompt_length`, otherwise all."""
         return ids[-self.max_prompt_length :] if self.overlong == "truncate" else ids

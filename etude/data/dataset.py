@@ -1,9 +1,9 @@
-"""The dataset: rows of files as tasks.
+"""The dataset: the rows of files as tasks.
 
-The columns are verl's or TRL's as they are: `prompt` (text or messages) and an answer in `reward_model.ground_truth`,
-`ground_truth`, `answer` or `solution`; `data_source`, `ability` and `extra_info` where there are any. Others are named
-in `Columns`. A task carries every column of its row under its own name, and beside them `prompt`, `ground_truth`,
-`extra_info` and `row`, which are always there.
+Files with verl's or TRL's columns need no options: `prompt` (text or messages) and an answer in
+`reward_model.ground_truth`, `ground_truth`, `answer` or `solution`. `data_source`, `ability` and `extra_info` are
+optional. `DatasetColumns` names other columns. A task has every column of its row under its own name. Besides them it
+always has `prompt`, `ground_truth`, `extra_info` and `row`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ PromptIds = Callable[[str | Sequence[Message]], NDArray[np.int32]]
 
 
 class DatasetColumns(Config):
-    """Which columns of the files mean what. A dotted path leads into a column that holds mappings."""
+    """The names of columns. A dotted path leads into a column of mappings."""
 
-    prompt: str = Field("prompt", min_length=1, description="the column with what is asked: text, or messages")
-    answer: str = Field("", description="the column with the right answer; empty is verl's or TRL's, if there is one")
-    source: str = Field(
-        "", description="the column that names the data source; empty is `data_source`, if there is one"
-    )
+    prompt: str = Field("prompt", min_length=1, description="column of the prompt, which is text or messages")
+    answer: str = Field("", description="column of the right answer; empty is verl's or TRL's, if there is one")
+    source: str = Field("", description="column of the data source's name; empty is `data_source`, if there is one")
 
 
 DEFAULT_COLUMNS = DatasetColumns()
 
 
 class Dataset(RowTable):
-    """Rows of one or several files, in their order. A row becomes a `Task` when it is asked for."""
+    """The rows of one or more files, in order. A row becomes a `Task` on access."""
 
     def __init__(self, parts: Sequence[RowSource], columns: DatasetColumns, *, requires_prompt: bool = True) -> None:
-        """prompted: whether every row asks something of the model itself; what an agent is given need not."""
+        """requires_prompt: True if every row must have a prompt for the model; a task for an agent needs none."""
         super().__init__(parts)
         self._columns, self._requires_prompt = columns, requires_prompt
 
@@ -56,9 +54,9 @@ class Dataset(RowTable):
     def load(
         cls, data: DatasetLike, columns: DatasetColumns = DEFAULT_COLUMNS, *, requires_prompt: bool = True
     ) -> Self:
-        """Files, one after the other, each a path or `module:Name`; or a Python iterable of mappings.
+        """Open files in order, each a path or `module:Name`, or a Python iterable of mappings.
 
-        What is asked for and not there is told now, as far as the first row of each file shows it.
+        A missing column is an error now, as far as the first row of each file shows it.
         """
         dataset = cls(open_sources(data), columns, requires_prompt=requires_prompt)
         for row in dataset.first_rows:
@@ -66,7 +64,7 @@ class Dataset(RowTable):
         return dataset
 
     def task(self, row: int, ordinal: int) -> Task:
-        """The task of a row, as the `ordinal`-th of a run."""
+        """Return the task of a row, as the `ordinal`-th task of a run."""
         values = self.row(row)
         prompt = (
             self._require_column(values, self._columns.prompt, row) if self._requires_prompt else values.get("prompt")
@@ -80,7 +78,7 @@ class Dataset(RowTable):
         return Task(ordinal, fields, self._data_source(values, row))
 
     def sources(self) -> list[str]:
-        """The data source of each row."""
+        """Return the data source of each row."""
         return [
             "" if value is None else str(value) for value in self.column(self._columns.source or DATA_SOURCE_COLUMN)
         ]
@@ -88,10 +86,10 @@ class Dataset(RowTable):
     def filter_overlong(
         self, prompt_ids: PromptIds, max_prompt_length: int, overlong: OverlongHandling
     ) -> tuple[Dataset, Metrics]:
-        """What is to be asked when a prompt may have `max_prompt_length` tokens, and how many prompts had more.
+        """Return the dataset for prompts of at most `max_prompt_length` tokens, and counts of the longer prompts.
 
-        `filter` leaves the longer ones out, and rows are then counted without them. `truncate` keeps them: whoever asks
-        cuts their first tokens off. `error` names the first.
+        `filter` leaves rows with longer prompts out, and row numbers then skip them. `truncate` keeps them:
+        `DataConfig.truncate` cuts their first tokens later. `error` raises an error that names the first.
         """
         values = self.column(self._columns.prompt)
         prompts = (check_prompt(value, self.location(row)) for row, value in enumerate(values))
@@ -101,12 +99,12 @@ class Dataset(RowTable):
             first = int(np.argmin(fits))
             raise DataError(
                 f"{self.location(first)} has a prompt of {lengths[first]} tokens; {max_prompt_length} are allowed. "
-                f"Allow more, or have such rows left out (`filter`) or cut off at their beginning (`truncate`)."
+                f"Allow more, leave such rows out (`filter`), or cut their beginning (`truncate`)."
             )
         if overlong == "filter" and not fits.any():
             raise DataError(
                 f"Every one of the {len(self)} prompts is longer than the {max_prompt_length} tokens that are allowed, "
-                f"so nothing is left to ask: the shortest has {lengths.min()}. Allow more."
+                f"so no prompt is left: the shortest has {lengths.min()}. Allow more."
             )
         num_overlong = int((~fits).sum())
         counts = Metrics(
@@ -120,7 +118,7 @@ class Dataset(RowTable):
             return self, counts
         return self.select(fits), counts
 
-    # -- small parts --------------------------------------------------------------------------------------------------
+    # -- columns ------------------------------------------------------------------------------------------------------
 
     def _require_column(self, values: Mapping[str, Any], path: str, row: int) -> Any:
         return self.require_column(values, path, row, "data.columns.prompt=question")

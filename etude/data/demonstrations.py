@@ -1,8 +1,8 @@
-"""Demonstrations: rows that show what is to be said.
+"""Demonstrations: rows with answers that the model learns.
 
-Four forms, told apart by their columns, the first that is there: `input_ids` with `assistant_masks`, tokens as they
-were drawn (`exact`); `messages`, a conversation whose answers are learned; `prompt` and `completion`, each text or
-messages; `text`, all of which is learned.
+A row has one of four forms, and the first whose columns are there counts: `input_ids` with `assistant_masks`, the exact
+tokens (`pretokenized`); `messages`, a conversation whose answers are trained; `prompt` and `completion`, each text or
+messages; `text`, all of which is trained.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = ["DemonstrationColumns", "DemonstrationDataConfig"]
 
 
 class DemonstrationColumns(SupervisedColumns):
-    """Which columns hold what is shown. A dotted path leads into a column that holds mappings."""
+    """The columns of demonstrations. A dotted path leads into a column of mappings."""
 
-    messages: str = Field("messages", min_length=1, description="the column with whole conversations")
-    prompt: str = Field("prompt", min_length=1, description="the column with what is asked: text, or messages")
-    completion: str = Field("completion", min_length=1, description="the column with what is to be answered: the same")
-    text: str = Field("text", min_length=1, description="the column with plain texts, all of which is learned")
+    messages: str = Field("messages", min_length=1, description="column of whole conversations")
+    prompt: str = Field("prompt", min_length=1, description="column of the prompt, which is text or messages")
+    completion: str = Field("completion", min_length=1, description="column of the answer, which is text or messages")
+    text: str = Field("text", min_length=1, description="column of plain texts, all of whose tokens are trained")
 
 
 class DemonstrationDataConfig(SupervisedDataConfig):
-    """What is shown, and which part of it is learned."""
+    """The source of demonstrations, and the part of them that is trained."""
 
-    columns: DemonstrationColumns = Field(DemonstrationColumns(), description="which columns of the files mean what")
+    columns: DemonstrationColumns = Field(DemonstrationColumns(), description="columns of the files with the examples")
     learn: Literal["all", "last"] = Field(
         "all", description="which answers of a conversation are learned; the others are context"
     )
 
     def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """What is learned from a row; `where` is its place, for what is wrong with it."""
+        """Tokenize a row as an example. where: the row's name in errors."""
         columns = self.columns
         if row.get(INPUT_IDS) is not None:
             check_vocabulary(row, chat.tokenizer, where)
@@ -78,7 +78,7 @@ class DemonstrationDataConfig(SupervisedDataConfig):
             return (tokenize_text(chat, text or ""),)
         raise DataError(
             f"{where} has neither `{columns.messages}`, nor `{columns.prompt}` with `{columns.completion}`, nor "
-            f"`{columns.text}`; it has {', '.join(column_paths(row))}. Say which is meant with `data.columns`, such as "
+            f"`{columns.text}`; it has {', '.join(column_paths(row))}. Name the columns with `data.columns`, such as "
             f"`data.columns.prompt=question data.columns.completion=answer`."
         )
 

@@ -1,7 +1,7 @@
-"""The examples of a supervised run: rows of files, read once, and those left out that teach nothing.
+"""The examples of a supervised run: the rows of files, read once, without rows that have nothing to learn.
 
-What a row means is said by who reads it (`demonstrations`, `preferences`). What becomes of rows that are too long, or
-of which nothing can be learned, is the same for all, and is told.
+`demonstrations` and `preferences` define the meaning of a row. Rows that are too long or have nothing to learn are
+handled here for both, and reported.
 """
 
 from __future__ import annotations
@@ -29,38 +29,42 @@ from etude.observe import Last, Metrics, get_logger
 __all__ = ["Examples", "SupervisedColumns", "SupervisedDataConfig"]
 
 SUPERVISED_SAMPLERS = {name: SAMPLERS[name] for name in ("sequential", "shuffled", "weighted")}
-"""A curriculum follows rewards, and nothing here earns any."""
+"""The samplers for examples. A curriculum needs rewards, and examples have none."""
 NOTHING_TO_LEARN, TOO_LONG, EQUAL_ANSWERS = "has nothing to learn", "is too long", "prefers an answer to itself"
 SKIP_MESSAGES = {NOTHING_TO_LEARN: "have nothing to learn", EQUAL_ANSWERS: "prefer an answer to itself"}
 
 
 class SupervisedColumns(Config):
-    """The columns that every kind of example may have."""
+    """The columns that every kind of example can have."""
 
-    tools: str = Field("tools", min_length=1, description="the column with the schemas of tools, where there are any")
-    source: str = Field(
-        "", description="the column that names the data source; empty is `data_source`, if there is one"
-    )
+    tools: str = Field("tools", min_length=1, description="column of the tools' schemas, if there are any")
+    source: str = Field("", description="column of the data source's name; empty is `data_source`, if there is one")
 
 
 class SupervisedDataConfig(DataFiles, ABC):
-    """Where examples come from, and in which order they are learned from."""
+    """The source of the examples, and their order."""
 
-    columns: SupervisedColumns = Field(SupervisedColumns(), description="which columns of the files mean what")
+    columns: SupervisedColumns = Field(SupervisedColumns(), description="columns of the files with the examples")
     max_tokens: int | None = Field(
-        None, ge=2, description="longest row in tokens, prompt included; null is what the model's context holds"
+        None,
+        ge=2,
+        description="most tokens of a row, prompt included; larger keeps longer rows and uses more memory; null is the "
+        "model's context",
     )
-    overlong: OverlongHandling = Field("filter", description="longer rows: leave out, cut at the end, or stop")
+    overlong: OverlongHandling = Field(
+        "filter",
+        description="longer rows: `filter` leaves them out, `truncate` cuts their end, `error` stops the run",
+    )
     sampler: Annotated[Sampler, Choice(SUPERVISED_SAMPLERS)] = Field(
-        ShuffledSampler(), description="in which order examples are learned from"
+        ShuffledSampler(), description="order of the examples"
     )
 
     @abstractmethod
     def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """What is learned from a row."""
+        """Tokenize a row as an example. where: the row's name in errors."""
 
     def max_row_tokens(self, context_length: int) -> int:
-        """The longest row that is learned from, by a model with this context."""
+        """Return the most tokens of a row, for a model with this context."""
         if self.max_tokens is not None and self.max_tokens > context_length:
             raise ConfigError(
                 f"`data.max_tokens={self.max_tokens}` does not fit into this model's context of {context_length}. "
@@ -76,7 +80,7 @@ class SupervisedDataConfig(DataFiles, ABC):
         context_length: int,
         on_row: Callable[[], None] = lambda: None,
     ) -> Examples:
-        """The examples of some files, named by the option that gave them; advance: is called after each row."""
+        """Load the examples of files. name: the option that names the files. on_row: a callback after each row."""
         table, limit = RowTable(open_sources(files)), self.max_row_tokens(context_length)
         examples, rows_with_reasoning = Examples(name, len(table)), 0
         for row in range(len(table)):
@@ -87,7 +91,7 @@ class SupervisedDataConfig(DataFiles, ABC):
                 if self.overlong == "error":
                     raise DataError(
                         f"{where} has {_max_length(example)} tokens; {limit} are allowed. Allow more with "
-                        f"`data.max_tokens`, or have such rows left out (`data.overlong=filter`) or cut (`truncate`)."
+                        f"`data.max_tokens`, leave such rows out (`data.overlong=filter`), or cut them (`truncate`)."
                     )
                 example, reason = _truncate(example, limit), TOO_LONG
             truncated = reason == TOO_LONG and self.overlong == "truncate"
@@ -97,7 +101,7 @@ class SupervisedDataConfig(DataFiles, ABC):
         if rows_with_reasoning and not chat.shows_reasoning():
             get_logger("data").warning(
                 f"{rows_with_reasoning} of {len(table)} rows in {name} have reasoning beside their answers, which the "
-                f"chat template leaves out: nothing of it is learned. A template that shows it is set by "
+                f"chat template leaves out: the model does not learn it. Set a template that shows it with "
                 f"`chat.template`."
             )
         examples.report_skipped(limit, self.overlong, explicit=self.max_tokens is not None)
@@ -109,7 +113,7 @@ class SupervisedDataConfig(DataFiles, ABC):
 
 
 class Examples:
-    """What a run learns from, in the order of its files, ready; and how much of them was left out, and why."""
+    """The tokenized examples of a run, in the order of its files, and counts of the rows left out with the reasons."""
 
     def __init__(self, name: str, rows: int) -> None:
         self._name, self._rows = name, rows
@@ -125,15 +129,15 @@ class Examples:
         return self._examples[row]
 
     def take(self, count: int | None) -> Sequence[Example]:
-        """The first so many of them, or all."""
+        """Return the first `count` examples, or all."""
         return self._examples[:count]
 
     def sources(self) -> list[str]:
-        """The data source of each."""
+        """Return the data source of each example."""
         return self._sources
 
     def add(self, example: Example, source: str, where: str, skip_reason: str | None, *, keep: bool) -> None:
-        """One more, or a reason why it is none; one that `stays` is learned from all the same."""
+        """Add an example, or count the reason to skip it. keep: add it in spite of a reason."""
         if skip_reason is not None:
             self._skip_counts[skip_reason] += 1
             self._first_skipped.setdefault(skip_reason, where)
@@ -142,12 +146,12 @@ class Examples:
             self._sources.append(source)
 
     def skip_metrics(self) -> Metrics:
-        """How many rows were too long, and how many were left out, for whatever reason."""
+        """Return the counts of rows that were too long, and of rows left out for any reason."""
         skipped = self._rows - len(self)
         return Metrics({"overlong_rows": Last.of(self._skip_counts[TOO_LONG]), "skipped_rows": Last.of(skipped)})
 
     def report_skipped(self, limit: int, overlong: OverlongHandling, *, explicit: bool) -> None:
-        """Say what was left out or cut; refuse files of which nothing is left."""
+        """Log the rows that were left out or cut. Refuse files without any example."""
         allowed = f"`data.max_tokens={limit}`" if explicit else f"this model's context of {limit} tokens"
         if not len(self):
             reasons = "; ".join(f"{self._first_skipped[reason]} {reason}" for reason in self._skip_counts)
@@ -168,7 +172,7 @@ class Examples:
 
 
 def _skip_reason(example: Example) -> str | None:
-    """Why nothing can be learned from an example, if so."""
+    """Return the reason to skip an example, if there is one."""
     if not all(example):
         return NOTHING_TO_LEARN
     if len(example) > 1 and _equal_answers(example[0], example[1]):
@@ -181,7 +185,7 @@ def _equal_answers(one: AnswerRows, other: AnswerRows) -> bool:
 
 
 def _has_reasoning(values: Mapping[str, Any]) -> bool:
-    """Whether a row has messages with reasoning."""
+    """Return True if a row has messages with reasoning."""
     lists = (value for value in values.values() if isinstance(value, list))
     messages = (message for message_list in lists for message in message_list if isinstance(message, Mapping))
     return any(message.get(key) for message in messages for key in REASONING_KEYS)
@@ -192,7 +196,7 @@ def _max_length(example: Example) -> int:
 
 
 def _truncate(example: Example, limit: int) -> Example:
-    """Rows of at most so many tokens, those that still have something to learn."""
+    """Cut the rows to `limit` tokens, and drop rows that then have nothing to learn."""
     return tuple(
         tuple(truncated for row in answer if (truncated := row.truncate(limit)).num_trained_tokens)
         for answer in example

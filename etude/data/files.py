@@ -1,8 +1,8 @@
-"""Files, directories and iterables as rows, each made on demand: what is held is Arrow memory, not Python objects.
+"""The rows of files, directories and iterables, created on access from Arrow memory instead of Python objects.
 
-Parquet, CSV and `datasets` directories are Arrow tables; a directory is mapped and not read. CSV has no types, so every
-column of one is text. JSON rows need not be alike and are kept as the text they are, so that nothing about them is
-guessed: "2024-01-01" stays text, a key that one row lacks does not turn up in it as null.
+Parquet, CSV and `datasets` directories are Arrow tables; a directory is mapped into memory and not read. CSV has no
+types, so all its columns are text. JSON rows may differ in their keys and are kept as JSON text, so that no type is
+guessed: "2024-01-01" stays text, and a row without a key does not get it as null.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class RowSource(Protocol):
     """The rows of one file."""
 
     name: str
-    """What an error calls it."""
+    """The name of the file in errors."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row, as plain data."""
+        """Return one row as JSON values."""
         ...
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
-        """A column of some rows, by its dotted path; None where a row has none."""
+        """Return a column of some rows by its dotted path; None for a row without it."""
         ...
 
 
 class ArrowRows:
-    """Rows of an Arrow table."""
+    """The rows of an Arrow table."""
 
     def __init__(self, name: str, table: pa.Table) -> None:
         self.name, self._table = name, table
@@ -61,12 +61,12 @@ class ArrowRows:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row, as plain data."""
+        """Return one row as JSON values."""
         (row,) = self._table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
         return {key: self._to_plain(value, key, index) for key, value in row.items()}
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
-        """A column of some rows, read without the others."""
+        """Return a column of some rows, without reading the other columns."""
         top, *rest = [path] if path in self._table.column_names else path.split(".")
         if top not in self._table.column_names:
             return [None] * (stop - start)
@@ -79,7 +79,7 @@ class ArrowRows:
         return [self._to_plain(value, path, start + i) for i, value in enumerate(values)]
 
     def _to_plain(self, value: Any, column: str, index: int) -> Any:
-        """Dates and decimals as text; bytes have no place in a task."""
+        """Return a value as JSON: dates and decimals become text, and bytes are refused."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list):
@@ -90,13 +90,13 @@ class ArrowRows:
             return _to_json_value(value)
         except TypeError:
             raise DataError(
-                f"{self.name}, row {index} has {type(value).__name__} in the column `{column}`; tasks carry text, "
+                f"{self.name}, row {index} has {type(value).__name__} in the column `{column}`; a task can have text, "
                 f"numbers, lists and mappings. Leave the column out of the file, or write it as text."
             ) from None
 
 
 class JsonRows:
-    """Rows kept as JSON text."""
+    """The rows of JSON data, kept as JSON text."""
 
     def __init__(self, name: str, texts: pa.ChunkedArray) -> None:
         self.name, self._texts = name, texts
@@ -105,18 +105,18 @@ class JsonRows:
         return len(self._texts)
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row, as plain data."""
+        """Return one row as JSON values."""
         row: dict[str, Any] = json.loads(self._texts[index].as_py())
         return row
 
     def values(self, path: str, start: int, stop: int) -> list[Any]:
-        """A column of some rows."""
+        """Return a column of some rows."""
         texts = self._texts.slice(start, stop - start).to_pylist()
         return [lookup(json.loads(text), path) for text in texts]
 
 
 def lookup(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a column's name, or at a dotted path into columns that hold mappings; None where there is none."""
+    """Return the value at a column's name, or at a dotted path into columns of mappings; None if there is none."""
     if path in row:
         return row[path]
     value: Any = row
@@ -128,7 +128,7 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
 
 
 def column_paths(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Every dotted path of a row."""
+    """Yield every dotted path of a row."""
     for key, value in row.items():
         yield prefix + key
         if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def column_paths(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def read_rows(path: Path) -> RowSource:
-    """The rows of a file, by its suffix, or of a directory that `datasets` saved."""
+    """Open the rows of a file, by its suffix, or of a directory that `datasets` saved."""
     if path.is_dir():
         return _read_saved_dataset(path)
     if not path.exists():
@@ -145,16 +145,16 @@ def read_rows(path: Path) -> RowSource:
     if suffix not in READERS:
         raise ConfigError(
             f"The data `{path}` was asked for, and a file that ends in `{suffix}` cannot be read. "
-            f"What can: {', '.join(READERS)}, and a directory written by `save_to_disk`."
+            f"Give a file that ends in {', '.join(READERS)}, or a directory written by `save_to_disk`."
         )
     try:
         return READERS[suffix](path)
     except (pa.ArrowException, UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as {suffix}: {error}. Write the file anew.") from error
+        raise DataError(f"{path} cannot be read as {suffix}: {error}. Write the file again.") from error
 
 
 def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
-    """The rows of a Python iterable of mappings, which is read once, to its end."""
+    """Read the rows of a Python iterable of mappings, once and to its end."""
 
     def texts() -> Iterator[str]:
         for index, row in enumerate(items):
@@ -167,7 +167,7 @@ def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
                 yield json.dumps(dict(row), ensure_ascii=False, default=_to_json_value)
             except (TypeError, ValueError) as error:
                 raise DataError(
-                    f"{name}, row {index} cannot be written as JSON: {error}. Tasks carry text, numbers, lists and "
+                    f"{name}, row {index} cannot be written as JSON: {error}. A task can have text, numbers, lists and "
                     f"mappings: leave other columns out."
                 ) from error
 
@@ -175,7 +175,7 @@ def rows_from_iterable(items: Iterable[Any], name: str) -> RowSource:
 
 
 def _to_json_value(value: Any) -> Any:
-    """The values that Arrow, NumPy and Python have and JSON has not."""
+    """Convert values of Arrow, NumPy and Python that JSON does not have."""
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, Decimal | UUID | timedelta):
@@ -186,7 +186,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _to_chunks(texts: Iterable[str]) -> pa.ChunkedArray:
-    """Texts in Arrow memory, a chunk at a time."""
+    """Copy texts into Arrow memory, one chunk at a time."""
     chunks: list[pa.Array] = []
     pending: list[str] = []
     for text in texts:
@@ -198,7 +198,7 @@ def _to_chunks(texts: Iterable[str]) -> pa.ChunkedArray:
 
 
 def _to_arrow(texts: Sequence[str]) -> pa.Array:
-    """Texts as an Arrow array, from its buffers: `pyarrow.array` would load pandas to ask whether a list is of its."""
+    """Build an Arrow array of texts from its buffers: `pyarrow.array` would load pandas to check the list's type."""
     encoded = [text.encode() for text in texts]
     ends = np.zeros(len(encoded) + 1, dtype=np.int64)
     np.cumsum([len(text) for text in encoded], out=ends[1:])
@@ -234,7 +234,7 @@ def _read_json_lines(path: Path) -> RowSource:
 
 
 def _read_json(path: Path) -> RowSource:
-    """A list of rows, or one row over several lines; any other file holds a row on each line, whatever its name."""
+    """Read a list of rows, or one row over several lines. A file that is neither is read as one row per line."""
     with path.open(encoding="utf-8-sig") as file:
         if not _is_multiline(next((line for line in file if line.strip()), "")):
             return _read_json_lines(path)
@@ -242,12 +242,12 @@ def _read_json(path: Path) -> RowSource:
         try:
             rows: Sequence[Any] | Mapping[str, Any] = json.load(file)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path} is not JSON: {error}. Write the file anew.") from error
+            raise DataError(f"{path} is not JSON: {error}. Write the file again.") from error
     return rows_from_iterable([rows] if isinstance(rows, Mapping) else rows, str(path))
 
 
 def _is_multiline(first: str) -> bool:
-    """Whether what begins on the first line is a list, or a row that the line does not end."""
+    """Return True if a list, or a row that the line does not end, begins on the first line."""
     if first.lstrip().startswith("["):
         return True
     try:
@@ -261,7 +261,7 @@ def _check_row(text: str, where: str) -> None:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}. Each line must hold one row, whole.") from error
+        raise DataError(f"{where} is not JSON: {error}. Each line must hold one whole row.") from error
     if not isinstance(row, dict):
         raise DataError(
             f"{where} holds a value of type {type(row).__name__}; each line must hold a mapping from column names."
@@ -278,11 +278,11 @@ READERS: dict[str, Callable[[Path], RowSource]] = {
 
 
 def _read_saved_dataset(path: Path) -> RowSource:
-    """A directory that `datasets` wrote with `save_to_disk`, mapped into memory."""
+    """Map a directory into memory that `datasets` wrote with `save_to_disk`."""
     splits = path / "dataset_dict.json"
     if splits.exists():
         names = ", ".join(f"`{path / split}`" for split in json.loads(splits.read_text())["splits"])
-        raise ConfigError(f"The data `{path}` holds several splits. Name the one that is meant: {names}.")
+        raise ConfigError(f"The data `{path}` holds several splits. Name one of them: {names}.")
     if not (path / "state.json").exists():
         raise ConfigError(
             f"The data `{path}` is a directory without a `state.json`, so `save_to_disk` did not write it. "

@@ -1,16 +1,16 @@
-"""Micro-batches by a budget of tokens, and the tree of segments in which each shared prompt stands once.
+"""Micro-batches within a token budget, and the prefix tree of segments that holds each shared prompt once.
 
-Rollouts of a group begin with the same prompt. Kept apart, every row computes it again; in a tree it is computed once
-and its completions hang below it::
+Rollouts of a group begin with the same prompt. As separate rows, each computes it again. In a tree it is computed once,
+and its completions are below it::
 
     rows      P P P A A     P P P B     P P P C C C          14 tokens
     tree      P P P ─┬─ A A                                   9 tokens, and the budget counts these
                      ├─ B
                      └─ C C C
 
-Two rows share what their contexts, the tokens before their first action, have in common from the first token on. What
-a token's hidden state is depends on the tokens before it alone, so sharing changes no number, only how often it is
-computed; and since only contexts are shared, every action token stands in a segment of its own row.
+Two rows share the common prefix of their contexts, which are the tokens before the first action. The hidden state of a
+token depends only on the tokens up to it. So sharing changes no number, only the number of times that it is computed.
+Only contexts are shared, so every action token is in a segment of its own row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ID_BYTES = np.dtype(np.int32).itemsize
 
 
 def pack_prefix_tree(batch: Batch) -> Pack:
-    """All rows as segments; rows of one group that begin with the same context share it, at any depth."""
+    """Pack all rows as segments. Rows of one group share common prefixes of their contexts, at any depth."""
     rows = _ContextRows.from_batch(batch)
     forest = _PrefixForest(rows)
     for members in rows.by_group:
@@ -41,7 +41,7 @@ def pack_prefix_tree(batch: Batch) -> Pack:
     starts, lengths, depths = (torch.tensor(column, dtype=torch.int64) for column in forest.columns)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     path = torch.tensor([segment for segments in forest.paths for segment in segments], dtype=torch.int64)
-    positions = ranges(offsets[path], lengths[path])  # [T]: where each batch token stands in the pack
+    positions = ranges(offsets[path], lengths[path])  # [T]: the position of each batch token in the pack
     source = torch.cat([positions.new_full((1,), -1), positions[:-1]])[: len(positions)]
     first = batch.offsets.cpu()
     source[first[:-1][first[1:] > first[:-1]]] = -1
@@ -57,14 +57,15 @@ def pack_prefix_tree(batch: Batch) -> Pack:
 
 
 def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Batch]:
-    """Batches of whole rollouts (or whole groups) of at most `tokens` packed tokens, a shared context counted once.
+    """Split a batch into batches of whole rollouts or groups with at most `max_tokens` packed tokens.
 
-    A unit that is larger than the budget by itself stands alone. By `rollout`, a group stays together where it fits, so
-    that its prompt is computed once; a group over the budget is cut between rollouts, and each part has the prompt.
+    A shared context counts once. A unit over the budget is a batch of its own. With `by="rollout"`, a group within the
+    budget stays together, so that its prompt is computed once. A larger group is split between rollouts, and each part
+    has the prompt.
     """
     if max_tokens < 1 or by not in ("rollout", "group"):
         raise BatchError(
-            f"A batch is cut into micro-batches of 1 or more tokens by `rollout` or `group`; not of {max_tokens} by "
+            f"A batch is split into micro-batches of 1 or more tokens by `rollout` or `group`; not of {max_tokens} by "
             f"`{by}`."
         )
     rows = _ContextRows.from_batch(batch)
@@ -82,13 +83,13 @@ def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Ba
 
 @dataclass(frozen=True)
 class _ContextRows:
-    """What sharing asks of rows: how long each is, and its context as bytes, which compare and sort at once."""
+    """The lengths and the contexts of rows. Contexts are bytes, which compare and sort quickly."""
 
     starts: list[int]
     lengths: list[int]
     contexts: list[bytes]
     rollout_row_offsets: list[int]
-    """[U + 1]: rollout u has rows of_unit[u] to of_unit[u + 1]."""
+    """[U + 1]: rollout u has the rows rollout_row_offsets[u] to rollout_row_offsets[u + 1]."""
     by_group: list[list[int]]
 
     @classmethod
@@ -112,7 +113,7 @@ class _ContextRows:
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
-    """How many tokens two contexts have in common from the first on."""
+    """Return the number of equal tokens at the start of two contexts."""
     if a == b:
         return len(a) // ID_BYTES
     shorter = min(len(a), len(b)) // ID_BYTES
@@ -125,19 +126,19 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
 
 @dataclass
 class _PrefixForest:
-    """Segments as they are found, parents first, and for each row the segments that it is read along."""
+    """The segments, parents before children, and for each row the path of its segments."""
 
     rows: _ContextRows
     parent: list[int] = field(default_factory=list)
     columns: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
-    """For each segment: the batch token it begins with, its length, and how many tokens stand above it."""
+    """For each segment: its first batch token, its length, and its depth, the number of tokens above it."""
     paths: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.paths = [[] for _ in self.rows.lengths]
 
     def add_group(self, members: Sequence[int]) -> None:
-        """Add the rows of a group. In the order of their contexts, rows that share a prefix are neighbours."""
+        """Add the rows of a group. Sorted by their contexts, rows that share a prefix are neighbours."""
         contexts = self.rows.contexts
         order = sorted(members, key=contexts.__getitem__)
         shared = [0, *(_common_prefix_length(contexts[a], contexts[b]) for a, b in pairwise(order))]
@@ -153,7 +154,7 @@ class _PrefixForest:
             stack.extend((a, b, common, segment) for a, b in reversed(list(pairwise(boundaries))))
 
     def _add_segment(self, members: Sequence[int], depth: int, end: int, parent: int) -> int:
-        """Give these rows one segment from token `depth` of theirs to token `end`, unless there is nothing there."""
+        """Add one segment for these rows, from their token `depth` to `end`, unless it is empty. Return its index."""
         if end == depth:
             return parent
         segment = len(self.parent)
@@ -169,13 +170,13 @@ class _PrefixForest:
 
 
 class _PrefixCounter:
-    """How many tokens a tree of rows has, row by row."""
+    """Counts the tokens of a prefix tree, row by row."""
 
     def __init__(self) -> None:
         self.contexts: list[bytes] = []
 
     def add(self, context: bytes, length: int) -> int:
-        """The tokens that one more row adds: the row that it shares most with is next to it in order."""
+        """Return the tokens that one more row adds. In sorted order, the row that shares most with it is next to it."""
         index = bisect_left(self.contexts, context)
         shared = max(
             (_common_prefix_length(context, other) for other in self.contexts[max(index - 1, 0) : index + 1]), default=0
@@ -186,7 +187,7 @@ class _PrefixCounter:
 
 
 def _rollouts_by_group(batch: Batch) -> list[list[int]]:
-    """The rollouts of each group, those without a row too."""
+    """Return the rollouts of each group, also those without a row."""
     groups: dict[int, list[int]] = {}
     for rollout, group in enumerate(batch.group.tolist()):
         groups.setdefault(group, []).append(rollout)
@@ -196,7 +197,7 @@ def _rollouts_by_group(batch: Batch) -> list[list[int]]:
 def _split_group(
     rows: _ContextRows, members: Sequence[int], max_tokens: int, may_split: bool
 ) -> list[tuple[int, list[int]]]:
-    """A group as (packed tokens, rollouts): one piece, or where it may be cut, pieces within the budget."""
+    """Return a group as pieces (packed tokens, rollouts): one, or several within the budget if it may be split."""
     pieces: list[tuple[int, list[int]]] = []
     size, piece, prefixes = 0, list[int](), _PrefixCounter()
     for rollout in members:
@@ -212,7 +213,7 @@ def _split_group(
 
 
 def _first_fit(pieces: Sequence[tuple[int, list[int]]], max_tokens: int) -> list[list[int]]:
-    """The pieces in few bins: the largest first, each into the first bin with room. Rollouts keep their order."""
+    """Put the pieces into few bins: the largest first, each into the first bin with room. Rollouts keep their order."""
     bins: list[list[int]] = []
     room: list[int] = []
     for size, rollouts in sorted(pieces, key=lambda piece: -piece[0]):

@@ -1,7 +1,7 @@
-"""Which ranks train on which rollouts: whole groups or rollouts, with about as many tokens to compute for each.
+"""The partition of rollouts over ranks: whole groups or rollouts, with about the same number of computed tokens.
 
-What is computed of a group is its prompt, once, and what comes after it in each rollout: see `pack`. So a group of long
-answers to a short prompt costs far more than one of short answers to a long prompt that has as many tokens.
+A group computes its prompt once, and the tokens after it for each rollout (`pack`). So a group of long answers to a
+short prompt costs far more than a group of short answers to a long prompt with as many tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["partition_rollouts"]
 def partition_rollouts(
     batch: Batch | BatchMeta, ranks: int, by: Literal["rollout", "group"] = "group"
 ) -> list[list[int]]:
-    """The places of each rank's rollouts, in order. Where there are fewer groups than ranks, some get none."""
+    """Return the indices of each rank's rollouts, in order. With fewer groups than ranks, some ranks get none."""
     meta = batch if isinstance(batch, BatchMeta) else BatchMeta.from_batch(batch)
     units = np.arange(meta.num_rollouts) if by == "rollout" else meta.group.numpy()
     tokens = _token_costs(meta, ranks if by == "rollout" else 1)
@@ -29,12 +29,14 @@ def partition_rollouts(
 
 
 def _token_costs(meta: BatchMeta, ranks: int) -> NDArray[np.float64]:
-    """[U]: the tokens that are computed for each rollout: those after its prompt, and its part of the prompt, which
-    each of so many ranks computes once. Rollouts of a group have one prompt, if theirs are of one length."""
+    """Return the computed tokens of each rollout, [U]: those after its prompt, and its share of the prompt.
+
+    Each of `ranks` ranks computes a prompt once. Prompts of a group with the same length count as one prompt.
+    """
     prompt = meta.prompt_lengths.numpy()
     prompt_keys = meta.group.numpy() * (prompt.max(initial=0) + 1) + prompt
     _, key_indices, counts = np.unique(prompt_keys, return_inverse=True, return_counts=True)
     num_sharing = counts[key_indices]
-    completion_costs = meta.rollout_lengths.numpy() - prompt + 1.0  # so that those without a token are spread too
+    completion_costs = meta.rollout_lengths.numpy() - prompt + 1.0  # + 1 spreads rollouts without a token too
     costs: NDArray[np.float64] = completion_costs + prompt * np.minimum(num_sharing, ranks) / num_sharing
     return costs

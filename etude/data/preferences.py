@@ -1,8 +1,8 @@
-"""Preferences: rows with two answers to one prompt, and which of them was preferred.
+"""Preferences: rows with two answers to one prompt, of which one is preferred.
 
-`chosen_tokens` and `rejected_tokens` are tokens as they were drawn (`exact`), prompt and all. Else `chosen` and
-`rejected` are text or messages. Where there is a `prompt`, they follow it; where there is none, or where
-they are conversations that begin with it, what both begin with is the prompt, as in the datasets of Anthropic and TRL.
+`chosen_tokens` and `rejected_tokens` are the exact tokens (`pretokenized`), with the prompt. Otherwise `chosen` and
+`rejected` are text or messages, and follow `prompt`. Without a `prompt`, their common beginning is the prompt, as in
+the datasets of Anthropic and TRL. Conversations may also begin with the `prompt`, which is then not repeated.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from etude.errors import DataError
 __all__ = ["CHOSEN_TOKENS", "REJECTED_TOKENS", "PreferenceColumns", "PreferenceDataConfig", "shared_prefix"]
 
 CHOSEN_TOKENS, REJECTED_TOKENS = "chosen_tokens", "rejected_tokens"
-"""The columns of answers that are tokens already."""
+"""The columns of answers that are token ids already."""
 
 WORDS = re.compile(r"\s*\S+|\s+")
-"""A word, with the space before it, as most tokenizers have it."""
+"""A word with the space before it, as in most tokenizers."""
 
 
 class PreferenceColumns(SupervisedColumns):
-    """Which columns hold what is compared. A dotted path leads into a column that holds mappings."""
+    """The columns of preferences. A dotted path leads into a column of mappings."""
 
     prompt: str = Field(
-        "prompt", min_length=1, description="the column with what is asked; where there is none, what both begin with"
+        "prompt", min_length=1, description="column of the prompt; without it, the common beginning of both answers"
     )
-    chosen: str = Field("chosen", min_length=1, description="the column with the answer that was preferred")
-    rejected: str = Field("rejected", min_length=1, description="the column with the other answer")
+    chosen: str = Field("chosen", min_length=1, description="column of the preferred answer")
+    rejected: str = Field("rejected", min_length=1, description="column of the other answer")
 
 
 class PreferenceDataConfig(SupervisedDataConfig):
-    """Pairs of answers."""
+    """The source of pairs of answers."""
 
-    columns: PreferenceColumns = Field(PreferenceColumns(), description="which columns of the files mean what")
+    columns: PreferenceColumns = Field(PreferenceColumns(), description="columns of the files with the pairs")
 
     def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
-        """What is learned from a row; `where` is its place, for what is wrong with it."""
+        """Tokenize a row as a pair, the preferred answer first. where: the row's name in errors."""
         if row.get(CHOSEN_TOKENS) is not None and row.get(REJECTED_TOKENS) is not None:
             check_vocabulary(row, chat.tokenizer, where)
             return tuple(
@@ -80,7 +80,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
 
 def shared_prefix(one: str, other: str) -> str:
-    """What two texts begin with, in whole words; each is left something to say after it."""
+    """Return the common beginning of two texts, in whole words. At least one word of each text is left after it."""
     words, other_words = (WORDS.findall(text) for text in (one, other))
     return "".join(words[: _common_length(words, other_words)])
 
@@ -88,17 +88,17 @@ def shared_prefix(one: str, other: str) -> str:
 def _split_prompt(
     prompt: TextOrMessages | None, chosen: TextOrMessages, rejected: TextOrMessages, where: str
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    """The prompt, and what each answer says after it."""
+    """Split two answers into their prompt and the rest of each answer."""
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError(f"{where} has a text and messages to choose between. Write both alike.")
+        raise DataError(f"{where} has one answer as text and one as messages. Write both in the same form.")
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is not None:
             return prompt, chosen, rejected
         words = shared_prefix(chosen, rejected)
         if not words:
             raise DataError(
-                f"{where} has no prompt, and its two answers begin with nothing in common that could be one. Name the "
-                f"column with prompts: `data.columns.prompt=question`."
+                f"{where} has no prompt, and its two answers have no common beginning. Name the column with prompts: "
+                f"`data.columns.prompt=question`."
             )
         return words, chosen[len(words) :], rejected[len(words) :]
     assert not isinstance(chosen, str) and not isinstance(rejected, str)
@@ -107,8 +107,8 @@ def _split_prompt(
     num_shared = _common_length(chosen, rejected) if prompt is None or isinstance(prompt, str) else len(prompt)
     if not num_shared:
         raise DataError(
-            f"{where} has answers of messages that begin with no message in common, and no messages for a prompt. Give "
-            f"the prompt as messages, in `prompt` or before both answers."
+            f"{where} has answers of messages without a common first message, and no messages for a prompt. Give the "
+            f"prompt as messages, in `prompt` or before both answers."
         )
     return chosen[:num_shared], chosen[num_shared:], rejected[num_shared:]
 
@@ -118,13 +118,13 @@ def _starts_with(messages: Sequence[MessageDict], prefix: Sequence[MessageDict])
 
 
 def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many words, or messages, two begin with alike, their last ones left aside."""
+    """Count the equal words or messages at the start of two lists, without the last item of the shorter one."""
     limit = min(len(one), len(other)) - 1
     return next((index for index in range(limit) if one[index] != other[index]), max(limit, 0))
 
 
 def _missing_column(where: str, name: str, row: Mapping[str, Any]) -> DataError:
     return DataError(
-        f"{where} has no column `{name}`; it has {', '.join(column_paths(row))}. Say which is meant with "
-        f"`data.columns`, such as `data.columns.chosen=better`."
+        f"{where} has no column `{name}`; it has {', '.join(column_paths(row))}. Name the column with `data.columns`, "
+        f"such as `data.columns.chosen=better`."
     )

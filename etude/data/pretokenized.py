@@ -1,8 +1,8 @@
-"""Examples that are token ids already: what a model read and wrote, as it was, with nothing tokenised again.
+"""Examples that are token ids already: exactly what a model read and wrote, without another tokenization.
 
-A row of tokens is a mapping of two lists: `input_ids`, and `assistant_masks`, which is 1 at what is learned. So
-`etude export rollouts` writes what a run drew. What ids mean is said by the vocabulary that they are of: a file that
-names another than the model's is refused.
+A token row is a mapping of two lists: `input_ids`, and `assistant_masks` with 1 for each trained token. `etude export
+rollouts` writes a run's rollouts in this form. Ids belong to one vocabulary, so a file that names another vocabulary
+than the model's is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCABULARY_COLUMN = "vocabulary"
 
 
 def load_token_rows(value: Any, tokenizer: Tokenizer, where: str) -> AnswerRows:
-    """What is learned of a row of tokens, or of several rows that are one conversation, in the order of time."""
+    """Return the token rows of a mapping, or of a list of mappings that are one conversation, in order of time."""
     rows: list[TokenRow] = []
     for item in value if isinstance(value, list) else [value]:
         row = _load_token_row(item, tokenizer, where, int(rows[-1].turn.max()) + 1 if rows else 0)
@@ -42,18 +42,18 @@ def load_token_rows(value: Any, tokenizer: Tokenizer, where: str) -> AnswerRows:
 
 
 def check_vocabulary(row: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> None:
-    """Refuse ids that mean other tokens to this model."""
+    """Refuse the ids of another vocabulary than the model's."""
     vocabulary = row.get(VOCABULARY_COLUMN)
     if vocabulary is not None and vocabulary != tokenizer.vocab_hash:
         raise DataError(
             f"{where} has token ids of another vocabulary ({vocabulary}) than the tokenizer in {tokenizer.directory} "
-            f"({tokenizer.vocab_hash}): they would be other words. Choose a model of the same family, or write the "
-            f"rollouts as text: `etude export rollouts RUN FILE --form text`."
+            f"({tokenizer.vocab_hash}): the ids would mean other tokens. Choose a model of the same family, or write "
+            f"the rollouts as text: `etude export rollouts RUN FILE --form text`."
         )
 
 
 def keep_last_answer(answer: AnswerRows) -> AnswerRows:
-    """The same, with nothing learned but the last stretch."""
+    """Return the last row, with only its last answer trained."""
     if not answer:
         return ()
     last = answer[-1]
@@ -62,7 +62,7 @@ def keep_last_answer(answer: AnswerRows) -> AnswerRows:
 
 
 def _load_token_row(value: Any, tokenizer: Tokenizer, where: str, first: int) -> TokenRow:
-    """One row, whose answers are numbered from `first`."""
+    """Load one row and number its answers from `first`."""
     if not isinstance(value, Mapping) or not {INPUT_IDS, ASSISTANT_MASKS} <= value.keys():
         raise DataError(
             f"{where} has tokens without `{INPUT_IDS}` and `{ASSISTANT_MASKS}`: both are lists, of the same length."
@@ -73,7 +73,7 @@ def _load_token_row(value: Any, tokenizer: Tokenizer, where: str, first: int) ->
     )
     if len(ids) != len(mask):
         raise DataError(
-            f"{where} has {len(ids)} `{INPUT_IDS}` and {len(mask)} `{ASSISTANT_MASKS}`: there is one for each token."
+            f"{where} has {len(ids)} `{INPUT_IDS}` and {len(mask)} `{ASSISTANT_MASKS}`: each token needs one of both."
         )
     if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         invalid = int(ids.min() if ids.min() < 0 else ids.max())
@@ -82,18 +82,18 @@ def _load_token_row(value: Any, tokenizer: Tokenizer, where: str, first: int) ->
             f"{tokenizer.vocab_size} tokens: these ids are of another model."
         )
     trained = mask != 0
-    trained[:1] = False  # nothing predicts the first token
+    trained[:1] = False  # no token predicts the first one
     starts = trained & ~np.concatenate([[False], trained[:-1]])
     turn = np.where(trained, first + np.cumsum(starts) - 1, 0)
     return TokenRow(ids.astype(np.int32), trained, turn.astype(np.int16))
 
 
 def _integer_array(values: Any, name: str, where: str) -> NDArray[np.int64]:
-    """A list of whole numbers."""
+    """Convert a list of whole numbers."""
     try:
         array = np.asarray(values if values is not None else [])
     except ValueError:
         array = np.asarray("")
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
-        raise DataError(f"{where} has a `{name}` that is no list of whole numbers.")
+        raise DataError(f"{where} has a `{name}` that is not a list of whole numbers.")
     return array.astype(np.int64)

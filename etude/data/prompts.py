@@ -1,4 +1,4 @@
-"""Prompts as data files write them, and as the records speak of them."""
+"""Prompts: their forms in data files, and their conversion to messages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["check_prompt", "drop_nulls", "parse_prompt"]
 
 
 def parse_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str | tuple[Message, ...]:
-    """A task's prompt as the model is asked it: text as it is, or the messages of a conversation.
+    """Convert a task's prompt for the model: text stays text, and mappings become messages.
 
-    Messages are as OpenAI writes them: `role`, `content` (text, or parts with a `type`), `tool_calls`, `tool_call_id`,
-    `name`, and `reasoning` or `reasoning_content`. Other keys are not shown to the model.
+    Messages have OpenAI's keys: `role`, `content` (text, or parts with a `type`), `tool_calls`, `tool_call_id`,
+    `name`, and `reasoning` or `reasoning_content`. The model does not see other keys.
     """
     return prompt if isinstance(prompt, str) else tuple(_parse_message(message) for message in prompt)
 
 
 def check_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dict[str, Any]]:
-    """The prompt of a row, checked; a table's null entries are keys that a message does not have.
+    """Check the prompt of a row and return it, without the nulls that a table adds for missing keys.
 
-    what: what an error calls it, where it is something else that is text or messages.
+    what: the name of the value in errors, for other values that are text or messages.
     """
     if isinstance(value, str) and value:
         return value
@@ -47,7 +47,7 @@ def check_prompt(value: Any, where: str, what: str = "prompt") -> str | list[dic
 
 
 def drop_nulls(value: Any) -> Any:
-    """The same without the nulls that a table gives to keys which a row does not have."""
+    """Remove the nulls that a table adds for missing keys."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -66,7 +66,7 @@ def _parse_message(message: Mapping[str, Any]) -> Message:
 
 
 def _parse_part(part: Mapping[str, Any]) -> ContentPart:
-    """`{"type": "text", "text": …}`, or `{"type": "image_url", "image_url": {"url": …}}`."""
+    """Parse a part: `{"type": "text", "text": …}`, or `{"type": "image_url", "image_url": {"url": …}}`."""
     kind = part["type"]
     nested = part.get(kind)
     url = nested["url"] if isinstance(nested, Mapping) else part.get("url", "")

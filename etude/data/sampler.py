@@ -1,8 +1,8 @@
-"""In which order a run asks the rows of its data.
+"""The order in which a run uses the rows of its data.
 
-A sampler is a frozen choice; the `RowOrder` that it starts is where a run stands in it. An order is exact: its state is
-a JSON tree, and one that is restored goes on as if it had never stopped. All chance comes from the run's seed and what
-is drawn for (an epoch, a source), through raw generator output that no version of numpy changes.
+A sampler is a frozen config; the `RowOrder` that it starts holds the run's position. An order resumes exactly: its
+state is a JSON tree, and a restored order continues as if it had never stopped. Each random draw depends only on the
+run's seed and on its purpose (an epoch, a source). It uses raw generator output, which no version of numpy changes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ def _no_sources() -> Sequence[str]:
 
 
 class Sampler(Config):
-    """A way of ordering rows. A curriculum of one's own derives from it and starts an `RowOrder` of its own."""
+    """The config of an order. A user's curriculum is a subclass, which starts its own `RowOrder`."""
 
     @abstractmethod
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
-        """The order of a run over so many rows. `sources` tells each row's data source, if it is needed."""
+        """Start the order of a run over `rows` rows. `sources` returns each row's data source, if it is needed."""
 
 
 class RowOrder(ABC):
-    """Where a run stands in its order. Each ordinal is asked for once, in increasing order.
+    """The position of a run in its order. Each ordinal is requested once, in increasing order.
 
-    One that learns from rewards overrides `record_rewards`, and with it `replay`: when a run is taken up, the tasks
-    that were asked after its checkpoint are told before anything else, while what they earned may be told later than it
-    was.
+    An order that uses rewards overrides `record_rewards`, and with it `replay`. When a run resumes, it first replays
+    the tasks that were issued after the checkpoint. Their rewards may arrive later than in the original run.
     """
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -60,8 +59,8 @@ class RowOrder(ABC):
         """The next ordinal."""
 
     def advance_to(self, ordinal: int) -> int:
-        """The row that is asked as this ordinal. Ordinals passed over have been asked, and are gone."""
-        assert ordinal >= self.position, f"the order stands at {self.position}, past {ordinal}"
+        """Return the row of an ordinal. Skipped ordinals count as used."""
+        assert ordinal >= self.position, f"the order is at {self.position}, past {ordinal}"
         while True:
             row = self.next_row()
             self.position += 1
@@ -70,41 +69,41 @@ class RowOrder(ABC):
 
     @abstractmethod
     def next_row(self) -> int:
-        """The row of the ordinal `position`; called once for each."""
+        """Return the row of the ordinal `position`. It is called once for each."""
 
     def replay(self, ordinal: int, row: int) -> None:
-        """The next ordinal was asked as this row before the run was taken up: go on behind it."""
+        """Advance past an ordinal that was issued with this row before the run resumed."""
         replayed = self.advance_to(ordinal)
         assert replayed == row, f"ordinal {ordinal} was row {row}, and this order has {replayed}"
 
-    def record_rewards(self, row: int, rewards: Sequence[float]) -> None:  # noqa: B027  (most orders do not look)
-        """What the rollouts of a row's group earned."""
+    def record_rewards(self, row: int, rewards: Sequence[float]) -> None:  # noqa: B027  (most orders ignore rewards)
+        """Record the rewards of a row's group."""
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as a JSON tree."""
+        """Return the position as a JSON tree."""
         return {"order": type(self).__name__, "rows": self.rows, "seed": self.seed, "position": self.position}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Stand where `state` was taken. Another order cannot be gone on with, and says so."""
+        """Restore a position of `state`. Raises `ConfigError` for the state of another order."""
         own = {"order": type(self).__name__, "rows": self.rows, "seed": self.seed}
         changed = [name for name in own if tree[name] != own[name]]
         if changed:
             name = changed[0]
             remedy = {"order": "sampler", "rows": "data, and the limits on its prompts,", "seed": "seed"}[name]
             raise ConfigError(
-                f"The order of the data was saved with {name} {tree[name]}, and {name} is now {own[name]}: no "
-                f"row would be where it was. Resume with the {remedy} that the run began with."
+                f"The order of the data was saved with {name} {tree[name]}, and {name} is now {own[name]}: the rows "
+                f"would have another order. Resume with the {remedy} that the run began with."
             )
         self.position = tree["position"]
 
 
 def _random_bits(count: int, *key: int) -> NDArray[np.uint64]:
-    """That many numbers, each of 64 random bits, for this key and no other."""
+    """Return `count` numbers of 64 random bits, which depend on this key alone."""
     return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
 class _EpochPermutations:
-    """A permutation for each epoch, drawn when the epoch begins."""
+    """The permutation of each epoch, drawn when the epoch begins."""
 
     def __init__(self, rows: int, *key: int) -> None:
         self._rows, self._key = rows, key
@@ -112,7 +111,7 @@ class _EpochPermutations:
         self._order = np.empty(0, np.int64)
 
     def __getitem__(self, position: tuple[int, int]) -> int:
-        """The row at a place of an epoch."""
+        """Return the row at a position (epoch, index)."""
         epoch, index = position
         if epoch != self._epoch:
             self._epoch = epoch
@@ -120,11 +119,11 @@ class _EpochPermutations:
         return int(self._order[index])
 
 
-# -- rows as they stand -----------------------------------------------------------------------------------------------
+# -- sequential -------------------------------------------------------------------------------------------------------
 
 
 class SequentialSampler(Sampler):
-    """Rows as they stand in the files, over and over."""
+    """Rows in the order of the files, repeated from the start after the last row."""
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
         return _SequentialOrder(rows, seed)
@@ -139,7 +138,7 @@ class _SequentialOrder(RowOrder):
 
 
 class ShuffledSampler(Sampler):
-    """Every row once in each epoch, in a new order each time."""
+    """Every row once in each epoch, in a new random order each time."""
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
         return _ShuffledOrder(rows, seed)
@@ -158,17 +157,19 @@ class _ShuffledOrder(RowOrder):
 
 
 class WeightedSampler(Sampler):
-    """Data sources in fixed shares, each shuffled: no row of a source again before all of it was asked.
+    """Data sources in fixed shares, each shuffled: a source's rows repeat only after all of them were used.
 
-    Shares are kept at every moment and not only on average: the source that is furthest behind its share is next.
+    Shares hold at every moment and not only on average: the source furthest behind its share is next.
     """
 
-    weights: dict[str, float] = Field({}, description="the share of each data source; empty is equal shares")
+    weights: dict[str, float] = Field(
+        {}, description="relative share of each data source; larger gives more rows; empty is equal shares"
+    )
 
     @model_validator(mode="after")
     def _check_weights(self) -> WeightedSampler:
         if self.weights and not (min(self.weights.values()) >= 0 < sum(self.weights.values()) < np.inf):
-            raise ConfigError(f"`weights` must be from 0 on, with one above 0; they are {self.weights}.")
+            raise ConfigError(f"`weights` must be 0 or more, with one above 0; they are {self.weights}.")
         return self
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:
@@ -179,7 +180,7 @@ class WeightedSampler(Sampler):
         if unmatched:
             problem = "has no rows" if unmatched[0] in self.weights else "has no weight"
             raise ConfigError(
-                f"The data source `{unmatched[0]}` {problem}: the data is of "
+                f"The data source `{unmatched[0]}` {problem}: the sources in the data are "
                 f"{', '.join(f'`{name}`' for name in names)}. Give each of these a weight; 0 leaves it out."
             )
         shares = np.array([self.weights.get(name, 1.0) for name in names.tolist()])
@@ -217,21 +218,23 @@ class _WeightedOrder(RowOrder):
 
 
 class CurriculumSampler(Sampler):
-    """Mostly rows whose rollouts differed: where all earn the same, comparing them teaches nothing.
+    """Rows whose rollouts got different rewards come more often: equal rewards of a group teach nothing.
 
-    Each row has an epoch of its own, and the row in the earliest is next, in an order that each epoch draws anew. To be
-    asked takes a row to its next epoch; rewards that were all equal take it `cooldown` epochs further. So no row comes
-    twice in an epoch, one that teaches misses none, and one that was too hard, or too easy, is tried again later.
+    Each row has an epoch of its own. The row with the earliest epoch is next, in an order that is drawn for each epoch.
+    A use moves a row to its next epoch; equal rewards of its group move it `cooldown` epochs further. So no row comes
+    twice in an epoch, a row that teaches misses none, and a row that was too hard or too easy comes again later.
     """
 
-    cooldown: int = Field(3, ge=1, description="how many epochs a row is left out whose rollouts all earned the same")
+    cooldown: int = Field(
+        3, ge=1, description="epochs that a row is skipped after equal rewards; larger avoids useless rows for longer"
+    )
 
     def start(self, rows: int, seed: int, sources: Sources = _no_sources) -> RowOrder:  # noqa: ARG002
         return _CurriculumOrder(rows, seed, self.cooldown)
 
 
 class _CurriculumOrder(RowOrder):
-    """Its state is a sum over what happened, and so does not depend on when it was told of it."""
+    """The order of a curriculum. Its state is a sum over events, so late rewards give the same state."""
 
     def __init__(self, rows: int, seed: int, cooldown: int) -> None:
         super().__init__(rows, seed)
@@ -246,12 +249,12 @@ class _CurriculumOrder(RowOrder):
         return row
 
     def replay(self, ordinal: int, row: int) -> None:
-        assert ordinal == self.position, f"the order stands at {self.position}, not at {ordinal}"
+        assert ordinal == self.position, f"the order is at {self.position}, not at {ordinal}"
         self._advance_row(row, 1)
         self.position += 1
 
     def record_rewards(self, row: int, rewards: Sequence[float]) -> None:
-        """A group of one compares with nothing, and says nothing here."""
+        """Skip a row for `cooldown` epochs if its group's rewards are equal. A group of one changes nothing."""
         if len(rewards) > 1 and min(rewards) == max(rewards):
             self._advance_row(row, self._cooldown)
 
@@ -270,14 +273,14 @@ class _CurriculumOrder(RowOrder):
         self._keys[row] = self._sort_keys(np.array([row]))[0]
 
     def _sort_keys(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Where rows stand: the epoch, and a fraction that is drawn for the row in that epoch."""
+        """Return the sort keys of rows: the epoch, plus a fraction that is drawn for the row in that epoch."""
         epochs = self._epochs[rows]
         bits = _splitmix64(_splitmix64(self._salt + epochs.astype(np.uint64)) + rows.astype(np.uint64))
         return epochs + (bits >> np.uint64(11)) * 2.0**-53
 
 
 def _splitmix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64: a bijection of 64 bits after which neighbours have nothing in common."""
+    """Apply SplitMix64, a bijection of 64 bits whose results look random also for neighbouring inputs."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -290,4 +293,4 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "weighted": WeightedSampler,
     "curriculum": CurriculumSampler,
 }
-"""By the names that choose them."""
+"""The samplers by name."""

@@ -1,11 +1,10 @@
-"""Turns into rows: what the endpoint recorded, as token sequences to train on.
+"""The conversion of recorded turns to rows: token sequences to train on.
 
-A turn whose prompt begins with all that came before it goes on in the same row, so that a long conversation is one row
-and every action token in it counts once. Where the history was rewritten, a new row begins, with the whole prompt as
-its context. Ids are only ever compared and joined, never decoded.
+A turn whose prompt begins with the whole row before it continues that row. So a long conversation is one row, and every
+action token in it counts once. A rewritten history starts a new row, with the whole prompt as its context. Ids are only
+compared and joined, never decoded.
 
-Which tokens of a prompt are an observation is decided for each turn before any rows are made, so that it does not
-depend on them.
+The observation tokens of each prompt are found before any row is built, so that they do not depend on the rows.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ __all__ = ["build_samples", "count_joined_rows", "find_observation_starts"]
 
 
 def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = ()) -> list[Sample]:
-    """The rows of one attempt, in the order in which its turns happened. tags: learn from turns with one of these
-    alone; the others are context, where a later turn was shown them.
+    """Build the rows of one attempt, in the order of its turns.
 
-    A turn's reward stands at its last action token. A turn that said nothing, or is not learned from, has none: its
-    reward stands at the last action before it, the newest one that could have earned it, and where there is none it
-    trains nothing.
+    tags: train only turns with one of these tags. Other turns are context, if a later turn's prompt contains them.
 
-    Turns are joined with the row before alone. Those of conversations that are held at the same time are rows of their
-    own, because rows stand in the order of time, by which credit is given.
+    A turn's reward is at its last action token. A turn without an action, or one that is not trained, has no such
+    token. Its reward is then at the last action before it, the newest one that could have earned it. Without an earlier
+    action the reward trains nothing.
+
+    A turn is joined only with the row directly before it. Parallel conversations are separate rows, because rows are in
+    order of time, by which credit is assigned.
     """
     rows: list[_SampleBuilder] = []
     for turn, observation_start in zip(turns, find_observation_starts(turns), strict=True):
@@ -49,13 +49,14 @@ def build_samples(turns: Sequence[Turn], rollout: int, tags: Collection[str] = (
 
 
 def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
-    """Where in each turn's prompt begins what the environment showed since the answer before. It ends where the answer
-    opens; there it begins, too, where nothing was shown.
+    """Return the start of the observation in each turn's prompt: the tokens from the environment since the last answer.
 
-    A turn that says how much was shown is believed. Otherwise a prompt goes on from the longest earlier prompt, or
-    prompt and answer, that it begins with, and what follows was shown, if an answer stands before it. A token that an
-    earlier turn was shown already, in the same place after the same tokens, is not shown again: also where the two
-    prompts differ after it.
+    The observation ends where the answer's opening begins. An empty observation starts there too.
+
+    If a turn records the length of its observation, that length counts. Otherwise the prompt continues the longest
+    earlier prompt, or prompt with answer, that it begins with. The tokens after it are the observation, if an answer is
+    before them. A token that was in an earlier prompt, at the same position after the same tokens, is not observed
+    again, also where the two prompts differ after it.
     """
     starts: list[int] = []
     contexts_by_model: dict[
@@ -87,9 +88,9 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
 
 
 def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], least: int) -> int:
-    """How many ids both begin with, where these are more than `least`, and else that."""
+    """Return the number of equal ids at the start of both, but at least `least`."""
     length = min(len(one), len(other))
-    if length <= least or one[least] != other[least]:  # so it is for most: they end before, or differ there
+    if length <= least or one[least] != other[least]:  # the common case: one ends before, or they differ there
         return least
     differences = np.flatnonzero(one[:length] != other[:length])
     return max(least, int(differences[0]) if len(differences) else length)
@@ -97,14 +98,16 @@ def _common_prefix_length(one: NDArray[np.int32], other: NDArray[np.int32], leas
 
 def _starts_with(ids: NDArray[np.int32], prefix: NDArray[np.int32]) -> bool:
     length = len(prefix)
-    if length > len(ids) or (length and ids[length - 1] != prefix[-1]):  # most that differ do so at the end
+    if length > len(ids) or (length and ids[length - 1] != prefix[-1]):  # the common difference is at the end
         return False
     return np.array_equal(ids[:length], prefix)
 
 
 def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
-    """Into how many rows turns join; and how many tokens of their prompts stood in the row before, which are not
-    computed and not trained again."""
+    """Return the number of rows that turns join to, and the number of their prompt tokens in the row before.
+
+    Those tokens are not computed and not trained again.
+    """
     rows = num_known_tokens = 0
     row_ids, model = np.empty(0, np.int32), ""
     for turn in turns:
@@ -119,7 +122,7 @@ def count_joined_rows(turns: Sequence[Turn]) -> tuple[int, int]:
 
 @dataclass
 class _SampleBuilder:
-    """A row as it grows: for each stretch of context or action, its columns."""
+    """Builds one row: the columns of each segment of context or action."""
 
     model: str
     length: int = 0
@@ -131,14 +134,14 @@ class _SampleBuilder:
     observed: list[tuple[int, int]] = field(default_factory=list)
 
     def is_continued_by(self, turn: Turn) -> bool:
-        """Whether a turn's prompt begins with all of this row."""
+        """Return True if a turn's prompt begins with this whole row."""
         if turn.model != self.model or len(turn.prompt) < self.length:
             return False
         ids = np.concatenate([segment["ids"] for segment in self.segments])
         return np.array_equal(turn.prompt[: self.length], ids)
 
     def add(self, turn: Turn, observation_start: int) -> None:
-        """Add the new part of the prompt, then the answer. begins: the start of the observation in the prompt."""
+        """Add the new part of the prompt, then the answer. observation_start: its position in the prompt."""
         context_ids = turn.prompt[self.length :]
         completion = turn.completion
         self.observed.append((max(observation_start, self.length), len(turn.prompt) - turn.opened))
@@ -163,7 +166,7 @@ class _SampleBuilder:
         self.length += len(ids)
 
     def build(self, rollout: int) -> Sample:
-        """The row as a record."""
+        """Return the row as a record."""
         reward = None
         if self.rewards:
             reward = np.zeros(self.length)
@@ -176,7 +179,7 @@ class _SampleBuilder:
         )
 
     def _observation_mask(self) -> NDArray[np.bool_] | None:
-        """The mask of tokens that were shown between answers; None where there are none."""
+        """Return the mask of observation tokens, or None if there are none."""
         spans = [(begin, end) for begin, end in self.observed if begin < end]
         if not spans:
             return None

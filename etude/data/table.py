@@ -1,4 +1,4 @@
-"""Rows of one or several files, in their order, some of them left out: what datasets of every kind stand on."""
+"""The rows of one or more files, in order and without those left out: the base of all datasets."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DATA_SOURCE_COLUMN = "data_source"
 CHUNK = 1024
 
 DatasetLike = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
-"""Files, one after the other, each a path or `module:Name`; or a Python iterable of mappings."""
+"""Files in order, each a path or `module:Name`; or a Python iterable of mappings."""
 
 
 class RowTable:
-    """Rows of one or several files, in their order. A row is made when it is asked for."""
+    """The rows of one or more files, in order. A row is created on access."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         self._sources = tuple(sources)
@@ -38,21 +38,21 @@ class RowTable:
 
     @property
     def first_rows(self) -> list[int]:
-        """The row that each file begins with, as long as none was left out."""
+        """The first row of each file. Only valid while no row is left out."""
         return [0, *self._ends[:-1]]
 
     def row(self, row: int) -> dict[str, Any]:
-        """One row, as plain data."""
+        """Return one row as JSON values."""
         source, index = self._locate(row)
         return source.row(index)
 
     def location(self, row: int) -> str:
-        """What an error calls a row: its file and its place there."""
+        """Return the name of a row in errors: its file and its index there."""
         source, index = self._locate(row)
         return f"{source.name}, row {index}"
 
     def column(self, path: str) -> Iterator[Any]:
-        """A column of all rows, read some at a time; None where a row has none."""
+        """Yield a column of all rows, read in chunks; None for a row without it."""
         selected = np.full(self._ends[-1], self._indices is None)
         if self._indices is not None:
             selected[self._indices] = True
@@ -63,17 +63,17 @@ class RowTable:
                 yield from compress(source.values(path, start, stop), mask)
 
     def require_column(self, values: Mapping[str, Any], path: str, row: int, remedy: str) -> Any:
-        """A column of a row that was named, or has to be there. remedy: how another is named."""
+        """Return a value of a row from a named or required column. remedy: an example of an option that names one."""
         value = lookup(values, path)
         if value is None and path not in set(column_paths(values)):
             raise DataError(
                 f"{self.location(row)} has no column `{path}`; it has {', '.join(column_paths(values))}. "
-                f"Say which is meant with `data.columns`, such as `{remedy}`."
+                f"Name the column with `data.columns`, such as `{remedy}`."
             )
         return value
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
-        """[rows] → the rows that are wanted; the others are no longer counted."""
+        """Return a table of the rows that the mask [rows] selects. Row numbers then count these rows alone."""
         rows = np.arange(len(self)) if self._indices is None else self._indices
         other = copy(self)
         other._indices = rows[mask]
@@ -87,14 +87,14 @@ class RowTable:
 
 
 def open_sources(data: DatasetLike) -> list[RowSource]:
-    """The rows of each file, or of what Python makes.
+    """Open the rows of each file, or of a Python iterable.
 
-    `module:Name` is an iterable of mappings, or a function without arguments that returns one.
+    `module:Name` names an iterable of mappings, or a function without arguments that returns one.
     """
     items = [data] if isinstance(data, str | Path) else data
     if isinstance(items, Sequence) and all(isinstance(item, str | Path) for item in items):
         if not items:
-            raise ConfigError("No data was named. Give at least one file.")
+            raise ConfigError("No data was named. Name at least one file.")
         sources = [_open_source(str(item)) for item in items]
     else:
         sources = [rows_from_iterable(items, "The data given")]
@@ -105,7 +105,7 @@ def open_sources(data: DatasetLike) -> list[RowSource]:
 
 
 def _open_source(data: str) -> RowSource:
-    """A path, or `module:Name` where no file is called so."""
+    """Open a path, or `module:Name` if no file has that name."""
     path = Path(data).expanduser()
     if path.exists() or ":" not in data:
         return read_rows(path)

@@ -1,8 +1,8 @@
-"""What is written down, as token rows to learn from: texts, answers to prompts, whole conversations.
+"""The conversion of supervised data to token rows: texts, answers to prompts, whole conversations.
 
-Conversations go the way that sampled ones go: each answer stands after the very ids that the model would have been
-served, and is the ids that it would have had to write, with the one that ends its turn. Where a template drops earlier
-thinking and the history is to follow it, a conversation is several rows, as it would have been for the sampler.
+A conversation is tokenized like a sampled one. Each answer follows the exact ids that a server would have given the
+model. The answer is the ids that the model would have had to write, with the end of its turn. If a template drops
+earlier reasoning, and the history follows the template, a conversation becomes several rows, as in sampling.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ __all__ = [
 ]
 
 MessageDict: TypeAlias = Mapping[str, Any]
-"""A message as files write it."""
+"""A message in a data file."""
 TextOrMessages: TypeAlias = str | Sequence[MessageDict]
-"""What files hold where somebody speaks: text, or messages."""
+"""A prompt or an answer in a data file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRow:
-    """A token sequence, and which of its tokens are learned."""
+    """A token sequence and the mask of its trained tokens."""
 
     ids: NDArray[np.int32]  # [T]
-    action: NDArray[np.bool_]  # [T]
-    turn: NDArray[np.int16]  # [T] which answer of a conversation a learned token belongs to
+    action: NDArray[np.bool_]  # [T] True for a trained token
+    turn: NDArray[np.int16]  # [T] the answer of a conversation that a trained token belongs to
 
     def truncate(self, length: int) -> TokenRow:
-        """Its first tokens."""
+        """Return the first `length` tokens."""
         return TokenRow(self.ids[:length], self.action[:length], self.turn[:length])
 
     @property
     def num_trained_tokens(self) -> int:
-        """How many tokens are."""
+        """The number of trained tokens."""
         return int(self.action.sum())
 
 
 AnswerRows: TypeAlias = tuple[TokenRow, ...]
-"""The rows of one text or one conversation, in the order of time; none where nothing is to be learned."""
+"""The rows of one text or one conversation, in order of time; empty if there is nothing to train on."""
 Example: TypeAlias = tuple[AnswerRows, ...]
-"""What is learned from at once: one answer, or the preferred one and the other."""
+"""One training example: one answer, or the preferred answer and the other one."""
 
 
 def tokenize_text(chat: ChatRenderer, text: str) -> AnswerRows:
-    """A text to its end, every token of it learned but the first, which nothing predicts."""
+    """Tokenize a text with its end. Every token is trained except the first, which no token predicts."""
     if not text:
         return ()
     ids = chat.tokenizer.encode(text, add_special_tokens=True)
@@ -75,7 +75,7 @@ def tokenize_text(chat: ChatRenderer, text: str) -> AnswerRows:
 
 
 def tokenize_completion(chat: ChatRenderer, prompt: str, completion: str) -> AnswerRows:
-    """What is written after a text, with the token that ends it."""
+    """Tokenize a completion after a prompt, both as text. The completion is trained, with its end token."""
     if not completion:
         return ()
     prompt_ids = chat.tokenizer.encode(prompt, add_special_tokens=True)
@@ -94,9 +94,9 @@ def tokenize_messages(
     first: int = 0,
     last_only: bool = False,
 ) -> AnswerRows:
-    """The answers of a conversation, those from message `first` on learned, or the last of them alone.
+    """Tokenize a conversation. Its answers from message `first` on are trained, or only the last of them.
 
-    An answer that says nothing, or that its file gives the `weight` 0, is context.
+    An empty answer, or one with `weight` 0 in its file, is context.
     """
     messages = [message_from_dict(message_dict) for message_dict in message_dicts]
     conversation, turns, eligible_turns = chat.start_conversation(), list[Turn](), list[int]()
@@ -122,7 +122,7 @@ def tokenize_messages(
 def tokenize_answer(
     chat: ChatRenderer, prompt: TextOrMessages, answer: TextOrMessages, tools: Sequence[MessageDict], where: str
 ) -> AnswerRows:
-    """An answer to a prompt, each as text or as messages."""
+    """Tokenize an answer to a prompt, both as text or as messages. where: the row's name in errors."""
     try:
         if not isinstance(prompt, str):
             answer_messages: Sequence[MessageDict] = (
@@ -137,12 +137,12 @@ def tokenize_answer(
 
 
 def check_text_or_messages(value: Any, where: str, what: str) -> TextOrMessages:
-    """What a file holds where somebody speaks, checked; nothing is an empty text."""
+    """Check a prompt or an answer of a file and return it; a missing value becomes an empty text."""
     return "" if value in (None, "", []) else check_prompt(value, where, what)
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """The tools that a row offers: a list of their schemas, or that list as JSON."""
+    """Return the tools of a row, from a list of schemas or from that list as JSON."""
     if isinstance(value, str) and value:
         try:
             value = json.loads(value)
@@ -158,7 +158,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _build_row(chat: ChatRenderer, prompt_ids: NDArray[np.int32], answer_ids: NDArray[np.int32]) -> AnswerRows:
-    """One row: what is asked, and what is learned of what is said after it, with the end."""
+    """Build one row of prompt and answer. The answer is trained, and gets an end token if it has none."""
     eos_ids = chat.tokenizer.eos_ids
     if not len(answer_ids) or int(answer_ids[-1]) not in eos_ids:
         answer_ids = np.append(answer_ids, np.int32(eos_ids[0]))

@@ -58,7 +58,7 @@ def test_mixed_lengths_come_out_far_closer_than_in_order() -> None:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 were asked for"):
+    with pytest.raises(ConfigError, match="0 parts were given"):
         balance([1.0], 0)
     with pytest.raises(ConfigError, match=r"item 1 costs -2\.0"):
         balance([1.0, -2.0], 2)

@@ -97,7 +97,7 @@ def test_a_tables_nulls_are_keys_that_a_message_does_not_have(tmp_path: Path) ->
         (
             [{"prompt": "a"}],
             DatasetColumns(answer="reply"),
-            r"no column `reply`; it has prompt\. Say which .*`data.columns`",
+            r"no column `reply`; it has prompt\. Name the column .*`data.columns`",
         ),
         ([{"prompt": "a"}], DatasetColumns(source="of"), "no column `of`"),
         ([{"prompt": ""}], DatasetColumns(), "row 0 has '' for a prompt; it must be text, or a list of messages"),

@@ -181,10 +181,10 @@ def test_what_two_texts_share_cuts_no_word_and_leaves_both_something(begun: str,
     [
         ({"prompt": "?", "chosen": "!"}, "row 0 has no column `rejected`; it has prompt, chosen"),
         ({"prompt": "?", "better": "!"}, "such as `data.columns.chosen=better`"),
-        ({"chosen": "yes", "rejected": "no"}, "has no prompt, and its two answers begin with nothing in common"),
-        ({"chosen": [HELLO], "rejected": [HEY]}, "begin with no message in common"),
-        ({"prompt": "Hi", "chosen": [HELLO], "rejected": [HEY]}, "begin with no message in common"),
-        ({"prompt": "Hi", "chosen": "x", "rejected": [HEY]}, "a text and messages to choose between"),
+        ({"chosen": "yes", "rejected": "no"}, "has no prompt, and its two answers have no common beginning"),
+        ({"chosen": [HELLO], "rejected": [HEY]}, "without a common first message"),
+        ({"prompt": "Hi", "chosen": [HELLO], "rejected": [HEY]}, "without a common first message"),
+        ({"prompt": "Hi", "chosen": "x", "rejected": [HEY]}, "one answer as text and one as messages"),
     ],
 )
 def test_a_row_without_a_comparison_is_reported(

@@ -145,7 +145,9 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_rows(tmp_path / "absent.jsonl")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"`\.txt` cannot be read\. What can: \.parquet, \.jsonl, \.jsonl\.gz"):
+    with pytest.raises(
+        ConfigError, match=r"`\.txt` cannot be read\. Give a file that ends in \.parquet, \.jsonl, \.jsonl\.gz"
+    ):
         read_rows(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match=r"without a `state\.json`"):
         read_rows(tmp_path)

@@ -162,11 +162,11 @@ def test_no_row_of_a_source_comes_again_before_all_of_it(seed: int) -> None:
 
 
 def test_a_weight_without_a_source_is_reported() -> None:
-    with pytest.raises(ConfigError, match="source `c` has no weight: the data is of `a`, `b`, `c`"):
+    with pytest.raises(ConfigError, match="source `c` has no weight: the sources in the data are `a`, `b`, `c`"):
         WeightedSampler(weights={"a": 1, "b": 2}).start(15, 0, lambda: SOURCES)
     with pytest.raises(ConfigError, match="source `d` has no rows"):
         WeightedSampler(weights={"a": 1, "b": 2, "c": 1, "d": 1}).start(15, 0, lambda: SOURCES)
-    with pytest.raises(ConfigError, match="from 0 on, with one above 0"):
+    with pytest.raises(ConfigError, match="0 or more, with one above 0"):
         WeightedSampler(weights={"a": 0.0})
 
 

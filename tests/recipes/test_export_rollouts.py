@@ -146,7 +146,7 @@ def test_ids_of_another_vocabulary_are_refused(talked: Path, tmp_path: Path, cap
     assert "has token ids of another vocabulary" in told and "--form text" in told
     for change, said in (
         ({"vocabulary": None, "input_ids": [10_000]}, "has 1 `input_ids` and"),
-        ({"assistant_masks": "no"}, "that is no list of whole numbers"),
+        ({"assistant_masks": "no"}, "that is not a list of whole numbers"),
         ({"vocabulary": None, "input_ids": [10_000] * len(rows[0]["input_ids"])}, "has the token id 10000"),
     ):
         (tmp_path / "good.jsonl").write_text(json.dumps(rows[0] | change) + "\n")

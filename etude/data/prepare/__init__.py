@@ -1,11 +1,11 @@
-"""Published data sets, and problems that are made up, as the files that a run reads: `etude data prepare NAME`.
+"""The preparation of published and synthetic data sets as the files that a run reads: `etude data prepare NAME`.
 
-    base.py          what every preparation is; problems by chance, each only once
-    raw.py           raw files: found, told apart by split, read row by row
-    write.py         rows become Parquet files, the same bytes for the same rows
+    base.py          the base of all preparations; random problems without duplicates
+    raw.py           raw files: their search, their splits, their rows
+    write.py         rows → Parquet files, the same bytes for the same rows
 
-and a file for each set. Nothing is fetched, and nothing is guessed: a row that cannot be used is left out and counted
-by its reason, a file that is not what it should be is refused with its name and its row.
+and a file for each data set. A preparation downloads nothing and guesses nothing. It leaves a row that cannot be used
+out and counts it with the reason. It refuses a file of another format, and names the file and the row.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PREPARATIONS: dict[str, type[Preparation]] = {
 
 
 def find_preparation(name: str) -> type[Preparation]:
-    """The preparation of this name."""
+    """Return the preparation of this name."""
     if name not in PREPARATIONS:
         suggestions = get_close_matches(name, PREPARATIONS, n=1)
         hint = f" Did you mean {suggestions[0]}?" if suggestions else ""
         raise UnknownChoiceError(
             f"There is no data set '{name}' to prepare.{hint} There are {', '.join(PREPARATIONS)}. Files of your own "
-            f"need no preparation where `data.columns` can name their columns."
+            f"need no preparation if `data.columns` can name their columns."
         )
     return PREPARATIONS[name]

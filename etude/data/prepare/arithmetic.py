@@ -1,4 +1,4 @@
-"""Arithmetic: sums, differences and products of whole numbers, made up."""
+"""Arithmetic: random sums, differences and products of whole numbers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SIGNS = {"add": "+", "subtract": "-", "multiply": "*"}
 
 
 class ArithmeticPreparation(SyntheticPreparation, PromptPreparation):
-    """Problems such as `57 + 68 - 3`; products are taken before sums, and the result is the ground truth."""
+    """Problems such as `57 + 68 - 3`. Products come before sums, and the result is the ground truth."""
 
     prompt: str = Field(
         'What is {question}? Let\'s think step by step and output the final answer after "####".',
-        description="what is asked; {question} is the expression",
+        description="text of the prompt; {question} is the expression",
     )
     operations: tuple[Literal["add", "subtract", "multiply"], ...] = Field(
-        ("add", "subtract"), min_length=1, description="what stands between numbers, each as often"
+        ("add", "subtract"), min_length=1, description="operations between the numbers, all equally likely"
     )
-    digits: int = Field(2, ge=1, le=12, description="the most digits of a number")
-    terms: int = Field(2, ge=2, le=12, description="how many numbers an expression has")
+    digits: int = Field(2, ge=1, le=12, description="most digits of a number; more is harder")
+    terms: int = Field(2, ge=2, le=12, description="numbers in an expression; more is harder")
 
     title: ClassVar[str] = "arithmetic"
     published_name: ClassVar[str] = "arithmetic"
@@ -43,7 +43,7 @@ class ArithmeticPreparation(SyntheticPreparation, PromptPreparation):
 
 
 def _evaluate(numbers: Sequence[int], signs: Sequence[str]) -> int:
-    """The sum of the products that plus and minus stand between."""
+    """Return the value of an expression: first the products, then their sums and differences."""
     products: list[list[int]] = [[numbers[0]]]
     for sign, number in zip(signs, numbers[1:], strict=True):
         if sign == "*":

@@ -1,7 +1,7 @@
-"""What every preparation is: an object that holds its own options and makes the rows of a run's files.
+"""The base classes of preparations: a preparation holds its own options and creates the rows of a run's files.
 
-Rows that ask for an answer have verl's columns, so that both trainers read them: `data_source`, `prompt`, `ability`,
-`reward_model` with its `ground_truth`, and `extra_info` with the split and the place that a row was found at.
+Rows with a prompt have verl's columns, so that both trainers read them: `data_source`, `prompt`, `ability`,
+`reward_model` with its `ground_truth`, and `extra_info` with the split of a row and its index there.
 """
 
 from __future__ import annotations
@@ -40,81 +40,81 @@ __all__ = [
 
 Row: TypeAlias = dict[str, Any]
 RandomInt: TypeAlias = Callable[[int, int], int]
-"""`draw(a, b)` is a whole number from a to b, both included."""
+"""A function: `draw(a, b)` returns a random whole number from a to b, both included."""
 DataSplit: TypeAlias = Literal["train", "val", "test"]
 SPLITS: tuple[DataSplit, ...] = ("train", "val", "test")
 MESSAGES_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 MAX_DUPLICATES = 10_000
-"""Problems drawn in a row without a new one, after which there are taken to be no more."""
+"""The draws in a row without a new problem after which no more problems are expected."""
 
 
 @dataclass
 class SkippedRows:
-    """What was left out."""
+    """The rows that were left out."""
 
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """How often for each reason, and where first. A reason goes on after "left out:"."""
+    """The count of each reason and the first row with it. A reason completes a sentence after "left out:"."""
 
     def add(self, reason: str, where: str) -> None:
-        """One more."""
+        """Count one more row."""
         count, first = self.reasons.get(reason, (0, where))
         self.reasons[reason] = (count + 1, first)
 
     def lines(self) -> list[str]:
-        """A line for each reason."""
+        """Return a line for each reason."""
         return [f"{count:,} left out: {reason} (first: {first})" for reason, (count, first) in self.reasons.items()]
 
 
 class Preparation(Config, ABC):
-    """How one data set becomes files that a run reads."""
+    """The preparation of one data set as files that a run reads."""
 
-    directory: Path | None = Field(None, description="where the files are written; null is data/ and the set's name")
+    directory: Path | None = Field(None, description="directory of the files; null is data/ and the set's name")
     source: str | None = Field(
-        None, description="the `data_source` of its rows; scores are told apart by it. Null is its published name"
+        None, description="`data_source` of the rows, by which scores are reported; null is the published name"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="what every choice by chance is derived from")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of every random choice")
 
     title: ClassVar[str]
-    """The name that it is asked for by."""
+    """The name on the command line."""
     published_name: ClassVar[str]
-    """The name that verl's rewards know its source by."""
+    """The name under which verl's rewards know the data source."""
     extra_info_fields: ClassVar[Mapping[str, pa.DataType]] = {}
-    """What `extra_info` holds beside split and place."""
+    """The fields of `extra_info` besides split and index."""
 
     @abstractmethod
     def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
-        """The rows of each split, in their order."""
+        """Return the rows of each split, in order."""
 
     @abstractmethod
     def columns(self) -> Mapping[str, pa.DataType]:
-        """The columns of its files between `data_source` and `extra_info`."""
+        """Return the columns of the files between `data_source` and `extra_info`."""
 
     @abstractmethod
     def command(self, files: Mapping[DataSplit, Path]) -> str:
-        """What to type next, with these files."""
+        """Return the command that uses these files."""
 
     def arrow_schema(self) -> pa.Schema:
-        """The columns of its files."""
+        """Return the schema of the files."""
         extra_info = pa.struct([("split", pa.string()), ("index", pa.int64()), *self.extra_info_fields.items()])
         return pa.schema([("data_source", pa.string()), *self.columns().items(), ("extra_info", extra_info)])
 
     @property
     def data_source(self) -> str:
-        """The `data_source` of its rows."""
+        """The `data_source` of the rows."""
         return self.published_name if self.source is None else self.source
 
 
 class PromptPreparation(Preparation):
-    """A preparation whose rows ask for one answer, in words that may be chosen."""
+    """A preparation of rows with a prompt, whose text is an option."""
 
-    prompt: str = Field(description="what is asked")
-    system: str = Field("", description="what a system message says before it; empty is none")
+    prompt: str = Field(description="text of the prompt")
+    system: str = Field("", description="text of a system message before the prompt; empty is none")
     form: Literal["messages", "text"] = Field(
-        "messages", description="`messages` for a model that chats, `text` for one that goes on with what it reads"
+        "messages", description="`messages` for a chat model, `text` for a base model that continues a text"
     )
 
     placeholders: ClassVar[tuple[str, ...]] = ("question",)
-    """What `prompt` must name in braces."""
+    """The names that `prompt` must contain in braces."""
     ability: ClassVar[str] = "math"
     ground_truth_type: ClassVar[pa.DataType] = pa.string()
     """The type of its ground truths."""
@@ -124,8 +124,8 @@ class PromptPreparation(Preparation):
         missing = [f"{{{word}}}" for word in self.placeholders if f"{{{word}}}" not in self.prompt]
         if missing:
             raise ConfigError(
-                f"`prompt` is {self.prompt!r}, without {' and '.join(missing)}: the model would not learn the problem. "
-                f"Write it where the problem is to stand."
+                f"`prompt` is {self.prompt!r}, without {' and '.join(missing)}: the model would not see the problem. "
+                f"Write it in the place of the problem."
             )
         if self.system and self.form == "text":
             raise ConfigError(
@@ -137,10 +137,10 @@ class PromptPreparation(Preparation):
     @property
     @abstractmethod
     def reward(self) -> str:
-        """The reward that judges answers to its tasks, as a run is told."""
+        """The name of the reward that judges the answers, for the run's command."""
 
     def make_row(self, ground_truth: Any, extra_info: Mapping[str, Any], **values: str) -> Row:
-        """A row that asks about these words."""
+        """Create a row, with these values in place of the prompt's placeholders."""
         text = self.prompt
         for word, value in values.items():
             text = text.replace(f"{{{word}}}", value)
@@ -154,7 +154,7 @@ class PromptPreparation(Preparation):
         }
 
     def columns(self) -> dict[str, pa.DataType]:
-        """The prompt, and the right answer."""
+        """Return the columns of the prompt and of the right answer."""
         return {
             "prompt": pa.string() if self.form == "text" else MESSAGES_TYPE,
             "ability": pa.string(),
@@ -162,19 +162,19 @@ class PromptPreparation(Preparation):
         }
 
     def command(self, files: Mapping[DataSplit, Path]) -> str:
-        """Training on its tasks, or scoring where there is nothing else."""
+        """Return the command that trains on the tasks, or that evaluates if there are no training tasks."""
         start = "etude train grpo model.path=MODEL" if "train" in files else "etude eval model.path=MODEL"
         return " ".join([start, *options_of(files), f"reward={self.reward}"])
 
 
 class SyntheticPreparation(PromptPreparation):
-    """A preparation whose problems are made up, each only once."""
+    """A preparation of random problems without duplicates."""
 
-    train: int = Field(10_000, ge=1, description="how many problems to train on")
-    test: int = Field(500, ge=0, description="how many others to score on; the same ones whatever `train` is")
+    train: int = Field(10_000, ge=1, description="number of problems for training")
+    test: int = Field(500, ge=0, description="number of other problems for evaluation; they do not depend on `train`")
 
     def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:  # noqa: ARG002
-        """Those to score on are drawn first, and none of them is drawn again."""
+        """Draw the test problems first, so that they do not depend on `train`. No problem is drawn twice."""
         seen: set[Hashable] = set()
         rows_by_split: dict[DataSplit, list[Row]] = {"train": [], "test": []}
         counts: dict[DataSplit, int] = {"test": self.test, "train": self.train}
@@ -186,8 +186,8 @@ class SyntheticPreparation(PromptPreparation):
                     if row is None:
                         raise ConfigError(
                             f"{self.title} was asked for {self.train} and {self.test} problems, and with these options "
-                            f"it found {len(seen)} that differ. Ask for fewer, or let them be more varied: `etude data "
-                            f"prepare {self.title} --options` shows by what."
+                            f"it found {len(seen)} that differ. Ask for fewer, or for more varied ones: `etude data "
+                            f"prepare {self.title} --options` shows the options."
                         )
                     row["extra_info"] |= {"split": split, "index": index}
                     rows_by_split[split].append(row)
@@ -195,10 +195,10 @@ class SyntheticPreparation(PromptPreparation):
         return rows_by_split
 
     def _new_problems(self, uniform: Callable[[], float], seen: set[Hashable]) -> Iterator[Row]:
-        """Problems that were not drawn before, until there seem to be no more."""
+        """Yield problems that were not drawn before, until there seem to be no more."""
 
         def draw(low: int, high: int) -> int:
-            # Of all that `random` offers, this alone is promised to stay as it is.
+            # Python guarantees only for `random()` that its numbers never change.
             return low + int(uniform() * (high - low + 1))
 
         num_duplicates = 0
@@ -212,17 +212,20 @@ class SyntheticPreparation(PromptPreparation):
 
     @abstractmethod
     def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
-        """A problem by chance: what tells it from others, and its row; no row where what was drawn makes no problem."""
+        """Draw a problem and return its key, which differs for different problems, and its row.
+
+        The row is None if the draw gives no valid problem.
+        """
 
 
 def options_of(files: Mapping[DataSplit, Path]) -> list[str]:
-    """How a run is told of these files."""
+    """Return the run options that name these files."""
     train, val = files.get("train"), files.get("val") or files.get("test")
     return [_shell_option(f"data.{name}", file) for name, file in (("train", train), ("val", val)) if file is not None]
 
 
 def _shell_option(option: str, file: Path) -> str:
-    """An option that lists a file, quoted for the shell and for the option's own grammar where the path needs it."""
+    """Return an option that lists a file, quoted for the shell and for the option's grammar if the path needs it."""
     if re.fullmatch(r"[\w./~-]+", str(file)):
         return f"{option}=[{file}]"
     escaped = str(file).replace("\\", "\\\\").replace("'", "\\'")
@@ -230,5 +233,5 @@ def _shell_option(option: str, file: Path) -> str:
 
 
 def sample_keys(keys: Sequence[str], count: int, purpose: str) -> set[str]:
-    """So many of these keys, by chance that depends on the keys and the purpose alone, with any version of anything."""
+    """Return `count` random keys. The choice depends on the keys and the purpose alone, and on no software version."""
     return set(sorted(keys, key=lambda key: blake2b(f"{purpose} {key}".encode(), digest_size=16).digest())[:count])

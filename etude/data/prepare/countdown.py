@@ -1,4 +1,4 @@
-"""Countdown: reach a number with others, as TinyZero trains it (github.com/Jiayi-Pan/TinyZero); made up."""
+"""Countdown: random problems to reach a target with given numbers, as in TinyZero (github.com/Jiayi-Pan/TinyZero)."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 
 
 class CountdownPreparation(SyntheticPreparation, PromptPreparation):
-    """Numbers, and a target that an expression of all of them equals: `extra_info.solution` is one.
+    """Numbers, and a target that some expression of all of them equals: `extra_info.solution` is one.
 
-    A problem is made from a solution, in which every intermediate result is a whole number above 0.
+    A problem is drawn as its solution, in which every intermediate result is a whole number above 0.
     """
 
     prompt: str = Field(
         "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations "
         "({operations}) and each number must be used exactly once. Show your work in <think> </think> tags. And return "
         "the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>.",
-        description="what is asked; {numbers}, {target} and {operations} are the problem",
+        description="text of the prompt; {numbers}, {target} and {operations} are the problem",
     )
     numbers: tuple[Annotated[int, Field(ge=2, le=8)], ...] = Field(
-        (3, 4), min_length=1, description="how many numbers a problem has: one of these, each as often"
+        (3, 4), min_length=1, description="possible counts of numbers in a problem, all equally likely; more is harder"
     )
-    max_number: int = Field(99, ge=1, description="the largest number")
-    max_target: int = Field(100, ge=1, description="the highest target")
+    max_number: int = Field(99, ge=1, description="largest number of a problem")
+    max_target: int = Field(100, ge=1, description="largest target of a problem")
     operations: tuple[Literal["add", "subtract", "multiply", "divide"], ...] = Field(
-        ("add", "subtract", "multiply", "divide"), min_length=1, description="what solutions are made with"
+        ("add", "subtract", "multiply", "divide"), min_length=1, description="operations of the solutions"
     )
 
     title: ClassVar[str] = "countdown"
@@ -70,7 +70,7 @@ class CountdownPreparation(SyntheticPreparation, PromptPreparation):
 
 
 def _combine(left: int, sign: str, right: int) -> int | None:
-    """What two numbers make; None where it is no whole number above 0."""
+    """Return the result of an operation, or None if it is not a whole number above 0."""
     if sign == "/":
         return left // right if left % right == 0 else None
     value = {"+": left + right, "-": left - right, "*": left * right}[sign]

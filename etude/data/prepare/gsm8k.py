@@ -1,4 +1,4 @@
-"""GSM8K: problems of grade-school mathematics (Cobbe et al., arXiv 2110.14168), from its Parquet or JSONL files."""
+"""GSM8K: grade-school mathematics problems (Cobbe et al., arXiv 2110.14168), from its Parquet or JSONL files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 class Gsm8kPreparation(RawFilePreparation, PromptPreparation):
-    """Its solutions end in `#### 42`: that number, without separators, is the ground truth."""
+    """GSM8K's rows. A solution ends in `#### 42`, and that number, without separators, is the ground truth."""
 
     prompt: str = Field(
         '{question} Let\'s think step by step and output the final answer after "####".',
-        description="what is asked; {question} is the problem",
+        description="text of the prompt; {question} is the problem",
     )
 
     title: ClassVar[str] = "gsm8k"

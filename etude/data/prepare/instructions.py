@@ -17,10 +17,12 @@ __all__ = ["InstructionPreparation"]
 
 
 class InstructionPreparation(RawFilePreparation, PromptPreparation):
-    """The ground truth is JSON text, for each set of constraints is made of others: `instruction_id_list` names them,
-    `kwargs` has what each is told, in the same order."""
+    """IFEval's rows. The ground truth is JSON text, because rows have different constraints.
 
-    prompt: str = Field("{question}", description="what is asked; {question} is the prompt with its constraints")
+    `instruction_id_list` names the constraints, and `kwargs` has the arguments of each, in the same order.
+    """
+
+    prompt: str = Field("{question}", description="text of the prompt; {question} is the prompt with its constraints")
 
     title: ClassVar[str] = "instructions"
     published_name: ClassVar[str] = "google/IFEval"
@@ -36,8 +38,8 @@ class InstructionPreparation(RawFilePreparation, PromptPreparation):
         names, kwargs_list = values.get("instruction_id_list"), values.get("kwargs")
         if not isinstance(names, list) or not isinstance(kwargs_list, list) or not _is_valid(names, kwargs_list):
             raise DataError(
-                f"{where} should name its constraints in `instruction_id_list` and say as many times in `kwargs` what "
-                f"each is told; it has {names!r} and {kwargs_list!r}. Give the files as they were published."
+                f"{where} should name its constraints in `instruction_id_list` and have a mapping of arguments for "
+                f"each in `kwargs`; it has {names!r} and {kwargs_list!r}. Give the published files."
             )
         if not question:
             return "the prompt is empty"
@@ -49,6 +51,6 @@ class InstructionPreparation(RawFilePreparation, PromptPreparation):
 
 
 def _is_valid(names: list[Any], kwargs_list: list[Any]) -> bool:
-    """Whether these are names, and a mapping for each."""
+    """Return True for a list of names and a mapping for each name."""
     named = all(isinstance(name, str) for name in names)
     return named and len(names) == len(kwargs_list) and all(isinstance(kwargs, dict) for kwargs in kwargs_list)

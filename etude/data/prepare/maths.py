@@ -1,4 +1,4 @@
-"""MATH: problems of competitions (Hendrycks et al., arXiv 2103.03874), from a JSON file for each, Parquet or JSONL."""
+"""MATH: competition problems (Hendrycks et al., arXiv 2103.03874), from one JSON file each, Parquet or JSONL."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BOXED = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)|\s+)")
 
 
 class MathPreparation(RawFilePreparation, PromptPreparation):
-    """What the last `\\boxed{…}` of a solution holds is the ground truth; MATH-500 has it in a column of its own."""
+    """MATH's rows. The ground truth is the last `\\boxed{…}` of a solution; in MATH-500 it is a separate column."""
 
     prompt: str = Field(
         "{question} Let's think step by step and output the final answer within \\boxed{}.",
-        description="what is asked; {question} is the problem",
+        description="text of the prompt; {question} is the problem",
     )
-    levels: tuple[int, ...] = Field((), description="only problems of these levels, 1 to 5; empty is all")
+    levels: tuple[int, ...] = Field((), description="levels of the problems to use, from 1 to 5; empty is all")
 
     title: ClassVar[str] = "math"
     published_name: ClassVar[str] = "DigitalLearningGmbH/MATH-lighteval"
@@ -57,7 +57,7 @@ class MathPreparation(RawFilePreparation, PromptPreparation):
 
 
 def extract_last_boxed(text: str) -> str:
-    """What the last `\\boxed{…}` holds, its braces balanced, or `\\boxed 2` without any; empty where there is none."""
+    """Return the content of the last `\\boxed{…}`, with balanced braces, or of `\\boxed 2`; empty if there is none."""
     for match in reversed(list(BOXED.finditer(text))):
         rest = text[match.end() :].lstrip()
         if not rest.startswith("{"):

@@ -1,11 +1,11 @@
-"""Preference pairs: of two answers to one prompt, which was liked better.
+"""Preference pairs: two answers to one prompt, of which one is preferred.
 
-Four shapes are known, and told apart row by row:
+Each row has one of four forms:
 
     Anthropic's HH (arXiv 2204.05862)   `chosen` and `rejected` are dialogues as text: `Human: …`, `Assistant: …`
     UltraFeedback (arXiv 2310.01377)    an `instruction` and its `completions`, each with an `overall_score`
     messages                            `chosen` and `rejected` are conversations, which may begin with the `prompt`
-    texts                               a `prompt` and two answers to it
+    texts                               a `prompt` and two answers as text
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ Pair: TypeAlias = tuple[TextOrMessages, TextOrMessages, TextOrMessages, Scores]
 
 
 class PreferencePreparation(RawFilePreparation):
-    """Rows of `prompt`, `chosen` and `rejected`, in TRL's columns: what a preference is learned from.
+    """Rows of `prompt`, `chosen` and `rejected`, in TRL's columns.
 
-    Where more than two answers were judged, the best one stands against one of the worse, by chance.
+    If more than two answers were scored, the best answer is paired with a random worse one.
     """
 
     form: Literal["messages", "text"] = Field(
-        "messages",
-        description="`messages` for a model that chats; `text` leaves raw text as it is, for one that does not",
+        "messages", description="`messages` for a chat model; `text` keeps raw text unchanged, for a base model"
     )
 
     title: ClassVar[str] = "preferences"
@@ -73,12 +72,12 @@ class PreferencePreparation(RawFilePreparation):
         return {"data_source": self.data_source, **columns, "extra_info": extra_info}
 
     def _pair_from_scores(self, values: Mapping[str, Any], where: str) -> Pair | str:
-        """The best of several answers, and one of the worse."""
+        """Pair the best of several answers with a random worse one."""
         prompt, answers = require_text(values, "instruction", where), values["completions"]
         if not isinstance(answers, list) or not all(isinstance(answer, Mapping) for answer in answers):
             raise DataError(
                 f"{where} should have a list of mappings in `completions`, each with its `response` and its "
-                f"`overall_score`; it has {answers!r:.80}. Give the files as they were published."
+                f"`overall_score`; it has {answers!r:.80}. Give the published files."
             )
         scores: dict[str, float] = {}
         for answer in answers:
@@ -93,7 +92,7 @@ class PreferencePreparation(RawFilePreparation):
         return self._pair_from_texts(prompt, best, worse_answer, (scores[best], scores[worse_answer]))
 
     def _read_pair(self, values: Mapping[str, Any], where: str) -> Pair | str:
-        """Two answers, with or without the prompt before them."""
+        """Read a row with two answers, with or without the prompt in them."""
         scores = (_parse_score(values.get("score_chosen")), _parse_score(values.get("score_rejected")))
         chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
         if isinstance(chosen, list) and isinstance(rejected, list):
@@ -125,7 +124,7 @@ class PreferencePreparation(RawFilePreparation):
         self, prompt: Any, chosen: list[Any], rejected: list[Any], scores: Scores, where: str
     ) -> Pair | str:
         if self.form == "text":
-            raise DataError(f"{where} holds messages, which `form=text` cannot leave as they are. Leave `form` out.")
+            raise DataError(f"{where} has messages, which `form=text` cannot keep as text. Leave `form` out.")
         given_prompt = prompt if isinstance(prompt, list) else []
         prompt_messages, chosen_messages, rejected_messages = (
             [_check_message(message, where) for message in message_list]
@@ -146,33 +145,33 @@ class PreferencePreparation(RawFilePreparation):
         if not prompt_messages and isinstance(prompt, str):
             prompt_messages = _single_message("user", prompt)
         if any(not answer or answer[0]["role"] != "assistant" for answer in (chosen_messages, rejected_messages)):
-            return "what was judged is not said by the assistant"
+            return "an answer does not begin with a message of the assistant"
         return prompt_messages, chosen_messages, rejected_messages, scores
 
 
 def _split_dialogue(chosen: str, rejected: str, where: str) -> tuple[str, str, str] | str:
-    """Two dialogues as text: what both begin with, up to the assistant's last turn, and that turn in each."""
+    """Split two dialogues in text into their common beginning, up to the assistant's last turn, and both last turns."""
     ends = [[match.end() for match in TURN.finditer(text) if match[1] == "Assistant"] for text in (chosen, rejected)]
     if not all(ends):
         raise DataError(
-            f"{where} has no `prompt`, and no dialogue in `chosen` and `rejected` to read it from: it is looked for "
-            f"before their last `Assistant:`. Give the files as they were published."
+            f"{where} has no `prompt`, and no dialogue in `chosen` and `rejected` to read it from: the prompt ends at "
+            f"their last `Assistant:`. Give the published files."
         )
     chosen_start, rejected_start = (match[-1] for match in ends)
     if chosen[:chosen_start] != rejected[:rejected_start]:
-        return "its answers are to different prompts"
+        return "its answers have different prompts"
     return chosen[:chosen_start], chosen[chosen_start:], rejected[rejected_start:]
 
 
 def _pair_from_dialogue(prompt: str, chosen: str, rejected: str, scores: Scores) -> Pair | str:
-    """A prompt that is a dialogue as text, in messages, and two answers to it."""
+    """Convert a dialogue in text to messages, and pair two answers to it."""
     turns = [(match[1], match.end(), match.start()) for match in TURN.finditer(prompt)]
     ends = [start for _, _, start in turns[1:]] + [len(prompt)]
     texts_by_role = [
         (ROLES[speaker], prompt[begin:end].strip()) for (speaker, begin, _), end in zip(turns, ends, strict=True)
     ]
     if len(texts_by_role) < 2 or texts_by_role.pop() != ("assistant", "") or not all(text for _, text in texts_by_role):
-        return "its dialogue does not lead up to the assistant"
+        return "its dialogue does not end at the assistant's turn"
     messages = [{"role": role, "content": text} for role, text in texts_by_role]
     return (
         messages,
@@ -186,7 +185,7 @@ def _check_message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise DataError(
             f"{where} has {message!r:.80} for a message; a message is a mapping with a `role` and its `content`, both "
-            f"text. Give the files as they were published."
+            f"text. Give the published files."
         )
     return {"role": message["role"], "content": message["content"]}
 
@@ -196,18 +195,18 @@ def _single_message(role: str, text: str) -> list[dict[str, str]]:
 
 
 def _has_content(content: TextOrMessages) -> bool:
-    """Whether there is anything in it to read."""
+    """Return True if a text, or every message of a list, is not empty."""
     if isinstance(content, str):
         return bool(content.strip())
     return bool(content) and all(message["content"].strip() for message in content)
 
 
 def _parse_score(value: Any) -> float | None:
-    """A score that is a finite number."""
+    """Return a score that is a finite number, or None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         score = float(value)
-    except OverflowError:  # a whole number beyond all that a float holds
+    except OverflowError:  # an integer larger than any float
         return None
     return score if math.isfinite(score) else None

@@ -1,4 +1,4 @@
-"""Raw files: found, told apart by split, read row by row, and what cannot be used left out by its reason."""
+"""Raw files: their search, their splits and their rows. Rows that cannot be used are left out with the reason."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ SPLIT_NAMES: dict[str, DataSplit] = {
     "dev": "val",
     "test": "test",
 }
-"""The words in a path that tell a split."""
+"""The words in a path that name a split."""
 NOT_DATA = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 SAVED_MARKER = "state.json"
-"""What a directory has that `save_to_disk` wrote."""
+"""The file that marks a directory of `save_to_disk`."""
 
 
 class RawFilePreparation(Preparation):
-    """A preparation from files as they were published."""
+    """A preparation of published files."""
 
-    raw: tuple[Path, ...] = Field((), description="the published files, or folders of them; splits go by their names")
+    raw: tuple[Path, ...] = Field((), description="published files or folders of them; their names give the splits")
     held_out: float = Field(
-        0.0, ge=0, lt=1, description="the share of what would be trained on that is kept apart, as val.parquet"
+        0.0, ge=0, lt=1, description="share of the training questions that goes to val.parquet; larger trains on fewer"
     )
-    limit: int | None = Field(None, ge=1, description="at most so many rows of each split, by chance; null is all")
+    limit: int | None = Field(None, ge=1, description="most rows of each split, chosen at random; null is all")
 
     @field_validator("raw", mode="before")
     @classmethod
     def _wrap_single_value(cls, files: Any) -> Any:
-        """One place may stand without brackets."""
+        """Accept one path without brackets."""
         return (files,) if isinstance(files, str) else files
 
     @abstractmethod
     def convert_row(self, values: Mapping[str, Any], where: str) -> Row | str:
-        """The row that a raw one makes; or, in words that go on after "left out:", why it makes none."""
+        """Convert a raw row, or return the reason to leave it out, which completes a sentence after "left out:"."""
 
     def duplicate_key(self, row: Row) -> str:
-        """What is the same only for rows of which one is enough."""
+        """Return a key that is equal only for duplicate rows, of which one is enough."""
         return self.question_key(row)
 
     def question_key(self, row: Row) -> str:
-        """What is the same for rows of which none may be trained on where another is scored on."""
+        """Return a key of the question. Rows with equal keys must all be for training, or all for evaluation."""
         return json.dumps(row["prompt"])
 
     def make_rows(self, skipped: SkippedRows, console: Console | None) -> dict[DataSplit, list[Row]]:
-        """What is scored on is read first, so that what stands on both sides is kept from training."""
+        """Read the evaluation splits first, so that their questions are left out of training."""
         files, sources = self._files(), list[tuple[DataSplit, RowSource]]()
         with progress(f"opening {self.title}", len(files), console) as bar:
             for split, path in files:
@@ -98,20 +98,20 @@ class RawFilePreparation(Preparation):
     def _files(self) -> list[tuple[DataSplit, Path]]:
         if not self.raw:
             raise ConfigError(
-                f"{self.title} is made of its files as they were published, and `raw` names none. Fetch them first, "
-                f"`hf download {self.published_name} --repo-type dataset --local-dir raw/{self.title}`, then say "
+                f"{self.title} is made from its published files, and `raw` names none. Download them first, "
+                f"`hf download {self.published_name} --repo-type dataset --local-dir raw/{self.title}`, then set "
                 f"`raw=raw/{self.title}`."
             )
         return list(find_raw_files(self.raw))
 
     def _hold_out(self, rows_by_split: dict[DataSplit, list[Row]]) -> dict[DataSplit, list[Row]]:
-        """Some of what would be trained on becomes what is scored on meanwhile; a question is on one side only."""
+        """Move a share of the training questions to the validation split, each with all its rows."""
         if not self.held_out:
             return rows_by_split
         if rows_by_split["val"]:
             raise ConfigError(
-                f"`held_out={self.held_out}` keeps rows apart to score on, and the raw files have "
-                f"{len(rows_by_split['val'])} such rows of their own. Leave `held_out` out."
+                f"`held_out={self.held_out}` takes validation rows from the training rows, and the raw files have "
+                f"{len(rows_by_split['val'])} validation rows already. Leave `held_out` out."
             )
         questions = [self.question_key(row) for row in rows_by_split["train"]]
         distinct = list(dict.fromkeys(questions))
@@ -139,28 +139,28 @@ class RawFilePreparation(Preparation):
 
 
 class _Deduplicator:
-    """What was read before: a row comes once, and a question on one side only."""
+    """Detects duplicates: a row comes once, and a question is in one split only."""
 
     def __init__(self) -> None:
         self._question_splits: dict[str, DataSplit] = {}
         self._rows: set[str] = set()
 
     def skip_reason(self, question: str, identity: str, split: DataSplit) -> str:
-        """Why a row is one too many; empty where it is not."""
+        """Return the reason to skip a duplicate row; empty for a new row."""
         other = self._question_splits.setdefault(question, split)
         if other != split:
             return f"its question is among the {other} rows too"
         if identity in self._rows:
-            return "the same stands there before"
+            return "the same row came before"
         self._rows.add(identity)
         return ""
 
 
 def find_raw_files(raw: Sequence[Path]) -> Iterator[tuple[DataSplit, Path]]:
-    """Every file of data in these places, with the split that its path tells: the training split where it tells none.
+    """Yield every data file in these paths, with the split that its path names, or the training split.
 
-    What is hidden is passed over, and what describes data without holding any. The files of a folder come in the order
-    of their names, numbers counted as numbers.
+    Hidden files and metadata files are skipped. The files of a folder come in the order of their names, with numbers
+    sorted as numbers.
     """
     for root in (path.expanduser() for path in raw):
         if not root.exists():
@@ -168,8 +168,8 @@ def find_raw_files(raw: Sequence[Path]) -> Iterator[tuple[DataSplit, Path]]:
         files = sorted(_list_files(root), key=_natural_key)
         if not files:
             raise ConfigError(
-                f"`raw` names {root}, and nothing in it can be read. What can: files that end in "
-                f"{', '.join(READERS)}, and directories written by `save_to_disk`."
+                f"`raw` names {root}, and nothing in it can be read. Give files that end in "
+                f"{', '.join(READERS)}, or directories written by `save_to_disk`."
             )
         yield from ((_split_of(path, root), path) for path in files)
 
@@ -188,12 +188,12 @@ def _list_files(root: Path) -> Iterator[Path]:
 
 
 def _natural_key(path: Path) -> list[tuple[int, str]]:
-    """A key by which `2.json` stands before `10.json`."""
+    """Return a sort key that puts `2.json` before `10.json`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", str(path))]
 
 
 def _split_of(path: Path, root: Path) -> DataSplit:
-    """What the last part of a path tells that names a split: `train-00000-of-00001.parquet`, `test/algebra/1.json`."""
+    """Return the split that the last matching part of a path names: `train-00000-of-00001.parquet`, `test/a/1.json`."""
     for part in reversed(path.relative_to(root).parts or (root.name,)):
         splits = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", part.lower()) if word in SPLIT_NAMES]
         if splits:
@@ -202,7 +202,7 @@ def _split_of(path: Path, root: Path) -> DataSplit:
 
 
 def require_text(values: Mapping[str, Any], column: str, where: str) -> str:
-    """The text in a column, spaces around it aside."""
+    """Return the text in a column, without spaces around it."""
     value = values.get(column)
     if not isinstance(value, str):
         actual = (
@@ -214,6 +214,6 @@ def require_text(values: Mapping[str, Any], column: str, where: str) -> str:
         )
         raise DataError(
             f"{where} should have text in the column `{column}`, and it has {actual}; its columns are "
-            f"{', '.join(values)}. Give the files as they were published, and no others with them."
+            f"{', '.join(values)}. Give the published files, and no others with them."
         )
     return value.strip()

@@ -1,4 +1,4 @@
-"""Rows become files: the same bytes for the same rows, whole or not there, and never over a file that holds others."""
+"""The writer of prepared rows: the same bytes for the same rows, whole files only, and never over other rows."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["PreparedFiles", "prepare_dataset"]
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """What came of a preparation."""
+    """The result of a preparation."""
 
     files: Mapping[DataSplit, Path]
-    """The files that hold rows, by what they are for."""
+    """The files with rows, by split."""
     counts: Mapping[DataSplit, int]
     skipped: SkippedRows
     example: Row
     """The first row of the first file."""
     command: str
-    """What to type next."""
+    """The command that uses the files."""
 
 
 def prepare_dataset(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
-    """Prepare what is asked for: read or make its rows, and write them."""
+    """Read or draw the rows of a preparation, and write them."""
     directory = (preparation.directory or Path("data", preparation.title)).expanduser()
     _check_directory(directory)
     skipped = SkippedRows()
@@ -61,7 +61,7 @@ def prepare_dataset(preparation: Preparation, console: Console | None = None) ->
 
 
 def _check_directory(directory: Path) -> None:
-    """What cannot be a directory is told before anything is read."""
+    """Refuse a path that cannot be a directory, before any data is read."""
     for path in (directory, *directory.parents):
         if path.exists():
             if not path.is_dir():
@@ -74,7 +74,7 @@ def _write(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
 
 
 def _rename_drafts(drafts: Mapping[DataSplit, Path]) -> dict[DataSplit, Path]:
-    """Give the drafts their names, unless a file of that name holds something else."""
+    """Rename the drafts to their final names, unless a file of that name holds other rows."""
     files = {split: draft.with_name(f"{split}.parquet") for split, draft in drafts.items()}
     conflicts = [
         str(file)
@@ -84,7 +84,7 @@ def _rename_drafts(drafts: Mapping[DataSplit, Path]) -> dict[DataSplit, Path]:
     if conflicts:
         raise ConfigError(
             f"{' and '.join(conflicts)} {'is' if len(conflicts) == 1 else 'are'} there already, with other rows in it. "
-            f"Give another `directory`, or move what is there away."
+            f"Give another `directory`, or move the old files away."
         )
     for split, file in files.items():
         drafts[split].replace(file)

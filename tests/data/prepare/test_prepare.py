@@ -96,15 +96,15 @@ def test_the_prompt_is_an_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["prompt='Think.'"], r"`prompt` is 'Think\.', without \{question\}.* Write it where the problem is to stand"),
+        (["prompt='Think.'"], r"`prompt` is 'Think\.', without \{question\}.* Write it in the place of the problem"),
         (["system=a", "form=text"], "`system` is a message before the prompt, and `form=text` makes no messages"),
-        ([], r"`raw` names none\. Fetch them first, `hf download openai/gsm8k"),
+        ([], r"`raw` names none\. Download them first, `hf download openai/gsm8k"),
         (["raw=absent"], r"`raw` names absent, and there is no such file or folder \(in "),
-        (["raw=empty"], r"`raw` names empty, and nothing in it can be read\. What can: files that end in \.parquet"),
+        (["raw=empty"], r"`raw` names empty, and nothing in it can be read\. Give files that end in \.parquet"),
         (["raw=raw", "held_out=0.1"], r"leaves 3 rows to train on and 0 to score on"),
         (
             ["raw=[raw,val.jsonl]", "held_out=0.5"],
-            r"the raw files have 1 such rows of their own\. Leave `held_out` out",
+            r"the raw files have 1 validation rows already\. Leave `held_out` out",
         ),
         (["raw=raw", "directory=raw/train.jsonl/x"], r"raw/train\.jsonl is a file\. Give another `directory`"),
         (["raw=raw", "limit=0"], "limit must be at least 1"),
@@ -157,7 +157,7 @@ def test_what_is_left_out_is_counted_by_its_reason(tmp_path: Path) -> None:
     assert done.skipped.reasons == {
         "its question is among the test rows too": (1, f"{tmp_path}/raw/train.jsonl, row 2"),
         "the answer does not end in #### and a number": (2, f"{tmp_path}/raw/train.jsonl, row 3"),
-        "the same stands there before": (2, f"{tmp_path}/raw/train.jsonl, row 4"),
+        "the same row came before": (2, f"{tmp_path}/raw/train.jsonl, row 4"),
         "the question is empty": (1, f"{tmp_path}/raw/train.jsonl, row 5"),
     }
     assert [row["extra_info"]["index"] for row in rows(done)] == [0, 1, 8]

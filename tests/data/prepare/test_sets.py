@@ -310,7 +310,7 @@ def test_text_stays_as_it_is(tmp_path: Path) -> None:
         ("Joke:\n", " Ha. ", " No"),
     ]
     raw = lines(tmp_path / "b.jsonl", [SHAPES["messages"][0]])
-    with pytest.raises(DataError, match=r"b\.jsonl, row 0 holds messages, which `form=text` cannot leave as they are"):
+    with pytest.raises(DataError, match=r"b\.jsonl, row 0 has messages, which `form=text` cannot keep"):
         run("preferences", tmp_path / "none", f"raw='{raw}'", "form=text")
 
 
@@ -319,12 +319,18 @@ def test_text_stays_as_it_is(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b "}, "both answers are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "the prompt or an answer is empty"),
-        ({"chosen": [*TALK, YES], "rejected": [*TALK, YES]}, "what was judged is not said by the assistant"),
-        ({"chosen": [USER, OTHER], "rejected": [USER, HELLO]}, "what was judged is not said by the assistant"),
-        ({"chosen": f"{ASKED} a", "rejected": "\n\nHuman: b\n\nAssistant: c"}, "its answers are to different prompts"),
+        (
+            {"chosen": [*TALK, YES], "rejected": [*TALK, YES]},
+            "an answer does not begin with a message of the assistant",
+        ),
+        (
+            {"chosen": [USER, OTHER], "rejected": [USER, HELLO]},
+            "an answer does not begin with a message of the assistant",
+        ),
+        ({"chosen": f"{ASKED} a", "rejected": "\n\nHuman: b\n\nAssistant: c"}, "its answers have different prompts"),
         (
             {"prompt": "\n\nHuman: \n\nAssistant:", "chosen": "a", "rejected": "b"},
-            "its dialogue does not lead up to the assistant",
+            "its dialogue does not end at the assistant's turn",
         ),
         (
             {"instruction": "a", "completions": [{"response": "b", "overall_score": 1}] * 2},
