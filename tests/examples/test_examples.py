@@ -37,7 +37,7 @@ def said(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def unexplained(metrics: Path, page: str = "docs/training.md", heading: str = "### The numbers") -> set[str]:
+def unexplained(metrics: Path, page: str = "docs/training.md", heading: str = "### Metrics") -> set[str]:
     """The metrics of a run that a table of a page, by default the one on training, does not name."""
     page = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
     names = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
@@ -103,7 +103,7 @@ def test_a_judge_improves_what_demonstrations_taught(tmp_path: Path) -> None:
     assert before < 0.5 and after > 0.7, told
     assert not unexplained(tmp_path / "all/run/metrics.jsonl")
     for name in ("taught", "judging"):
-        assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## What is measured")
+        assert not unexplained(tmp_path / f"all/{name}/metrics.jsonl", "docs/supervised.md", "## Metrics")
 
 
 def test_an_environment_of_gymnasium_takes_twenty_lines() -> None:
