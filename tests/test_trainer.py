@@ -143,7 +143,7 @@ def test_dev_tells_calls_that_stand_alone_from_a_history_that_was_rewritten(
     turns = re.findall(r"^turn (\d): .*? read(.*)$", capsys.readouterr().out, re.MULTILINE)
     assert turns[:4] == [
         ("0", ""),
-        ("1", ", a conversation of its own"),
+        ("1", ", a separate conversation"),
         ("2", ", after those of turn 0"),
         ("3", ", begun anew: after the prompt of turn 0 the agent rewrote its history"),
     ]

@@ -117,8 +117,8 @@ def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> N
 def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for options, told in (
         ({"critic.train.learning_rate": 0.1}, "Choose `advantage=gae`, or leave it out"),
-        ({"critic.path": world / "model"}, "this advantage asks none"),
-        (PPO | {"critic.warmup": 2}, "leaves the policy none of the 2 `steps`"),
+        ({"critic.path": world / "model"}, "this advantage uses no critic"),
+        (PPO | {"critic.warmup": 2}, "leaves none of the 2 `steps` to train the policy"),
         ({"teacher.path": world / "model"}, "Choose `advantage=distillation`"),
         (TAUGHT, "give a model directory with `teacher.path=…`"),
         (PPO | {"critic.path": tmp_path / "nowhere"}, "`critic.path="),

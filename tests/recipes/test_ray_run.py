@@ -62,7 +62,7 @@ def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys
     configure_logging("info")
     crowded = {"ranks": 4, "threads": os.cpu_count() or 1, "collect.tasks": 8}
     checks.check_run(run_of(world, **crowded))
-    assert "they will get in each other's way" in capsys.readouterr().err
+    assert "they will slow each other down" in capsys.readouterr().err
     checks.check_run(run_of(world, **crowded, cluster="ray"))
     checks.check_run(run_of(world, cluster="ray", **{"crew.heartbeat_timeout": 5}))
     assert capsys.readouterr().err == ""

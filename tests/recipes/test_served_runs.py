@@ -110,7 +110,7 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
     place = sums / "refused"
     assert "no server computes in" in refused_run(capsys, sums, place, **server, train__precision="fp64")
     assert "on a GPU only" in refused_run(capsys, sums, place, **server, device="cpu", train__offload="true")
-    assert "servers are given merged weights" in refused_run(
+    assert "servers get merged weights" in refused_run(
         capsys, sums, place, **server, lora__rank=2, lora__publish="merged"
     )
     for name, value in (("bucket_mib", 8), ("running", "finish"), ("update_timeout", 9)):

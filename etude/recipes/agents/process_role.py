@@ -1,7 +1,7 @@
-"""What a process is there for where several share the work, as ETUDE_ROLE says: the same program is started as each.
+"""The role of this process, from ETUDE_ROLE, where several processes of the same program share a training.
 
-ETUDE_ROLE=train python my_training.py        the trainer, which serves the store and the model and plays nothing
-ETUDE_ROLE=runner ETUDE_STORE_URL=… ETUDE_STORE_KEY=… python my_training.py       plays what it wants played
+ETUDE_ROLE=train python my_training.py the trainer, which serves the store and the model and runs no agent
+ETUDE_ROLE=runner ETUDE_STORE_URL=… ETUDE_STORE_KEY=… python my_training.py a runner, which executes its rollouts
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["serve_if_runner"]
 
 
 def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:
-    """Whether this process is a runner; then it has been one, and is told to stop by now."""
+    """If this process is a runner, run it until its trainer stops it. Return whether it was one."""
     role = read_role()
     if role == "store":
         raise ConfigError(
-            "ETUDE_ROLE=store was asked of a program that trains. A store is kept by `etude store DIRECTORY`, and "
+            "ETUDE_ROLE=store was given to a program that trains. A store is served by `etude store DIRECTORY`, and "
             "joined with `agent.store`."
         )
     if role != "runner":

@@ -1,16 +1,16 @@
-"""A run whose rollouts are kept by a store elsewhere (`agent.store`), and whose journal holds them all the same.
+"""A run whose rollouts are kept by a remote store (`agent.store`), with a complete copy in the run's own journal.
 
-    runners ◄─► store ◄─ the far desk ─► journal ◄─ the run
+    runners ◄─► store ◄─ the remote queue ─► journal ◄─ the run
                   ▲
                endpoint ─► engine
 
-What the run asks for it writes down first, and asks for then; what ended it copies whole, before anybody here is told.
-So the journal is a journal like any other: it is replayed, resumed and looked at without the store. Asking again does
-no harm, which is what a run does that was killed between the two.
+The run writes a request to its journal before it sends it. It copies an ended rollout completely before anything here
+uses it. So the journal is a journal like any other: it is replayed, resumed and inspected without the store. Sending a
+request again has no effect, as a run does that was killed between the two.
 
-The store knows who keeps it (`RolloutQueue.acquire_lease`). A run that is taken up begins another life of its keeping
-before its endpoint is there, and says every few seconds that it lives: what an earlier life left is played by nobody
-until it is asked for again, and while no trainer is there, nothing is lent that could only fail.
+The store knows its owner (`RolloutQueue.acquire_lease`). A resumed run begins a new epoch of its lease before its
+endpoint exists, and renews the lease every few seconds. Rollouts of an earlier epoch are not executed until they are
+requested again. While no trainer holds the lease, no rollout is assigned, because it could only fail.
 """
 
 from __future__ import annotations
@@ -46,39 +46,41 @@ __all__ = [
 ]
 
 LEASE_S, RENEW_S = 20.0, 4.0
-"""Seconds for which a store believes that the run is there; and after which it is told again."""
+"""Seconds of a lease, and seconds between two renewals."""
 RETRY_S = 3.0
-"""Seconds to try to reach it for that."""
+"""Seconds of retries to reach the store for a renewal."""
 MOST_BYTES = 8 * 2**20
-"""Of one request for rollouts; a store takes four times as much."""
+"""Most bytes of one request for rollouts; a store accepts four times as much."""
 AT_ONCE = 16
-"""Rollouts that are copied beside each other."""
+"""Rollouts that are copied at a time."""
 OPEN = frozenset({Status.QUEUED, Status.RUNNING})
 
 
 def read_admin_key(url: str) -> str:
-    """The admin key to the store that is joined."""
+    """Return the admin key of the joined store."""
     _, key = store_address()
     if not key:
         raise ConfigError(
-            f"`agent.store={url}` is joined by its admin key, and ETUDE_STORE_KEY does not tell it. `etude store` says "
-            "where it is kept."
+            f"`agent.store={url}` needs the store's admin key, and ETUDE_STORE_KEY is not set. `etude store` says "
+            "where the key is."
         )
     return key
 
 
 def check_store_not_left(directory: Path, journal: Journal) -> None:
-    """Refuse to go on without the store where rollouts of this run are open there: what becomes of them here, it would
-    never hear of, and could not be joined again."""
+    """Refuse to resume without the store while rollouts of this run are open there.
+
+    The store would never learn the results from here, and could not be joined again.
+    """
     if (directory / STORE_RUN_FILE).exists() and journal.rollouts(Phase.QUEUED, Phase.RUNNING):
         raise ConfigError(
-            f"The run in {directory} has its rollouts kept by a store elsewhere, and some are open: go on with the "
+            f"The run in {directory} has its rollouts in a remote store, and some are open: go on with the "
             "`agent.store` that it had."
         )
 
 
 def load_owner(directory: Path, journal: Journal) -> QueueOwner:
-    """Which run this is to a store, and where it lies."""
+    """Return the identity of this run at a store, and its directory."""
     file = directory / STORE_RUN_FILE
     if not file.exists():
         if journal.rollouts(Phase.QUEUED, Phase.RUNNING):
@@ -87,12 +89,12 @@ def load_owner(directory: Path, journal: Journal) -> QueueOwner:
                 "set now. Leave it out, or begin a new run."
             )
         write_json(file, {"run": secrets.token_hex(8)})
-    record = read_json(file, "It says which run this is to the store: bring it back from a copy.")
+    record = read_json(file, "It holds the identity of this run at the store: bring it back from a copy.")
     return QueueOwner(record["run"], str(directory.resolve()))
 
 
 async def acquire_lease(queue: RemoteRolloutQueue, owner: QueueOwner) -> int:
-    """Have the store keep the rollouts of this run, and of no other; the number of this life of it."""
+    """Acquire the store for this run alone, and return the epoch of the lease."""
     try:
         return await queue.acquire_lease(owner, None, LEASE_S)
     except IllegalTransitionError as error:
@@ -102,17 +104,17 @@ async def acquire_lease(queue: RemoteRolloutQueue, owner: QueueOwner) -> int:
 
 
 async def release_lease(url: str, key: str, owner: QueueOwner, epoch: int) -> None:
-    """Tell the store that the run is not there any more."""
+    """Release the lease of the store."""
     client = RemoteRolloutQueue(url, key, patience_s=RETRY_S, timeout_s=RENEW_S)
-    with suppress(EtudeError):  # it will find out by itself
+    with suppress(EtudeError):  # the lease expires by itself
         await client.acquire_lease(owner, epoch, 0.0)
     await client.close()
 
 
 class LeaseRenewer:
-    """Tells the store that the run is there, on whatever loop it is entered.
+    """Renews the store's lease of this run, in the event loop that enters it.
 
-    Waits for the store. Ends where another life of the run has begun; the run hears of that by its next word.
+    Waits for the store. Ends if the run has begun another epoch; the run gets that error at its next request.
     """
 
     def __init__(self, url: str, key: str, owner: QueueOwner, epoch: int) -> None:
@@ -139,35 +141,35 @@ class LeaseRenewer:
             except IllegalTransitionError as error:
                 log.error("%s", error)
                 return
-            except Exception as error:  # whatever it was, the next word may get through
-                log.debug("The store was not told that the run is there: %s", error)
+            except Exception as error:  # the next renewal may succeed, after any error
+                log.debug("The lease of the store could not be renewed: %s", error)
             else:
                 silent, last_renewal = time.monotonic() - last_renewal, time.monotonic()
                 if silent > LEASE_S:
                     log.warning(
-                        "The store heard nothing of the run for %.0f s: it stopped what was under way after %g s, and "
-                        "has it made again. Where this happens often, nothing gets done.",
+                        "The lease of the store was not renewed for %.0f s. After %g s the store stopped all running "
+                        "rollouts, and starts them again. If this happens often, no rollout gets done.",
                         *(silent, LEASE_S),
                     )
             await asyncio.sleep(RENEW_S)
 
 
 class MirroredRolloutQueue(RemoteRolloutQueue):
-    """The desk elsewhere, whose rollouts are written down here too. For the loop of the run alone.
+    """The remote rollout queue, mirrored into the run's journal. For the loop of the run alone.
 
-    A rollout that has ended is sealed there and copied whole; from then on it is read here, and nowhere else.
+    A rollout that has ended is sealed there and copied completely. From then on it is read only here.
     """
 
     def __init__(self, url: str, key: str, journal: Journal, epoch: int) -> None:
         super().__init__(url, key)
         self._journal, self._life = journal, epoch
         self._unknown: dict[int, RolloutState] = {}
-        """Ended there, and not known here: the journal was brought back from an earlier time."""
+        """Rollouts that ended there and are unknown here, because the journal was restored from an earlier copy."""
 
     async def enqueue(self, requests: Sequence[RolloutRequest]) -> list[int]:
-        """Queue rollouts, once that they are wanted is written here."""
+        """Enqueue rollouts, after the requests are written to the journal."""
         ids = [request.id for request in requests if request.id is not None]
-        assert len(ids) == len(requests), "a run names its rollouts"
+        assert len(ids) == len(requests), "a run gives ids to its rollouts"
         tasks = self._journal.load_states(TaskState, [request.task.ordinal for request in requests])
         known = self._journal.load_states(RolloutState, ids)
         new: dict[int, TaskIssued] = {}
@@ -187,28 +189,28 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         return ids
 
     async def seal(self, rollouts: Sequence[int]) -> list[RolloutState]:
-        """How rollouts stand that are written here, and sealed."""
+        """Return the states of rollouts that were copied here, which are sealed."""
         here = self._journal.load_states(RolloutState, rollouts)
         return [here[id] for id in rollouts]
 
     async def turns(self, rollout: int, attempt: int | None = None) -> list[Turn]:
-        """The turns of an attempt, as they are written here."""
+        """Return the turns of an attempt from the journal."""
         return await asyncio.to_thread(self._journal.turns, rollout, attempt)
 
     async def find(self, what: RolloutQuery) -> RolloutPage:
-        """The rollouts that were asked for; those that ended are written here."""
+        """Return the rollouts of a query; those that ended are copied here first."""
         page = await super().find(what)
         await self._copy_ended(page.rollouts)
         return page
 
     async def wait(self, cursor: int, timeout_s: float, limit: int = 256) -> tuple[int, list[RolloutState]]:
-        """Rollouts that ended, written here."""
+        """Return rollouts that ended, after they are copied here."""
         cursor, ended = await super().wait(cursor, timeout_s, limit)
         await self._copy_ended(ended)
         return cursor, ended
 
     async def _copy_ended(self, states: Sequence[RolloutState]) -> None:
-        """Write down what became of those that the journal has as open, once nothing more can become of them."""
+        """Copy ended rollouts that are open in the journal, after sealing them there."""
         ids = self._still_open([state.id for state in states if state.status not in OPEN])
         if ids:
             await super().seal(ids)
@@ -217,7 +219,7 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
         for at in range(0, len(ids), AT_ONCE):
             batch = ids[at : at + AT_ONCE]
             histories = dict(zip(batch, await asyncio.gather(*(self.history(id) for id in batch)), strict=True))
-            for id in self._still_open(batch):  # another may have been at it meanwhile
+            for id in self._still_open(batch):  # another task may have copied it meanwhile
                 self._journal.append([event for event in histories[id] if not isinstance(event, RolloutQueued)])
 
     def _still_open(self, ids: Sequence[int]) -> list[int]:
@@ -226,9 +228,10 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
 
 
 def _split_requests(requests: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
-    """Rollouts in as many requests as they take. They are named, so that it does no harm where only some arrive."""
+    """Split requests into batches within the store's limits. Requests have ids, so it does no harm if only some batches
+    arrive."""
     portions: list[list[RolloutRequest]] = [[]]
-    around = 2  # the object and the list in which they stand
+    around = 2  # the object and the list around the requests
     size, values = 0, around
     for request in requests:
         text = messages.to_json(messages.encode_rollout_request(request))

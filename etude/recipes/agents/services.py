@@ -1,11 +1,11 @@
-"""Where agents are at work for a run: the desk over its journal, the model endpoint, their server, and the runners.
+"""The agent services of a run: the rollout queue over its journal, the model endpoint, their server, and the runners.
 
-    journal ◄─ desk ◄─ server ─► endpoint ─► engine
+    journal ◄─ queue ◄─ server ─► endpoint ─► engine
                 ▲                   ▲
               runners ──► agents ───┘
 
-Where a store elsewhere keeps the rollouts (`agent.store`), the desk is its, and the server here is for the endpoint.
-All of it is there before the first rollout is asked for, and gone, in the reverse order, when the run is over.
+With a remote store (`agent.store`) the queue is the store's, and the server here has only the endpoint. All services
+start before the first rollout is requested, and stop in the reverse order when the run is over.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from etude.store.server_thread import reachable_url
 __all__ = ["AgentServices", "agent_services", "build_endpoint", "freeze_gc"]
 
 LOCAL_OWNER = QueueOwner("this run", "here")
-"""Who keeps the desk over a run's own journal, wherever that lies: whoever may write to it."""
+"""The owner of a queue over a run's own journal, in any directory. File permissions decide who may write to it."""
 
 
 @dataclass
 class AgentServices:
-    """What a run has of it."""
+    """The agent services that a run uses."""
 
     queue: RolloutQueue
-    """Where the run asks for rollouts."""
+    """The queue in which the run requests rollouts."""
     endpoint: ModelEndpoint
     url: str
     check_runners: Callable[[], None]
     new_client: Callable[[], RemoteRolloutQueue]
-    """Another desk at the same rollouts, for whoever wants some besides the run."""
+    """Makes another client of the same queue, for callers besides the run."""
 
     def metrics(self) -> Metrics:
-        """How the endpoint does."""
+        """Return the metrics of the endpoint."""
         return Metrics({name: Last.of(value) for name, value in self.endpoint.metrics().items()})
 
 
@@ -86,8 +86,8 @@ def agent_services(
     loop: asyncio.Runner,
     agent: Agent | None = None,
 ) -> Iterator[AgentServices]:
-    """Everything that agents need, at work. loop: the run's own. agent: who plays, where it is not to be loaded by
-    `agent.path`."""
+    """Start all agent services. loop: the run's own event loop. agent: the agent to run, instead of the one that
+    `agent.path` names."""
     agent_config = run.agent
     if agent is None and agent_config.path is not None:
         agent = load_agent(agent_config.path)
@@ -134,8 +134,8 @@ def build_endpoint(
     config: EndpointConfig,
     notified: bool = True,
 ) -> ModelEndpoint:
-    """The model endpoint of a run's model. val: the parameters by which answers are drawn in validation; in training it
-    is by the run's own."""
+    """Build the model endpoint of a run's model. val: sampling parameters for validation; training uses the run's
+    own."""
     return ModelEndpoint(
         queue,
         keyring,
@@ -153,7 +153,7 @@ def build_endpoint(
 def _start_runners(
     run: Run, agent: Agent | None, queue: RolloutQueue, keyring: Keyring, url: str, directory: Path, stack: ExitStack
 ) -> Callable[[], None]:
-    """Start the runners that play the agent here, or say how others may join; return the check that they are alive."""
+    """Start the runners of the agent here, or log how others may join; return the check that they are alive."""
     config = run.agent
     if agent is not None and config.runners and config.strategy == "shm":
         threads = ThreadRunners(queue, agent, config.runners, max_concurrency=config.max_concurrency, store_url=url)
@@ -172,7 +172,7 @@ def _start_runners(
 
 
 def _endpoint_config(config: AgentConfig) -> EndpointConfig:
-    """The endpoint's options, by those of the run's agents."""
+    """Return the endpoint's options, from those of the run's agents."""
     return EndpointConfig(
         max_running=config.max_calls,
         max_waiting=8 * config.max_calls,
@@ -186,15 +186,15 @@ def _endpoint_config(config: AgentConfig) -> EndpointConfig:
 class _Queues(NamedTuple):
     keyring: Keyring
     served: RolloutQueue
-    """The desk that is served here, and written to by the endpoint."""
+    """The queue that is served here, and that the endpoint writes to."""
     requested: RolloutQueue
-    """The desk where the run asks: the same one, or a store that is elsewhere."""
+    """The queue in which the run requests rollouts: the same one, or a remote store."""
     renewers: Sequence[LeaseRenewer] = ()
-    """Says there that the run is here."""
+    """Renews the lease of a remote store."""
 
 
 def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, loop: asyncio.Runner) -> _Queues:
-    """The desk, here or elsewhere, taken up by this run: nothing is lent any more that an earlier life of it left."""
+    """Open the queue, local or remote, and acquire its lease, so that assignments of an earlier epoch end."""
     url = run.agent.store
     if url is None:
         check_store_not_left(directory, journal)
@@ -213,16 +213,19 @@ def _open_queues(run: Run, journal: Journal, directory: Path, stack: ExitStack, 
 
 
 async def _publish_endpoint(queue: RolloutQueue, endpoint: dict[str, str]) -> None:
-    """Tell whoever plays where the model is."""
+    """Publish the address of the model endpoint to runners."""
     await queue.put_resource("endpoint", endpoint)
     if isinstance(queue, RemoteRolloutQueue):
-        await queue.close()  # its connections are this loop's
+        await queue.close()  # its connections belong to this event loop
 
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Have the garbage collector leave alone what is there now: to go through a model's libraries each time, as it does
-    after so many calls to the endpoint, would have every agent wait for a third of a second."""
+    """Exclude all current objects from garbage collection.
+
+    Otherwise each full collection, after so many calls to the endpoint, would go through the model's libraries, and
+    every agent would wait for a third of a second.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -232,7 +235,7 @@ def freeze_gc() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Nobody was started here whose end could be told."""
+    """Do nothing: no runner was started here that could end."""
 
 
 def _unseeded(params: SamplingParams) -> SamplingParams:

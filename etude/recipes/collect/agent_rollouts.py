@@ -1,4 +1,4 @@
-"""Rollouts that agents make: asked for at a desk, played by runners, and read back when they have ended."""
+"""Rollouts made by agents: requested from the rollout queue, executed by runners, and read back when they ended."""
 
 from __future__ import annotations
 
@@ -40,68 +40,78 @@ __all__ = [
 ]
 
 FIRST_EVALUATION_ORDINAL = 2**40
-"""From this ordinal on tasks are asked only to score the model; no step trains on them."""
+"""From this ordinal on tasks are used only to score the model; no step trains on them."""
 MOST_SAMPLES, MOST_TASKS, MOST_STEPS, MAX_EVALUATIONS = 2**10, 2**30, 2**20, 2**12
-"""Answers to one task, and answers in all, by which a step is scored at most; steps; ways of scoring told apart."""
+"""The most answers to one task, and answers in all, that score a step; the most steps; the number of distinct
+evaluation ids."""
 ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
-"""Fields that a task has beside those of its file."""
+"""Fields that Etude adds to those of a task's file."""
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
-"""How often the endpoint has refused a prompt that is longer than the model's context."""
+"""How often the endpoint refused a prompt that is longer than the model's context."""
 POLL_INTERVAL_S = 5.0
-"""Seconds after which it is looked whether anybody is there to play."""
+"""Seconds between two checks that runners are alive."""
 PAGE = 256
 FAILED_STATUSES = (Status.FAILED, Status.TIMED_OUT, Status.UNRESPONSIVE)
-"""Ends that an attempt is blamed for."""
+"""Statuses of attempts that failed by their own fault."""
 
 
 class AgentConfig(Config):
-    """Who plays rollouts, where an agent does, and how long it may take."""
+    """The agent that makes rollouts, its runners, and its limits."""
 
     path: str | None = Field(
         None, description="path/to/file.py:name or module:name: a function or class, `@etude.agent`"
     )
     strategy: Literal["shm", "cs"] = Field(
-        "shm", description="where runners are: threads of this process, or processes of their own"
+        "shm", description="shm: runners are threads of this process; cs: runners are separate processes"
     )
-    runners: int = Field(1, ge=0, description="how many are started; 0 waits for some to join from elsewhere")
-    max_concurrency: int = Field(16, ge=1, description="attempts that each of them has under way")
-    timeout: float = Field(600.0, gt=0, description="seconds that an attempt may take")
+    runners: int = Field(1, ge=0, description="runners to start; 0 waits for runners that join from elsewhere")
+    max_concurrency: int = Field(
+        16, ge=1, description="attempts that each runner makes at a time; more need more memory and model calls"
+    )
+    timeout: float = Field(
+        600.0, gt=0, description="seconds that an attempt may take; smaller fails slow attempts earlier"
+    )
     heartbeat_timeout: float = Field(
-        60.0, gt=0, description="seconds without a word from its runner, after which it is lost"
+        60.0,
+        gt=0,
+        description="seconds without a heartbeat after which a runner's attempts are lost; smaller retries "
+        "them earlier",
     )
-    runner_timeout: float = Field(300.0, gt=0, description="seconds to wait for a runner where there is none")
+    runner_timeout: float = Field(
+        300.0, gt=0, description="seconds to wait for a runner while there is none, before the run fails"
+    )
     failed: float | Literal["drop"] = Field(
-        "drop", description="what an attempt counts for that fails for good: nothing, or this reward"
+        "drop", description="reward of an attempt whose last retry failed; drop trains on none"
     )
-    tags: tuple[str, ...] = Field((), description="learn from turns with one of these tags alone; by default from all")
+    tags: tuple[str, ...] = Field((), description="train only on turns with one of these tags; empty trains on all")
     parameters: Literal["force", "default"] = Field(
-        "force", description="force: the run's sampling parameters hold; default: the agent's own, where it sets them"
+        "force", description="force: the run's sampling parameters apply; default: the agent's own, where it sets them"
     )
     strict: bool = Field(
-        False, description="refuse requests whose fields the run decides or cannot serve, in place of ignoring those"
+        False, description="refuse requests with fields that the run sets or cannot serve; false ignores those fields"
     )
-    max_calls: int = Field(256, ge=1, description="calls to the model that are answered at once; more of them wait")
+    max_calls: int = Field(256, ge=1, description="model calls that are answered at a time; more calls wait")
     external: Path | None = Field(
-        None, description="a YAML file of other providers' models that agents may ask for: recorded, never trained"
+        None, description="a YAML file of other providers' models that agents may call: recorded, never trained"
     )
     store: str | None = Field(
         None,
-        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read from "
-        "ETUDE_STORE_KEY. null keeps them in this process",
+        description="address of a store (`etude store DIRECTORY`) that keeps the rollouts; its admin key is read "
+        "from ETUDE_STORE_KEY. null keeps them in this process",
     )
     listen: str = Field(
         "127.0.0.1:0",
         pattern=r"^\S+:\d{1,5}$",
-        description="address and port of the endpoint, and of the store that this process keeps; port 0 is a free one",
+        description="address and port of the endpoint, and of this process's own store; port 0 is a free one",
     )
 
 
 @dataclass(slots=True)
 class AttemptStatistics:
-    """What became of the attempts at a step's rollouts, by every way in which one can be lost."""
+    """Counts of the attempts at a step's rollouts, by every way in which one can be lost."""
 
     ended: Counter[str] = field(default_factory=Counter)
-    """Attempts, by how they ended; and rollouts that ended without one."""
+    """Attempts by their status; and rollouts that ended without an attempt."""
     retried: int = 0
     without_turns: int = 0
     without_reward: int = 0
@@ -109,7 +119,7 @@ class AttemptStatistics:
     rows: int = 0
     rollouts: int = 0
     reused: int = 0
-    """Tokens of prompts that the model had been shown or had written before, and that are the same."""
+    """Prompt tokens that repeat tokens which the model had read or written before."""
 
     def add(self, state: RolloutState, turns: Sequence[Turn]) -> None:
         """Count a rollout that ended."""
@@ -125,7 +135,7 @@ class AttemptStatistics:
         self.reused += reused
 
     def warn(self) -> None:
-        """Tell of what no number of the console tells: that there is nothing to learn from."""
+        """Warn if no rollout called the model, which no metric on the console shows."""
         if self.rollouts and self.without_turns == self.rollouts and self.ended[Outcome.SUCCEEDED.value]:
             get_logger("recipes").warning(
                 "None of the %d rollouts of this step called the model, so nothing was learned from them. Does the "
@@ -134,7 +144,7 @@ class AttemptStatistics:
             )
 
     def metrics(self) -> Metrics:
-        """The numbers."""
+        """Return the counts as metrics."""
         metrics = Metrics(
             {
                 "agents/retried": Sum.of(self.retried),
@@ -151,10 +161,10 @@ class AttemptStatistics:
 
 
 class AgentRollouts:
-    """Asks for rollouts at a desk and tells how each ended. Lives in one event loop.
+    """Requests rollouts from the rollout queue, and returns the result of each. Lives in one event loop.
 
-    Waits for the desk; a rollout's own limits bound it where a runner plays it, and where no runner is there for
-    `patience` seconds that is a `CollectionError` which says so.
+    Waits for the queue. The limits of a rollout bound it while a runner executes it. Raises `CollectionError` if there
+    is no runner for `agent.runner_timeout` seconds.
     """
 
     def __init__(
@@ -166,8 +176,8 @@ class AgentRollouts:
         tokenizer: Tokenizer,
         cursor: int = 0,
     ) -> None:
-        """retries: further attempts at a rollout that failed. cursor: where the desk stands; what ended before is
-        looked up when it is asked for."""
+        """retries: further attempts at a rollout that failed. cursor: the current position of the queue; rollouts that
+        ended before it are looked up when they are requested."""
         self._config, self._queue, self._judge, self._tokenizer = config, queue, judge, tokenizer
         self._limits = RolloutLimits(config.timeout, config.heartbeat_timeout, max_attempts=1 + retries)
         self._pending: dict[int, asyncio.Future[RolloutState]] = {}
@@ -176,14 +186,14 @@ class AgentRollouts:
         self._statistics = AttemptStatistics()
         self._refused = 0.0
         self.check_runners: Callable[[], None] = lambda: None
-        """Raises what ended the runners, where none of those is left that were started."""
+        """Raises the error that ended the runners, if none of the started ones is left."""
         self.endpoint_metrics: Callable[[], Metrics] = Metrics
-        """How the endpoint does that they call."""
+        """Returns the metrics of the model endpoint."""
         self.new_client: Callable[[], RolloutQueue] = lambda: queue
-        """Another desk at the same rollouts, for any event loop."""
+        """Makes another client of the same queue, for any event loop."""
 
     def pop_metrics(self) -> Metrics:
-        """What became of the rollouts that ended since this was last asked."""
+        """Return the metrics of the rollouts that ended since the last call."""
         statistics, self._statistics = self._statistics, AttemptStatistics()
         statistics.warn()
         metrics, endpoint_metrics = statistics.metrics(), self.endpoint_metrics()
@@ -194,20 +204,22 @@ class AgentRollouts:
         return metrics
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """What was said after the first prompt, in its order."""
+        """Return the messages after the first prompt, in order."""
         return decode_conversation(self._tokenizer, turns)
 
     async def enqueue(self, rollouts: Sequence[tuple[int, Task, int]], use: Literal["train", "val"] = "train") -> None:
-        """Have rollouts made: the id of each, its task, and which try at it is meant. Asking again does no harm."""
+        """Request rollouts: the id of each, its task, and its sample number. Requesting one again has no effect."""
         loop = asyncio.get_running_loop()
         for id, _, _ in rollouts:
             self._pending.setdefault(id, loop.create_future())
         ids = [id for id, _, _ in rollouts]
         known: dict[int, RolloutState] = {}
-        for at in range(0, len(ids), PAGE):  # one that had ended before it was asked for is not told of again
+        for at in range(0, len(ids), PAGE):  # a rollout that ended before the request is not reported again
             page = await self._queue.find(RolloutQuery(ids=tuple(ids[at : at + PAGE]), limit=PAGE))
             known |= {state.id: state for state in page.rollouts}
-        limits = {id: state.limits or self._limits for id, state in known.items()}  # as they were when it was asked for
+        limits = {
+            id: state.limits or self._limits for id, state in known.items()
+        }  # the limits of the first request stay
         requests = [
             RolloutRequest(task, sample, id, use, limits.get(id, self._limits)) for id, task, sample in rollouts
         ]
@@ -215,7 +227,7 @@ class AgentRollouts:
         self._resolve([state for state in known.values() if state.status not in (Status.QUEUED, Status.RUNNING)])
 
     async def wait_for(self, id: int, task: Task) -> AttemptResult:
-        """How a rollout ended that was asked for."""
+        """Wait for a requested rollout, and return its result."""
         if self._waiter is None or self._waiter.done():
             self._waiter = asyncio.create_task(self._watch_queue())
         try:
@@ -229,26 +241,26 @@ class AgentRollouts:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Turns with one of these are learned from; all, where there are none."""
+        """Train only on turns with one of these tags; on all, if empty."""
         return self._config.tags
 
     def has_score(self, state: RolloutState) -> bool:
-        """Whether a rollout that ended has a score, as the journal tells it."""
+        """Return whether a rollout that ended has a score, by the journal."""
         if state.status is Status.SUCCEEDED:
             return state.last is not None and state.last.reward is not None
         return self._unsuccessful_verdict(state).outcome is Outcome.SUCCEEDED
 
     def replay(self, state: RolloutState, turns: Sequence[Turn]) -> AttemptResult:
-        """A rollout that counts, as the journal has it; the same as when it was played."""
+        """Return the result of a scored rollout from the journal, equal to that of its first reading."""
         verdict = self._known_verdict(state)
         assert verdict is not None and verdict.outcome is Outcome.SUCCEEDED, f"rollout {state.id} has no score"
         return _attempt_result(state, turns, verdict)
 
-    # -- what came of them --------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     async def _read_result(self, state: RolloutState, task: Task) -> AttemptResult:
-        """A rollout that ended, as those know it who learn from it. It earns nothing more from now on, so that what is
-        read here is what is read again."""
+        """Return the training result of a rollout that ended. The rollout is sealed first, so that later readings give
+        the same result."""
         (state,) = await self._queue.seal([state.id])
         last = state.last
         turns = tuple(await self._queue.turns(state.id)) if last is not None and last.turns else ()
@@ -264,7 +276,7 @@ class AgentRollouts:
         known_verdict, last = self._known_verdict(state), state.last
         if known_verdict is not None:
             return known_verdict
-        assert last is not None, "who succeeded has tried"
+        assert last is not None, "a succeeded rollout has an attempt"
         if self._judge.scores_answers:
             answers = [turn.completion.text for turn in turns if turn.completion.finish_reason != "abort"]
             judged = await self._judge.judge(task, answers[-1] if answers else "")
@@ -278,23 +290,24 @@ class AgentRollouts:
         return self._failure(
             Outcome.FAILED,
             f"The agent ended rollout {state.id} without a reward. Have it return a number, call `etude.emit.reward`, "
-            f"or give the run a `reward` that judges its last answer.",
+            "or give the run a `reward` that judges its last answer.",
         )
 
     def _known_verdict(self, state: RolloutState) -> Verdict | None:
-        """What a rollout that ended is worth, where nobody is to be asked."""
+        """Return the verdict on a rollout that ended, or None if its last answer must be judged."""
         if state.status is not Status.SUCCEEDED:
             return self._unsuccessful_verdict(state)
-        assert state.last is not None, "who succeeded has tried"
+        assert state.last is not None, "a succeeded rollout has an attempt"
         return None if state.last.reward is None else Verdict(state.last.reward, state.last.parts)
 
     def _unsuccessful_verdict(self, state: RolloutState) -> Verdict:
-        """What one that did not succeed is worth."""
+        """Return the verdict on a rollout that did not succeed."""
         error = state.why or (state.last.error if state.last else "")
         return self._failure(Outcome(state.status.value), error or f"Rollout {state.id} ended {state.status}.")
 
     def _failure(self, outcome: Outcome, error: str) -> Verdict:
-        """A failure, or what it is to count for. Of what the machines did wrong nothing is learned in any case."""
+        """Return a failure, or a success with the reward `agent.failed`. Infrastructure errors are always failures, and
+        nothing is learned from them."""
         if self._config.failed == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
             return Verdict.failure(outcome, error)
         return Verdict(float(self._config.failed), error=error)
@@ -302,7 +315,7 @@ class AgentRollouts:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _watch_queue(self) -> None:
-        """Tell of ends as they come, until nobody waits any more."""
+        """Resolve the futures of rollouts as they end, until none is pending."""
         alone = time.monotonic()
         warned = False
         try:
@@ -317,13 +330,14 @@ class AgentRollouts:
                 silent = max(time.monotonic() - alone, min(silences, default=0.0))
                 if silent > self._config.runner_timeout:
                     raise CollectionError(
-                        f"No runner has spoken for {format_seconds(silent)}, and {len(self._pending)} rollouts wait "
-                        f"for one. Start some with `etude runner`, or have the run start them: `agent.runners=1`."
+                        f"No runner has sent a heartbeat for {format_seconds(silent)}, and {len(self._pending)} "
+                        "rollouts wait for one. Start some with `etude runner`, or have the run start them: "
+                        "`agent.runners=1`."
                     )
                 if silent > 2 * POLL_INTERVAL_S and not warned:
                     warned = True
                     get_logger("recipes").warning(
-                        "No runner is there: %d rollouts wait for one, for %s at most.",
+                        "No runner is connected: %d rollouts wait for one, for %s at most.",
                         *(len(self._pending), format_seconds(self._config.runner_timeout)),
                     )
         except Exception as error:
@@ -339,7 +353,8 @@ class AgentRollouts:
 
 
 def _attempt_result(state: RolloutState, turns: Sequence[Turn], verdict: Verdict) -> AttemptResult:
-    """A rollout as those know it who learn from it. What failed counts for what is said, and its turns for nothing."""
+    """Return the training result of a rollout. A failed one keeps the reward of its verdict, and its turns have
+    none."""
     if state.status is not Status.SUCCEEDED:
         turns = [replace(turn, reward=None) for turn in turns]
     truncated = any(turn.completion.finish_reason == "length" for turn in turns[-1:])
@@ -347,10 +362,10 @@ def _attempt_result(state: RolloutState, turns: Sequence[Turn], verdict: Verdict
 
 
 def write_reward(store: Journal, id: int, result: AttemptResult) -> None:
-    """Write what the run makes of a rollout that its agent gave no reward."""
+    """Write the reward that the run gave a rollout, if the agent gave it none."""
     with store.transaction() as writing:
         state = writing.state(RolloutState, id)
-        assert state is not None, "who played has been asked for"
+        assert state is not None, "a rollout that ended is in the journal"
         has_reward = state.last is None or state.last.reward is not None
         if has_reward or state.settled is not None or result.verdict.outcome is not Outcome.SUCCEEDED:
             return
@@ -359,15 +374,16 @@ def write_reward(store: Journal, id: int, result: AttemptResult) -> None:
 
 
 def effective_reward(state: RolloutState, failed: float | Literal["drop"]) -> float | None:
-    """What the rollout of an agent counted for, where failures do as `failed` says; None for nothing. What its attempt
-    had earned before it failed is not that."""
+    """Return the reward that an agent's rollout counted for, where failures count for `failed`; None if it was dropped.
+    Rewards that an attempt earned before it failed do not count."""
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
     return float(failed) if state.status in FAILED_STATUSES and failed != "drop" else None
 
 
 def seed_ordinal(rollout: int) -> int:
-    """What a rollout's seeds follow from. The same weights are scored by the same answers, whatever the step."""
+    """Return the number that a rollout's seeds derive from. It is the same at any step, so the same weights give the
+    same answers when they are scored."""
     return (
         rollout
         if rollout < FIRST_EVALUATION_ORDINAL
@@ -376,39 +392,40 @@ def seed_ordinal(rollout: int) -> int:
 
 
 def task_prompt(fields: Mapping[str, Any]) -> Any:
-    """What a task asks: its prompt, or whatever else it says."""
+    """Return the prompt of a task, or all its own fields if it has none."""
     prompt = fields.get("prompt")
     return prompt if prompt is not None else {name: fields[name] for name in fields if name not in ADDED_FIELDS}
 
 
 class AgentPlayer:
-    """Plays attempts that score the model: under names of their own, and set aside as soon as they are over.
+    """Makes the attempts that score the model, as tasks with ordinals of their own range, dropped from training
+    afterwards.
 
-    What a stop cut off goes on under the same names: an answer that was there is not drawn again.
+    Attempts that a stop cut off go on under the same ids: an answer that exists is not drawn again.
     """
 
     def __init__(self, agents: AgentRollouts, store: Journal, evaluation_id: str) -> None:
-        """yardstick: what names a way of scoring; another one asks other rollouts."""
+        """evaluation_id: the way of scoring; another id requests other rollouts."""
         self._agents, self._store = agents, store
         self._edition = int.from_bytes(blake2b(evaluation_id.encode(), digest_size=8).digest(), "big") % MAX_EVALUATIONS
         self._step = 0
         self._num_samples: Counter[int] = Counter()
 
     def start_scoring(self, step: int) -> None:
-        """The attempts that follow are made to score this step."""
+        """Use the attempts that follow to score this step."""
         self._step = step
         self._num_samples.clear()
 
     def prompt_of(self, task: Task) -> object:
-        """The prompt, or whatever else the task says."""
+        """Return the prompt, or all fields of a task without one."""
         return task_prompt(task.fields)
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """What was said after the first prompt, in its order."""
+        """Return the messages after the first prompt, in order."""
         return self._agents.decode_conversation(turns)
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:  # noqa: ARG002
-        """One attempt. How it is sampled is said at the endpoint."""
+        """Make one attempt. The endpoint decides its sampling parameters."""
         sample = self._num_samples[task.ordinal]
         self._num_samples[task.ordinal] += 1
         offset = task.ordinal * MOST_SAMPLES + sample

@@ -1,10 +1,9 @@
-"""How the groups of a step come together, wherever its rollouts are made (`sources`).
+"""Collects the groups of a training step, from any kind of rollout source (`sources`).
 
     scheduler ─Issue─► an attempt, judged ─► journal ─► scheduler ─Admit─► samples and rollouts
 
-Every rollout is written to the journal before it counts, and so is the admission that ends a step. A run that was
-killed therefore takes up exactly what it had: admitted steps are replayed from the journal, scored rollouts are used,
-and those that were under way are issued again.
+Every rollout is written to the journal before it counts, and so is the admission that ends a step. So a killed run
+resumes with exactly what it had: admitted steps are replayed, scored rollouts used, unfinished ones issued again.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = ["Collector", "FinishedAttempt", "row_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedAttempt:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     task: int
     sample: int
@@ -52,10 +51,10 @@ class FinishedAttempt:
 
 
 class Collector(ABC):
-    """Collects the groups of a step; who is derived from it says how an attempt is made and what is written of it.
+    """Collects the groups of a step. A subclass makes the attempts and defines their events in the journal.
 
-    Consumes tasks in the run's order. Waits for attempts, which bound themselves. Unblocked by whatever ends first;
-    what ended together is told to the scheduler in the order of ordinals.
+    Consumes tasks in the run's order. Waits for attempts, each of which has its own timeout. Unblocked by the first
+    attempt that ends. Attempts that end together are passed to the scheduler in the order of their ordinals.
     """
 
     def __init__(
@@ -75,11 +74,10 @@ class Collector(ABC):
         code_changed: bool = False,
         keep: PutSamples = tuple,
     ) -> None:
-        """runner: the run's one event loop. retries: further attempts that the scheduler asks for. episodic: whether
-        attempts may have several turns. greedy: whether each task is answered greedily too, for the others to be
-        compared with. min_group_size: a group with fewer scored rollouts has failed. code_changed: the code that
-        plays or judges is not what it was when the run was started. keep: where the tokens of rollouts are laid that a
-        step may train on; here, by default."""
+        """runner: the run's only event loop. retries: further attempts that the scheduler asks for. episodic: attempts
+        may have several turns. greedy: each task gets one greedy answer too, as a baseline. min_group_size: a group
+        with fewer scored rollouts has failed. code_changed: the code of the agent or the reward changed since the run
+        was started. keep: stores the samples of rollouts; by default in this process."""
         self._config, self._seed, self._greedy, self._retries = collection, seed, greedy, retries
         self._dataset, self._order, self._store, self._judge = dataset, order, store, judge
         self._episodic, self._min_group, self._code_changed, self._put_samples = (
@@ -91,53 +89,53 @@ class Collector(ABC):
         self._tasks: dict[int, Task] = {}
         self._scored: dict[int, ScoredRollout] = {}
         self._unstored: list[int] = []
-        """Of those, the ones whose tokens are still here."""
+        """The ids of scored rollouts whose samples are not stored yet."""
         self._baselines: dict[int, float] = {}
-        """What the greedy answer to each open task earned."""
+        """The reward of the greedy answer to each open task."""
         self._admitted: dict[int, tuple[int, ...]] = {}
         self._dropped: dict[int, list[TaskState]] = {}
         self._dropped_before_stop: list[TaskState] = []
-        """Tasks that were left out by the step that was open when the run stopped."""
+        """Tasks that were dropped in the step that was open when the run stopped."""
         self._open_tasks: list[TaskState] = []
         self._reissues: list[IssueRollout] = []
         self._statistics = CollectionStatistics()
         self._runner = runner
         self._warnings = CollectionWarnings(one_by_one=judge.one_by_one, pays=judge.has_reward)
         self.progress: ProgressFactory = null_progress
-        """Shows how far a step's answers have come."""
+        """Makes the progress bar of a step's answers."""
         self._scheduler = self._fresh_scheduler(0)
 
-    # -- what a source says -------------------------------------------------------------------------------------------
+    # -- implemented by a source --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _start_events(self, issue: IssueRollout) -> list[events.Event]:
-        """What is written before an attempt is made."""
+        """Return the events that are written before an attempt starts."""
 
     @abstractmethod
     async def _issue_attempts(self, issues: Sequence[IssueRollout]) -> None:
-        """Do what is to be done for several attempts at once, before each is waited for."""
+        """Prepare several attempts at once, before `_run_attempt` is called for each."""
 
     @abstractmethod
     async def _run_attempt(self, task: int, sample: int) -> FinishedAttempt:
-        """One attempt at a rollout, to its end."""
+        """Make one attempt at a rollout, to its end."""
 
     @abstractmethod
     def _end_events(self, end: FinishedAttempt, retry: bool) -> list[events.Event]:
-        """What is written of an attempt that ended."""
+        """Return the events of an attempt that ended."""
 
     @abstractmethod
     def _recover(self, state: RolloutState) -> int | None:
-        """Make ready to try a rollout again that a run left without a score; how many attempts at it have failed. None
-        is not to be tried."""
+        """Prepare to retry a rollout that was left without a score. Return its number of failures, or None for no
+        retry."""
 
     def _metrics(self) -> Metrics:
-        """What else there is to tell of a step's rollouts."""
+        """Return further metrics of a step's rollouts."""
         return Metrics()
 
-    # -- what the loop asks -------------------------------------------------------------------------------------------
+    # -- called by the loop -------------------------------------------------------------------------------------------
 
     def next(self, step: int) -> StepGroups:
-        """The groups of this step: from the journal if it was admitted before, else sampled and judged now."""
+        """Return the groups of this step: from the journal if it was admitted before, else sampled and judged now."""
         if step in self._admitted:
             return self._replay_step(step, self._admitted.pop(step))
         self._statistics = CollectionStatistics()
@@ -151,10 +149,10 @@ class Collector(ABC):
         ids = [self._id(task, sample) for task, samples in admit.tasks.items() for sample in samples]
         if not ids:
             error = self._statistics.error
-            between = "\n" if "\n" in error else " "  # a traceback ends its line
+            between = "\n" if "\n" in error else " "  # a traceback ends with a line break
             raise CollectionError(
-                f"Step {step} has nothing to train on: each of {self._statistics.dropped.total()} tasks failed. "
-                f"The last failure: {error}{between}Mend that; a run that is started again goes on from here."
+                f"Step {step} has nothing to train on: each of {self._statistics.dropped.total()} tasks failed. The "
+                f"last failure: {error}{between}Fix that; a run that is started again goes on from here."
             )
         self._store.append([events.RolloutsAdmitted(step, tuple(ids))])
         scored = [self._scored.pop(rollout) for rollout in ids]
@@ -168,12 +166,12 @@ class Collector(ABC):
         return self._groups(scored, metrics)
 
     def disable_refill(self) -> None:
-        """Have each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
+        """Make each step ask its first `collect.tasks` tasks alone, and no other in place of one that failed."""
         self._scheduler.max_tasks = self._config.tasks
 
     @property
     def last_replayed_step(self) -> int:
-        """The last step that was admitted before and is read back from the journal; 0 if none is."""
+        """The last step that was admitted before and is read back from the journal; 0 if there is none."""
         return max(self._admitted, default=0)
 
     def mark(self) -> tuple[dict[str, Any], JournalMark]:
@@ -211,13 +209,14 @@ class Collector(ABC):
         self._dropped_before_stop = [
             task for left_by, tasks in self._dropped.items() if left_by not in self._admitted for task in tasks
         ]
-        # What the code failed at before it was changed does not count: the step may ask for as many tasks again.
+        # Failures from before the code changed do not count: the step may ask for as many tasks again.
         self._reissues = self._scheduler.resume(
             scored, unfinished, 0 if self._code_changed else len(self._dropped_before_stop)
         )
 
     def _read_open_work(self) -> tuple[dict[int, dict[int, float]], dict[tuple[int, int], int]]:
-        """Of the tasks that are open: what was scored, and what was not, with how often that has failed."""
+        """Return the scores of the open tasks' rollouts, and the rollouts without a score with the number of their
+        failures."""
         scored: dict[int, dict[int, float]] = {}
         unfinished: dict[tuple[int, int], int] = {}
         for state in self._store.rollouts(Phase.QUEUED, Phase.RUNNING, Phase.FINISHED):
@@ -235,14 +234,14 @@ class Collector(ABC):
         return scored, unfinished
 
     def _has_score(self, ended: RolloutState) -> bool:
-        """Whether a rollout that ended has its score in the journal."""
+        """Return whether a rollout that ended has its score in the journal."""
         return ended.last is not None and ended.last.total is not None
 
     # -- collecting ---------------------------------------------------------------------------------------------------
 
     async def _collect(self, step: int, on_answer: Callable[[], None]) -> AdmitStep:
-        """Do what the scheduler decides until it admits. What is decided is written before it is done. `told` is called
-        after each answer."""
+        """Carry out the scheduler's decisions until it admits the step. Each decision is written before it is carried
+        out. `on_answer` is called after each answer."""
         decisions: list[Decision] = [*self._reissues, *self._scheduler.handle(StepOpened(step))]
         self._reissues = []
         written: list[events.Event] = []
@@ -275,14 +274,14 @@ class Collector(ABC):
                     if end.result.verdict.outcome is Outcome.SUCCEEDED:
                         on_answer()
                 decisions, written = self._handle_ended(sorted(results, key=lambda end: (end.task, end.sample)))
-                del done, results  # whose tokens are written and laid down next
+                del done, results  # frees their tokens, which are written and stored next
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     def _handle_ended(self, ended: Sequence[FinishedAttempt]) -> tuple[list[Decision], list[events.Event]]:
-        """What follows from attempts that ended, and what is to be written of them."""
+        """Return the scheduler's decisions about attempts that ended, and the events to write."""
         decisions: list[Decision] = []
         written: list[events.Event] = []
         for end in ended:
@@ -301,7 +300,7 @@ class Collector(ABC):
         return decisions, written
 
     def _count(self, end: FinishedAttempt) -> None:
-        """Remember what a rollout earned: to be trained on, or to be compared with."""
+        """Keep the score of a rollout, to train on it or as a baseline."""
         result, id = end.result, self._id(end.task, end.sample)
         if end.sample == self._config.group_size:
             self._baselines[end.task] = result.total
@@ -310,14 +309,14 @@ class Collector(ABC):
         self._unstored.append(id)
 
     def _store_rows(self) -> None:
-        """Lay down the tokens of the rollouts that were written since this was done last, and let go of them here."""
+        """Store the samples of rollouts that were written since the last call, and free them here."""
         for id in self._unstored:
             if id in self._scored:  # else its task was dropped
                 self._scored[id] = self._scored[id].stored(self._put_samples)
         self._unstored.clear()
 
     def _decision_events(self, step: int, decisions: Sequence[Decision]) -> list[events.Event]:
-        """What is to be written of decisions: tasks first asked for, attempts begun, tasks left out."""
+        """Return the events of decisions: tasks issued, attempts started, tasks dropped."""
         written: list[events.Event] = []
         for decision in decisions:
             match decision:
@@ -350,19 +349,19 @@ class Collector(ABC):
 
     @property
     def _rollouts_per_task(self) -> int:
-        """How many rollouts a task has, the greedy one included."""
+        """The number of rollouts of a task, the greedy one included."""
         return self._config.group_size + self._greedy
 
     def _id(self, task: int, sample: int) -> int:
-        """The run-wide name of a rollout."""
+        """Return the id of a rollout, which is unique in the run."""
         return task * self._rollouts_per_task + sample
 
     def _ids(self, task: int) -> list[int]:
-        """The names of a task's rollouts, the greedy one included."""
+        """Return the ids of a task's rollouts, the greedy one included."""
         return [self._id(task, sample) for sample in range(self._rollouts_per_task)]
 
     def _forget(self, task: int, but: Sequence[int] = ()) -> None:
-        """Let go of what was kept of a task that is settled; of these samples the scores are still wanted."""
+        """Drop the state of a task that is settled. but: samples whose scores are still needed."""
         for sample, id in enumerate(self._ids(task)):
             if sample not in but:
                 self._scored.pop(id, None)
@@ -370,8 +369,8 @@ class Collector(ABC):
             self._baselines.pop(task, None)
 
     def _restore_tasks(self, dropped: Sequence[TaskState], others: Sequence[TaskState]) -> None:
-        """Move the order of tasks past those that were issued before the restart, and tell it what the dropped ones of
-        them earned."""
+        """Move the order of tasks past those that were issued before the restart, and record the rewards of the dropped
+        ones."""
         for task in sorted((*dropped, *others), key=lambda task: task.id):
             if task.id >= self._order.position:
                 self._order.replay(task.id, task.row)
@@ -383,13 +382,13 @@ class Collector(ABC):
             self._order.record_rewards(row_of(self._tasks.pop(task.id)), earned)
 
     def _task(self, ordinal: int) -> Task:
-        """The task of an ordinal: one that was asked before, or the next in the run's order."""
+        """Return the task of an ordinal: one that was issued before, or the next in the run's order."""
         if ordinal not in self._tasks:
             self._tasks[ordinal] = self._dataset.task(self._order.advance_to(ordinal), ordinal)
         return self._tasks[ordinal]
 
     def _scored_rollout(self, result: AttemptResult, id: int, task: int) -> ScoredRollout:
-        """A rollout that a step may train on, by how it was played."""
+        """Return a rollout that a step may train on, from the result of its attempt."""
         verdict = result.verdict
         scored = verdict.reward, verdict.parts, Outcome.SUCCEEDED, result.truncated, result.role
         return self._score_turns(result.turns, Rollout(id, task, task, *scored), result.total, verdict.error)
@@ -401,11 +400,11 @@ class Collector(ABC):
         )
 
     def _samples(self, turns: Sequence[Turn], rollout: int) -> list[Sample]:
-        """The token sequences that a rollout is trained on as."""
+        """Return the token sequences of a rollout to train on."""
         return rows_of_turns(turns, rollout)
 
     def _read_scored(self, state: RolloutState) -> ScoredRollout:
-        """A scored rollout as the journal has it."""
+        """Read a scored rollout from the journal."""
         last = state.last
         assert last is not None and last.reward is not None and last.total is not None
         scored = last.reward, last.parts, Outcome.SUCCEEDED, last.truncated, last.role
@@ -413,7 +412,8 @@ class Collector(ABC):
         return self._score_turns(self._store.turns(state.id), rollout, last.total, last.error)
 
     def _replay_step(self, step: int, ids: Sequence[int]) -> StepGroups:
-        """A step that was admitted before, with the same rollouts; the order hears of it as it did then."""
+        """Return a step that was admitted before, with the same rollouts, and record its rewards in the order as it did
+        then."""
         states = [self._store.rollout(id) for id in ids]
         admitted = [self._store.task(task) for task in {state.task for state in states}]
         self._restore_tasks(self._dropped.pop(step, []), admitted)
@@ -425,7 +425,7 @@ class Collector(ABC):
         return self._groups(scored, Metrics(), replayed=True)
 
     def _groups(self, scored: Sequence[ScoredRollout], metrics: Metrics, *, replayed: bool = False) -> StepGroups:
-        """The records of an admission. The order is told what its rows earned."""
+        """Build the records of an admission, and record the rewards of its rows in the order."""
         earned: dict[int, list[float]] = {}
         rollouts = self._warnings.fill_missing_parts([scored_rollout.rollout for scored_rollout in scored])
         for scored_rollout in scored:
@@ -442,7 +442,7 @@ class Collector(ABC):
 
 
 def row_of(task: Task) -> int:
-    """The row of the dataset that a task is."""
+    """Return the row of the dataset that a task was made from."""
     row = task.fields["row"]
     assert isinstance(row, int)
     return row

@@ -1,4 +1,4 @@
-"""The options of a step's collection: which rollouts it trains on, and what their groups are compared by."""
+"""The options of a step's collection: the number of its rollouts, and the number that groups are compared by."""
 
 from __future__ import annotations
 
@@ -15,27 +15,34 @@ __all__ = ["CollectionConfig"]
 class CollectionConfig(Config):
     """The rollouts that a step trains on."""
 
-    tasks: int = Field(32, ge=1, description="tasks a step, each answered by a group")
-    group_size: int = Field(8, ge=1, description="rollouts of a task, compared with each other")
+    tasks: int = Field(32, ge=1, description="tasks per step, each answered by a group; more make a larger batch")
+    group_size: int = Field(
+        8,
+        ge=1,
+        description="rollouts per task, compared with each other; larger gives a better baseline and needs more "
+        "sampling",
+    )
     refill: int = Field(
         0,
         ge=0,
-        description="replace groups in which all earned the same, with at most this many times `tasks` new ones; 0 "
-        "keeps them",
+        description="replace groups with equal rewards, by at most this many times `tasks` new ones; 0 keeps them",
     )
     metric: str = Field(
-        "", description="the part of the reward that `refill` compares groups by, such as correct; empty is all of it"
+        "", description="reward part that `refill` compares groups by, such as correct; empty is the whole reward"
     )
-    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed")
+    retries: int = Field(1, ge=0, description="further attempts at a rollout that failed; 0 does not retry")
     timeout: float = Field(
         1800.0,
         gt=0,
-        description="seconds to draw an answer in; neither its wait in line nor judging counts",
+        description="seconds to sample an answer in; neither its wait in the queue nor judging counts",
     )
 
     def group_metric(self, task: int, parts: Mapping[str, float], total: float, error: str) -> float:
-        """What a rollout's group is compared by: one part of its reward, or all of it, also where a score stands for
-        a judgement that failed (`error` says why) and has no such part."""
+        """Return the number that a rollout's group is compared by: one part of its reward, or all of it.
+
+        It is the whole reward too where an error score replaces a failed judgement (`error` is its cause) and has no
+        such part.
+        """
         if not self.metric or (error and self.metric not in parts):
             return total
         if self.metric not in parts:
@@ -43,6 +50,6 @@ class CollectionConfig(Config):
             raise CollectionError(
                 f"`collect.metric={self.metric}` compares groups by that part of the reward, and the reward of an "
                 f"answer to task {task} {available}. Name one of its parts, have the reward give that part, or leave "
-                f"`collect.metric` out."
+                "`collect.metric` out."
             )
         return parts[self.metric]

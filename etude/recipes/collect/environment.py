@@ -1,4 +1,4 @@
-"""The options of an environment: whom the model speaks with, where a rollout is more than one answer."""
+"""The options of an environment, for rollouts of more than one answer."""
 
 from __future__ import annotations
 
@@ -16,37 +16,51 @@ __all__ = ["EnvConfig"]
 
 
 class EnvConfig(Config):
-    """Whom the model speaks with: an environment, functions that it may call, or both. By default nobody."""
+    """The environment of multi-turn rollouts: a class, tools that the model may call, or both. By default none."""
 
-    path: str | None = Field(None, description="path/to/file.py:Name or module:Name: a class with `reset` and `step`")
+    path: str | None = Field(
+        None,
+        description="environment class for multi-turn rollouts, with `reset` and `step`: path/to/file.py:Name or "
+        "module:Name",
+    )
     options: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="what that class is made with, by name"
+        default_factory=dict, description="arguments of that class, by name"
     )
     tools: tuple[str, ...] = Field(
         (), description="functions that the model may call: path/to/file.py:name or module:name"
     )
-    max_turns: int = Field(8, ge=1, description="most answers in a rollout; one that would go on is truncated")
+    max_turns: int = Field(
+        8,
+        ge=1,
+        description="most answers in a rollout; larger allows longer episodes, and a rollout that would go on is "
+        "truncated",
+    )
     max_tokens: int | None = Field(
-        None, ge=1, description="the longest rollout, all that it was shown included; null is as long as fits"
+        None, ge=1, description="most tokens of a rollout, observations included; null is as many as fit"
     )
     timeout: float = Field(
-        60.0, gt=0, description="seconds that one step of the environment may take, or one call of a tool"
+        60.0,
+        gt=0,
+        description="seconds that one step of the environment, or one tool call, may take; larger waits longer "
+        "for slow ones",
     )
-    max_concurrency: int = Field(256, ge=1, description="most rollouts that are under way; others wait")
+    max_concurrency: int = Field(
+        256, ge=1, description="most rollouts at a time; larger needs more environments at once, others wait"
+    )
 
     @field_validator("tools", mode="before")
     @classmethod
     def _one_is_a_list(cls, tools: Any) -> Any:
-        """One tool may stand without brackets."""
+        """Accept one tool without brackets."""
         return (tools,) if isinstance(tools, str) else tools
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is anybody to speak with."""
+        """True if there is an environment or a tool."""
         return self.path is not None or bool(self.tools)
 
     def prepare(self) -> None:
-        """Refuse what could not be made when a rollout begins."""
+        """Refuse an environment or tools that could not be created when a rollout begins."""
         self.load_toolbox()
         if self.path is None:
             return
@@ -56,20 +70,20 @@ class EnvConfig(Config):
             if missing:
                 raise PluginError(
                     f"The environment '{self.path}' has no {' and no '.join(f'`{name}`' for name in missing)}. An "
-                    f"environment has two methods: reset(task) and step(answer), and each returns an Observation."
+                    "environment has two methods: reset(task) and step(answer), and each returns an Observation."
                 )
         try:
             inspect.signature(factory).bind(**self.options)
         except TypeError as error:
             raise PluginError(
-                f"The environment '{self.path}' cannot be made with `env.options` ({_listed(self.options)}): {error}. "
-                f"It takes {inspect.signature(factory)}."
+                f"The environment '{self.path}' cannot be created with `env.options` ({_listed(self.options)}): "
+                f"{error}. It takes {inspect.signature(factory)}."
             ) from error
         except ValueError:
-            return  # it does not say what it takes
+            return  # its signature is unknown
 
     def load_factory(self) -> Callable[..., Any]:
-        """What makes an environment."""
+        """Return the function or class that creates an environment."""
         assert self.path is not None
         factory = load_object(self.path, "environment", "env.path=my_game.py:Game")
         if not callable(factory):
@@ -77,7 +91,7 @@ class EnvConfig(Config):
         return factory  # type: ignore[no-any-return]
 
     def load_toolbox(self) -> Toolbox | None:
-        """The functions that the model may call."""
+        """Return the functions that the model may call, if any."""
         if not self.tools:
             return None
         tools = [load_object(path, "tool", "env.tools=[my_tools.py:search]") for path in self.tools]

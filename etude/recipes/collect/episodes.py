@@ -1,10 +1,11 @@
-"""Rollouts of several turns: the model answers, somebody says what comes of it, and so on until it is over.
+"""Rollouts of several turns: the model answers, the environment responds, and so on until the episode ends.
 
     reset ─► what is shown ─► the model answers ─► its calls are made, or `step` ─► what is shown ─► …
 
-What the model wrote stays the ids that it wrote (`chat.transcript`). A rollout ends where the environment says so,
-where an answer calls no tool and there is no environment, after `env.max_turns`, or where what is shown leaves no room
-for an answer; the last two truncate it. What an environment does wrong, raises or is too long about is an outcome.
+The tokens that the model wrote stay unchanged in later prompts (`chat.transcript`). A rollout ends where the
+environment says so, or where an answer calls no tool and there is no environment. It is truncated after
+`env.max_turns`, or where an observation leaves no room for an answer. Errors and timeouts of an environment are
+outcomes, not crashes.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from etude.rewards.verdict import describe_exception
 __all__ = ["ENVIRONMENT_PART", "AnswerFunction", "Episode", "EpisodeEndedError", "EpisodePlayer"]
 
 ENVIRONMENT_PART = "environment"
-"""The part of a reward that an environment pays without a name of its own."""
+"""The part of a reward that an environment gives as a bare number."""
 
 
 class AnswerFunction(Protocol):
-    """Whoever answers for the model."""
+    """Returns the model's answers."""
 
     async def __call__(self, prompt: Ids, turn: int, room: int) -> Completion:
-        """The answer to a prompt, of at most so many tokens. Raises `EpisodeEndedError` where there will be none."""
+        """Return the answer to a prompt, of at most `room` tokens. Raises `EpisodeEndedError` if there is none."""
         ...
 
 
 class EpisodeEndedError(Exception):
-    """The rollout is over, and did not succeed."""
+    """Ends a rollout that did not succeed."""
 
     def __init__(self, outcome: Outcome, error: str) -> None:
         super().__init__(error)
@@ -58,19 +59,19 @@ class Episode:
 
     turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
-    """What the environment paid in all, by the names that it gave."""
+    """The sum of the environment's rewards, by part."""
     truncated: bool = False
     role: int = 0
     outcome: Outcome = Outcome.SUCCEEDED
     error: str = ""
     waited: float = 0.0
-    """Seconds that the environment took, and the tools."""
+    """Seconds spent in the environment and the tools."""
     calls: int = 0
-    """How often tools were called, and how many of the calls failed."""
+    """Number of tool calls; `failed_calls` counts those that failed."""
     failed_calls: int = 0
 
     def add_reward(self, reward: Any) -> None:
-        """Give the last turn what its answer earned."""
+        """Give the last turn the reward of its answer."""
         if reward is None:
             return
         amount, parts = parse_score(reward)
@@ -80,14 +81,14 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays rollouts with whom the options name.
+    """Plays rollouts with the environment and tools of the options.
 
-    Waits for a seat (`env.max_concurrency` rollouts are played at a time), for whoever answers, and for the
-    environment, at most `env.timeout` seconds a step.
+    Waits for a slot (at most `env.max_concurrency` rollouts at a time), for the answers, and for the environment, at
+    most `env.timeout` seconds per step.
     """
 
     def __init__(self, config: EnvConfig, chat: ChatRenderer, max_total_tokens: int) -> None:
-        """longest: how many tokens a rollout may have at most, all that it is shown included."""
+        """max_total_tokens: the most tokens of a rollout, observations included."""
         self.config, self._chat = config, chat
         self._max_total_tokens = min(max_total_tokens, config.max_tokens or max_total_tokens)
         self._tools = config.load_toolbox()
@@ -95,15 +96,15 @@ class EpisodePlayer:
 
     @property
     def has_environment(self) -> bool:
-        """Whether there is an environment, which may pay for what is done in it."""
+        """True if there is an environment, which may give rewards."""
         return self.config.path is not None
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """What was said in a rollout."""
+        """Return the messages of a rollout."""
         return decode_conversation(self._chat.tokenizer, turns)
 
     async def play(self, task: Task, generate: AnswerFunction) -> Episode:
-        """One rollout, from its beginning to its end."""
+        """Play one rollout, from its beginning to its end."""
         episode = Episode()
         async with self._slots:
             session = _EnvironmentSession(self.config, self._tools, task, episode)
@@ -112,7 +113,7 @@ class EpisodePlayer:
             except EpisodeEndedError as ended:
                 episode.outcome, episode.error = ended.outcome, str(ended)
             except ChatError as error:
-                message = f"What was shown on {describe_task(task)} cannot be: {error}"
+                message = f"The observation shown on {describe_task(task)} is invalid: {error}"
                 episode.outcome, episode.error = Outcome.FAILED, message
             finally:
                 await session.close()
@@ -121,7 +122,7 @@ class EpisodePlayer:
     async def _play_turns(
         self, session: _EnvironmentSession, task: Task, generate: AnswerFunction, episode: Episode
     ) -> None:
-        """Turn after turn, until it is over."""
+        """Play turn after turn, until the rollout ends."""
         first = await session.reset()
         content = check_observation(first.content or task.fields["prompt"])
         transcript, state = Transcript(self._chat, content, first.tools), _state(first.anchor, content)
@@ -133,8 +134,9 @@ class EpisodePlayer:
                 if index == 0:
                     raise EpisodeEndedError(
                         Outcome.FAILED,
-                        f"What {describe_task(task)} begins with has {len(prompt)} tokens, and a rollout may have "
-                        f"{self._max_total_tokens} in all: nothing could follow. Show less, or raise `env.max_tokens`.",
+                        f"The first prompt of {describe_task(task)} has {len(prompt)} tokens, and a rollout may have "
+                        f"{self._max_total_tokens} in all: nothing could follow. Show less, or raise "
+                        "`env.max_tokens`.",
                     )
                 break
             observed = transcript.count_observed_tokens(prompt)
@@ -151,7 +153,7 @@ class EpisodePlayer:
 
 
 class _EnvironmentSession:
-    """The other side of one rollout: functions that the model may call, and behind them an environment, or nobody."""
+    """The environment side of one rollout: the tools that the model may call, and the environment, if any."""
 
     def __init__(self, config: EnvConfig, tools: Any, task: Task, episode: Episode) -> None:
         self._config, self._tools, self._task, self._episode = config, tools, task, episode
@@ -159,23 +161,24 @@ class _EnvironmentSession:
         self._call_thread = CallThread("etude-env")
 
     async def reset(self) -> Observation:
-        """What the model is shown first, and what it may call."""
+        """Return the first observation, with the tools that the model may call."""
         if self._config.path is None:
             return Observation(tools=self._tools.schemas)
         self._env = await self._call("be made", self._config.load_factory(), **self._config.options)
         observation = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
         if observation.done or observation.truncated or observation.reward is not None:
-            raise self._environment_error("`reset` says that it is over, or pays for an answer, before there was any")
+            raise self._environment_error("`reset` says that it is over, or gives a reward, before there was an answer")
         if self._tools is None:
             return observation
         if observation.tools:
             raise self._environment_error(
-                "it offers tools of its own beside `env.tools`. Offer all of them in one of the two places"
+                "it offers its own tools beside `env.tools`. Offer all of them in one of the two places"
             )
         return replace(observation, tools=self._tools.schemas)
 
     async def step(self, answer: Message, *, last: bool) -> Observation:
-        """What comes of an answer. last: whether no answer will follow, so that nobody would read what a tool says."""
+        """Return the observation after an answer. last: no answer will follow, so the model would not read a tool's
+        result."""
         if answer.tool_calls and self._tools is not None:
             if last:
                 return Observation(truncated=True)
@@ -196,7 +199,7 @@ class _EnvironmentSession:
         return observation
 
     async def close(self) -> None:
-        """Let go of the environment. One that is still in a call is closed after it, and not waited for."""
+        """Close the environment. One that is still in a call is closed after it, without a wait."""
         close = getattr(self._env, "close", None)
         if callable(close) and self._call_thread.is_idle:
             try:
@@ -207,7 +210,7 @@ class _EnvironmentSession:
         self._call_thread.close(partial(self._close_in_thread, close) if callable(close) else None)
 
     def _close_in_thread(self, close: Callable[[], Any]) -> None:
-        """Close, on the thread of a call that has ended at last, where no event loop runs."""
+        """Close the environment on the call's own thread, after a late call has ended, where no event loop runs."""
         try:
             result = close()
             if inspect.isawaitable(result):
@@ -216,7 +219,7 @@ class _EnvironmentSession:
             get_logger("recipes").warning("%s", self._environment_error(f"`close` failed: {describe_exception(error)}"))
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """What one of the environment's functions returns, within its time."""
+        """Call a function of the environment within its timeout, and return its result."""
         began, bound = time.perf_counter(), asyncio.timeout(self._config.timeout)
         try:
             async with bound:
@@ -243,12 +246,12 @@ class _EnvironmentSession:
         for name, kind in (("role", int), ("anchor", str | None), ("tools", Sequence)):
             if not isinstance(getattr(value, name), kind):
                 raise self._environment_error(
-                    f"`{method}` gave {getattr(value, name)!r} for `{name}`, which is no such thing"
+                    f"`{method}` gave {getattr(value, name)!r} for `{name}`, which has another type"
                 )
         return replace(value, content=check_observation(value.content))
 
     def _count(self, observation: Observation) -> None:
-        """Count the calls whose results are shown."""
+        """Count the tool calls whose results are shown."""
         for message in () if isinstance(observation.content, str) else observation.content:
             if isinstance(message, Message) and message.role == "tool":
                 self._episode.calls += 1
@@ -264,7 +267,7 @@ async def _awaited(awaitable: Awaitable[Any]) -> Any:
 
 
 def _state(name: str | None, content: ObservationContent) -> int:
-    """A number for the state that a turn begins in: of its name, or of what is shown."""
+    """Return a number for the state that a turn begins in: a hash of its name, or of the observation."""
     text = f"named {name}" if name is not None else f"shown {observation_text(content)}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -1,7 +1,7 @@
-"""Why a rollout came to nothing, in sentences: its error, and what was noted on its attempt beside it.
+"""Messages about failed rollouts: the error, and the notes on the attempt that explain it.
 
-Agents often keep to themselves why a call of theirs was refused. The endpoint notes that on the attempt, so that the
-cause is found where the failure is shown.
+Agents often do not report why one of their calls was refused. The endpoint notes that on the attempt, so that the cause
+is shown together with the failure.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["describe_failure", "endpoint_errors", "last_attempt_notes"]
 
 
 def describe_failure(store: Journal, state: RolloutState) -> str:
-    """The cause of a failure, as far as the journal has it; empty where a rollout has none."""
+    """Return the cause of a failure, as far as the journal has it; empty where a rollout has none."""
     error = state.why or (state.last.error if state.last is not None else "")
     return "\n".join([error] * bool(error) + endpoint_errors(last_attempt_notes(store, state)))
 
 
 def last_attempt_notes(store: Journal, state: RolloutState) -> list[dict[str, Any]]:
-    """The notes of a rollout's last attempt, as `RolloutQueue.notes` gives them."""
+    """Return the notes of a rollout's last attempt, as `RolloutQueue.notes` gives them."""
     last = len(state.attempts) - 1
     notes = (event for _, event in store.read(kinds=(NoteRecorded,), rollout=state.id))
     return [
@@ -32,7 +32,7 @@ def last_attempt_notes(store: Journal, state: RolloutState) -> list[dict[str, An
 
 
 def endpoint_errors(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The notes of the endpoint that may be a cause, a sentence each. Agents may have notes of the same names."""
+    """Return a message for each note of the endpoint that may be a cause. Agents may have notes of the same names."""
     errors = []
     for note in notes:
         data = note["data"] if isinstance(note["data"], Mapping) else {}

@@ -1,4 +1,4 @@
-"""One attempt at a task, from asking the model to what that earned, be it one answer or a rollout of many turns."""
+"""One attempt at a task, from the prompt to the reward: one answer, or a rollout of many turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.rewards import Judge, Verdict
 __all__ = ["ANSWER_PART", "AttemptPlayer", "AttemptResult", "EnginePlayer", "PromptIds", "TurnSeeds", "end_reason"]
 
 ANSWER_PART = "answer"
-"""The part of a reward that the reward function gives as a bare number, where an environment pays as well."""
+"""The part of a reward that the reward function gives as a bare number, where an environment gives rewards too."""
 
 PromptIds = Callable[[Task], Ids]
 TurnSeeds = Callable[[int], int]
@@ -26,36 +26,39 @@ TurnSeeds = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttemptResult:
-    """How one attempt ended."""
+    """The result of one attempt."""
 
     turns: tuple[Turn, ...]
-    """Each with what it was paid; also those before a failure."""
+    """The turns with their rewards; also those before a failure."""
     verdict: Verdict
-    """What the last answer earned by the reward function, and the named parts of all that was earned."""
+    """The reward function's verdict on the last answer, with the named parts of all rewards."""
     truncated: bool = False
     finish: str = ""
-    """How it ended, as `ending` says; empty where nothing was answered."""
+    """The reason of the end, as from `end_reason`; empty without an answer."""
     role: int = 0
     waited: float = 0.0
-    """Seconds that the environment took, and the tools."""
+    """Seconds spent in the environment and the tools."""
     calls: int = 0
-    """How often tools were called, and how many of the calls failed."""
+    """Number of tool calls; `failed_calls` counts those that failed."""
     failed_calls: int = 0
 
     @property
     def turn_rewards(self) -> float:
-        """What its turns were paid."""
+        """The sum of its turns' rewards."""
         return sum((turn.reward for turn in self.turns if turn.reward is not None), 0.0)
 
     @property
     def total(self) -> float:
-        """All that it earned."""
+        """The sum of all its rewards."""
         return self.verdict.reward + self.turn_rewards
 
 
 def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) -> str:
-    """Return how an attempt ended: as its last answer did (`stop`, `length`, `abort`), or, where that ended by itself
-    and the attempt was cut off, `max_turns`, or `truncated` by its environment or for lack of room."""
+    """Return how an attempt ended.
+
+    It is the last answer's finish reason (`stop`, `length`, `abort`). If that answer ended by itself and the attempt
+    was cut off, it is `max_turns`, or `truncated` by the environment or for lack of room.
+    """
     if not turns:
         return ""
     finish = turns[-1].completion.finish_reason
@@ -65,31 +68,31 @@ def end_reason(turns: Sequence[Turn], truncated: bool, max_turns: int | None) ->
 
 
 class AttemptPlayer(Protocol):
-    """Whoever makes attempts at tasks."""
+    """Makes attempts at tasks."""
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:
-        """One attempt. What goes wrong with it is an outcome."""
+        """Make one attempt. Errors of the attempt are outcomes."""
         ...
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """What was said in an attempt of several turns; nothing where an attempt is one answer."""
+        """Return the messages of a multi-turn attempt; empty where an attempt is one answer."""
         ...
 
     def prompt_of(self, task: Task) -> object:
-        """What a task asks, to be shown to people."""
+        """Return the prompt of a task, to show it to users."""
         ...
 
     def start_scoring(self, step: int) -> None:
-        """The attempts that follow are made to score this step."""
+        """Use the attempts that follow to score this step."""
         ...
 
 
 class EnginePlayer:
-    """Plays attempts, any number of them at a time.
+    """Makes attempts with an engine, any number of them at a time.
 
-    Waits for the engine, for each answer at most `timeout` seconds from the moment that it begins with it, for the
-    environment, and for the judge, which bound themselves. At most `max_concurrency` answers are asked for at a time,
-    in the order in which they came.
+    Waits for the engine, for each answer at most `timeout` seconds from the moment that the engine begins with it.
+    Waits for the environment and the judge, which have their own timeouts. At most `max_concurrency` answers are
+    requested at a time, in the order in which they came.
     """
 
     def __init__(
@@ -102,29 +105,29 @@ class EnginePlayer:
         max_concurrency: int,
         episodes: EpisodePlayer | None,
     ) -> None:
-        """episodes: who plays rollouts of several turns; with nobody, an attempt is one answer."""
+        """episodes: the player of multi-turn rollouts; with None, an attempt is one answer."""
         self._prompt_ids, self._judge, self._timeout = prompt_ids, judge, timeout
         self._engine, self._episodes = TimeoutEngine(engine, timeout), episodes
         self._slots = asyncio.Semaphore(max_concurrency)
 
     @property
     def episodic(self) -> bool:
-        """Whether attempts may have several turns."""
+        """True if attempts may have several turns."""
         return self._episodes is not None
 
     def decode_conversation(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """What was said in an attempt of several turns; nothing where an attempt is one answer."""
+        """Return the messages of a multi-turn attempt; empty where an attempt is one answer."""
         return [] if self._episodes is None else self._episodes.decode_conversation(turns)
 
     def prompt_of(self, task: Task) -> object:
-        """The prompt."""
+        """Return the prompt."""
         return task.fields["prompt"]
 
     def start_scoring(self, step: int) -> None:
-        """Attempts are the same, whatever they are made for."""
+        """Do nothing: attempts for training and for scoring are equal."""
 
     async def play(self, task: Task, sampling: SamplingConfig, seeds: TurnSeeds) -> AttemptResult:
-        """One attempt: ask, judge. What goes wrong with it is an outcome; what goes wrong with the engine is raised."""
+        """Make one attempt: sample, then judge. Errors of the attempt are outcomes; errors of the engine are raised."""
 
         async def ask(prompt: Ids, turn: int, room: int) -> Completion:
             params = sampling.params(seeds(turn))
@@ -147,7 +150,7 @@ class EnginePlayer:
         return AttemptResult((Turn(prompt, completion, 0),), verdict, finish == "length", finish)
 
     async def _judge_episode(self, task: Task, episode: Episode, episodes: EpisodePlayer) -> AttemptResult:
-        """A rollout of several turns and what its last answer earned."""
+        """Judge the last answer of a multi-turn rollout, and return the attempt's result."""
         if episode.outcome is Outcome.SUCCEEDED:
             verdict = await self._judge.judge(task, episode.turns[-1].completion.text)
             if episodes.has_environment:
@@ -161,7 +164,7 @@ class EnginePlayer:
         return AttemptResult(tuple(episode.turns), verdict, finish=finish, **episode_fields)
 
     def _reward_parts(self, paid: Mapping[str, float], verdict: Verdict) -> dict[str, float]:
-        """All that was earned, by names: those of the environment, and those of the reward function."""
+        """Return all reward parts, those of the environment and those of the reward function."""
         if not self._judge.scores_answers:
             return {} if paid.keys() <= {ENVIRONMENT_PART} else dict(paid)
         parts = dict(paid) or {ENVIRONMENT_PART: 0.0}

@@ -1,7 +1,7 @@
-"""The token sequences that rollouts are trained on as, and what the controller knows of them without having them.
+"""The token sequences of rollouts to train on, and the numbers that the controller keeps of them.
 
-As soon as a rollout is over, its sequences are laid where the ranks can look at them (`Crew.keep`). On a cluster that
-is the object store: the controller keeps a few numbers of each, and puts a step together by those (`step_batch`).
+As soon as a rollout is over, its sequences are stored where the ranks can read them (`Crew.put`). On a cluster that is
+the object store. The controller keeps only a few numbers of each, and builds a step from those (`step_batch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etude.records import Rollout, Sample
 __all__ = ["PutSamples", "RolloutRows", "ScoredRollout"]
 
 PutSamples = Callable[[Sequence[Sample]], Any]
-"""Lays sequences down; what stands for them."""
+"""Stores sequences, and returns a reference to them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,27 +25,27 @@ class RolloutRows:
     """The sequences of one rollout."""
 
     samples_ref: Any
-    """They themselves, or what stands for them."""
+    """The sequences, or a reference to them."""
     models: tuple[str, ...]
-    """Of each, whose tokens it has."""
+    """Of each sequence, the model that wrote its tokens."""
     has_anchor: tuple[bool, ...]
-    """Of each, whether it names states."""
+    """Of each sequence, whether it names states."""
     tokens: int
-    """Of all of them."""
+    """Number of tokens of all sequences."""
     first_action: int
-    """Of those, the ones before the first that the model said."""
+    """Number of tokens before the first one that the model wrote."""
     prompt_tokens: int
-    """Those before it in the first sequence."""
+    """Number of tokens before that one in the first sequence."""
     answer_tokens: int
-    """Those that the model said."""
+    """Number of tokens that the model wrote."""
     observation_tokens: int
-    """Those that the environment showed between its answers."""
+    """Number of tokens that the environment showed between answers."""
     turn_rewards: tuple[float, ...]
-    """What turns were paid, one after another."""
+    """The rewards of turns, in order."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> RolloutRows:
-        """Those that are here."""
+        """Return the rows of sequences in this process."""
         action_positions = [np.flatnonzero(sample.action) for sample in samples]
         first = [
             int(at[0]) if len(at) else len(sample.ids) for sample, at in zip(samples, action_positions, strict=True)
@@ -70,12 +70,12 @@ class RolloutRows:
         )
 
     def stored(self, put: PutSamples) -> RolloutRows:
-        """The same, laid down."""
+        """Return the same rows with their sequences stored."""
         return replace(self, samples_ref=put(self.samples_ref))
 
     def total_reward(self, reward: float) -> float:
-        """All that a rollout was given which earned so much; see `collate`, where it is added up in the same way."""
-        for turn_reward in self.turn_rewards:  # `sum` makes up for what rounding loses, since Python 3.12
+        """Return the sum of a rollout's reward and its turns' rewards, added in the same order as in `collate`."""
+        for turn_reward in self.turn_rewards:  # `sum` compensates rounding errors since Python 3.12
             reward += turn_reward
         return reward
 
@@ -85,14 +85,14 @@ class ScoredRollout:
     """A rollout that a step may train on."""
 
     turns: int
-    """How many it had."""
+    """Number of its turns."""
     rows: RolloutRows
     rollout: Rollout
     total: float
-    """All that it earned, what its turns were paid included."""
+    """The sum of all its rewards, those of its turns included."""
     metric: float
-    """What its group is compared by: all of that, or the part that `collect.metric` names."""
+    """The number that groups are compared by: the total, or the part that `collect.metric` names."""
 
     def stored(self, put: PutSamples) -> ScoredRollout:
-        """The same, its sequences laid down."""
+        """Return the same rollout with its sequences stored."""
         return replace(self, rows=self.rows.stored(put))

@@ -1,4 +1,4 @@
-"""The interface between the training loop and whatever makes its rollouts: the groups that a step trains on."""
+"""The interface between the training loop and the source of its rollouts: the groups that a step trains on."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ProgressFactory = Callable[[str, float], AbstractContextManager[ProgressReporter
 
 @dataclass(frozen=True, eq=False)
 class StepGroups:
-    """What a step trains on: whole groups, scored."""
+    """Whole groups with rewards, which a step trains on."""
 
     rows: Sequence[RolloutRows]
-    """Of each rollout, what it is trained on as."""
+    """The token sequences of each rollout."""
     rollouts: Sequence[Rollout]
     metrics: Metrics
     replayed: bool = False
-    """Whether they were read from the journal instead of sampled."""
+    """True if they were read from the journal instead of sampled."""
 
 
 class RolloutSource(Protocol):
-    """Where groups of scored rollouts come from: an engine and a dataset, or agents."""
+    """A source of groups of scored rollouts: an engine and a dataset, or agents."""
 
     def next(self, step: int) -> StepGroups:
-        """The groups that this step trains on, within the staleness bound. The wait is bounded."""
+        """Return the groups that this step trains on, within the staleness bound. The wait is bounded."""
         ...

@@ -1,4 +1,4 @@
-"""How answers are drawn: the part of `SamplingParams` that a person sets, and the seeds that nobody has to."""
+"""Sampling options: the part of `SamplingParams` that users set, and the seeds that are derived."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ __all__ = ["EvaluationSampling", "SamplingBase", "SamplingConfig", "derived_seed
 
 
 class SamplingBase(Config):
-    """From which distribution tokens are drawn, and what ends an answer."""
+    """The distribution that tokens are sampled from, and the texts that end an answer."""
 
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that hold this much probability")
-    top_k: int = Field(0, ge=0, description="keep this many of the likeliest tokens; 0 keeps all")
-    stop: tuple[str, ...] = Field((), description="texts that end an answer, besides the model's own end")
+    temperature: float = Field(1.0, ge=0, description="larger samples more random tokens; 0 is greedy")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample among the likeliest tokens that hold this much probability; smaller samples fewer rare "
+        "tokens",
+    )
+    top_k: int = Field(0, ge=0, description="sample among this many of the likeliest tokens; 0 is all")
+    stop: tuple[str, ...] = Field((), description="texts that end an answer, besides the model's own end token")
 
 
 class SamplingConfig(SamplingBase):
-    """How answers are drawn. The defaults draw from the model's own distribution, which is what training needs."""
+    """Sampling options for training. The defaults sample from the model's own distribution, which training needs."""
 
-    max_tokens: int = Field(1024, ge=1, description="the longest answer, in tokens")
+    max_tokens: int = Field(1024, ge=1, description="most tokens of an answer; longer ones are cut off")
 
     def params(self, seed: int) -> SamplingParams:
-        """The parameters of one request; the engine adds the model's own end."""
+        """Return the parameters of one request; the engine adds the model's own end tokens."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -39,20 +45,20 @@ class SamplingConfig(SamplingBase):
 
 
 class EvaluationSampling(SamplingBase):
-    """How answers are drawn for scoring, where training's own length is the usual one."""
+    """Sampling options for scoring. The length of answers is that of training, unless it is set."""
 
-    max_tokens: int | None = Field(None, ge=1, description="the longest answer; null is as long as in training")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer; null is as in training")
 
     def fill_from(self, training: SamplingConfig) -> SamplingConfig:
-        """The same, with what follows training's filled in."""
+        """Return complete parameters, with missing values taken from those of training."""
         return SamplingConfig(**{**dict(self), "max_tokens": self.max_tokens or training.max_tokens})
 
 
 def derived_seed(run: int, purpose: str, *position: int) -> int:
-    """The seed of one request: a hash of the run's seed and of what the request is for, and of nothing else.
+    """Return the seed of one request: a hash of the run's seed and of the purpose of the request, and of nothing else.
 
-    So a request draws the same numbers whatever shares its batch, whenever it is made, and however often the run was
-    killed before.
+    So a request samples with the same random numbers in any batch, at any time, and after any number of kills and
+    resumes.
     """
     text = ":".join(map(str, (run, purpose, *position)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

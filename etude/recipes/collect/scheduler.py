@@ -1,17 +1,17 @@
-"""Which rollouts to issue, retry, drop and admit: a pure function of what has happened.
+"""Decides which rollouts to issue, retry, drop and admit: a pure function of the events so far.
 
     events in                                       decisions out
     Opened, Finished, Failed               ──►      Issue, Drop, Admit
 
-It has no clock, no chance and no input or output of its own, so the same object runs under the training loop, under a
-simulation, and over a journal after a crash. Nothing is dropped for being slow: the scheduler holds back *issuing*,
-because dropping what is slow trains on short answers.
+It has no clock, no randomness and no input or output, so the same object runs in the training loop, in a simulation,
+and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
+scheduler holds back *issuing* instead.
 
 The groups of a step are the first `tasks` groups, in the order of their ordinals, that can be trained on. A task is
-issued only in place of one that cannot, so which tasks those are does not depend on who finishes first.
+issued only to replace one that cannot, so the choice of tasks does not depend on the order in which rollouts finish.
 
-Where rollouts are compared with a greedy answer to their task, that is one rollout more, of the sample number that
-follows the group's. It is in no group and is never admitted, and a task whose greedy answer failed is dropped.
+Where rollouts are compared with a greedy answer to their task, that is one more rollout, with the sample number after
+those of the group. It is in no group and is never admitted. A task whose greedy answer failed is dropped.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StepOpened:
-    """A step asks for its groups."""
+    """A step requests its groups."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFinished:
-    """A rollout ended and was scored."""
+    """A rollout ended with a score."""
 
     task: int
     sample: int
@@ -66,7 +66,7 @@ class AttemptFailed:
 SchedulerEvent = StepOpened | RolloutFinished | AttemptFailed
 
 
-# -- what is to be done -----------------------------------------------------------------------------------------------
+# -- decisions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class IssueRollout:
 
 @dataclass(frozen=True, slots=True)
 class DropTask:
-    """This task will not be trained on."""
+    """Leave this task out of training."""
 
     task: int
     cause: str
@@ -87,23 +87,23 @@ class DropTask:
 
 @dataclass(frozen=True, slots=True)
 class AdmitStep:
-    """The step trains on these tasks: for each, the samples that were scored."""
+    """Train the step on these tasks: for each, the samples that were scored."""
 
     step: int
     tasks: Mapping[int, tuple[int, ...]]
     zero_variance: int
-    """Groups among them in which every rollout earned the same, and nothing can be learned from a comparison."""
+    """Number of groups in which all rewards are equal, so that comparing them teaches nothing."""
 
 
 Decision = IssueRollout | DropTask | AdmitStep
 
 
-# -- the rule ---------------------------------------------------------------------------------------------------------
+# -- the scheduler ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _TaskGroup:
-    """What is known of one task's rollouts."""
+    """The state of one task's rollouts."""
 
     running: set[int] = field(default_factory=set)
     metrics: dict[int, float] = field(default_factory=dict)
@@ -111,18 +111,19 @@ class _TaskGroup:
 
     @property
     def has_zero_variance(self) -> bool:
-        """Whether its rollouts cannot be told apart, nor from the greedy answer where there is one. One alone compares
-        with nothing, and is not level. DAPO's filter (2503.14476), where a refill acts by it."""
+        """True if all its metrics are equal, also to the greedy answer where there is one: DAPO's filter (2503.14476),
+        if `refill` is set. A single rollout compares with nothing, and does not count as equal."""
         values = self.metrics.values()
         return len(values) > 1 and bool(has_zero_variance(min(values), max(values)))
 
     def sampled(self, size: int) -> tuple[int, ...]:
-        """The rollouts of the group that were scored."""
+        """Return the samples of the group that were scored."""
         return tuple(sample for sample in sorted(self.metrics) if sample < size)
 
 
 class CollectionScheduler:
-    """Decides for one run. Feed it events in the order they happen; do what it answers, in that order."""
+    """Decides for one run. The caller passes events in the order they happen, and carries out the decisions in that
+    order."""
 
     def __init__(
         self,
@@ -135,14 +136,13 @@ class CollectionScheduler:
         greedy: bool = False,
         min_group_size: int = 1,
     ) -> None:
-        """tasks: groups a step. refill: how many times `tasks` a step may issue in place of level groups; 0 keeps them.
-        Groups that failed are replaced within the same bound, or within `tasks` where it is 0.
-        retries: attempts after the first. first: the ordinal to issue next. greedy: whether each task is answered
-        greedily too. min_group_size: a group with fewer scored rollouts has failed.
-        """
+        """tasks: groups per step. refill: how many times `tasks` a step may issue in place of groups with equal
+        rewards; 0 keeps them. Groups that failed are replaced within the same bound, or within `tasks` where it is 0.
+        retries: attempts after the first. first: the ordinal to issue next. greedy: each task gets one greedy answer
+        too. min_group_size: a group with fewer scored rollouts has failed."""
         self._tasks, self._size, self._refill, self._retries = tasks, group_size, refill, retries
         self.max_tasks = tasks * (1 + max(refill, 1))
-        """How many tasks a step may issue in all."""
+        """The most tasks that a step may issue in all."""
         self._next = first
         self._greedy, self._min_group = greedy, min_group_size
         self._groups: dict[int, _TaskGroup] = {}
@@ -158,7 +158,7 @@ class CollectionScheduler:
 
     @property
     def running(self) -> int:
-        """How many rollouts are under way."""
+        """The number of rollouts that are running."""
         return sum(len(group.running) for group in self._groups.values())
 
     def resume(
@@ -167,11 +167,11 @@ class CollectionScheduler:
         unfinished: Mapping[tuple[int, int], int],
         dropped: int = 0,
     ) -> list[IssueRollout]:
-        """Take up what a killed run left: tasks that were neither admitted nor dropped.
+        """Restore the open tasks of a killed run: those that were neither admitted nor dropped.
 
-        scored: for each such task, the metric of each sample that was scored. unfinished: the rollouts that were not,
-        with how many attempts at each have failed; they are issued again. dropped: how many tasks the step that was
-        open had dropped already; one that dropped all it may has failed, and begins anew.
+        scored: for each such task, the metric of each scored sample. unfinished: the other rollouts, with the number of
+        their failed attempts; they are issued again. dropped: how many tasks the open step had already dropped; a step
+        that dropped all it may has failed, and starts anew.
         """
         assert not self._groups, "only a new scheduler takes up an old run"
         self._issued = dropped % self.max_tasks
@@ -186,7 +186,7 @@ class CollectionScheduler:
         return [IssueRollout(task, sample) for task, sample in unfinished_ids]
 
     def handle(self, event: SchedulerEvent) -> list[Decision]:
-        """What follows from one event."""
+        """Return the decisions that follow from one event."""
         match event:
             case StepOpened(step):
                 assert not self._open and step > self._step, "steps open one at a time, in order"
@@ -207,7 +207,8 @@ class CollectionScheduler:
                 return self._settle([task])
 
     def _settle(self, touched: Iterable[int]) -> list[Decision]:
-        """Set aside what teaches nothing, issue in its place, admit once there is enough."""
+        """Set aside groups that teach nothing, issue others in their place, and admit the step once there are
+        enough."""
         if not self._open:
             return []
         decisions: list[Decision] = []
@@ -228,7 +229,7 @@ class CollectionScheduler:
         return decisions
 
     def _failure(self, group: _TaskGroup) -> str:
-        """The reason for which a group that ended cannot be trained on; empty where it can."""
+        """Return the reason why a finished group cannot be trained on; empty if it can."""
         scored = len(group.sampled(self._size))
         if not scored:
             return "every rollout failed"
@@ -244,7 +245,8 @@ class CollectionScheduler:
         return [IssueRollout(task, sample) for sample in samples]
 
     def _admit(self) -> list[Decision]:
-        """The first groups that can be trained on; where the bound left too few, level ones fill up."""
+        """Admit the first groups that can be trained on; if the bound left too few, groups with equal rewards fill
+        up."""
         missing = max(self._tasks - len(self._groups), 0)
         for task in sorted(self._zero_variance)[:missing]:
             self._groups[task] = self._zero_variance.pop(task)

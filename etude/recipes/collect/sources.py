@@ -1,4 +1,4 @@
-"""Where rollouts are made: by an engine that answers the tasks of a dataset, or by agents that are given them."""
+"""The sources of rollouts: an engine that answers the tasks of a dataset, or agents that get them as input."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["AgentSource", "EngineSource"]
 
 
 class EngineSource(Collector):
-    """Rollouts by an engine: one answer each, or as many turns as an environment wants.
+    """Collects rollouts by an engine: one answer each, or as many turns as an environment takes.
 
-    At most `max_concurrency` answers are asked for at a time, and in the order of issue, so that a group is drawn
-    together. What a kill cut off is drawn again with the numbers that it would have drawn.
+    At most `max_concurrency` answers are requested at a time, and in the order of issue, so that a group is sampled
+    together. A rollout that a kill cut off is sampled again with the same random numbers.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EngineSource(Collector):
         code_changed: bool = False,
         keep: PutSamples = tuple,
     ) -> None:
-        """prompt_ids: the ids of a task's prompt, as it is asked. episodes: who plays rollouts of several turns."""
+        """prompt_ids: encodes a task's prompt. episodes: the player of multi-turn rollouts."""
         super().__init__(
             collection,
             seed=seed,
@@ -96,14 +96,14 @@ class EngineSource(Collector):
         return written
 
     async def _issue_attempts(self, issues: Sequence[IssueRollout]) -> None:
-        """The engine takes requests one by one."""
+        """Do nothing: the engine takes requests one by one."""
 
     async def _run_attempt(self, task: int, sample: int) -> FinishedAttempt:
-        """One attempt at a rollout. Its seeds do not know of attempts that a kill ended: they are made again."""
+        """Make one attempt at a rollout. Attempts that a kill ended do not count in its seeds: they are made again."""
         history = self._attempts[self._id(task, sample)]
         draw = sum(status not in (Status.RUNNING, Status.INFRA_ERROR) for status in history)
 
-        def seed(turn: int) -> int:  # an answer's is the same, whether others follow or not
+        def seed(turn: int) -> int:  # the seed of the first turn is the same with and without later turns
             return derived_seed(self._seed, "train", task, sample, draw, *([turn] if turn else []))
 
         greedy = sample == self._config.group_size
@@ -124,7 +124,7 @@ class EngineSource(Collector):
 
     def _recover(self, state: RolloutState) -> int | None:
         if state.phase is Phase.FINISHED:
-            return None  # it failed for good, and its task was to be dropped
+            return None  # its retries are used up, and its task was to be dropped
         ended = ended_attempts(state)
         self._attempts[state.id] = [attempt.status for attempt in state.attempts]
         if state.status is Status.RUNNING:
@@ -143,13 +143,13 @@ class EngineSource(Collector):
 
 
 class AgentSource(Collector):
-    """Rollouts by agents: each is asked for at the desk, played by a runner, and read back when it has ended.
+    """Collects rollouts by agents: requested from the rollout queue, executed by a runner, and read back when they
+    ended.
 
-    The desk writes what becomes of attempts, and tries again; what is written here is what the run makes of them: the
-    reward, where the agent gives none, the admission, the drop. What the run makes of a rollout follows from the
-    journal and the options alone, so that it is the same when it is read back. What a kill of the trainer left running
-    is over, and what it left queued waits until the step that wants it is there again, and with it the weights that it
-    is to be drawn from.
+    The queue writes the events of attempts, and retries them. This source writes the run's own decisions: the reward,
+    if the agent gives none, the admission and the drop. These follow from the journal and the options alone, so a later
+    reading gives the same. After a kill of the trainer, its running rollouts are over. Its queued ones wait until the
+    step that needs them runs again, and with it the weights that sample them.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class AgentSource(Collector):
         self._agents = agents
 
     def _start_events(self, issue: IssueRollout) -> list[events.Event]:
-        self._task(issue.task)  # the order goes on
+        self._task(issue.task)  # moves the order on
         return []
 
     async def _issue_attempts(self, issues: Sequence[IssueRollout]) -> None:
@@ -198,11 +198,12 @@ class AgentSource(Collector):
         return FinishedAttempt(task, sample, result)
 
     def _end_events(self, end: FinishedAttempt, retry: bool) -> list[events.Event]:  # noqa: ARG002
-        assert not retry, "the desk tries again, not the scheduler"
+        assert not retry, "the queue retries, and not the scheduler"
         return []
 
     def _has_score(self, ended: RolloutState) -> bool:
-        """One that nobody has read yet is read as if it had ended now: until then it may earn more."""
+        """Return whether a rollout has a final score. An unsealed one is read as if it had ended now, because it may
+        still earn more."""
         return ended.sealed and self._agents.has_score(ended)
 
     def _read_scored(self, state: RolloutState) -> ScoredRollout:

@@ -1,4 +1,4 @@
-"""What a step's collection cost and left out: in numbers, and, where something is wrong with it, in words."""
+"""The metrics of a step's collection, and warnings where something is wrong with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from etude.store.states import LIVE, AttemptState
 __all__ = ["CollectionStatistics", "CollectionWarnings", "ended_attempts"]
 
 RARE = 0.05
-"""The share of answers above the least reward, below which the model that a run begins with is said to fail."""
+"""The share of answers above the lowest reward below which the first model of a run gets a warning."""
 
 
 @dataclass(slots=True)
 class CollectionStatistics:
-    """One step's collection."""
+    """Statistics of one step's collection."""
 
     began: float = field(default_factory=time.perf_counter)
     tokens: int = 0
@@ -33,12 +33,12 @@ class CollectionStatistics:
     judging_seconds: float = 0.0
     error: str = ""
     environment_seconds: float = 0.0
-    """Seconds that environments and tools took."""
+    """Seconds spent in environments and tools."""
     calls: int = 0
     failed_calls: int = 0
 
     def add_attempt(self, result: AttemptResult) -> None:
-        """Count what an attempt cost, however it ended."""
+        """Count the cost of an attempt, of any outcome."""
         self.attempts += 1
         if result.verdict.failed_part:
             self.failed_parts[result.verdict.failed_part] += 1
@@ -49,7 +49,7 @@ class CollectionStatistics:
         self.failed_calls += result.failed_calls
 
     def add_interrupted(self, task: TaskState, rollouts: Iterable[RolloutState]) -> None:
-        """Count what failed of a task before the run was stopped."""
+        """Count the failures of a task from before the run was stopped."""
         if task.phase is Phase.DROPPED:
             self.dropped[task.cause] += 1
         for attempt in (ended for rollout in rollouts for ended in ended_attempts(rollout)):
@@ -58,13 +58,13 @@ class CollectionStatistics:
                 self.add_failure(Outcome(attempt.status.value), attempt.error)
 
     def add_failure(self, outcome: Outcome, error: str) -> None:
-        """Count a failure of judging or playing; beside a success, a score stands for what it would have earned."""
+        """Count a failure of judging or playing. Beside a success, `judging`'s error score stands for the reward."""
         self.failed["given_error_score" if outcome is Outcome.SUCCEEDED else outcome.value] += 1
         self.error = error
 
     def metrics(self, zero_variance: int, groups: int, *, episodic: bool = False) -> Metrics:
-        """The numbers; `level` is in how many of the admitted groups all earned the same. episodic: whether rollouts
-        may have several turns."""
+        """Return the metrics. zero_variance: the number of admitted groups in which all rewards are equal. episodic:
+        rollouts may have several turns."""
         metrics = Metrics(
             {
                 "sampled_tokens": Sum.of(self.tokens),
@@ -89,16 +89,15 @@ class CollectionStatistics:
 
 
 def ended_attempts(state: RolloutState) -> list[AttemptState]:
-    """The attempts at a rollout that came to an end of their own, and were not cut off by a stop of the run."""
+    """Return the attempts at a rollout that ended by themselves, and not by a stop of the run."""
     return [attempt for attempt in state.attempts if attempt.status not in LIVE and attempt.error != INTERRUPTED]
 
 
 class CollectionWarnings:
-    """Says what is wrong with steps: at once, and again when it has become twice as much."""
+    """Logs problems of steps: at once, and again when they have doubled."""
 
     def __init__(self, *, one_by_one: bool, pays: bool = True) -> None:
-        """one_by_one: whether answers are judged one at a time, though several might be. pays: whether there is
-        anything to earn."""
+        """one_by_one: answers are judged one at a time, though several could be. pays: the run has a reward."""
         self._log = get_logger("recipes")
         self._failures = self._warned_failures = self._zero_variance_steps = 0
         self._hint_workers, self._warned_parts, self._has_reward = one_by_one, False, pays
@@ -106,13 +105,14 @@ class CollectionWarnings:
     def warn_about_step(
         self, step: int, statistics: CollectionStatistics, earned: Collection[float], *, zero_variance: bool
     ) -> None:
-        """Look at a step that was collected: `earned` by its rollouts; `level` where in each group all the same."""
+        """Check a collected step. earned: the rewards of its rollouts. zero_variance: all rewards are equal within each
+        group."""
         self._warn_failures(step, statistics)
         self._warn_slow_judging(step, statistics)
         self._warn_rewards(step, earned, zero_variance=zero_variance)
 
     def fill_missing_parts(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts of a step, all with the same named parts: 0 stands for one that a reward did not give."""
+        """Return a step's rollouts, all with the same named reward parts; missing parts are 0."""
         names = sorted({name for rollout in rollouts for name in rollout.parts})
         lacking = [rollout.id for rollout in rollouts if len(rollout.parts) < len(names)]
         if not lacking:
@@ -120,8 +120,8 @@ class CollectionWarnings:
         if not self._warned_parts:
             self._warned_parts = True
             self._log.warning(
-                "The reward gave %d of %d answers fewer named parts than others, which have %s: what is missing counts "
-                "as 0. This is said once.",
+                "The reward gave %d of %d answers fewer named parts than others, which have %s. Missing parts count "
+                "as 0. This is logged once.",
                 *(len(lacking), len(rollouts), ", ".join(names)),
             )
         return [replace(rollout, parts={name: rollout.parts.get(name, 0.0) for name in names}) for rollout in rollouts]
@@ -133,8 +133,8 @@ class CollectionWarnings:
         self._warned_failures = self._failures
         causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in statistics.failed.items())
         self._log.warning(
-            "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and spoken "
-            "of again when there are twice as many.",
+            "In step %d attempts at answers failed: %s. The last: %s They are counted in `failed_attempts`, and "
+            "logged again when there are twice as many.",
             *(step, causes, statistics.error),
         )
 
@@ -160,20 +160,20 @@ class CollectionWarnings:
         rewards_text = f"all {low:g}" if low == high else f"from {low:g} to {high:g}"
         before = "" if self._zero_variance_steps == 1 else f", as in the {self._zero_variance_steps - 1} before"
         self._log.warning(
-            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. Where "
-            "that is the most there is to earn, the tasks are learned; else look at the answers with `etude answers`, "
-            "at `sampling.temperature` and at the reward.",
+            "In step %d every rollout of each group earned the same (%s)%s: there is nothing to learn from it. If "
+            "that is the highest possible reward, the tasks are learned. Else look at the answers with `etude "
+            "answers`, at `sampling.temperature` and at the reward.",
             *(step, rewards_text, before),
         )
 
     def _warn_weak_model(self, step: int, earned: Collection[float]) -> None:
-        """Warn, with the remedy, where the first model of a run hardly ever earns anything."""
+        """Warn if the first model of a run hardly ever earns a reward, and say what helps."""
         least = min(earned)
         above = sum(reward > least for reward in earned)
         if above < RARE * len(earned):
             self._log.warning(
-                "In step %d, %d of %d answers earned more than the least, %g: a model learns slowly from so few. Begin "
-                "with easier tasks, draw more answers to each (`collect.group_size`), or show it some first: `etude "
-                "sft`.",
+                "In step %d, %d of %d answers earned more than the least, %g: a model learns slowly from so few. "
+                "Begin with easier tasks, or draw more answers to each (`collect.group_size`). Or train it first on "
+                "demonstrations: `etude sft`.",
                 *(step, above, len(earned), least),
             )

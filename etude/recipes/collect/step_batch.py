@@ -1,4 +1,4 @@
-"""The batch of a step, of rollouts whose tokens may lie elsewhere: each rank makes its share of what it reads there."""
+"""Builds the batch of a step from rollouts whose tokens may be in an object store: each rank builds its share there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["build_step_batch"]
 
 
 def build_step_batch(crew: Crew, rows: Sequence[RolloutRows], rollouts: Sequence[Rollout], version: int) -> Batch:
-    """The batch of these rollouts, of which each has these rows; `version` is the trainer's."""
+    """Return the batch of these rollouts, with the rows of each. version: the trainer's policy version."""
     models = [model for rollout_rows in rows for model in rollout_rows.models]
     schema = BatchSchema.from_records(
         models, [has_anchor for rollout_rows in rows for has_anchor in rollout_rows.has_anchor], rollouts
@@ -36,6 +36,6 @@ def build_step_batch(crew: Crew, rows: Sequence[RolloutRows], rollouts: Sequence
 def _batch(
     schema: BatchSchema, version: int, samples: Sequence[Sequence[Sample]], rollouts: Sequence[Rollout]
 ) -> Batch:
-    """Of some of these rollouts, or of none."""
+    """Build the batch of some of the rollouts, or of none."""
     batch = collate([sample for row in samples for sample in row], rollouts, schema)
     return batch.replace(trainer_version=batch.group.new_full((batch.num_rollouts,), version))

@@ -1,4 +1,4 @@
-"""How long an answer may take, its wait for others not counted."""
+"""The timeout of an answer, which does not count its wait in the engine's queue."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["TimeoutEngine"]
 
 
 class TimeoutEngine:
-    """Asks an engine, and gives each answer so many seconds from the moment that the engine begins with it.
+    """Calls an engine, and gives each answer `seconds` from the moment that the engine begins with it.
 
-    An engine whose memory is small lets most of what it is asked wait, and that wait is no fault of the answer. It is
-    bounded all the same: whatever runs ends within the time it has, so an engine that neither begins nor ends anything
-    for twice as long has stopped.
+    An engine with little memory lets most requests wait, and that wait is no fault of the answer. It is bounded all the
+    same. Each running answer ends within its time, so an engine that neither begins nor ends an answer for twice as
+    long has stalled.
     """
 
     def __init__(self, engine: TokenGenerator, seconds: float) -> None:
         self._engine, self._seconds = engine, seconds
         self._waiting: set[asyncio.Timeout] = set()
-        self._last_activity = 0.0  # when the engine last began or ended something, or was asked
-        self._timer: asyncio.TimerHandle | None = None  # one for all who wait
+        self._last_activity = 0.0  # time when the engine last began or ended an answer, or got a request
+        self._timer: asyncio.TimerHandle | None = None  # one timer for all waiting requests
 
     async def generate(self, prompt: Ids, sampling: SamplingParams) -> Completion:
-        """What the engine answers. Raises `TimeoutError`."""
+        """Return the engine's answer. Raises `TimeoutError`."""
         loop = asyncio.get_running_loop()
 
         def start_timeout() -> None:
@@ -34,7 +34,7 @@ class TimeoutEngine:
                 self._remove(timeout)
                 timeout.reschedule(loop.time() + self._seconds)
 
-        def on_start() -> None:  # on a thread of the engine's
+        def on_start() -> None:  # called on an engine thread
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(start_timeout)
 
@@ -49,7 +49,7 @@ class TimeoutEngine:
                 self._remove(timeout)
 
     def _remove(self, timeout: asyncio.Timeout) -> None:
-        """The engine does something: whoever waits may go on waiting."""
+        """Take a request out of the waiting ones. The engine is active, so the others may wait longer."""
         self._waiting.discard(timeout)
         self._last_activity = asyncio.get_running_loop().time()
         if not self._waiting and self._timer is not None:
@@ -57,7 +57,7 @@ class TimeoutEngine:
             self._timer = None
 
     def _check_stalled(self) -> None:
-        """End the wait of everybody if the engine has stopped; else look again when it may have."""
+        """End all waits if the engine has stalled; else check again when it may have."""
         loop = asyncio.get_running_loop()
         deadline = self._last_activity + 2 * self._seconds
         if loop.time() < deadline:

@@ -1,6 +1,6 @@
-"""From a run's options to the parts of its loop: the only place that knows which concrete part stands where.
+"""Builds the components of a training run from its options: the only module that chooses the concrete classes.
 
-What is heavy is imported when a run is built, so that whoever can start one need not load it.
+Heavy modules are imported when a run is built, so that starting a run need not load them.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ __all__ = [
 def build(
     run: Run, interrupt: Interrupt | None = None, agent: Agent | None = None, tasks: Mapping[str, str] | None = None
 ) -> Iterator[RunComponents]:
-    """Every part of the run, checked against each other, open; and closed again in the end.
+    """Yield the components of a run, checked against each other and open; close them at the end.
 
-    Nothing is written of a run that cannot begin. One that somebody asked to stop ends in a `KeyboardInterrupt`.
-    `interrupt`: who listens for that already, where several runs follow each other. `agent`: who plays rollouts, in
-    place of what `agent.path` names. `tasks`: see `folder.write_tasks`.
+    Nothing is written for a run that cannot start. An interrupted run ends in a `KeyboardInterrupt`. interrupt: the
+    signal listener to use, when several runs follow each other. agent: the agent that makes rollouts, instead of the
+    one that `agent.path` names. tasks: see `run_directory.write_tasks`.
     """
     from etude.recipes.hub import resolve_hub_names
     from etude.recipes.run import directory as run_directory
@@ -96,7 +96,8 @@ def build(
 def _assemble_parts(
     run: Run, directory: Path, interrupt: Interrupt, stack: ExitStack, agent: Agent | None = None
 ) -> RunComponents:
-    """The parts, each open until the stack closes; and the run written down, once all of them are there."""
+    """Build the components, which stay open until the stack closes, and write the run's options once all of them
+    exist."""
     from etude.checkpoint import CheckpointManager
     from etude.recipes.run import checks, inputs
     from etude.recipes.run import directory as run_directory
@@ -161,7 +162,7 @@ def _assemble_parts(
 
 
 def _load_reward(run: Run) -> RewardFunction:
-    """Load the reward's models, if it has any, on the device that is placed for them."""
+    """Load the reward's models, if any, on the device that `placement.reward` names."""
     from etude.recipes.run.device import select_device
     from etude.recipes.run.placement import engine_device, role_device
     from etude.recipes.servers.reward_models import load_reward_models
@@ -179,7 +180,7 @@ def _open_log(run: Run, directory: Path, last_written_step: int) -> AbstractCont
 
 
 def _failure_rules(run: Run, directory: Path) -> dict[str, Any]:
-    """The options of a source for rollouts that failed."""
+    """Return the options of a source that govern failed rollouts."""
     from etude.recipes.run import inputs
     from etude.recipes.run.group_size import min_group_size
 
@@ -187,11 +188,11 @@ def _failure_rules(run: Run, directory: Path) -> dict[str, Any]:
 
 
 def _log_placement(placement: Sequence[str], replays: int) -> None:
-    """Say who is where, and up to which step nothing is drawn."""
+    """Log the device of each model, and the last step whose rollouts are read back."""
     for line in placement:
         get_logger("recipes").info("%s", line)
     if replays:
-        message = "The answers of what was collected since, up to step %d, are read back and not drawn again."
+        message = "The answers collected since, up to step %d, are read back and not drawn again."
         get_logger("recipes").info(message, replays)
 
 
@@ -226,7 +227,7 @@ def start_agents(
     runner: asyncio.Runner,
     agent: Agent | None,
 ) -> AgentRollouts:
-    """Who asks agents for rollouts; and the agents, at work."""
+    """Start the agent services, and return the object that requests rollouts from agents."""
     from etude.store import check_serving_installed
 
     check_serving_installed()
@@ -247,7 +248,7 @@ def start_agents(
 def build_agent_scorer(
     run: Run, agents: AgentRollouts, judge: Judge, store: Journal, runner: asyncio.Runner
 ) -> Evaluator | None:
-    """Whoever has agents score the policy on `data.val`, if there are such tasks."""
+    """Return the evaluator that scores the policy on `data.val` by agents; None without such tasks."""
     from etude.recipes.collect.agent_rollouts import AgentPlayer
     from etude.recipes.run import inputs
 
@@ -270,8 +271,10 @@ def build_agent_evaluator(
     max_total_tokens: int,
     stack: ExitStack,
 ) -> Evaluator | None:
-    """Whoever has agents score a model that belongs to no run that is under way: with runners of its own, on this
-    machine. What they did is kept in no journal: a run's own is none of theirs."""
+    """Return an evaluator by agents for a model that no run is training now, with its own runners on this machine.
+
+    Its rollouts go to a temporary journal, and not to the run's own.
+    """
     directory = Path(stack.enter_context(TemporaryDirectory(prefix="etude-")))
     store = stack.enter_context(closing(open_store()))
     overrides = {"store": None, "listen": "127.0.0.1:0", "runners": run.agent.runners or 1}
@@ -283,8 +286,10 @@ def build_agent_evaluator(
 def _crew(
     run: Run, chat: ChatRenderer, directory: Path, stack: ExitStack
 ) -> tuple[Crew, Engine, WeightPublisher | None]:
-    """Whoever trains and samples: here, or in as many processes or Ray actors as there are to be ranks; or servers
-    sample, which somebody is to bring weights to."""
+    """Return the workers that train, the engine that samples, and the weight publisher if servers sample.
+
+    The workers are in this process, or in one process or Ray actor per rank.
+    """
     from etude.recipes.run import directory as run_directory
     from etude.recipes.servers.rank_engines import RankEngines, start_ranks
     from etude.recipes.servers.server_weights import serve_run
@@ -306,17 +311,17 @@ def _crew(
     if isinstance(run.rollout, ServerConfig):
         server_pool, publisher = stack.enter_context(serve_run(run, run.rollout, chat.tokenizer, crew, directory))
         return crew, server_pool, publisher
-    assert engine is not None, "what is not served is sampled by the workers"
+    assert engine is not None, "without servers the workers sample"
     return crew, engine, None
 
 
 def build_rank_worker(run: Run) -> PolicyWorker:
-    """The worker of one rank, made in its own process."""
+    """Build the worker of one rank, in the rank's own process."""
     return _rank(run, build_chat_renderer(run))[0]
 
 
 def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | None]:
-    """A model, the engine that samples from it unless servers do, and whoever trains it."""
+    """Build a model, its engine unless servers sample, and the worker that trains it."""
     from etude.recipes.run import checks
     from etude.recipes.run.placement import engine_device
     from etude.rollout import TorchEngine, TorchEngineConfig
@@ -335,14 +340,16 @@ def _rank(run: Run, chat: ChatRenderer) -> tuple[PolicyWorker, TorchEngine | Non
 
 
 def load_policy(run: Recipe, *, trained: bool = False) -> tuple[Model, ChatRenderer]:
-    """The model of a run, and how it is spoken to: with the adapters that are trained in place of its weights, and with
-    what is frozen frozen. To be trained, it brings its weights as exactly as its files do."""
+    """Return the model of a run and its chat renderer, with adapters attached and frozen weights frozen.
+
+    trained: load the weights in the full precision of their files.
+    """
     chat = build_chat_renderer(run)
     return load_model(run, chat, trained=trained), chat
 
 
 def build_chat_renderer(run: Recipe) -> ChatRenderer:
-    """How the model of a run is spoken to."""
+    """Return the chat renderer of a run's model."""
     from etude.recipes.run.directory import check_model
 
     if run.model.path is None:
@@ -352,7 +359,7 @@ def build_chat_renderer(run: Recipe) -> ChatRenderer:
 
 
 def load_model(run: Recipe, chat: ChatRenderer, *, trained: bool) -> Model:
-    """The model of a run, which is spoken to so."""
+    """Load the model of a run, and check that the tokenizer fits it."""
     from etude.models import adapt, load
     from etude.recipes.run.device import select_device
     from etude.train.optim import PRECISIONS
@@ -383,19 +390,20 @@ def _refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
     """Refuse tools that the model could never call."""
     if run.env.tools and chat.tool_format is None:
         raise ConfigError(
-            "`env.tools` offers functions to a model whose chat template teaches no form of calls that is known here "
-            "(those of Hermes, Qwen, Llama, Mistral and LFM 2), so none would ever be called. Set `chat.template`, or "
-            "read calls of another form in an environment: a `ToolEnv` with `calls` of its own."
+            "`env.tools` offers functions to a model whose chat template has no known format of tool calls, so none "
+            "would ever be called. Known are those of Hermes, Qwen, Llama, Mistral and LFM 2. Set `chat.template`, "
+            "or parse other formats in an environment: a `ToolEnv` that overrides `calls`."
         )
 
 
 def build_episode_player(run: Run, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
-    """Who plays rollouts of several turns, where there is anybody to speak with; of so many tokens at most."""
+    """Return the player of multi-turn rollouts, of at most `max_total_tokens` tokens; None without an environment or
+    tools."""
     _refuse_uncallable_tools(run, chat)
     if run.env.max_tokens is not None and run.env.max_tokens > max_total_tokens:
         raise ConfigError(
             f"`env.max_tokens={run.env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
-            f"context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
+            "context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
         )
     return EpisodePlayer(run.env, chat, max_total_tokens) if run.env.is_enabled else None
 
@@ -408,7 +416,7 @@ def build_evaluator(
     runner: asyncio.Runner,
     episodes: EpisodePlayer | None,
 ) -> Evaluator | None:
-    """Whoever scores the policy on `data.val`, if there are such tasks."""
+    """Return the evaluator of the policy on `data.val`; None without such tasks."""
     if not run.data.val:
         return None
     dataset, _ = load_tasks(run, chat, "data.val", run.data.val)
@@ -427,7 +435,7 @@ def build_evaluator(
 
 
 def _worker(run: Run, model: Model, engine: TorchEngine | None) -> PolicyWorker:
-    """The learner, and what stands beside it."""
+    """Build the policy worker of a rank with its auxiliary models."""
     from etude.recipes import auxiliary_models
     from etude.recipes.run import checks
 

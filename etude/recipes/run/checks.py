@@ -1,4 +1,4 @@
-"""What is known to go wrong is refused before anything is loaded, with what to change."""
+"""Refuses runs that are known to fail, before anything is loaded, and says what to change."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ __all__ = [
 ]
 
 MAX_RANKS_PER_CORE = 8
-"""Ranks to a processor, beyond which a run is refused."""
+"""Most ranks per processor; a run with more is refused."""
 ROLLOUT_COLUMNS = frozenset(
     ["reward", "metric", "reward_parts", "truncated", "version", "turn", "behavior_logp", "token_reward"]
 ) | {"trainer_version", "rollout_id", "role", "observation", "greedy_reward"}
 """Columns that come with the rollouts."""
 
 POLICY_COLUMNS = frozenset({"old_logp", "entropy", "sum_pi_squared"})
-"""Columns that the policy itself can tell."""
+"""Columns that the policy itself computes."""
 
 REFERENCE_COLUMNS = frozenset({"ref_logp"})
-"""Columns that the reference policy tells."""
+"""Columns that the reference policy computes."""
 
 TEACHER_COLUMNS = frozenset({"teacher_logp"})
-"""Columns that the teacher tells."""
+"""Columns that the teacher computes."""
 
 CRITIC_COLUMNS = frozenset({"value", "final_value"})
-"""Columns that the critic tells."""
+"""Columns that the critic computes."""
 
 MODEL_COLUMNS = POLICY_COLUMNS | REFERENCE_COLUMNS | TEACHER_COLUMNS | CRITIC_COLUMNS
 
 ENVIRONMENT_COLUMNS = frozenset({"anchor"})
-"""Columns that an environment tells."""
+"""Columns that an environment provides."""
 
 
 def check_run(run: Run) -> None:
-    """Refuse what this run cannot do, and say what it may not mean."""
+    """Refuse a run that cannot work, and warn of options that do nothing."""
     if not run.data.train:
         raise ConfigError("A run needs tasks: give files with `data.train=[tasks.parquet]`.")
     if isinstance(run.reward, NoReward) and "reward" in run.required_columns():
@@ -73,18 +73,18 @@ def check_run(run: Run) -> None:
 
 
 def check_algorithm(run: Run) -> None:
-    """Refuse an algorithm that cannot be run as asked, and say what it may not mean."""
+    """Refuse an algorithm that cannot run as configured, and warn of unlikely settings."""
     for name in sorted(run.required_columns() - ROLLOUT_COLUMNS - MODEL_COLUMNS - ENVIRONMENT_COLUMNS):
         raise ConfigError(
-            f"This algorithm needs the column `{name}`, which nobody in a run computes. Choose another advantage, loss "
-            f"or KL: `etude config show` lists them."
+            f"This algorithm needs the column `{name}`, which nothing in a run computes. Choose another advantage, "
+            "loss or KL: `etude config show` lists them."
         )
     _refuse_idle_models(run)
     if run.sampling.top_p < 1 or run.sampling.top_k > 0:
         raise ConfigError(
-            "`sampling.top_p` and `sampling.top_k` cut tokens off that training does not know to be cut off: the "
-            "policy would be compared with another distribution than it was drawn from. Leave them at 1 and 0; "
-            "`evaluate.sampling` may have others."
+            "`sampling.top_p` and `sampling.top_k` exclude tokens that training does not exclude: the policy would "
+            "be compared with another distribution than the sampled one. Leave them at 1 and 0; `evaluate.sampling` "
+            "may have others."
         )
     warnings = run.warnings()
     overlong = run.overlong
@@ -97,8 +97,8 @@ def check_algorithm(run: Run) -> None:
         alone = trial_advantages(run.advantage)
         if alone is not None and not any(alone):
             raise ConfigError(
-                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing would "
-                "be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
+                "`collect.group_size=1` leaves this advantage nothing to compare a rollout with, so that nothing "
+                "would be learned. Raise `collect.group_size` (8 is usual), or choose `advantage=reinforce++`."
             )
         if alone == TRIAL_REWARDS:
             warnings.append(
@@ -110,7 +110,7 @@ def check_algorithm(run: Run) -> None:
 
 
 def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
-    """What to say of trackers that were given options and are off."""
+    """Return warnings about trackers that have options but are off."""
     warnings = []
     if observe.wandb.mode == "disabled" and observe.wandb != WandbConfig():
         warnings.append("`observe.wandb.mode` is disabled, so nothing is sent: `online` or `offline` would send it.")
@@ -120,12 +120,15 @@ def idle_tracker_warnings(observe: ObserveConfig) -> list[str]:
 
 
 def threads_of(run: Recipe) -> int:
-    """With how many threads each rank computes."""
+    """Return the number of threads that each rank computes with."""
     return run.threads or max(1, torch.get_num_threads() // run.ranks)
 
 
 def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
-    """What more ranks than one may not be good for. groups: how many a step has, as an option tells."""
+    """Refuse what several ranks cannot do, and return warnings about ranks that would be idle.
+
+    groups: the number of groups in a step. option: the option that sets it.
+    """
     check_divided_weights(run)
     if run.ranks == 1:
         idle_crew = "`crew` says how several ranks wait for each other, and there is one. Set `ranks`, or leave it out."
@@ -146,7 +149,7 @@ def check_ranks(run: Recipe, groups: int, option: str) -> list[str]:
 
 
 def check_divided_weights(run: Recipe) -> None:
-    """Refuse to divide what cannot be, or is not worth it."""
+    """Refuse to divide weights that cannot be divided, or are too few for it."""
     trained = {"train": run.train} | ({"critic.train": run.critic.train} if isinstance(run, Run) else {})
     for option in (name for name, train in trained.items() if train.weights == "divided"):
         if run.ranks == 1:
@@ -162,23 +165,23 @@ def check_divided_weights(run: Recipe) -> None:
 
 
 def _check_cores(run: Recipe) -> list[str]:
-    """Refuse more ranks than this machine can move, and say if they are in each other's way."""
+    """Refuse more ranks than this machine can run, and return a warning if they compete for processors."""
     cores, threads = os.cpu_count() or 1, threads_of(run)
     if run.ranks > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(
             f"`ranks={run.ranks}` are {run.ranks} processes, each with the whole model, and this machine has {cores} "
-            f"processors: nothing would move. Lower it."
+            "processors: nothing would make progress. Lower it."
         )
     if run.ranks * threads > cores:
         return [
-            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has {cores}: "
-            f"they will get in each other's way. Lower `ranks` or `threads`."
+            f"`ranks={run.ranks}` want {run.ranks * threads} processors, {threads} each, and this machine has "
+            f"{cores}: they will slow each other down. Lower `ranks` or `threads`."
         ]
     return []
 
 
 def _idle_options(run: Run) -> list[str]:
-    """What is spoken of and does nothing, a sentence each."""
+    """Return a warning for each option that does nothing."""
     warnings = check_ranks(run, run.collect.tasks, "collect.tasks") + idle_tracker_warnings(run.observe)
     if run.evaluate != EvaluationConfig() and not run.data.val:
         warnings.append(
@@ -189,7 +192,7 @@ def _idle_options(run: Run) -> list[str]:
 
 
 def _refuse_idle_models(run: Run) -> None:
-    """Refuse models beside the policy that would do nothing, and an algorithm that lacks one."""
+    """Refuse auxiliary models that would do nothing, and an algorithm that lacks one."""
     if run.reference != ReferenceConfig() and not uses_reference(run):
         raise ConfigError(
             "`reference.path` names a reference policy, and nothing here compares with one. Choose a `kl`, such as "
@@ -197,21 +200,21 @@ def _refuse_idle_models(run: Run) -> None:
         )
     if run.critic != CriticConfig() and not uses_critic(run):
         raise ConfigError(
-            "`critic` says how a critic learns, and this advantage asks none. Choose `advantage=gae`, or leave it out."
+            "`critic` has options, and this advantage uses no critic. Choose `advantage=gae`, or leave it out."
         )
     if run.teacher != TeacherConfig() and not uses_teacher(run):
         raise ConfigError(
-            "`teacher.path` names a teacher, and this advantage asks none. Choose `advantage=distillation`, or leave "
+            "`teacher.path` names a teacher, and this advantage uses none. Choose `advantage=distillation`, or leave "
             "it out."
         )
     if uses_teacher(run) and run.teacher.path is None:
         raise ConfigError(
-            "This advantage is taken from a teacher, and none is named: give a model directory with `teacher.path=…`."
+            "This advantage needs a teacher, and none is named: give a model directory with `teacher.path=…`."
         )
 
 
 def check_agents(run: Run) -> None:
-    """Refuse what cannot be asked of agents, and options that would need one."""
+    """Refuse runs that agents cannot do, and agent options without an agent."""
     if run.agent.path is None:
         if run.agent != type(run.agent)():
             raise ConfigError(
@@ -222,11 +225,11 @@ def check_agents(run: Run) -> None:
     if run.env.is_enabled:
         raise ConfigError(
             "`agent.path` has an agent make the rollouts, and `env` an environment: one of them would do nothing. "
-            "Leave one out; an agent may speak with whatever it likes."
+            "Leave one out; an agent may call any environment itself."
         )
     idle = {
-        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, calls and all"),
-        "data.overlong": (run.data.overlong, "what the model is asked is the agent's to say, and to shorten"),
+        "collect.timeout": (run.collect.timeout, "`agent.timeout` bounds an attempt, with all its calls"),
+        "data.overlong": (run.data.overlong, "the agent writes the prompts, and shortens them"),
     }
     for name, (value, why) in idle.items():
         section, _, option = name.partition(".")
@@ -234,8 +237,8 @@ def check_agents(run: Run) -> None:
             raise ConfigError(f"`{name}={value}` does nothing where an agent plays: {why}. Leave it out.")
     if run.cluster != "local" and isinstance(run.rollout, TorchEngineConfig):
         raise ConfigError(
-            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call has it "
-            f"in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
+            f"`cluster={run.cluster}` puts the engine into another process, and the endpoint that agents call needs "
+            "it in this one so far. Leave `cluster` out, or sample by servers: `rollout=vllm`."
         )
     if run.ranks > 1 and isinstance(run.rollout, TorchEngineConfig):
         raise ConfigError(
@@ -250,45 +253,45 @@ def check_agents(run: Run) -> None:
 
 
 def _check_environment(run: Run) -> None:
-    """Refuse an environment that cannot be made, and options that would need one."""
+    """Refuse an environment that cannot be created, and environment options without one."""
     missing = sorted(run.required_columns() & ENVIRONMENT_COLUMNS)
     if not run.env.is_enabled:
         if run.env != type(run.env)():
             raise ConfigError(
-                "`env` has options, and names nobody to speak with: they would do nothing. Give `env.path` or "
-                "`env.tools`, or leave them out."
+                "`env` has options, and names neither environment nor tools: they would do nothing. Give `env.path` "
+                "or `env.tools`, or leave them out."
             )
         if missing and run.agent.path is None:
             raise ConfigError(
                 f"This algorithm needs the column `{missing[0]}`: the states in which turns began, which an "
-                f"environment tells. Give one with `env.path` or `env.tools`, or choose another advantage."
+                "environment provides. Give one with `env.path` or `env.tools`, or choose another advantage."
             )
     if run.env.path is None and run.agent.path is None and not run.reward.scores_answers:
         raise ConfigError(
-            "`reward=environment` leaves rewards to the environment, and there is none that pays. Give one with "
-            "`env.path`, or choose a reward."
+            "`reward=environment` leaves rewards to the environment, and there is none that gives rewards. Give one "
+            "with `env.path`, or choose a reward."
         )
     if run.env.is_enabled and run.data.overlong == "truncate":
         raise ConfigError(
-            "`data.overlong=truncate` cuts off the beginning of a prompt, and a rollout of several turns keeps its "
-            "own. Choose `data.overlong=filter`."
+            "`data.overlong=truncate` cuts off the beginning of a prompt, and a multi-turn rollout keeps its own. "
+            "Choose `data.overlong=filter`."
         )
     run.env.prepare()
 
 
 def _check_echo(run: Run) -> None:
-    """Refuse to learn from what an environment shows between answers, where there is one answer."""
+    """Refuse `echo`, which trains on environment tokens between answers, where a rollout is one answer."""
     if run.echo and run.agent.path is None and (not run.env.is_enabled or run.env.max_turns == 1):
         which = "`env.max_turns=1` allows one answer" if run.env.is_enabled else "neither `env` nor `agent.path` is set"
         raise ConfigError(
-            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers, and a rollout of "
-            f"this run is a single answer ({which}): it would do nothing. Leave `echo` out, or give an environment, "
-            f"tools or an agent."
+            f"`echo={run.echo:g}` learns to predict what an environment shows between two answers. A rollout of this "
+            f"run is a single answer ({which}), so it would do nothing. Leave `echo` out, or give an environment, "
+            "tools or an agent."
         )
 
 
 def _check_metric(run: Run) -> None:
-    """Refuse a part of the reward that nothing compares, or that there is none of."""
+    """Refuse a `collect.metric` that nothing reads, or that the reward does not have."""
     name, reward = run.collect.metric, run.reward
     if name and not run.collect.refill:
         raise ConfigError(
@@ -304,7 +307,7 @@ def _check_metric(run: Run) -> None:
 
 
 def check_context_length(run: Run, model: Model) -> None:
-    """Refuse prompts and answers that the model or its engine has no room for."""
+    """Refuse prompts and answers that do not fit into the model's context or the engine's memory."""
     check_answer_length(run, model, "sampling.max_tokens", run.sampling.max_tokens)
     if run.data.val:
         check_answer_length(
@@ -313,7 +316,7 @@ def check_context_length(run: Run, model: Model) -> None:
 
 
 def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
-    """Refuse answers of this length, named by the option that sets it."""
+    """Refuse answers of this length. name: the option that sets it."""
     total = run.data.max_prompt_length + answer
     if total > model.context_length:
         shorter = min(answer, max(1, model.context_length // 2))
@@ -331,12 +334,12 @@ def check_answer_length(run: Run, model: Model, name: str, answer: int) -> None:
 
 
 def max_total_tokens(run: Run, model: Model) -> int:
-    """How many tokens model and engine have room for, prompt and answers together."""
+    """Return the most tokens that model and engine have room for, prompt and answers together."""
     return min(model.context_length, _kv_capacity(run, model))
 
 
 def _kv_capacity(run: Run, model: Model) -> int:
-    """How many tokens the engine has memory for. A server sees to it itself that it has enough for its context."""
+    """Return the number of tokens that the engine has memory for. A server makes sure itself that its context fits."""
     if not isinstance(run.rollout, TorchEngineConfig):
         return model.context_length
     size = run.rollout.block_size
@@ -348,73 +351,72 @@ def _kv_gib(run: Run) -> float:
 
 
 def check_servers(run: Run) -> None:
-    """Refuse what servers cannot be asked for."""
+    """Refuse options that inference servers cannot serve."""
     if isinstance(run.rollout, TorchEngineConfig):
         return
     if run.train.precision == "fp64":
         raise ConfigError(
-            "`train.precision=fp64` is what no server computes in. Choose another, or `rollout=embedded`."
+            "`train.precision=fp64` is a precision that no server computes in. Choose another, or `rollout=embedded`."
         )
     if run.lora.publish != type(run.lora)().publish:
         raise ConfigError(
-            "`lora.publish` is how the embedded engine is told of an adapter, and servers are given merged weights. "
-            "Leave it out."
+            "`lora.publish` says how adapters reach the embedded engine, and servers get merged weights. Leave it out."
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.adapters == "only" and not run.lora.is_enabled:
         raise ConfigError(
-            "`rollout.adapters=only` brings servers the adapters that are trained, and there are none. Set `lora.rank` "
-            "(16 is usual), or leave it out."
+            "`rollout.adapters=only` sends servers the trained adapters, and there are none. Set `lora.rank` (16 is "
+            "usual), or leave it out."
         )
     if isinstance(run.rollout, ServerConfig) and run.rollout.weight_transport != "files" and run.ranks > 1:
         bound = run.rollout.update_timeout
         if run.crew.timeout < 2 * bound:
             raise ConfigError(
-                f"`rollout.update_timeout={bound:g}`: a rank waits so long for a server that hangs while weights are "
-                f"brought, and the others wait for that rank `crew.timeout={run.crew.timeout:g}` s and then end the "
-                f"run. Have that twice as long at least: raise it, or lower `rollout.update_timeout`."
+                f"`rollout.update_timeout={bound:g}`: a rank waits so long for a server that hangs during a weight "
+                f"update. The other ranks wait for that rank `crew.timeout={run.crew.timeout:g}` s, and then end the "
+                "run. `crew.timeout` must be at least twice as long: raise it, or lower `rollout.update_timeout`."
             )
     if run.train.offload and select_device(run).type == "cpu":
         raise ConfigError(
-            "`train.offload` has servers give their memory up while the policy is trained, which they can on a GPU "
+            "`train.offload` has servers free their memory while the policy is trained, which they can do on a GPU "
             "only. Leave it out."
         )
 
 
 def uses_reference(run: Run) -> bool:
-    """Whether the policy is compared with a reference."""
+    """Return whether the policy is compared with a reference."""
     return bool(run.required_columns() & REFERENCE_COLUMNS)
 
 
 def uses_teacher(run: Run) -> bool:
-    """Whether the policy learns from a teacher."""
+    """Return whether the policy learns from a teacher."""
     return bool(run.required_columns() & TEACHER_COLUMNS)
 
 
 def uses_critic(run: Run) -> bool:
-    """Whether a critic says what it expects."""
+    """Return whether a critic predicts returns."""
     return bool(run.required_columns() & CRITIC_COLUMNS)
 
 
 def active_roles(run: Run) -> frozenset[str]:
-    """Who there is beside the policy and its engine."""
+    """Return the roles that have a model in this run, besides the policy."""
     present = {"reference": uses_reference(run), "teacher": uses_teacher(run), "critic": uses_critic(run)}
     present["reward"] = bool(model_rewards(run.reward))
     return frozenset(role for role, is_there in present.items() if is_there)
 
 
 def model_rewards(reward: RewardFunction) -> list[RewardModelScore]:
-    """The rewards that a model in this process gives: this one, or parts of it."""
+    """Return the rewards that a model in this process computes: this one, or parts of it."""
     if isinstance(reward, CombinedReward):
         return [reward_model for part in reward.parts.values() for reward_model in model_rewards(part)]
     return [reward] if isinstance(reward, RewardModelScore) else []
 
 
 def model_columns(run: Run) -> frozenset[str]:
-    """The columns that the policy and the models beside it are asked for before a step's estimates.
+    """Return the columns that the policy and the auxiliary models compute before a step's estimates.
 
-    π_old is asked for even where no loss reads it, because the sampler is compared with it at every step. It is left
-    out where μ stands in for it, and where the step's one update tells it, so that no pass is made for it alone. What
-    a critic is trained on is what it said before.
+    π_old is computed even where no loss reads it, because each step compares the sampler with it. It is left out where
+    μ stands in for it. It is also left out where the step's only update computes it anyway, so that no pass is made for
+    it alone. The critic is trained against its earlier predictions, so its columns are included.
     """
     columns = run.required_columns() & MODEL_COLUMNS
     columns |= run.critic.loss.required_columns() & CRITIC_COLUMNS if uses_critic(run) else frozenset()

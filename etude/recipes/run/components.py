@@ -1,4 +1,4 @@
-"""What a loop is made of, as the loop speaks to it; `build` decides what stands behind each."""
+"""The components of a training loop, as the loop calls them; `build` chooses the implementation of each."""
 
 from __future__ import annotations
 
@@ -25,58 +25,60 @@ __all__ = ["Engine", "Learners", "PeriodicEvaluation", "RunComponents"]
 
 
 class Engine(TokenGenerator, Protocol):
-    """What answers, as far as the loop looks at it: one engine, or one on each rank."""
+    """The engine interface that the loop uses: one engine, or one on each rank."""
 
     def stats(self) -> Metrics:
-        """What was done since this was last asked."""
+        """Return the statistics since the last call."""
         ...
 
 
 @dataclass
 class Learners:
-    """The trained roles, as the loop speaks to them: one policy. What they make of a batch may stay with them."""
+    """The trained models, as the loop calls them. Batches that they return may stay on the ranks."""
 
     crew: Crew
     columns: frozenset[str]
-    """What the model itself must tell of a batch before advantages can be estimated."""
+    """Columns that the models must compute before advantages can be estimated."""
     mini_batches: int
-    """Into how many update batches a step's batch is cut, before each of them is shared out over the ranks."""
+    """Number of update batches that a step's batch is split into, each of which is then shared out over the ranks."""
     split_unit: Literal["rollout", "group"]
-    """What no update batch has a part of."""
+    """The unit that no update batch has only a part of."""
     free_engine_memory: Callable[[], None] = field(default=lambda: None)
-    """Has whoever shares the device give up its memory, before there is work."""
+    """Makes the engine on the same device free its memory, before training begins."""
 
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with what the run's algorithms declared they need of the model. Work on a batch begins with it."""
+        """Return the batch with the model columns that the run's algorithm needs. It is the first call on each
+        batch."""
         self.free_engine_memory()
         return self.crew.call_for_ref(PolicyWorker.annotate, batch, self.columns) if self.columns else batch
 
     def estimate(self, batch: Batch, step: int) -> Batch:
-        """The batch with corrections and advantages."""
+        """Return the batch with corrections and advantages."""
         return self.crew.call_for_ref(PolicyWorker.estimate, batch, step)
 
     def update(self, batch: Batch) -> Metrics:
-        """Every optimizer step that this batch is good for."""
+        """Make all optimizer steps on this batch, and return their metrics."""
         return self.crew.call(PolicyWorker.update, batch.split(self.mini_batches, by=self.split_unit))
 
     def facts(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of them in plain numbers."""
+        """Return the plain values that a checkpoint stores of the trained models."""
         return self.crew.call(PolicyWorker.facts)
 
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of them."""
+        """Write a checkpoint of the trained models."""
         return self.crew.call(PolicyWorker.save, checkpoints, step, facts)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Go on from one."""
+        """Restore the trained models from a checkpoint."""
         self.crew.call(PolicyWorker.resume, checkpoints, checkpoint)
 
 
 @dataclass
 class PeriodicEvaluation:
-    """Evaluation as the loop speaks to it: due or not, shown, written, and remembered for the best checkpoint.
+    """Evaluation, as the loop calls it: checks if it is due, runs it, writes its answers, and keeps scores for the best
+    checkpoint.
 
-    A step that the journal has a score of is not scored again.
+    A step whose score is in the journal is not scored again.
     """
 
     evaluator: Evaluator | None
@@ -85,21 +87,23 @@ class PeriodicEvaluation:
     store: Journal
     engine: Engine
     evaluation_id: str
-    """What the scores are measured with, as the journal names it."""
+    """The id of the way in which scores are measured, as in the journal."""
     progress: ProgressFactory
-    """Shows how far the answers have come."""
+    """Makes the progress bar of the answers."""
     scores: dict[int, float] = field(default_factory=dict)
-    """The score of each step, where nothing failed."""
+    """The score of each step in whose evaluation nothing failed."""
     failure: Exception | None = None
-    """What ended the last evaluation, until it is raised."""
+    """The error that ended the last evaluation, until it is raised."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to score after this step."""
+        """Return whether to score after this step."""
         return self.evaluator is not None and self.evaluator.is_due(step, self.steps)
 
     def maybe_run(self, step: int) -> Metrics:
-        """Score the policy if this step asks for it. Should that fail, the step itself is still to be saved: what
-        happened is kept until `raise_failed`."""
+        """Score the policy if it is due after this step.
+
+        If scoring fails, the step itself must still be saved, so the error is kept until `raise_failed`.
+        """
         if self.evaluator is None or not self.is_due(step):
             return Metrics()
         scored = self._read_scores(step)
@@ -121,17 +125,17 @@ class PeriodicEvaluation:
         return metrics
 
     def raise_failed(self) -> None:
-        """Raise what ended the last evaluation, if anything did."""
+        """Raise the error that ended the last evaluation, if there is one."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def score_at(self, step: int) -> float | None:
-        """The score at a step, where there was one."""
+        """Return the score at a step, or None."""
         return self.scores.get(step)
 
     def _read_scores(self, step: int) -> Metrics | None:
-        """What the journal has of a step, measured as now."""
+        """Return the scores that the journal has of a step, measured in the same way as now."""
         for _, event in self.store.read(kinds=(events.PolicyEvaluated,)):
             if isinstance(event, events.PolicyEvaluated) and (event.step, event.name) == (step, self.evaluation_id):
                 counts = {name for name in event.scores if name.endswith("/failed")}
@@ -143,8 +147,8 @@ class PeriodicEvaluation:
         score = scored[f"eval/mean@{evaluator.samples}"]
         if failed:
             log.warning(
-                "%d of %d answers that were to be scored after step %d failed and count as 0: the score is too low, "
-                "and marks no best checkpoint. Each says why in `evaluations`.",
+                "%d of %d answers that were to be scored after step %d failed and count as 0. So the score is too "
+                "low, and marks no best checkpoint. Each says why in `evaluations`.",
                 *(failed, evaluator.tasks * evaluator.samples, step),
             )
         else:
@@ -159,7 +163,7 @@ class PeriodicEvaluation:
 
 @dataclass
 class RunComponents:
-    """The parts of a loop, ready."""
+    """The components of a training loop, ready to use."""
 
     directory: Path
     log: RunLog
@@ -170,19 +174,21 @@ class RunComponents:
     engine: Engine
     store: Journal
     runner: asyncio.Runner
-    """The run's one event loop."""
+    """The run's only event loop."""
     overlong_prompts: int
-    """How many prompts of `data.train` were too long."""
+    """Number of prompts of `data.train` that were too long."""
     decode: Callable[[Ids], str]
-    """What ids say, in words."""
+    """Decodes token ids to text."""
     new_client: Callable[[], RolloutQueue] | None = None
-    """Another desk at the rollouts of agents, where those play."""
+    """Makes another client of the agents' rollout queue, if agents make the rollouts."""
     publisher: Callable[[int], Metrics] | None = None
-    """Who brings weights to the engine under a version, where the workers' own engines are not it."""
+    """Publishes a version of the weights to servers; None where the workers' own engines sample."""
 
     def begin(self) -> None:
-        """Publish the weights that the run begins with, and score them if that is asked for: a line of its own. What
-        the engine did before is no part of the run."""
+        """Publish the first weights, and score them if that is due.
+
+        Engine statistics from before are discarded, as they do not belong to the run.
+        """
         step = self.checkpoint.step
         self.publish(step)
         self.engine.stats()
@@ -190,20 +196,21 @@ class RunComponents:
             with self.log.step(step) as at, at.timer("evaluate"):
                 at.add(self.evaluate.maybe_run(step))
                 self.evaluate.raise_failed()
-            self.checkpoint.mark_best(step)  # it was saved without a score, if its evaluation had failed
+            self.checkpoint.mark_best(step)  # it was saved without a score if its evaluation failed
 
     def collate(self, groups: StepGroups) -> Batch:
-        """One batch of a step's groups, which ranks make where its tokens do not lie here."""
+        """Return the batch of a step's groups. The ranks build it from tokens in the object store if those are not
+        here."""
         return build_step_batch(self.learners.crew, groups.rows, groups.rollouts, self.checkpoint.step)
 
     def publish(self, version: int) -> Metrics:
-        """Hand the weights to every engine, under a new version."""
+        """Publish the weights to every engine, under a new version."""
         if self.publisher is not None:
             return self.publisher(version)
         return self.learners.crew.call(PolicyWorker.publish, version)
 
     def measure(self, groups: StepGroups) -> Metrics:
-        """What is seen of a step's rollouts, of the engine that drew them, and of the device."""
+        """Return the metrics of a step's rollouts, of the engine that sampled them, and of the device."""
         rows_with_samples = [rows for rows in groups.rows if rows.models]
         prompts, answers = (
             [rows.prompt_tokens for rows in rows_with_samples],

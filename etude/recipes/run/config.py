@@ -1,8 +1,8 @@
-"""A run, whole: every option of `etude train`, as one frozen object.
+"""Every option of `etude train`, as one frozen object.
 
-It *is* its `Algorithm`: what a test flips there is what a run trains with. The rooms' own options hang below it, each
-written where it acts: `data`, `rollout`, `train`, `reward`. What is here is what belongs to no room: the order of the
-loop, and the length of its groups.
+The run *is* its `Algorithm`: the options that a test changes there are the options that a run trains with. The options
+of other packages are nested in it: `data`, `rollout`, `train`, `reward`. This file has the options that belong to no
+package, such as the length of a run.
 """
 
 from __future__ import annotations
@@ -71,27 +71,34 @@ CHANGEABLE_OPTIONS = (
     *("agent.max_calls", "agent.listen", "agent.store"),
     *("reward.max_concurrency", "reward.prices", "reward.requests_per_minute", "reward.tokens_per_minute"),
 )
-"""Options that a resumed run may change: how long it is, what is scored, kept, shown and waited for, how much memory
-is used, and by how many processes. `steps` is among them only while every schedule is constant, and so does not depend
-on it. None changes what is trained on, but that a timeout decides which answers fail; those of memory and processes may
-change the last bits."""
+"""The options that a resumed run may change: its length, evaluation, checkpoints, logging, timeouts, memory use and
+number of processes.
+
+`steps` may change only while every schedule is constant and so does not depend on it. None of these options changes the
+training data, except that a timeout decides which answers fail. Options of memory and processes may change the last
+bits of the results.
+"""
 
 
 class CriticConfig(Config):
-    """Who foresees what will be earned, for advantages that compare with that."""
+    """The critic, which predicts returns for advantages that subtract a value."""
 
     path: Path | None = Field(
         None,
-        description="a model directory to begin from; null is the policy's. What it foresees begins at 0, unless it "
+        description="model directory to start from; null is the policy's. Predictions start at 0 unless the model "
         "has a score head",
     )
-    warmup: int = Field(0, ge=0, description="steps at the beginning in which the critic learns and the policy rests")
-    loss: ValueLoss = Field(ValueLoss(), description="how it is brought to the returns")
-    train: TrainConfig = Field(TrainConfig(learning_rate=1e-5), description="its own optimizer and precision")
+    warmup: int = Field(
+        0,
+        ge=0,
+        description="first steps that train the critic only; larger gives the policy a better baseline but fewer steps",
+    )
+    loss: ValueLoss = Field(ValueLoss(), description="the loss between predicted values and returns")
+    train: TrainConfig = Field(TrainConfig(learning_rate=1e-5), description="the critic's own optimizer and precision")
 
 
 class Run(Recipe, AlgorithmConfig):
-    """Everything `etude train` needs to know."""
+    """All options of `etude train`."""
 
     aliases: ClassVar[Mapping[str, str]] = OPTION_ALIASES
     verl_trl_options: ClassVar[Mapping[str, str]] = VERL_TRL_OPTIONS
@@ -104,50 +111,56 @@ class Run(Recipe, AlgorithmConfig):
 
     recipe: Literal["train"] = Field("train", description="the command that these options are for")
     reference: ReferenceConfig = Field(ReferenceConfig(), description="the policy that `kl` compares with")
-    teacher: TeacherConfig = Field(TeacherConfig(), description="the policy that `advantage=distillation` learns from")
-    critic: CriticConfig = Field(CriticConfig(), description="what `advantage=gae` compares with")
-    placement: PlacementConfig = Field(PlacementConfig(), description="which device each model is on")
+    teacher: TeacherConfig = Field(TeacherConfig(), description="the model that `advantage=distillation` imitates")
+    critic: CriticConfig = Field(CriticConfig(), description="the value model of `advantage=gae`")
+    placement: PlacementConfig = Field(PlacementConfig(), description="the device of each model")
     data: DataConfig = Field(DataConfig(), description="the tasks")
-    env: EnvConfig = Field(EnvConfig(), description="whom it speaks with, where a rollout is more than one answer")
-    agent: AgentConfig = Field(AgentConfig(), description="who plays rollouts, where an agent does")
+    env: EnvConfig = Field(EnvConfig(), description="the environment and tools of multi-turn rollouts")
+    agent: AgentConfig = Field(AgentConfig(), description="the agent that makes the rollouts, and its limits")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
         REWARDS["exact"](),
-        description="what an answer earns; `function` calls one of your own, `combined` adds several, `environment` "
+        description="the reward of an answer; `function` calls your own, `combined` adds several, `environment` "
         "leaves it to `env`",
     )
     judging: JudgingConfig = Field(
-        JudgingConfig(), description="how rewards are computed, and what their failures mean"
+        JudgingConfig(), description="how rewards are computed, and the score of an answer that could not be judged"
     )
-    sampling: SamplingConfig = Field(SamplingConfig(), description="how answers are drawn for training")
+    sampling: SamplingConfig = Field(SamplingConfig(), description="how answers are sampled for training")
     rollout: Annotated[RolloutConfig, Choice(ENGINES)] = Field(
         TorchEngineConfig(),
-        description="what samples: `embedded` is an engine in this process, `vllm` and `sglang` are servers",
+        description="the inference engine: `embedded` runs in this process, `vllm` and `sglang` are servers",
     )
-    collect: CollectionConfig = Field(CollectionConfig(), description="which rollouts a step trains on")
-    evaluate: EvaluationConfig = Field(EvaluationConfig(), description="scoring the policy on `data.val` as it learns")
+    collect: CollectionConfig = Field(CollectionConfig(), description="the rollouts of a training step")
+    evaluate: EvaluationConfig = Field(
+        EvaluationConfig(), description="scoring the policy on `data.val` during training"
+    )
 
-    steps: int = Field(100, ge=1, description="how often rollouts are collected and trained on")
+    steps: int = Field(100, ge=1, description="training steps; each collects rollouts once and trains on them")
     mini_batches: int = Field(
-        1, ge=1, description="optimizer steps a step; from the second on, the policy is off its data"
+        1, ge=1, description="optimizer steps per training step; from the second on the data is off-policy"
     )
-    ppo_epochs: int = Field(1, ge=1, description="passes over the rollouts of a step")
-    max_staleness: int = Field(0, ge=0, description="how many versions old a rollout may be; 0 is on-policy")
+    ppo_epochs: int = Field(
+        1, ge=1, description="passes over the rollouts of a step; more reuse the data, which is then off-policy"
+    )
+    max_staleness: int = Field(
+        0, ge=0, description="most policy versions that a rollout may lag behind; 0 is on-policy"
+    )
 
     def schedules(self) -> dict[str, str]:
-        """The policy's and the critic's."""
+        """Return the learning-rate schedules of the policy and the critic."""
         return {**super().schedules(), "critic.train.lr_scheduler": self.critic.train.lr_scheduler}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Run:
         if self.max_staleness > 0:
             raise ConfigError(
-                f"`max_staleness={self.max_staleness}` asks for collecting while training, which is not built yet. "
-                f"Leave it at 0."
+                f"`max_staleness={self.max_staleness}` asks for collection during training, which is not built yet. "
+                "Leave it at 0."
             )
         if 0 < self.steps <= self.critic.warmup:
             raise ConfigError(
-                f"`critic.warmup={self.critic.warmup}` leaves the policy none of the {self.steps} `steps` to learn in. "
-                f"Shorten it, or ask for more steps."
+                f"`critic.warmup={self.critic.warmup}` leaves none of the {self.steps} `steps` to train the policy. "
+                "Lower it, or raise `steps`."
             )
         rollouts = self.collect.tasks * self.collect.group_size
         if rollouts < self.mini_batches:

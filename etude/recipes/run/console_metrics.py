@@ -11,14 +11,13 @@ __all__ = ["failure_metrics", "headline"]
 
 
 def headline(run: Run) -> list[str]:
-    """The metrics on the line of a step; all the others are in metrics.jsonl."""
-    once = (
-        run.mini_batches * run.ppo_epochs == 1
-    )  # where one update leaves loss and policy_kl at 0, whatever is learned
+    """Return the metrics on the console line of a step; all others are in metrics.jsonl."""
+    # A single update leaves loss and policy_kl at 0, even if the policy learned.
+    once = run.mini_batches * run.ppo_epochs == 1
     learned = ["grad_norm", "zero_variance_groups"] if once else ["loss", "policy_kl"]
     return ["reward", f"eval/mean@{run.evaluate.samples}", *learned, "answer_length", "sampled_tokens_per_second"]
 
 
 def failure_metrics(run: Run) -> dict[str, str]:
-    """For each mean on that line, the metric that counts the answers it leaves out, or counts as 0."""
+    """Return, for each mean on that line, the metric that counts the answers that it leaves out, or counts as 0."""
     return {"reward": "failed_attempts", f"eval/mean@{run.evaluate.samples}": "eval/failed"}

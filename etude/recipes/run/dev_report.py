@@ -1,4 +1,4 @@
-"""Rollouts as `Trainer.dev` shows them: what was said and noted, what it earned, what would be learned from it."""
+"""Shows rollouts for `Trainer.dev`: the text of the turns, the notes, the reward, and the advantages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from etude.store import RolloutState
 __all__ = ["continued_turn", "show_failed", "show_scored"]
 
 WIDE = 200
-"""Letters of a field of a task that are shown."""
+"""Most characters shown of a task's field."""
 LONGEST = 2000
-"""Letters of a note that are shown: its end."""
+"""Most characters shown of a note: its end."""
 
 
 def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> None:
-    """Show rollouts that have a reward, and what would be learned from each."""
+    """Show rollouts that have a reward, and the advantage of each."""
     learners = parts.learners
     batch = learners.crew.fetch(learners.estimate(learners.annotate(parts.collate(groups)), 1))
     advantage, rows, ends = batch.require("advantage"), batch.rollout_row_offsets.tolist(), batch.offsets.tolist()
@@ -50,7 +50,8 @@ def show_scored(parts: RunComponents, groups: StepGroups, console: Console) -> N
 
 
 def show_failed(parts: RunComponents, others: Collection[int], console: Console) -> None:
-    """Show the tries that came to nothing, as far as they came, and why. others: those that are shown already."""
+    """Show the attempts that failed, as far as they came, with the cause. others: ids of rollouts that were already
+    shown."""
     for state in parts.store.rollouts():
         if state.id in others or state.last is None:
             continue
@@ -62,7 +63,7 @@ def show_failed(parts: RunComponents, others: Collection[int], console: Console)
 
 
 def _show_turns(parts: RunComponents, rollout: int, console: Console) -> None:
-    """Turn by turn what the model read that was new to it, and what it wrote."""
+    """Show turn by turn the prompt tokens that were new to the model, and its answer."""
     earlier: list[Turn] = []
     for turn in parts.store.turns(rollout):
         num_known, relation = continued_turn(turn.prompt, earlier)
@@ -75,8 +76,8 @@ def _show_turns(parts: RunComponents, rollout: int, console: Console) -> None:
 
 
 def continued_turn(prompt: Ids, earlier: Sequence[Turn]) -> tuple[int, str]:
-    """Return how many tokens of a prompt stand in an earlier turn that it continues, and how it stands to those turns,
-    where that is worth a word."""
+    """Return how many tokens of a prompt are those of an earlier turn that it continues. Also return a remark about its
+    relation to earlier turns, if there is one."""
     sequences = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in earlier]
     continued = [position for position, sequence in enumerate(sequences) if _begins(prompt, sequence)]
     if continued:
@@ -86,7 +87,7 @@ def continued_turn(prompt: Ids, earlier: Sequence[Turn]) -> tuple[int, str]:
     rewritten = [turn for turn in earlier if len(prompt) > len(turn.prompt) and _begins(prompt, turn.prompt)]
     if rewritten:
         return 0, f", begun anew: after the prompt of turn {rewritten[-1].index} the agent rewrote its history"
-    return 0, ", a conversation of its own" if earlier else ""
+    return 0, ", a separate conversation" if earlier else ""
 
 
 def _begins(ids: Ids, start: Ids) -> bool:
@@ -94,7 +95,7 @@ def _begins(ids: Ids, start: Ids) -> bool:
 
 
 def _show_notes(parts: RunComponents, state: RolloutState, console: Console, *, causes: bool = True) -> None:
-    """The notes of an attempt. causes: include the endpoint's notes."""
+    """Show the notes of an attempt. causes: include the endpoint's notes."""
     notes = last_attempt_notes(parts.store, state)
     for note in notes:
         for name, text in _texts(note):
@@ -105,7 +106,7 @@ def _show_notes(parts: RunComponents, state: RolloutState, console: Console, *, 
 
 
 def _texts(note: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A note under names that people know: each output of a command, or whatever an agent emitted."""
+    """Return a note under readable names: each output of a command, or the data that an agent emitted."""
     name, data = note["name"], note["data"]
     if endpoint_errors([note]):
         return []
@@ -116,7 +117,7 @@ def _texts(note: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _describe_update(advantages: Sequence[float]) -> str:
-    """Describe what an update would do with a rollout."""
+    """Describe the effect of an update on a rollout."""
     if not advantages:
         return "nothing would be learned from it: the model wrote nothing"
     mean = sum(advantages) / len(advantages)

@@ -1,4 +1,4 @@
-"""What a run computes on: the processor, or a GPU for each of its ranks."""
+"""Chooses the device of a run: the CPU, or a GPU for each of its ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ __all__ = ["check_device", "select_device"]
 
 
 def select_device(run: Recipe) -> torch.device:
-    """The device of this process, where it is one of the run's ranks or the only one. To the controller of ranks over
-    Ray, which stand wherever a GPU is, one that says so may be no more than a word."""
+    """Return the device of this process, as one of the run's ranks or the only one.
+
+    The controller of ranks over Ray may have no GPU itself. There a CUDA device only means that the ranks use GPUs on
+    their own machines.
+    """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if run.device == "cpu" or (run.device == "auto" and not num_gpus):
         return torch.device("cpu")
@@ -27,8 +30,8 @@ def select_device(run: Recipe) -> torch.device:
         return torch.device("cuda")
     if not num_gpus:
         raise ConfigError(
-            "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` out "
-            "and compute on the processor."
+            "`device=cuda` asks for a GPU, and this torch reaches none: `etude doctor` says why. Or leave `device` "
+            "out and compute on the processor."
         )
     if run.ranks > num_gpus and run.cluster == "local":
         raise ConfigError(
@@ -39,7 +42,7 @@ def select_device(run: Recipe) -> torch.device:
 
 
 def check_device(run: Recipe) -> None:
-    """Refuse a device that is not there, and say what is known of one that is."""
+    """Refuse a device that does not exist, and log known limits of one that does."""
     if select_device(run).type == "cuda":
         here = torch.cuda.is_available()
         get_logger("recipes").warning(

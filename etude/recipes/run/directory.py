@@ -1,13 +1,9 @@
-"""The directory of a run: one process at a time works in it, and what it holds says which run it is.
+"""The directory of a run: one process at a time works in it, and its files say which run it is.
 
-run.yaml        every option of the run, as it was started; its last line is a checksum of the others
-inputs.json     what lay in the files that it was started on
-metrics.jsonl   what each step measured
-journal.sqlite  every rollout, and which step trained on it
-checkpoints/    what the run goes on from
-ranks/          what each of several processes said
-evaluations/    the answers that were scored
-tasks/          those that a program gave, where they lay in no file
+run.yaml every option of the run, as it was started; its last line is a checksum of the others inputs.json sizes and
+hashes of the files that it was started on metrics.jsonl the metrics of each step journal.sqlite every rollout, and the
+step that trained on it checkpoints/ the states that the run resumes from ranks/ the output of each rank process
+evaluations/ the answers that were scored tasks/ tasks that a program gave directly, and not in a file
 """
 
 from __future__ import annotations
@@ -62,12 +58,12 @@ __all__ = [
 
 OPTIONS, LOCK, RANK_LOGS, SERVER_LOGS, TASKS_FOLDER = "run.yaml", ".lock", "ranks", "servers", "tasks"
 JOURNAL, STORE_RUN_FILE = "journal.sqlite", "joined.json"
-"""What was sampled; and, where a store elsewhere keeps that, which run this is to it."""
+"""The database of rollouts; and the file with the identity of this run at a remote store."""
 R = TypeVar("R", bound=Recipe)
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """A directory that is not there yet, named by the date and time."""
+    """Return a directory that does not exist yet, named by date and time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         directory = parent / f"{name}-{stamp}{suffix}"
@@ -78,16 +74,16 @@ def new_directory(parent: Path, name: str) -> Path:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold the directory for this process. The system lets go of it when the process ends, however it ends.
+    """Lock the directory for this process. The system releases the lock when the process ends, in any way.
 
-    A directory that was made for this and in which nothing came to be is removed again. What ranks said comes to
-    nothing where they were refused, and stays where one was lost: the error points to it.
+    A directory that was created here is removed again if the run wrote nothing useful in it. Logs of ranks are removed
+    where a run was refused. They stay after a `CrewError` or `EngineError`, because the error points to them.
     """
     new = not directory.exists()
     if Path.cwd().is_relative_to(_absolute(directory)) and not (directory / OPTIONS).exists():
         raise ConfigError(
-            f"`directory={directory}` is where you stand, or holds it: a run wants a directory of its own. Name a new "
-            f"one, such as `directory=runs/mine`."
+            f"`directory={directory}` is the current directory or a parent of it: a run needs its own directory. Name "
+            "a new one, such as `directory=runs/mine`."
         )
     create_directory(directory)
     with (directory / LOCK).open("a+") as lock:
@@ -118,14 +114,13 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 
 def create_directory(directory: Path) -> None:
-    """Make the directory of a run, which may then be written to before the run begins; refuse one in which something
-    else lies."""
+    """Create the directory of a run, before the run begins; refuse a directory that holds something else."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     others = sorted(name for name in names if not name.startswith((".", JOURNAL)))  # a journal without options
     if others and not names & {OPTIONS, INPUTS, LOCK}:
         listed = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
         raise ConfigError(
-            f"`directory={directory}` is not empty and holds no run, but {listed}: a run wants a directory of its own. "
+            f"`directory={directory}` is not empty and holds no run, but {listed}: a run needs its own directory. "
             f"Name a new one, such as `directory={directory / 'run'}`."
         )
     try:
@@ -136,12 +131,12 @@ def create_directory(directory: Path) -> None:
 
 
 def read_options(directory: Path) -> dict[str, Any]:
-    """The options of the run that a directory holds, as plain values; refused where they are not what was written."""
+    """Return the options of the run in a directory, as plain values; refuse a file that was edited."""
     options: dict[str, Any] = yaml.safe_load(
         read_text(
             directory / OPTIONS,
-            f"Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
-            f"copy; or remove it, and give the run's first command once more, with all its options and "
+            "Options are given with the command, as `key=value`, and not changed in this file. Bring it back from a "
+            "copy. Or remove it, and give the run's first command once more, with all its options and "
             f"`directory={directory}`: the run goes on.",
         )
     )
@@ -149,18 +144,18 @@ def read_options(directory: Path) -> dict[str, Any]:
 
 
 def read_recipe_name(directory: Path) -> str:
-    """The command of the run that a directory holds."""
+    """Return the command of the run in a directory."""
     file = directory / OPTIONS
     if not file.exists():
         if (directory / INPUTS).exists():
             raise RunError(
-                f"{file} is missing, in which the options of the run were. Bring it back from a copy; or give the "
-                f"run's first command once more, with all its options and `directory={directory}`: the run goes on."
+                f"{file} is missing, which held the options of the run. Bring it back from a copy. Or give the run's "
+                f"first command once more, with all its options and `directory={directory}`: the run goes on."
             )
         if (directory / LOCK).exists():
             raise RunError(
                 f"The run in {directory} has not begun: it has no {OPTIONS} yet. Wait until its ranks and servers are "
-                f"there; or give its command once more, if it has ended."
+                "ready. If it has ended, give its command once more."
             )
         raise RunError(
             f"{directory} holds no run: it has no {OPTIONS}. Give the directory that `etude train` printed, "
@@ -170,7 +165,7 @@ def read_recipe_name(directory: Path) -> str:
 
 
 def read_recipe_class(directory: Path) -> type[Recipe]:
-    """The recipe of the run that a directory holds."""
+    """Return the recipe class of the run in a directory."""
     name = read_recipe_name(directory)
     if name not in RECIPES:
         raise RunError(
@@ -180,16 +175,17 @@ def read_recipe_class(directory: Path) -> type[Recipe]:
 
 
 def read_run(directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None) -> Run:
-    """The run of `etude train` that a directory holds; see `read_recipe`."""
+    """Return the `etude train` run in a directory; see `read_recipe`."""
     return read_recipe(Run, directory, overrides, masked=masked)
 
 
 def read_recipe(
     kind: type[R], directory: Path, overrides: Sequence[str] = (), *, masked: Callable[[str], object] | None = None
 ) -> R:
-    """The run that a directory holds, of one kind, with some options changed.
+    """Return the run in a directory, of one recipe, with some options overridden.
 
-    A secret was not written: what stands in its place is given by an override, or by `masked` for its path.
+    Secrets are not written. Their values come from an override, or from `masked`, which is called with the option's
+    path.
     """
     written, expected = read_recipe_name(directory), kind.model_fields["recipe"].default
     if written != expected:
@@ -200,21 +196,21 @@ def read_recipe(
     directory_overrides = [text for text in overrides if text.partition("=")[0].strip("+ ") == "directory"]
     if directory_overrides:
         raise ConfigError(
-            f"`{directory_overrides[0]}` was given beside the run in {directory}, which stays where it is. Leave it "
-            "out; to go on elsewhere, copy the directory and name the copy."
+            f"`{directory_overrides[0]}` was given together with the run in {directory}, which stays where it is. "
+            "Leave it out; to go on elsewhere, copy the directory and name the copy."
         )
     run = compose(kind, overrides, file=directory / OPTIONS, unmask=masked)
     return run.model_copy(update={"directory": _absolute(directory)})
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
-    """What each step of training measured, in order. The line of step 0, which only scores, is none."""
+    """Return the metrics of each training step, in order. Step 0, which only scores, is left out."""
     steps = {line["step"]: line for line in read_steps(directory / METRICS_FILE)}
     return [steps[step] for step in sorted(steps) if step > 0]
 
 
 def with_absolute_paths(run: R) -> R:
-    """The same run with every path as it is seen from anywhere."""
+    """Return the same run with absolute paths."""
 
     def data(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name if is_module(name) else str(_absolute(Path(name))) for name in names)
@@ -236,25 +232,26 @@ def with_absolute_paths(run: R) -> R:
 
 
 def replace_option(run: R, path: str, value: Any) -> R:
-    """The same run with another value at a dotted path."""
+    """Return the same run with another value at a dotted path."""
     name, _, rest = path.partition(".")
     return run.model_copy(update={name: replace_option(getattr(run, name), rest, value) if rest else value})
 
 
 def _with_absolute_file(path: str) -> str:
-    """`path/to/file.py:name` with the file as it is seen from anywhere; `module:name` as it is."""
+    """Make the file of `path/to/file.py:name` absolute; leave `module:name` as it is."""
     file, _, name = path.rpartition(":")
     return f"{_absolute(Path(file))}:{name}" if file.endswith(".py") else path
 
 
 def _absolute(path: Path) -> Path:
-    """Without a step back in it, and with its symbolic links as they are: who moves a link knows why."""
+    """Return an absolute path without `..`, and with its symbolic links unresolved: the user may move a link on
+    purpose."""
     return Path(os.path.abspath(path.expanduser()))  # noqa: PTH100
 
 
 def check_same_options(directory: Path, run: Recipe) -> None:
-    """Refuse to go on with a run that was started with other options; says which. A secret that the directory does
-    not tell is taken to be what it was."""
+    """Refuse to resume a run that was started with other options, and name them. Secrets are not stored, and count as
+    equal."""
     if not (directory / OPTIONS).exists():
         if (directory / INPUTS).exists():
             message = (
@@ -272,15 +269,15 @@ def check_same_options(directory: Path, run: Recipe) -> None:
                 f"{_listed(run.schedules())} constant. "
             )
         raise ConfigError(
-            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To go on, leave that out. "
-            f"To train its model on with other options, begin a new run from it: `etude export {directory} my-model`, "
-            "then the same command with `model.path=my-model` and another `directory`."
+            f"{directory} holds a run that was started otherwise: {listed}. {schedules}To go on, leave that out. To "
+            f"train its model with other options, begin a new run from it: `etude export {directory} my-model`, then "
+            "the same command with `model.path=my-model` and another `directory`."
         )
 
 
 def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
-    """Write the tasks of a program as files of its run, by what they are for; refused where it was started on others.
-    What scores it may change."""
+    """Write the tasks of a program as files of its run, by their use. Refuse other training tasks than the run started
+    with; tasks for scoring may change."""
     for name, text in tasks.items():
         file = directory / TASKS_FOLDER / f"{name}.jsonl"
         existing = file.read_text(encoding="utf-8") if file.exists() else None
@@ -298,19 +295,19 @@ def write_tasks(directory: Path, tasks: Mapping[str, str]) -> None:
 
 
 def write_options(directory: Path, run: Recipe) -> None:
-    """Write the run's options into its directory, whole or not at all."""
+    """Write the run's options into its directory, atomically."""
     write_text(directory / OPTIONS, to_yaml(run))
 
 
 def can_change_length(run: Recipe) -> bool:
-    """Whether nothing of what a run learns depends on how long it is to be."""
+    """Return whether the results of a run are independent of its length: all schedules are constant."""
     return set(run.schedules().values()) == {"constant"}
 
 
 def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object]]:
-    """The options that make two runs different ones: path, value before, value after.
+    """Return the options that make two runs different: path, value before, value after.
 
-    Where files lie makes no difference: what is in them does, which `inputs` compares.
+    Paths of files do not count. The contents of the files do, and `inputs` compares those.
     """
     old, new = _flat_options(with_absolute_paths(before)), _flat_options(with_absolute_paths(after))
     free = [name for name in before.changeable if can_change_length(before) or name not in before.length_options]
@@ -323,7 +320,7 @@ def differences(before: Recipe, after: Recipe) -> list[tuple[str, object, object
 
 
 def _flat_options(run: Recipe, *, masked: bool = True) -> dict[str, object]:
-    """Every value of a run by its dotted path; as it may be `shown`, without secrets."""
+    """Return every value of a run by its dotted path, with secrets masked if `masked`."""
 
     def flat(tree: Mapping[str, object], path: str) -> Iterator[tuple[str, object]]:
         for name, value in tree.items():
@@ -345,11 +342,11 @@ def _is_one_of(path: str, names: Sequence[str]) -> bool:
 
 
 def check_model(path: Path, name: str = "model.path") -> None:
-    """Refuse a path that is no model's directory, and say what to give instead."""
+    """Refuse a path that is not a model directory, and say what to give instead."""
     if not path.is_dir():
         raise ConfigError(
             f"`{name}={path}` is no directory (seen from {Path.cwd()}). Give one that holds a model's config.json, "
-            f"weights and tokenizer; or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."
+            "weights and tokenizer; or the name of a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B."
         )
     if (path / OPTIONS).is_file():
         raise ConfigError(

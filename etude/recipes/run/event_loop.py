@@ -1,4 +1,4 @@
-"""Work that waits on event loops of its own, started where a loop may be running already, as in a notebook."""
+"""Runs code that starts event loops where a loop may already run, as in a notebook."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 def run_outside_event_loop(work: Callable[[], T]) -> T:
-    """Do it here; or in a thread of its own, where an event loop is running in this one, and wait for its end.
+    """Call `work` here, or in a new thread if an event loop runs in this one, and wait for its result.
 
-    Ctrl-C is passed on to that thread: to the `Interrupt` that listens there, which finishes the step and saves; else,
-    and the second time, as a `KeyboardInterrupt` at the next line of Python that runs there. So is SIGTERM.
+    Ctrl-C and SIGTERM are forwarded to that thread. The first one goes to the thread's `Interrupt`, which finishes the
+    step and saves. Without one, and the second time, the thread gets a `KeyboardInterrupt` at its next line of Python.
     """
     if not _has_running_loop():
         return work()
@@ -37,7 +37,7 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
             if interrupted.is_set():
                 raise KeyboardInterrupt
             outcome.set_result(context.run(work))
-        except BaseException as error:  # whatever it is, it is raised where the work was asked for
+        except BaseException as error:  # raised in the caller's thread, of any type
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="etude", daemon=True)
@@ -50,16 +50,16 @@ def run_outside_event_loop(work: Callable[[], T]) -> T:
     with _redirect_signals(on_signal):
         thread.start()
         thread.join()
-    if not outcome.done():  # a last interrupt came while the outcome was written down
+    if not outcome.done():  # the last interrupt came while the outcome was stored
         raise KeyboardInterrupt
     return outcome.result()
 
 
 @contextmanager
 def _redirect_signals(handler: Callable[..., None]) -> Iterator[None]:
-    """Have the signals that end a run go to a handler while this is entered, in the main thread, which gets them.
+    """Install a handler for the signals that end a run, in the main thread, which receives them.
 
-    An event loop's own handler would cancel the task that waits here, and the work would go on.
+    The event loop's own handler would cancel the task that waits here, and the work would go on.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in SIGNALS if main}

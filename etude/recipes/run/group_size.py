@@ -1,4 +1,4 @@
-"""Tries an advantage on groups of one, two and more rollouts: how few of a group it can compare."""
+"""Tries an advantage on groups of one, two and more rollouts, to find the smallest group that it can compare."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ TRIAL_REWARDS = [0.0, 1.0]
 
 
 def trial_advantages(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> list[float] | None:
-    """The advantages of rollouts of these groups that earn 0, 1, 2 and so on; zeros where it refuses such groups.
+    """Return the advantages of rollouts in these groups, with rewards 0, 1, 2 and so on; zeros where it refuses such
+    groups.
 
-    None where that cannot be told: it reads what only a run can give, or one of the user's own raises.
+    Return None where they cannot be computed: the advantage reads columns that only a run has, or the user's own code
+    raises.
     """
     zeros = np.zeros(2, np.int32)
     logp = np.array([0.0, -0.5], np.float32)
@@ -31,15 +33,15 @@ def trial_advantages(advantage: Advantage, groups: Sequence[int] = (0, 1)) -> li
         return advantage(View(batch), AlgorithmState()).advantage.tolist()
     except BatchError:
         return [0.0] * len(groups)
-    except Exception:  # what is wrong with it, the first step says
+    except Exception:  # the first step reports the error
         return None
 
 
 def min_group_size(run: Run) -> int:
-    """The fewest rollouts of a group that a step trains on, where failures took the others.
+    """Return the fewest rollouts of a group that a step trains on, after failures took the others.
 
-    One, unless the advantage would refuse a rollout that is left alone, or give it nothing, or its bare reward in place
-    of a comparison: then as many as it compares.
+    It is one, unless the advantage refuses a single rollout, or gives it zero or its bare reward in place of a
+    comparison. Then it is the smallest size that the advantage compares.
     """
     size, alone = run.collect.group_size, trial_advantages(run.advantage)
     bare = alone == TRIAL_REWARDS != trial_advantages(run.advantage, (0, 0))

@@ -1,8 +1,7 @@
-"""What a run was started on, told by the bytes: so that a run that goes on finds what it began with.
+"""The input files of a run, recorded by their bytes, so that a resumed run uses the same ones.
 
-A path says little: files are edited, and directories moved. What is kept of each file is its size and a hash: of all
-of it, where it holds what is learned from, and of its first and its last part, where it is a model's, which costs a few
-reads however large the weights are.
+A path says little: files are edited, and directories moved. The record has the size and a hash of each file. Data files
+are hashed whole. Of a model's file only the first and the last part are hashed, so large weights cost only a few reads.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ __all__ = [
 
 INPUTS = "inputs.json"
 CODE = ("reward", "environment", "tools", "agent", "external models")
-"""The prints of files in which a run's own code lies, and whom its agents may ask. They may change under a run, unlike
-what lies in the others."""
+"""Names of records for the run's own code, and for the external models that its agents may call. Unlike all other
+inputs, these may change under a run."""
 PART = 1 << 20
 """Bytes at either end of a model's file that are hashed."""
 REMEDY = (
-    "It says what lay in the files that the run was started on: bring it back from a copy; or, if they are what they "
-    "were, remove it, and they are taken to be."
+    "It records the files that the run was started on: bring it back from a copy. Or, if the files are unchanged, "
+    "remove it, and they are recorded anew."
 )
 
 
 def record_inputs(directory: Path, run: Recipe) -> None:
-    """Write down what a run is started on, once."""
+    """Record the input files of a run, once."""
     record = directory / INPUTS
     if not record.exists():
         write_json(record, dict(sorted(_hash_inputs(run).items())))
 
 
 def check_inputs(directory: Path, run: Recipe) -> None:
-    """Refuse to go on with a run whose files are others now than when it was started, and name them."""
+    """Refuse to resume a run whose input files changed since it was started, and name them."""
     record = directory / INPUTS
     if not record.exists():
         return
@@ -63,14 +62,14 @@ def check_inputs(directory: Path, run: Recipe) -> None:
     if changed:
         listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
         raise RunError(
-            f"{directory} holds a run that was started on other files: {listed} changed, came or went since. What it "
-            f"would go on to train is another run. Bring the files back, say where they lie now (`model.path`, "
-            f"`data.train`, …), or start a new run in another `directory`."
+            f"{directory} holds a run that was started on other files: {listed} changed, came or went since. It would "
+            "go on to train another run. Bring the files back, say where they lie now (`model.path`, `data.train`, "
+            "…), or start a new run in another `directory`."
         )
 
 
 def code_changed(directory: Path, run: Recipe) -> list[str]:
-    """The parts of a run's own code, as in `CODE`, that are not what they were when the run was started."""
+    """Return the names from `CODE` whose files changed since the run was started."""
     record = directory / INPUTS
     if not record.exists():
         return []
@@ -79,7 +78,7 @@ def code_changed(directory: Path, run: Recipe) -> list[str]:
 
 
 def check_base_model(directory: Path, run: Recipe) -> None:
-    """Refuse a model of which a run trained a part, and whose other parts are not what they were then."""
+    """Refuse a changed base model, of which a run trained only a part: adapters, or all but its frozen weights."""
     record = directory / INPUTS
     if not (run.lora.is_enabled or run.model.freeze) or not record.exists():
         return
@@ -91,15 +90,15 @@ def check_base_model(directory: Path, run: Recipe) -> None:
     if changed:
         raise RunError(
             f"The run in {directory} trained a part of a model, and the rest is read from {run.model.path}, where "
-            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they lie now by "
-            f"`model.path`."
+            f"{', '.join(changed[:5])} changed, came or went since. Bring the files back, or say where they lie now "
+            "by `model.path`."
         )
 
 
 def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:
-    """What a run's scores on `data.val` are measured with, in a word: scores with another do not compare.
+    """Return an id of the way in which a run is scored on `data.val`. Scores with different ids are not comparable.
 
-    asked: what besides the files decides a score.
+    settings: the options that affect a score, besides the files.
     """
     files = [file for name in run.data.val for file in _of_data("data.val", name)]
     prints = [[name, _hash_file(path, whole=True) if isinstance(path, Path) else path] for name, path in files]
@@ -108,7 +107,7 @@ def evaluation_id(run: Recipe, settings: Mapping[str, Any]) -> str:
 
 
 def path_option(run: Recipe, path: str) -> Path | None:
-    """Where the files lie that an option of a run names, by the option's dotted path."""
+    """Return the path that an option of a run holds, by the option's dotted path."""
     value: Any = run
     for name in path.split("."):
         value = getattr(value, name)
@@ -117,7 +116,7 @@ def path_option(run: Recipe, path: str) -> Path | None:
 
 
 def is_module(name: str) -> bool:
-    """Whether data is made by Python, as `module:Name` says, and lies in no file."""
+    """Return whether data comes from Python code, as `module:Name`, and not from a file."""
     return ":" in name and "/" not in name.rpartition(":")[2] and not Path(name).expanduser().exists()
 
 
@@ -144,8 +143,8 @@ def _hash_code(run: Recipe) -> dict[str, str]:
 
 
 def _files(run: Recipe) -> Iterator[tuple[str, Path | str]]:
-    """Every file that decides what is trained, under a name that does not depend on where it lies; of data that Python
-    makes, its name."""
+    """Yield every file that affects the training, under a name that does not depend on its location. For data made by
+    Python, yield its name."""
     for role, path in run.path_options.items():
         location = path_option(run, path)
         if location is not None:

@@ -1,4 +1,5 @@
-"""Ctrl-C: the first one finishes the step and saves, the second one stops now. Before the first step, any does."""
+"""Ctrl-C: the first one finishes the step and saves, the second stops at once. Before the first step, each stops at
+once."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ __all__ = ["SIGNALS", "Interrupt", "interrupt_of"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _thread_interrupts: dict[int, Interrupt] = {}
-"""Listeners of threads to which Python delivers no signals, by the thread."""
+"""Listeners of threads other than the main one, which receives all signals, by thread id."""
 
 
 class Interrupt:
-    """Catches SIGINT and SIGTERM while a run goes on. `asked` says whether to stop after this step.
+    """Catches SIGINT and SIGTERM during a run. `stop_requested` is set when the run should stop after this step.
 
-    Outside the main thread, where Python delivers no signals, it hears of Ctrl-C by `run_outside_event_loop`, which
-    waits for it.
+    Python delivers signals to the main thread only. In other threads `run_outside_event_loop` waits for Ctrl-C and
+    forwards it.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -30,20 +31,20 @@ class Interrupt:
         self._warning_filters = ExitStack()
         self.stop_requested = False
         self.may_finish_step = True
-        """Whether there may be a step to finish; else there is nothing to wait for."""
+        """False while no step is under way, so that an interrupt need not wait for one."""
 
     def _on_signal(self, *_: object) -> None:
         if not self.defer_to_step_end():
             if not self.stop_requested:
                 self._warn("Stopping: no step has begun yet.")
             self.stop_requested = True
-            # The coroutines that this cuts short are never awaited, and nobody need hear of that.
+            # The coroutines that this cuts short are never awaited; hide the warnings about that.
             self._warning_filters.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise KeyboardInterrupt
 
     def defer_to_step_end(self) -> bool:
-        """Take note of a Ctrl-C; whether there is a step that is finished and saved before the run stops."""
+        """Record a Ctrl-C, and return True if a step is to be finished and saved before the run stops."""
         if self.stop_requested or not self.may_finish_step:
             return False
         self.stop_requested = True
@@ -69,5 +70,5 @@ class Interrupt:
 
 
 def interrupt_of(thread: threading.Thread) -> Interrupt | None:
-    """The listener for Ctrl-C in a thread that is not the main one."""
+    """Return the listener for Ctrl-C of a thread that is not the main one."""
     return _thread_interrupts.get(thread.ident or 0)

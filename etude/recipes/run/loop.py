@@ -1,6 +1,6 @@
-"""The loop: collect, score, estimate, update, publish, again and again.
+"""The training loop: collect, annotate, estimate, update, publish, evaluate, save.
 
-Everything here is a verb of some part; what the parts are is decided in `build`, and how they do it in their rooms.
+`build` decides which object stands behind each call. The packages of these objects say how they do it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ __all__ = ["run_loop", "train"]
 
 
 def train(run: Run, interrupt: Interrupt | None = None) -> Path:
-    """Train until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on.
+    """Train until all steps are done, and return the run's directory.
 
-    `interrupt`: who listens for that already, where several runs follow each other.
+    Ctrl-C finishes the step, saves it, and is raised again as `KeyboardInterrupt`. interrupt: the signal listener to
+    use, when several runs follow each other in one process.
     """
 
     def trained() -> Path:
@@ -35,7 +36,7 @@ def train(run: Run, interrupt: Interrupt | None = None) -> Path:
 
 
 def run_loop(parts: RunComponents) -> None:
-    """The loop itself, over parts that are ready."""
+    """Run the training loop over components that are ready."""
     parts.begin()
     for step in parts.checkpoint.remaining_steps():
         with translate_memory_errors(), parts.log.step(step) as at:
@@ -50,8 +51,8 @@ def run_loop(parts: RunComponents) -> None:
             with at.timer("publish"):
                 at.add(parts.publish(step))
             at.add(parts.measure(groups))
-            del groups, batch  # what lies elsewhere is let go of before there is more
+            del groups, batch  # frees samples in the object store before the next step adds more
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))
-        parts.checkpoint.maybe_save(step)  # what the step measured is written by now
+        parts.checkpoint.maybe_save(step)  # the step's metrics are written by now
         parts.evaluate.raise_failed()

@@ -1,4 +1,4 @@
-"""What other trainers call the options of a run, so that a name from there is answered with the one from here."""
+"""Names of options in other trainers, so that the error for such a name can suggest the option here."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ OPTION_ALIASES: Mapping[str, str] = {
     "experiment_name": "observe.wandb.name",
     "run_name": "observe.wandb.name",
 }
-"""The last name of an option of another trainer, or one that is often guessed, and the option of a run that does its
-work; whole names are in `verl_trl_options`. Where the two count differently, the meaning that `etude config show`
-prints says how."""
+"""The last part of an option name of another trainer, or a name that is often guessed, and the option here that does
+its work. Full names are in `verl_trl_options`. Where the two count differently, the description that `etude config
+show` prints says how."""
 
 SHARED = ("train", "model", "checkpoint", "directory", "observe")
-"""The sections that every run has, whatever it learns from."""
+"""The sections that every run has."""
 
 SUPERVISED_ALIASES: dict[str, str] = {
     **{name: option for name, option in OPTION_ALIASES.items() if option.split(".")[0] in SHARED},
@@ -152,4 +152,4 @@ DISTILLATION_ALIASES = DEMONSTRATION_ALIASES | {
     "teacher_model_name_or_path": "teacher.path",
     "beta": "loss.direction",
 }
-"""What only one of them has."""
+"""Names that only one of these recipes has."""

@@ -1,12 +1,13 @@
-"""Where a run's models are: who shares a device with whom, and who has one of its own.
+"""The device of each model of a run: shared with another model, or its own.
 
     colocated    the engine samples from the policy's own weights, in the same memory. With `train.offload` they take
-                 turns on a GPU: the engine sleeps while the policy learns, and the optimizer is away while it samples
-    split        the engine has weights of its own, on a GPU of its own, which each publishing brings up to date; on the
-                 processor, in memory of its own
+                 turns on a GPU: the engine sleeps while the policy trains. The optimizer is offloaded while the engine
+                 samples
+    split        the engine has its own weights, on its own GPU, which each publishing updates; on the CPU, in its
+                 own memory
 
-With as many ranks as there are, rank k computes on GPU k; split, its engine samples on GPU ranks + k. Servers have the
-GPUs after those of the ranks, unless others are named; with `train.offload`, by which they take turns, the same.
+Rank k computes on GPU k; with `split`, its engine samples on GPU ranks + k. Servers use the GPUs after those of the
+ranks, unless others are named. With `train.offload`, where they take turns, they use the same GPUs.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ __all__ = [
 ]
 
 DEVICE_PATTERN = r"^(policy|engine|cpu|cuda:\d+)$"
-"""With whom, or where."""
+"""A role to share a device with, or a device."""
 ROLES = {"reference": "the reference", "teacher": "the teacher", "critic": "the critic", "reward": "the reward model"}
-"""Who can be placed, and what they are called."""
+"""The roles that can be placed, and their titles in messages."""
 
 
 class PlacementConfig(Config):
-    """Which device each of a run's models is on: with the `policy`, with the `engine`, `cpu`, or a GPU as `cuda:3`."""
+    """The device of each model of a run: that of the `policy`, that of the `engine`, `cpu`, or a GPU as `cuda:3`."""
 
     layout: Literal["colocated", "split"] = Field(
-        "colocated", description="whether the engine shares the policy's device and weights, or has its own"
+        "colocated", description="colocated: the engine shares the policy's device and weights; split: it has its own"
     )
     reference: str = Field(
-        "policy", pattern=DEVICE_PATTERN, description="where the reference is: policy, engine, cpu, cuda:K"
+        "policy", pattern=DEVICE_PATTERN, description="device of the reference: policy, engine, cpu, cuda:K"
     )
-    teacher: str = Field("policy", pattern=DEVICE_PATTERN, description="where the teacher is")
-    critic: str = Field("policy", pattern=DEVICE_PATTERN, description="where the critic is, and learns")
-    reward: str = Field("policy", pattern=DEVICE_PATTERN, description="where the reward model of `reward=model` is")
+    teacher: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
+    critic: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
+    reward: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=model`")
 
 
 def engine_device(run: Run) -> torch.device:
-    """Where this process's engine samples."""
+    """Return the device of this process's engine."""
     mine = select_device(run)
     if run.placement.layout == "colocated" or mine.type == "cpu":
         return mine
@@ -64,13 +65,13 @@ def engine_device(run: Run) -> torch.device:
 
 
 def role_device(placement: PlacementConfig, role: str, *, policy: torch.device, engine: torch.device) -> torch.device:
-    """Where the model of a role is, in the process in which policy and engine are there."""
+    """Return the device of a role's model, in the process that has these devices for policy and engine."""
     where = str(getattr(placement, role))
     return {"policy": policy, "engine": engine}.get(where) or torch.device(where)
 
 
 def gpus_of(run: Run) -> int:
-    """How many GPUs a run wants that computes on such."""
+    """Return the number of GPUs that a run needs, if it computes on GPUs."""
     named = [getattr(run.placement, role) for role in ROLES]
     num_named = max(
         (int(location.partition(":")[2]) + 1 for location in named if location.startswith("cuda:")), default=0
@@ -79,8 +80,10 @@ def gpus_of(run: Run) -> int:
 
 
 def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> tuple[int, ...]:
-    """The GPUs of this machine that servers compute on, a replica after the other, where a run computes on such.
-    learns: whether ranks have some too."""
+    """Return the GPUs of this machine that servers use, replica by replica, if the run computes on GPUs.
+
+    learns: whether ranks of this run use GPUs too.
+    """
     if config.url or config.devices:
         return config.devices
     first = run.ranks if learns and not run.train.offload else 0
@@ -88,8 +91,11 @@ def gpus_of_servers(run: Run, config: ServerConfig, *, learns: bool = True) -> t
 
 
 def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool) -> None:
-    """Refuse a layout that this machine has no room for, and one that means nothing. idle: the roles that this run has
-    nobody in. together: the reference is asked in the midst of each update of the policy."""
+    """Refuse a layout that does not fit this machine, or has no meaning.
+
+    idle: the roles without a model in this run. whole_distributions: whether the reference is called in the middle of
+    each policy update.
+    """
     placement, device = run.placement, select_device(run)
     for role, title in ROLES.items():
         location = getattr(placement, role)
@@ -101,13 +107,13 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
             )
     if whole_distributions and placement.reference != "policy":
         raise ConfigError(
-            f"`placement.reference={placement.reference}`: this KL compares whole distributions in the midst of each "
-            f"update, for which the reference has to be where the policy is. Leave it out, or choose `kl=reverse`."
+            f"`placement.reference={placement.reference}`: this KL compares whole distributions in the middle of each "
+            "update, so the reference must be where the policy is. Leave it out, or choose `kl=reverse`."
         )
     if run.lora.rank and run.reference.path is None and placement.reference != "policy":
         raise ConfigError(
             f"`placement.reference={placement.reference}`: with `lora` the reference is the policy without its "
-            f"adapters, and is where that is. Leave it out, or name another model with `reference.path`."
+            "adapters, on the policy's device. Leave it out, or name another model with `reference.path`."
         )
     if isinstance(run.rollout, ServerConfig):
         check_placement_with_servers(placement)
@@ -118,8 +124,8 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
     reward_on_device = "reward" not in idle and placement.reward != "cpu"
     if reward_on_device and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "The reward model would compute on a GPU, as the ranks do. It is asked in the controller's process, and on "
-            "that machine there is none: set `placement.reward=cpu`."
+            "The reward model would compute on a GPU, as the ranks do. It runs in the controller's process, and that "
+            "machine has no GPU: set `placement.reward=cpu`."
         )
     if placement.layout == "split" and run.train.offload:
         raise ConfigError(
@@ -130,8 +136,8 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
         _refuse_other_gpus(placement)
         if isinstance(run.rollout, ServerConfig) and not (run.rollout.url or run.rollout.devices):
             raise ConfigError(
-                "Over Ray nobody here knows which GPUs the ranks have: name those for the servers of this machine with "
-                "`rollout.devices`."
+                "Over Ray this process does not know which GPUs the ranks have: name those for the servers of this "
+                "machine with `rollout.devices`."
             )
     elif device.type == "cuda":
         _refuse_too_many(run, torch.cuda.device_count())
@@ -140,29 +146,27 @@ def check_placement(run: Run, idle: frozenset[str], *, whole_distributions: bool
 
 
 def check_placement_with_servers(placement: PlacementConfig) -> None:
-    """Refuse what is said of an engine that is not in this process."""
+    """Refuse placement options of the embedded engine where servers sample."""
     if placement.layout == "split":
         raise ConfigError(
-            "`placement.layout=split` gives the embedded engine a GPU of its own, and here servers sample, which have "
+            "`placement.layout=split` gives the embedded engine its own GPU, and here servers sample, which have "
             "theirs: `rollout.devices` names them. Leave it out."
         )
     for role, title in ROLES.items():
         if getattr(placement, role) == "engine":
             raise ConfigError(
-                f"`placement.{role}=engine` puts {title} beside the embedded engine, and here servers sample. Name a "
-                f"device, such as cpu or cuda:1."
+                f"`placement.{role}=engine` puts {title} on the device of the embedded engine, and here servers "
+                "sample. Name a device, such as cpu or cuda:1."
             )
 
 
 def _refuse_weight_transport(run: Run, config: ServerConfig) -> None:
-    """Refuse a carrier that wants a server on its rank's GPU where it is on another, or on another where it is there.
-    Servers are dealt among the ranks in turn."""
+    """Refuse `ipc` where a server is not on its rank's GPU, and `nccl` where it is. Servers are assigned to ranks in
+    turn."""
     server_gpus, width = gpus_of_servers(run, config), config.tensor_parallel // config.nodes
     for server in range(len(server_gpus) // width):
         rank, gpus = server % run.ranks, server_gpus[server * width : (server + 1) * width]
-        description = (
-            f"server {server} is on {' and '.join(map(str, gpus))} and is brought weights by the rank on {rank}"
-        )
+        description = f"server {server} is on {' and '.join(map(str, gpus))} and gets weights from the rank on {rank}"
         if config.weight_transport == "ipc" and set(gpus) != {rank}:
             raise ConfigError(
                 "`rollout.weight_transport=ipc` shares memory of the GPU that a rank and its servers are on; of "
@@ -177,19 +181,19 @@ def _refuse_weight_transport(run: Run, config: ServerConfig) -> None:
 
 
 def _refuse_other_gpus(placement: PlacementConfig) -> None:
-    """Refuse what names other GPUs than a rank's own: over Ray it sees no other."""
+    """Refuse options that name other GPUs than a rank's own: over Ray each rank sees no other."""
     named = [
         f"placement.{role}={location}" for role in ROLES if (location := getattr(placement, role)).startswith("cuda:")
     ]
     for option in [*["placement.layout=split"] * (placement.layout == "split"), *named]:
         raise ConfigError(
-            f"`{option}` wants a second GPU, and over Ray each rank has one and sees no other. Leave it out, or have "
-            f"the run on one machine without `cluster=ray`."
+            f"`{option}` wants a second GPU, and over Ray each rank has one and sees no other. Leave it out, or run "
+            "on one machine without `cluster=ray`."
         )
 
 
 def _refuse_too_many(run: Run, num_gpus: int) -> None:
-    """Refuse what wants more GPUs than there are, with the sum."""
+    """Refuse a layout that needs more GPUs than there are, and show the sum."""
     server_gpus = gpus_of_servers(run, run.rollout) if isinstance(run.rollout, ServerConfig) else ()
     required = max(gpus_of(run), max(server_gpus, default=-1) + 1)
     if required <= num_gpus:
@@ -215,7 +219,7 @@ def _refuse_too_many(run: Run, num_gpus: int) -> None:
 
 
 def _describe_server_gpus(config: ServerConfig, server_gpus: tuple[int, ...]) -> str:
-    """What servers want, with the sum."""
+    """Describe the GPUs that servers need, as a part of the sum."""
     gpu_range = f"GPU numbers up to {max(server_gpus)} for servers"
     if config.devices:
         return f"{gpu_range} (`rollout.devices`)"
@@ -227,7 +231,7 @@ def _describe_server_gpus(config: ServerConfig, server_gpus: tuple[int, ...]) ->
 
 
 def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
-    """Who is where in this process, a line for each device. roles: who there is besides policy and engine."""
+    """Return a line for each device of this process with the models on it. roles: the roles that have a model."""
     policy, engine = select_device(run), engine_device(run)
     split = run.placement.layout == "split"
     served = isinstance(run.rollout, ServerConfig)
@@ -235,7 +239,7 @@ def describe_placement(run: Run, roles: frozenset[str]) -> list[str]:
         str(policy): ["the policy" if split or served else "the policy and its engine, with the same weights"]
     }
     if split:
-        models_by_device.setdefault(str(engine), []).append("the engine, with weights of its own")
+        models_by_device.setdefault(str(engine), []).append("the engine, with its own weights")
     for role in (role for role in ROLES if role in roles):
         where = role_device(run.placement, role, policy=policy, engine=engine)
         models_by_device.setdefault(str(where), []).append(ROLES[role])

@@ -1,4 +1,4 @@
-"""When a run saves, and where one that was killed goes on from."""
+"""Saves checkpoints of a run, and resumes from them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["CheckpointSaver", "DataPosition", "TrainedState", "resume_run"]
 
 
 class TrainedState(Protocol):
-    """What was learned: the trained roles of a run."""
+    """The trained models of a run."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of them in plain numbers."""
+        """Return the plain values that a checkpoint stores of the models."""
         ...
 
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of them, with these facts."""
+        """Write a checkpoint of the models, with these facts."""
         ...
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Go on from one."""
+        """Restore the models from a checkpoint."""
         ...
 
 
 class DataPosition(Protocol):
-    """How far the data was read."""
+    """The position of a run in its data."""
 
     def mark(self) -> tuple[Mapping[str, Any], JournalMark]:
         """Return the position in the data, as a JSON tree, and that of the flushed journal at the same moment."""
@@ -51,20 +51,21 @@ def resume_run(
     data: DataPosition,
     steps: int | None,
 ) -> int:
-    """Go on from the newest checkpoint, if there is one, and from what the journal has beyond it; returns its step,
-    of `steps` that are wanted. None: it is `read` that knows how far the run is to go, and refuses to go back.
+    """Resume from the newest checkpoint, if any, and from later steps in the journal; return the checkpoint's step.
 
-    A kill between a save and its mark as the best is made good.
+    steps: the length of the run; a run that is longer already is refused. None leaves that check to `data.resume_from`.
+
+    If the run was killed between saving a checkpoint and marking it as the best, this marks it.
     """
-    checkpoints.best_score()  # what cannot be read of it is refused now, not after the step that is to be saved
+    checkpoints.best_score()  # refuses an unreadable record now, and not after the step that is to be saved
     checkpoint = checkpoints.newest(fall_back=config.fall_back)
     if checkpoint is None:
         data.resume_from(0, None, JournalMark(0, 0))
         return 0
     if steps is not None and checkpoint.step > steps:
         raise ConfigError(
-            f"The run in {checkpoints.directory.parent} has done {checkpoint.step} steps, and `steps={steps}` asks for "
-            f"fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
+            f"The run in {checkpoints.directory.parent} has done {checkpoint.step} steps, and `steps={steps}` asks "
+            "for fewer: they cannot be undone. Ask for more, or start a new run in another `directory`."
         )
     trained.resume(checkpoints, checkpoint)
     data.resume_from(
@@ -79,11 +80,11 @@ def resume_run(
 
 @dataclass
 class CheckpointSaver:
-    """Keeps the count of steps, and the checkpoints that let it go on.
+    """Counts the steps of a run, and saves the checkpoints that it resumes from.
 
-    A checkpoint holds what cannot be read from the journal: weights, optimizer, what the algorithm carries on, how far
-    the order of tasks had come, and the journal's position that all this belongs to; and the score of its step. What
-    the steps up to it measured is written before it is.
+    A checkpoint holds everything that the journal does not: weights, optimizer, and the algorithm's state. It also
+    holds the position in the order of tasks, the matching position of the journal, and the score of its step. The
+    metrics of all steps up to it are written before the checkpoint.
     """
 
     config: CheckpointConfig
@@ -94,26 +95,27 @@ class CheckpointSaver:
     interrupt: Interrupt
     log: RunLog
     score_at: Callable[[int], float | None]
-    """The score of the evaluation at a step, where there was one."""
+    """Returns the evaluation score at a step, or None."""
     evaluation_id: str
-    """What scores are measured with: others do not compare."""
+    """The id of the way in which scores are measured; scores with other ids are not comparable."""
     step: int
     """The last step that is done."""
     saved_step: int
-    """The last one that has its checkpoint."""
+    """The last step that has a checkpoint."""
     seconds: float = 0.0
-    """What saving took since that was last asked."""
+    """Seconds that saving took since the last `pop_metrics`."""
 
     def remaining_steps(self) -> Iterator[int]:
-        """The steps to do, until there are none or somebody asked to stop."""
+        """Yield the steps to do, until all are done or the user asks to stop."""
         while self.step < self.steps and not self.interrupt.stop_requested:
             yield self.step + 1
             self.step += 1
-        if self.saved_step < self.step:  # asked to stop while the last step was being finished
+        if self.saved_step < self.step:  # the user asked to stop while the last step finished
             self.save(self.step)
 
     def maybe_save(self, step: int) -> None:
-        """Save where it is due: every so often, after the last step, when the run is to stop, and for a new best."""
+        """Save if due: every `checkpoint.every` steps, after the last step, before a stop, and after a new best
+        score."""
         score = self.score_at(step)
         best = self.checkpoints.best_score(self.evaluation_id)
         is_better = score is not None and step > 0 and (best is None or score > best)
@@ -122,7 +124,7 @@ class CheckpointSaver:
             self.mark_best(step)
 
     def mark_best(self, step: int) -> None:
-        """Keep the checkpoint of a step as the best, if the step was scored and is better than the best so far."""
+        """Mark the checkpoint of a step as the best, if the step has the best score so far."""
         score = self.score_at(step)
         if score is not None and step > 0:
             self.checkpoints.mark_best(step, score, self.evaluation_id)
@@ -145,6 +147,6 @@ class CheckpointSaver:
         get_logger("recipes").debug("Saved step %d in %s.", step, checkpoint.path)
 
     def pop_metrics(self) -> Metrics:
-        """`save_seconds`: what saving took since this was last asked, where anything was saved."""
+        """Return `save_seconds`, the seconds that saving took since the last call, if anything was saved."""
         seconds, self.seconds = self.seconds, 0.0
         return Metrics({"save_seconds": Sum.of(seconds)}) if seconds else Metrics()

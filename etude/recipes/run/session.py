@@ -1,7 +1,7 @@
-"""What stands around the parts of every run, whatever it learns from: its directory, its threads, and how it ends.
+"""The code around the loop of every run, of any recipe: its directory, its threads, and how it ends.
 
-Nothing is written of a run that cannot begin. One that was asked to stop says how to go on; one that is done says what
-can be done with it.
+Nothing is written for a run that cannot start. An interrupted run logs the command that resumes it. A finished run logs
+the commands that use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Recipe)
 
 
 class SessionComponents(Protocol):
-    """The parts of a loop, as far as their frame knows them."""
+    """The components of a loop, as far as the session uses them."""
 
     checkpoint: CheckpointSaver
 
@@ -52,11 +52,13 @@ def run_session(
     inspect_commands: Sequence[str],
     interrupted_note: str = "",
 ) -> Iterator[P]:
-    """The parts of a run, open, in its directory; and closed again in the end. One that somebody asked to stop ends in
-    a `KeyboardInterrupt`.
+    """Yield the components of a run, open, in its locked directory; close them at the end.
 
-    interrupt: who listens for that already, where several runs follow each other. checked: refuses what cannot be run,
-    before anything is made. looks: the commands that look at what came of it. kept: what a step leaves that is cut off.
+    Raises `KeyboardInterrupt` if the user interrupted the run.
+
+    interrupt: the signal listener to use, when several runs follow each other. check: refuses a run that cannot work,
+    before anything is created. inspect_commands: the commands that show the results. interrupted_note: a sentence part
+    about the data that an unfinished step leaves behind.
     """
     configure_logging(run.observe.level, mask=mask_text)
     with ExitStack() as final_stack, ExitStack() as stack:
@@ -99,8 +101,10 @@ def run_session(
 def log_start(
     run: Recipe, size: int, trained: int, data_summary: str, saver: CheckpointSaver, last_written_step: int
 ) -> None:
-    """The first words of a run: its model's size and how much of it is trained, what it has, and from where it goes on;
-    up to `written` its steps were measured."""
+    """Log the model's size, the number of trained parameters, the data, and the step that the run continues from.
+
+    last_written_step: the last step whose metrics were already written.
+    """
     log, step = get_logger("recipes"), saver.step
     size_text = f"{size:,} parameters" + (f", of which {trained:,} are trained" if trained < size else "")
     log.info("A model of %s; %s.", size_text, data_summary)
@@ -112,13 +116,13 @@ def log_start(
         log.info("Going on after step %d.", step)
     if step < last_written_step:
         log.info(
-            "What follows up to step %d was measured before; it is done again, and not written again.",
+            "The steps up to %d were measured before: they run again, and their metrics are not written again.",
             last_written_step,
         )
 
 
 def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbers: int) -> None:
-    """Say so when all else is over, where it is read. last: is left last."""
+    """Log how to resume, after everything else is closed. final_stack: the exit stack that closes last."""
 
     def log_at_exit(message: str, *numbers: object) -> None:
         final_stack.callback(get_logger("recipes").warning, message, *numbers)
@@ -135,7 +139,7 @@ def _log_how_to_resume(final_stack: ExitStack, run: Recipe, message: str, *numbe
 
 
 def _from_here(run: Recipe) -> str:
-    """The run's directory as a command that is typed here names it."""
+    """Return the run's directory as the user would type it in the current directory."""
     assert run.directory is not None
     here = Path.cwd()
     inside = run.directory.is_relative_to(here)
@@ -143,7 +147,7 @@ def _from_here(run: Recipe) -> str:
 
 
 def _conclude(run: Recipe, steps: int, seconds: float, inspect_commands: Sequence[str]) -> None:
-    """The last word of a run that is done."""
+    """Log the last line of a finished run."""
     command, where = etude_command(), _from_here(run)
     inspect_list = ", ".join(f"`{command} {name} {where}`" for name in inspect_commands)
     get_logger("recipes").info(

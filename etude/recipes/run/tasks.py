@@ -1,4 +1,4 @@
-"""The tasks of a run, loaded from its files: those that its reward can judge and whose prompts fit."""
+"""Loads the tasks of a run from its files, and keeps those whose prompts fit and that the reward can judge."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ __all__ = ["build_prompt_encoder", "load_agent_tasks", "load_tasks"]
 
 
 def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
-    """The tasks of some files, without those whose prompts are too long, if that is wanted; and how many those are."""
+    """Load the tasks of some files, without prompts that are too long if `data.overlong` says so; return the number of
+    those too."""
     dataset = _judged(run, Dataset.load(files, run.data.columns), name)
     toolbox = run.env.load_toolbox()
     if toolbox is not None and run.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):
         raise ConfigError(
-            f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has text for a prompt, "
-            "which is continued without one. Give prompts as messages."
+            f"`env.tools` offers functions by the chat template, and {dataset.location(0)} has a text prompt, which "
+            "is continued without one. Give prompts as messages."
         )
     encode_prompt = partial(chat.prompt_ids, tools=() if toolbox is None else toolbox.schemas)
     fitting, counts = dataset.filter_overlong(encode_prompt, run.data.max_prompt_length, run.data.overlong)
@@ -45,7 +46,7 @@ def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) ->
 
 
 def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
-    """The tasks that the reward can judge an answer to; refuses files that have none."""
+    """Return the tasks to which the reward can judge an answer; refuse files without any."""
     if type(run.reward).check is RewardFunction.check:
         return dataset
     judgeable, why = np.ones(len(dataset), dtype=bool), ""
@@ -58,7 +59,7 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
     if judgeable.all():
         return dataset
     if not judgeable.any():
-        remedy = " Where the environment pays, and nothing else is to be judged: `reward=environment`."
+        remedy = " Where only the environment gives rewards: `reward=environment`."
         none = f"None of the {len(dataset)} tasks in {name} can be judged."
         raise DataError(f"{none} {why}{remedy if run.env.path else ''}")
     num_skipped = int((~judgeable).sum())
@@ -67,12 +68,12 @@ def _judged(run: Run, dataset: Dataset, name: str) -> Dataset:
 
 
 def load_agent_tasks(run: Run, files: Sequence[str]) -> Dataset:
-    """Tasks as agents are given them: whatever their rows hold."""
+    """Load tasks for agents, with all columns of their rows and no required prompt."""
     return Dataset.load(files, run.data.columns, requires_prompt=False)
 
 
 def build_prompt_encoder(run: Run, chat: ChatRenderer) -> PromptIds:
-    """How a task's prompt becomes ids."""
+    """Return a function that encodes a task's prompt to ids."""
 
     def ids(task: Task) -> Ids:
         prompt: Any = task.fields["prompt"]

@@ -1,7 +1,7 @@
-"""The tables of the pages for people who come from verl and TRL: a name there, and what does its work here.
+"""The tables of the pages for users of verl and TRL: a name there, and the option here that does its work.
 
-Both pages show these tables, and a test holds them equal. What stands in backticks is code; a value without any is the
-name of an option.
+Both pages show these tables, and a test holds them equal. Text in backticks is code; a value without any is the name of
+an option.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ VERL: Mapping[str, str] = {
     "trainer.project_name": "observe.wandb.project",
     "trainer.experiment_name": "observe.wandb.name",
 }
-"""verl's whole names of the options of a run."""
+"""The full verl names of the options of a run."""
 
 TRL: Mapping[str, str] = {
     "model_name_or_path": "model.path",
@@ -159,7 +159,7 @@ TRL: Mapping[str, str] = {
     "num_ppo_epochs": "ppo_epochs",
     "rloo_k": "`advantage=rloo collect.group_size=4`",
 }
-"""TRL's whole names of the options of a run."""
+"""The full TRL names of the options of a run."""
 
 VERL_TRL_OPTIONS: Mapping[str, str] = {**VERL, **TRL}
-"""Both; no name stands in both."""
+"""Both tables; no name is in both."""

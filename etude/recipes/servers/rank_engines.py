@@ -1,7 +1,7 @@
-"""The processes of a run that several ranks share: started, and spoken to as one engine.
+"""Starts the rank processes of a run, and calls their engines as one engine.
 
-Each rank holds the whole model and an engine that samples from it. The controller holds neither: tasks, order, rewards
-and journal are its own, and what needs the model it asks of the ranks.
+Each rank holds the whole model and an engine that samples from it. The controller holds neither. It has the tasks,
+their order, the rewards and the journal, and calls the ranks for anything that needs the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Recipe)
 
 
 def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCrew[Any]:
-    """Start the ranks of a run, and wait until each has made its worker."""
+    """Start the ranks of a run, and wait until each has built its worker."""
     return crew_of(run.cluster)(
         rank,
         run,
@@ -45,14 +45,14 @@ def start_ranks(rank: Callable[[R], object], run: R, logs: Path) -> MultiRankCre
 
 
 class RankEngines(Router):
-    """The engines of all ranks."""
+    """The engines of all ranks, as one engine."""
 
     def __init__(self, crew: MultiRankCrew[Any]) -> None:
         super().__init__([_Replica(crew, rank) for rank in range(crew.ranks)])
         self._crew = crew
 
     def stats(self) -> Metrics:
-        """What they did since this was last asked, together."""
+        """Return the merged statistics of all engines since the last call."""
         return self._crew.call(PolicyWorker.engine_stats)
 
 
@@ -65,7 +65,7 @@ class _Replica:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """Sample one continuation there. Cancelling the wait aborts the request."""
+        """Sample one continuation on that rank. Cancelling the wait aborts the request."""
         future = self._crew.submit(self._rank, PolicyWorker.generate, prompt, sampling, on_start=on_start)
         answer: Completion = await asyncio.wrap_future(future)
         return answer

@@ -1,4 +1,4 @@
-"""The reward models of a run, loaded: from the reward that names one to the reward that asks it."""
+"""Loads the reward models of a run into the rewards that name them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["encode_prompt_and_answer", "load_reward_models"]
 
 
 def load_reward_models(reward: RewardFunction, device: torch.device) -> RewardFunction:
-    """The reward, with every model that it names loaded onto a device and ready to be asked."""
+    """Return the reward with every model that it names loaded onto a device."""
     if isinstance(reward, RewardModelScore):
         return _load_reward_model(reward, device)
     if isinstance(reward, CombinedReward):
@@ -33,7 +33,7 @@ def load_reward_models(reward: RewardFunction, device: torch.device) -> RewardFu
 
 
 def encode_prompt_and_answer(chat: ChatRenderer, prompt: str | Sequence[Mapping[str, Any]], answer: str) -> Ids:
-    """A prompt with its answer as a reward model was shown such: by its own template, with the end of it."""
+    """Encode a prompt with its answer as in the reward model's training: by its own template, with the end token."""
     if isinstance(prompt, str):
         prompt_ids = chat.tokenizer.encode(prompt, add_special_tokens=True)
         answer_ids = chat.tokenizer.encode_after_text(prompt, answer, add_special_tokens=True, before_ids=prompt_ids)
@@ -57,8 +57,8 @@ def _load_reward_model(reward: RewardModelScore, device: torch.device) -> Reward
         ids = encode_prompt_and_answer(chat, prompt, answer)
         if len(ids) > model.context_length:
             raise DataError(
-                f"the prompt and its answer have {len(ids)} tokens by the tokenizer of the reward model, whose context "
-                f"holds {model.context_length}"
+                f"the prompt and its answer have {len(ids)} tokens by the tokenizer of the reward model, whose "
+                f"context holds {model.context_length}"
             )
         return float((await scorer.score([ids]))[0])
 

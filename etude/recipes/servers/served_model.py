@@ -1,6 +1,6 @@
-"""A model served to an agent, with runners that play, for algorithms that do not train it.
+"""A model served to an agent, with runners, for algorithms that do not train the model.
 
-rollouts asked for ─► queue ─► runners ─► the agent ─► the model's endpoint
+requested rollouts ─► queue ─► runners ─► the agent ─► the model's endpoint
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ServedModel", "serve_to_agent"]
 
 @dataclass
 class ServedModel:
-    """A model that is served to an agent, while it is."""
+    """A model, its agent and its rollout queue, while they are served."""
 
     run: Run
     store: Journal
@@ -53,11 +53,11 @@ class ServedModel:
         resources: Mapping[str, Any] | None = None,
         use: Literal["train", "val"] = "val",
     ) -> list[AttemptResult]:
-        """Have the agent play each task once; how each rollout ended, in the order of the tasks. The wait is bounded by
-        `agent.timeout` and `agent.runner_timeout`.
+        """Have the agent play each task once, and return the results in the order of the tasks.
 
-        tasks: one or several files of tasks, or tasks as mappings, as in `fit`. resources: put first, for agents that
-        name `resources`. use: by which sampling answers are drawn: `sampling`, or `evaluate.sampling`.
+        The wait is bounded by `agent.timeout` and `agent.runner_timeout`. tasks: one or several files of tasks, or
+        tasks as mappings, as in `fit`. resources: stored first, for agents that read `resources`. use: the sampling
+        options of the answers: `sampling` for train, `evaluate.sampling` for val.
         """
         dataset = Dataset.load(locate_data(tasks, "tasks"), self.run.data.columns, requires_prompt=False)
         rollouts = [(next(self._ids), row) for row in range(len(dataset))]
@@ -85,8 +85,8 @@ class ServedModel:
 
 @contextmanager
 def serve_to_agent(run: Run, agent: Agent, directory: Path | None = None) -> Iterator[ServedModel]:
-    """Serve the model of a run's options to an agent. directory: where the journal and the logs of runners are kept;
-    None keeps nothing."""
+    """Serve the model of a run's options to an agent. directory: keeps the journal and the logs of runners; None keeps
+    nothing."""
     checks.check_agents(run)
     run = resolve_hub_names(run)
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
-"""The servers of a run: started from its weights, and brought to its new ones through files, or by a carrier.
+"""The servers of a run: started with its weights, and updated through files or by a direct weight transport.
 
-As files the weights lie in the run's directory as any server loads them, written whole before a server hears of them.
-The two newest stay there, because a server that is started again begins with the newest that it was told of; all are
-gone when the run is over.
+As files, the weights are in the run's directory as any server loads them. They are written completely before a server
+gets their path. The two newest versions stay, because a restarted server begins with the newest version that it knew.
+All are removed when the run is over.
 
-Where a carrier brings them, the ranks do (`weight_sender`): here it is said which servers are to get them, and heard
-how each fared. No weight passes through this process, unless it is the one rank. A server that is started again is
-brought to the newest weights in the same way; where they have moved on since they were published, by the next publish.
+With a direct weight transport the ranks send the weights (`weight_sender`). This module chooses the servers, and gets
+the result of each. No weight passes through this process, unless it is the only rank. A restarted server gets the
+newest weights in the same way. If the weights have changed since they were published, the next publish updates it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from etude.sync.vllm_plugin import install_plugin
 __all__ = ["DTYPES", "WEIGHTS", "WeightPublisher", "serve_run", "server_device_kind"]
 
 WEIGHTS = "published"
-"""The folder for the weights that servers are given, in a run's directory."""
+"""The subdirectory of a run's directory for the weights that servers load."""
 KEPT = 2
-"""How many of them stay."""
+"""Number of versions that stay there."""
 LOOPBACK = re.compile(r"https?://(127\.[0-9.]+|localhost|\[::1\])(:|/|$)")
-"""Where a machine speaks with itself."""
+"""Addresses of this machine itself."""
 DTYPES: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class WeightPublisher:
-    """Brings the weights of a run's workers to its servers."""
+    """Publishes the weights of a run's workers to its servers."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class WeightPublisher:
         plan: SendPlan,
         base: Path | None = None,
     ) -> None:
-        """sleeps: whether the servers do, while the policy is trained. base: the weights that they keep, where they are
-        brought adapters alone."""
+        """sleeps: the servers sleep while the policy is trained. base: the weights that the servers keep, if they get
+        only adapters."""
         self._crew, self._served, self._directory, self._tokenizer = crew, served, directory, tokenizer
         self._sleeps, self._plan, self._base = sleeps, plan, base
         self._one = threading.Lock()
 
     def __call__(self, version: int) -> Metrics:
-        """Have every server compute with the workers' weights, under a new version; what that cost."""
+        """Make every server compute with the workers' weights, under a new version; return the cost."""
         begun = time.perf_counter()
         if self._sleeps:
             asyncio.run(self._served.wake())
@@ -81,18 +81,18 @@ class WeightPublisher:
         return metrics
 
     def free_engine_memory(self) -> None:
-        """Have the servers give their memory up, until new weights are published."""
+        """Make the servers free their memory, until new weights are published."""
         asyncio.run(self._served.sleep())
 
     async def update_server(self, server: ServerEngine) -> None:
-        """Bring a server that was started again, or was away, to the weights that the others have."""
+        """Send the current weights to a server that restarted or was unreachable."""
         try:
             await asyncio.to_thread(self._update_server, server)
         except CrewError as error:
-            get_logger("recipes").warning("%s could not be brought to the newest weights: %s", server.url, error)
+            get_logger("recipes").warning("%s could not get the newest weights: %s", server.url, error)
 
     def _publish_files(self, version: int) -> Metrics:
-        """By files."""
+        """Publish as files."""
         where = self._directory / f"{version:08d}"
         shutil.rmtree(where, ignore_errors=True)
         if self._base is not None:
@@ -106,15 +106,15 @@ class WeightPublisher:
         return Metrics({"publish_bytes": Sum.of(written)})
 
     def _send_direct(self, version: int) -> Metrics:
-        """By a carrier. Those that took the weights are asked again; if none did, that is an error."""
+        """Publish by a direct weight transport. Servers that took the weights return to rotation; if none did, that is
+        an error."""
         with self._one:
             drained = self._plan.sync.timeout if self._plan.sync.running == "finish" else None
             updates, metrics = self._send(self._served.withdraw_servers(drain_timeout=drained), version)
         failed = [update for update in updates if not update.updated]
         if failed and len(failed) == len(updates):
             raise EngineError(
-                "No engine was brought to the new weights. "
-                + " ".join(f"{update.url}: {update.error}" for update in failed)
+                "No engine took the new weights. " + " ".join(f"{update.url}: {update.error}" for update in failed)
             )
         not_updated = [update for update in self._served.servers if update.withdrawn or update.version != version]
         pause = max((update["publish_pause_ms"] for update in metrics), default=0.0)
@@ -134,14 +134,14 @@ class WeightPublisher:
             updates, _ = self._send(self._served.withdraw_servers(server), version, restarted=True)
         failed = [update.error for update in updates if update.started and not update.updated]
         if failed or not updates:
-            why = failed[0] if failed else "It is not there any more."
-            raise EngineError(f"{server.url} was not brought to the newest weights: {why}")
+            why = failed[0] if failed else "It has left the run."
+            raise EngineError(f"{server.url} did not get the newest weights: {why}")
 
     def _send(
         self, servers: Sequence[ServerEngine], version: int, *, restarted: bool = False
     ) -> tuple[list[ServerUpdate], list[Mapping[str, float]]]:
-        """Have the ranks go to these servers, and admit those that took the weights; what came of each, and what each
-        rank measured that went to any."""
+        """Have the ranks send weights to these servers, and readmit those that took them. Return the result of each
+        server, and the metrics of each rank that sent to any."""
         try:
             everyone = enumerate(self._served.servers)
             addresses = {number: server.address for number, server in everyone if server in servers}
@@ -151,7 +151,9 @@ class WeightPublisher:
             raise
         updates = {update.url: update for share in shares for update in share.servers}
         versions: dict[ServerEngine, int | None] = {}
-        for server, address in zip(servers, addresses.values(), strict=True):  # which may have moved meanwhile
+        for server, address in zip(
+            servers, addresses.values(), strict=True
+        ):  # their addresses may have changed meanwhile
             outcome = updates[address.url]
             versions[server] = version if outcome.updated else server.version if not outcome.started else None
         self._served.readmit_servers(versions, version)
@@ -162,7 +164,7 @@ class WeightPublisher:
 def serve_run(
     run: Run, config: ServerConfig, tokenizer: Tokenizer, crew: Crew, directory: Path
 ) -> Iterator[tuple[ServerPool, WeightPublisher]]:
-    """The servers of a run, which begin with its workers' weights, and who brings them new ones."""
+    """Start the servers of a run with its workers' weights, and yield them with the publisher of new weights."""
     device, sleeps = server_device_kind(run), run.train.offload
     weights = directory / WEIGHTS
     plan = build_send_plan(config, crew, untied=config.needs_untied_head(device), alone=run.cluster == "local")
@@ -174,7 +176,7 @@ def serve_run(
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     try:
-        first = weights / "0"  # before all others in their order
+        first = weights / "0"  # sorts before all later versions
         adapters_only = config.adapters == "only"
         crew.call(PolicyWorker.write_model, first, tokenizer_path, plan.untied, bare=adapters_only)
         dtype, threads, logs = DTYPES[run.train.precision], threads_of(run), directory / SERVER_LOGS
@@ -202,12 +204,12 @@ def serve_run(
 
 
 def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bool) -> SendPlan:
-    """Which ranks bring weights to the servers, and how: none where files are written. What one machine shares, and
-    servers that are found on it alone, are reached by the ranks of this machine only.
+    """Return the ranks that send weights to the servers, and the transport settings; no ranks where files are written.
 
-    untied: whether files have a head of their own, where that is the embedding. Whoever takes weights by a carrier
-    brings a tied one up to date itself. alone: whether all ranks are on this machine, as without a cluster; in one, a
-    rank whose machine cannot be told counts as elsewhere.
+    Shared memory, and servers at addresses of this machine, are reached only by the ranks of this machine. untied:
+    write a tied head as a separate weight in files. A direct transport needs no such head, because servers update a
+    tied one themselves. alone: all ranks are on this machine, as without a cluster. In a cluster, a rank whose machine
+    is unknown counts as remote.
     """
     if config.weight_transport == "files":
         return SendPlan(SyncConfig(), (), untied)
@@ -217,10 +219,10 @@ def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bo
     able = [rank for rank, where in enumerate(ranks) if alone or not near or (here and where == here)]
     if not able:
         raise ConfigError(
-            f"`rollout.weight_transport={config.weight_transport}` wants a rank on the machine of the servers, which "
-            f"is this one, and all {len(ranks)} ranks are on others, for all that can be told. Have one of them here; "
-            "or name servers by addresses that the ranks reach (`rollout.url`), with `rollout.weight_transport=gloo` "
-            f"or `nccl`; or leave `rollout.weight_transport=files`, with the run in a directory that all machines see."
+            f"`rollout.weight_transport={config.weight_transport}` needs a rank on this machine, where the servers "
+            f"are, and all {len(ranks)} ranks seem to be on others. Have one of them here. Or name servers by "
+            "addresses that the ranks reach (`rollout.url`), with `rollout.weight_transport=gloo` or `nccl`. Or "
+            "leave `rollout.weight_transport=files`, with the run in a directory that all machines see."
         )
     sync = SyncConfig(
         weight_transport=config.weight_transport,
@@ -233,5 +235,5 @@ def build_send_plan(config: ServerConfig, crew: Crew, *, untied: bool, alone: bo
 
 
 def server_device_kind(run: Recipe) -> Device:
-    """What servers compute on."""
+    """Return the kind of device that servers compute on."""
     return "cuda" if select_device(run).type == "cuda" else "cpu"

@@ -1,4 +1,4 @@
-"""From the options of a supervised run to the parts of its loop: what its loss needs decides what stands there."""
+"""Builds the components of a supervised run from its options: its loss decides which auxiliary model there is."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ COLUMN_SOURCES = {
     "teacher_topk_logp": "a teacher: `etude distill` has one",
     "reward": "pairs of which one is preferred: `etude dpo` and `etude reward-model` learn from such",
 }
-"""Who tells a column, where a run has nobody who does."""
+"""The source of each column that a run may lack."""
 
 
 def train_supervised(run: SupervisedRun, interrupt: Interrupt | None = None) -> Path:
-    """Learn until the steps are done; returns the run's directory. Ctrl-C ends the step, saves, and passes on.
+    """Train until all steps are done, and return the run's directory.
 
-    `interrupt`: who listens for that already, where several runs follow each other.
+    Ctrl-C finishes the step, saves it, and is raised again as `KeyboardInterrupt`. interrupt: the signal listener to
+    use, when several runs follow each other in one process.
     """
 
     def learned() -> Path:
@@ -71,7 +72,7 @@ def train_supervised(run: SupervisedRun, interrupt: Interrupt | None = None) -> 
 
 @contextmanager
 def build(run: SupervisedRun, interrupt: Interrupt | None = None) -> Iterator[SupervisedComponents]:
-    """Every part of the run, checked against each other, open; and closed again in the end."""
+    """Yield the components of the run, checked against each other and open; close them at the end."""
     with run_session(
         resolve_hub_names(run), _assemble_parts, interrupt, check=_check_run, inspect_commands=("plot",)
     ) as parts:
@@ -79,14 +80,12 @@ def build(run: SupervisedRun, interrupt: Interrupt | None = None) -> Iterator[Su
 
 
 def _check_run(run: SupervisedRun) -> None:
-    """Refuse what this run cannot do, and say what it may not mean."""
+    """Refuse a run that cannot work, and warn of options that do nothing."""
     if not run.data.train:
         raise ConfigError("A run needs examples: give files with `data.train=[examples.parquet]`.")
     check_loss(run)
     if run.lora.publish != "adapter":
-        raise ConfigError(
-            "`lora.publish` is how an engine is told of an adapter, and nothing samples here. Leave it out."
-        )
+        raise ConfigError("`lora.publish` says how adapters reach an engine, and nothing samples here. Leave it out.")
     warnings = checks.check_ranks(run, run.batch_size, "batch_size") + checks.idle_tracker_warnings(run.observe)
     if run.evaluate != ValidationConfig() and not run.data.val:
         warnings.append(
@@ -98,19 +97,21 @@ def _check_run(run: SupervisedRun) -> None:
 
 
 def check_loss(run: SupervisedRun) -> None:
-    """Refuse a loss that cannot be computed in such a run, and models that it would not read."""
+    """Refuse a loss that this run cannot compute, and models that the loss would not read."""
     for name in sorted(run.loss.required_columns() - run.provided_columns - COMMON):
         raise ConfigError(
-            f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'somebody to compute it')}. "
+            f"This loss needs the column `{name}`, which takes {COLUMN_SOURCES.get(name, 'a model that computes it')}. "
             f"Choose another loss."
         )
     for name in sorted(run.loss.forward_outputs() - run.outputs):
-        raise ConfigError(f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not tell.")
+        raise ConfigError(
+            f"This loss needs the model's `{name}`, which a model of `etude {run.recipe}` does not compute."
+        )
     _refuse_idle_models(run)
 
 
 def _refuse_idle_models(run: SupervisedRun) -> None:
-    """Refuse a model beside the one that learns of which the loss reads nothing, and a loss that lacks one."""
+    """Refuse an auxiliary model that the loss does not read, and a loss that lacks one."""
     if isinstance(run, DPORun) and run.reference != ReferenceConfig() and "ref_logp" not in run.loss.required_columns():
         raise ConfigError(
             "`reference.path` names a reference policy, and this loss compares with none. Leave it out, or choose "
@@ -118,17 +119,18 @@ def _refuse_idle_models(run: SupervisedRun) -> None:
         )
     if isinstance(run, DistillRun) and not run.loss.required_columns() & run.provided_columns:
         raise ConfigError(
-            "This loss reads nothing of what a teacher tells: `etude sft` learns from the same texts without one. "
-            "Start that, or choose `loss=distill_topk`."
+            "This loss reads no output of a teacher: `etude sft` learns from the same texts without one. Start that, "
+            "or choose `loss=distill_topk`."
         )
     if isinstance(run, DistillRun) and run.teacher.path is None:
-        raise ConfigError("Nobody teaches: give the teacher's model directory with `teacher.path=…`.")
+        raise ConfigError("There is no teacher: give its model directory with `teacher.path=…`.")
 
 
 def _assemble_parts(
     run: SupervisedRun, directory: Path, interrupt: Interrupt, stack: ExitStack
 ) -> SupervisedComponents:
-    """The parts, each open until the stack closes; and the run written down, once all of them are there."""
+    """Build the components, which stay open until the stack closes, and write the run's options once all of them
+    exist."""
     chat = build_chat_renderer(run)
     assert run.model.path is not None, "a run has a model"
     context = read_context_length(run.model.path)
@@ -159,13 +161,13 @@ def _assemble_parts(
 
 
 def _read(run: SupervisedRun, name: str, files: Sequence[str], chat: ChatRenderer, context: int) -> Examples:
-    """The examples of some files, shown as they are read."""
+    """Load the examples of some files, with a progress bar."""
     with progress(f"reading {name}", None, make_console(run.observe.console)) as bar:
         return run.data.load_examples(name, files, chat, context, bar.advance)
 
 
 def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -> Crew:
-    """Whoever learns: here, or in as many processes as there are to be ranks, in so many steps."""
+    """Return the workers that train, in this process or in one process per rank. steps: the length of the run."""
     run = run.model_copy(update={"steps": steps, "epochs": None})
     here = run.ranks == 1 and run.cluster == "local"
     return (
@@ -176,7 +178,7 @@ def _crew(run: SupervisedRun, chat: ChatRenderer, steps: int, directory: Path) -
 
 
 def build_rank_worker(run: SupervisedRun) -> SupervisedWorker:
-    """The worker of one rank, made in its own process; the run says in how many steps it learns."""
+    """Build the worker of one rank, in the rank's own process. The run must have its length in steps."""
     return _worker(run, build_chat_renderer(run))
 
 
@@ -189,15 +191,14 @@ def _worker(run: SupervisedRun, chat: ChatRenderer) -> SupervisedWorker:
 def build_supervised_worker(
     run: SupervisedRun, model: Model, other: FrozenModel | None, mesh: Mesh
 ) -> SupervisedWorker:
-    """Whoever learns, of models that are there. other: the reference or the teacher, where the loss reads what such a
-    one tells."""
+    """Build a worker from loaded models. other: the reference or the teacher, if the loss reads one."""
     peak = measure_peak_flops(model)
     learner = Learner(model, run.train, temperature=_temperature(run), steps=run.steps, peak=peak, mesh=mesh)
     return SupervisedWorker(run.loss, learner, _build_annotate(run, model, other))
 
 
 def _load_other_model(run: SupervisedRun, model: Model, mesh: Mesh) -> FrozenModel | None:
-    """Who tells what the loss reads and the model itself does not tell."""
+    """Load the reference or the teacher, if the loss reads one."""
     if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
         return auxiliary_models.load_reference(run, model, run.reference.path, mesh=mesh)
     if isinstance(run, DistillRun):
@@ -206,7 +207,7 @@ def _load_other_model(run: SupervisedRun, model: Model, mesh: Mesh) -> FrozenMod
 
 
 def _build_annotate(run: SupervisedRun, model: Model, other: FrozenModel | None) -> Annotate | None:
-    """How it is asked for that."""
+    """Return the function that adds the other model's columns, if there is one."""
     if other is None or not isinstance(run, DistillRun):
         return None if other is None else annotate_with_reference(other)
     num_tokens = min(model.vocab_size, other.model.vocab_size)
@@ -223,7 +224,7 @@ def _temperature(run: SupervisedRun) -> float:
 
 
 def _headline(run: SupervisedRun) -> list[str]:
-    """What the line of a step shows; all the rest is in metrics.jsonl."""
+    """Return the metrics on the console line of a step; all others are in metrics.jsonl."""
     preference_metrics = ["accuracy", "margin"] if "reward" in run.loss.required_columns() else []
     metrics = [name for metric in ("loss", *preference_metrics) for name in (metric, f"eval/{metric}")]
     return [*metrics, "grad_norm", "trained_tokens_per_second"]

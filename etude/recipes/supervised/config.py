@@ -1,7 +1,7 @@
-"""What runs have in common that learn from what is written down: demonstrations, preferences, a teacher's thoughts.
+"""The shared options of runs that learn from given data: demonstrations, preferences, or a teacher's distributions.
 
-Nothing is sampled. What a run needs besides its model is told by its loss: a column that a reference or a teacher
-tells, or a head that scores.
+Nothing is sampled. The loss decides what a run needs besides its model: columns of a reference or a teacher, or a score
+head.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ CHANGEABLE_OPTIONS = (
     *("train.activation_checkpointing", "train.compile", "train.offload", "ranks", "mesh", "cluster", "device"),
     *("train.weights", "crew.heartbeat_timeout", "crew.timeout"),
 )
-"""Options that a resumed run may change: how long it is, what is measured, kept and shown, how much memory is used, and
-by how many processes. None changes what is learned from; those of memory and processes may change the last bits."""
+"""The options that a resumed run may change: its length, validation, checkpoints, logging, memory use and number of
+processes. None of them changes the training data. Options of memory and processes may change the last bits of the
+results."""
 
 
 class ValidationConfig(Config):
-    """When the model is measured on `data.val`, from which nothing is learned."""
+    """Options of the validation on `data.val`, which is never trained on."""
 
     every: int = Field(0, ge=0, description="measure every n steps, and after the last; 0 measures after the last only")
     first: bool = Field(True, description="measure before the first step too")
     limit: int | None = Field(None, ge=1, description="measure on the first n examples only")
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether to measure after this step."""
+        """Return whether to measure after this step."""
         return step == last or (step == 0 and self.first) or bool(step and self.every and step % self.every == 0)
 
 
@@ -59,28 +60,32 @@ class SupervisedRun(Recipe):
     changeable: ClassVar[tuple[str, ...]] = CHANGEABLE_OPTIONS
     length_options: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     provided_columns: ClassVar[frozenset[str]] = frozenset()
-    """The columns that somebody beside the model tells, and that examples bring."""
+    """The columns that examples or an auxiliary model provide."""
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy"})
-    """What the forward pass of its model can compute for a loss."""
+    """The outputs that the model's forward pass can compute for a loss."""
 
     data: SupervisedDataConfig
     loss: Loss
     train: TrainConfig = Field(TrainConfig(learning_rate=1e-5), description="the optimizer and its precision")
-    evaluate: ValidationConfig = Field(ValidationConfig(), description="measuring the model on `data.val` as it learns")
+    evaluate: ValidationConfig = Field(
+        ValidationConfig(), description="measuring the model on `data.val` during training"
+    )
 
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(every=100), description="what is kept on disk")
-    batch_size: int = Field(32, ge=1, description="examples that each optimizer step learns from")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(every=100), description="checkpoints on disk")
+    batch_size: int = Field(
+        32, ge=1, description="examples per optimizer step; larger gives smoother gradients and fewer steps per epoch"
+    )
     steps: int | None = Field(None, ge=1, description="optimizer steps; null is as many as `epochs` take")
     epochs: float | None = Field(None, gt=0, description="passes over the examples; null is 1, unless `steps` is given")
 
     def double_length_option(self, steps: int) -> str:
-        """In steps or in epochs, as the run was asked for."""
+        """Return the option in steps or in epochs, as the run was given its length."""
         return super().double_length_option(steps) if self.steps is not None else f"epochs={2 * (self.epochs or 1):g}"
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(
-                f"`steps={self.steps}` and `epochs={self.epochs:g}` both say how long the run is. Give one of them."
+                f"`steps={self.steps}` and `epochs={self.epochs:g}` both set the length of the run. Give one of them."
             )
         return self

@@ -1,4 +1,4 @@
-"""`etude distill`: a smaller model learns what a larger one thinks at each token of given texts."""
+"""`etude distill`: a smaller model learns a larger one's distribution at each token of given texts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ __all__ = ["DistillRun", "DistillTeacherConfig"]
 
 
 class DistillTeacherConfig(TeacherConfig):
-    """Whose thoughts are learned, and how much of them."""
+    """The teacher model, and how much of its distribution is learned."""
 
-    top: int = Field(64, ge=1, description="how many of its likeliest tokens it tells; the others count as one")
+    top: int = Field(
+        64,
+        ge=1,
+        description="likeliest tokens that the teacher gives per position; larger is more exact and needs more "
+        "memory; all others count as one",
+    )
 
 
 class DistillRun(SupervisedRun):
-    """Everything `etude distill` needs to know."""
+    """All options of `etude distill`."""
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DISTILLATION_ALIASES
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"teacher": "teacher.path"}
@@ -33,9 +38,13 @@ class DistillRun(SupervisedRun):
     outputs: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "topk_logp"})
 
     recipe: Literal["distill"] = Field("distill", description="the command that these options are for")
-    data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="the texts that both read")
+    data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="the texts that both models read")
     loss: Annotated[Loss, Choice({"distill_topk": TopKDistillation})] = Field(
-        TopKDistillation(), description="what each step minimises"
+        TopKDistillation(), description="the loss that each step minimises"
     )
-    teacher: DistillTeacherConfig = Field(DistillTeacherConfig(), description="the model that it learns from")
-    temperature: float = Field(1.0, gt=0, description="what the logits of both are divided by before they are compared")
+    teacher: DistillTeacherConfig = Field(DistillTeacherConfig(), description="the model to learn from")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="divisor of both models' logits before they are compared; larger gives unlikely tokens more weight",
+    )

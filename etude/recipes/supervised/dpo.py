@@ -1,4 +1,4 @@
-"""`etude dpo`: direct preference optimisation. The model comes to prefer what people preferred."""
+"""`etude dpo`: direct preference optimization, from pairs of preferred and rejected answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ __all__ = ["DPORun"]
 
 
 class DPORun(SupervisedRun):
-    """Everything `etude dpo` needs to know."""
+    """All options of `etude dpo`."""
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DPO_ALIASES
     path_options: ClassVar[dict[str, str]] = Recipe.path_options | {"reference": "reference.path"}
     provided_columns: ClassVar[frozenset[str]] = frozenset({"reward", "ref_logp"})
 
     recipe: Literal["dpo"] = Field("dpo", description="the command that these options are for")
-    data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="what was preferred to what")
-    loss: Annotated[Loss, Choice({"dpo": DPO})] = Field(DPO(), description="what each step minimises")
+    data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="pairs of a preferred and a rejected answer")
+    loss: Annotated[Loss, Choice({"dpo": DPO})] = Field(DPO(), description="the loss that each step minimises")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
-    reference: ReferenceConfig = Field(ReferenceConfig(), description="the model that it is compared with and held to")
+    reference: ReferenceConfig = Field(
+        ReferenceConfig(), description="the model that the policy is compared with and kept close to"
+    )

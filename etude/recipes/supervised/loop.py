@@ -1,4 +1,4 @@
-"""The loop of a run that learns from examples: read, annotate, update, again and again."""
+"""The loop of a run that learns from examples: read, annotate, update, evaluate, save."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["PeriodicValidation", "SupervisedComponents", "run_supervised_loop"]
 
 @dataclass
 class PeriodicValidation:
-    """Validation as the loop speaks to it: due or not, told, and remembered for the best checkpoint."""
+    """Validation, as the loop calls it: checks if it is due, runs it, and keeps scores for the best checkpoint."""
 
     config: ValidationConfig
     learner: SupervisedLearner
     batch: Batch | None
-    """What is measured on, all at once; None where there is nothing."""
+    """All validation examples as one batch; None without any."""
     steps: int
     scores: dict[int, float] = field(default_factory=dict)
-    """The score of each step, where it is finite: the loss, its sign turned."""
+    """The score of each step, if it is finite: the negative loss."""
 
     def is_due(self, step: int) -> bool:
-        """Whether this step asks for it, and there is something to measure on."""
+        """Return whether this step measures, and there are examples to measure on."""
         return self.batch is not None and self.config.is_due(step, self.steps)
 
     def maybe_run(self, step: int) -> Metrics:
-        """Measure the model if this step asks for it."""
+        """Measure the model if it is due after this step."""
         if self.batch is None or not self.is_due(step):
             return Metrics()
         metrics = self.learner.measure(self.batch)
@@ -42,9 +42,7 @@ class PeriodicValidation:
         if math.isfinite(loss):
             self.scores[step] = -loss
         else:
-            message = (
-                "The loss on `data.val` is %g after step %d: it is no number to compare, and marks no best checkpoint."
-            )
+            message = "The loss on `data.val` is %g after step %d: it cannot be compared, and marks no best checkpoint."
             get_logger("recipes").warning(f"{message} Lower `train.learning_rate` if it goes on.", loss, step)
         if step == 0:
             message = "Before training, the loss on `data.val` is %.4g (%d examples)."
@@ -52,13 +50,13 @@ class PeriodicValidation:
         return metrics.with_prefix("eval/")
 
     def score_at(self, step: int) -> float | None:
-        """The score at a step, where there was one: the higher, the better."""
+        """Return the score at a step, or None. Higher is better."""
         return self.scores.get(step)
 
 
 @dataclass
 class SupervisedComponents:
-    """The parts of the loop, ready."""
+    """The components of the loop, ready to use."""
 
     directory: Path
     log: RunLog
@@ -67,16 +65,16 @@ class SupervisedComponents:
     evaluate: PeriodicValidation
     checkpoint: CheckpointSaver
     counts: Metrics
-    """What was left out of the examples."""
+    """Counts of the examples that were left out."""
 
     def begin(self) -> None:
-        """Measure the model that the run begins with, if that is asked for: a line of its own."""
+        """Measure the initial model, if that is due."""
         if self.checkpoint.step == 0 and self.evaluate.is_due(0):
             with self.log.step(0) as at, at.timer("evaluate"):
                 at.add(self.evaluate.maybe_run(0))
 
     def measure(self, batch: Batch) -> Metrics:
-        """What is seen of a step's examples, and of the device."""
+        """Return the metrics of a step's examples and of the device."""
         learned = int(batch.action.sum())
         metrics = Metrics(
             {
@@ -93,7 +91,7 @@ class SupervisedComponents:
 
 
 def run_supervised_loop(parts: SupervisedComponents) -> None:
-    """The loop itself, over parts that are ready."""
+    """Run the loop over components that are ready."""
     parts.begin()
     for step in parts.checkpoint.remaining_steps():
         with translate_memory_errors(), parts.log.step(step) as at:
@@ -106,4 +104,4 @@ def run_supervised_loop(parts: SupervisedComponents) -> None:
             at.add(parts.measure(batch))
             with at.timer("evaluate"):
                 at.add(parts.evaluate.maybe_run(step))
-        parts.checkpoint.maybe_save(step)  # what the step measured is written by now
+        parts.checkpoint.maybe_save(step)  # the step's metrics are written by now

@@ -1,4 +1,4 @@
-"""`etude reward-model`: a model that scores answers as people would, learned from what they preferred."""
+"""`etude reward-model`: a model that scores answers, trained on pairs of preferred and rejected answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["RewardModelRun"]
 
 
 class RewardModelRun(SupervisedRun):
-    """Everything `etude reward-model` needs to know."""
+    """All options of `etude reward-model`."""
 
     provided_columns: ClassVar[frozenset[str]] = frozenset({"reward"})
     outputs: ClassVar[frozenset[str]] = frozenset({"score"})
-    head: ClassVar[Head] = "value"  # one number, which begins at 0 unless the model's files have it
+    head: ClassVar[Head] = "value"  # one number, which starts at 0 unless the model's files have a head
 
     recipe: Literal["reward-model"] = Field("reward-model", description="the command that these options are for")
-    data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="what was preferred to what")
+    data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="pairs of a preferred and a rejected answer")
     loss: Annotated[Loss, Choice({"reward_model": RewardModelLoss})] = Field(
-        RewardModelLoss(), description="what each step minimises"
+        RewardModelLoss(), description="the loss that each step minimises"
     )

@@ -1,4 +1,4 @@
-"""`etude sft`: supervised fine-tuning. The model learns to say what it is shown."""
+"""`etude sft`: supervised fine-tuning on demonstrations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["SFTRun"]
 
 
 class SFTRun(SupervisedRun):
-    """Everything `etude sft` needs to know."""
+    """All options of `etude sft`."""
 
     aliases: ClassVar[Mapping[str, str]] = SUPERVISED_ALIASES | DEMONSTRATION_ALIASES
 
     recipe: Literal["sft"] = Field("sft", description="the command that these options are for")
-    data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="what is shown")
-    loss: Annotated[Loss, Choice({"sft": SFT})] = Field(SFT(), description="what each step minimises")
+    data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="the demonstrations")
+    loss: Annotated[Loss, Choice({"sft": SFT})] = Field(SFT(), description="the loss that each step minimises")

@@ -1,4 +1,4 @@
-"""Who learns from examples: one model, its loss, and what others tell of the same tokens."""
+"""The worker of a supervised run: one model, its loss, and the columns that an auxiliary model adds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from etude.train import FrozenModel, Learner
 __all__ = ["Annotate", "SupervisedLearner", "SupervisedWorker", "annotate_with_reference", "annotate_with_teacher"]
 
 Annotate = Callable[[Batch], Batch]
-"""Adds the columns that another model tells."""
+"""Adds the columns that another model computes."""
 
 
 def annotate_with_reference(reference: FrozenModel) -> Annotate:
-    """What a reference thinks of the tokens."""
+    """Return a function that adds the reference's log-probs of the tokens."""
     return lambda batch: batch.replace(ref_logp=reference.logp(batch))
 
 
 def annotate_with_teacher(teacher: FrozenModel, top: int, vocabulary: int) -> Annotate:
-    """What a teacher would rather have said, among the tokens that its pupil knows too."""
+    """Return a function that adds the teacher's likeliest tokens, among those that the trained model knows too."""
 
     def annotate(batch: Batch) -> Batch:
         ids, logp = teacher.top_tokens(batch, top, vocabulary)
@@ -40,29 +40,29 @@ class SupervisedWorker:
     """One rank of a model that learns from examples."""
 
     def __init__(self, loss: Loss, learner: Learner, annotate: Annotate | None = None) -> None:
-        """annotate: what others tell, where the loss asks for it."""
+        """annotate: adds the columns of another model, if the loss reads some."""
         self._objective, self._learner = LossObjective(loss), learner
         self._annotate: Annotate = annotate or (lambda batch: batch)
         self._meter = UtilizationMeter(learner.model.device)
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with what others tell of it."""
+        """Return the batch with the other model's columns."""
         return self._annotate(batch)
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step."""
+        """Make one optimizer step."""
         return self._learner.update(batch, self._objective)
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def measure(self, batch: Batch) -> Metrics:
-        """What the loss says of a batch that nothing is learned from."""
+        """Return the loss on a batch that is not trained on."""
         return self._learner.measure(batch, self._objective, self._annotate)
 
     @dispatch_mode()
     def parameters(self) -> tuple[int, int]:
-        """How many weights the model has, and how many of them are trained."""
+        """Return the number of weights, and the number of trained weights."""
         return count_parameters(self._learner.model)
 
     @dispatch_mode()
@@ -72,51 +72,51 @@ class SupervisedWorker:
 
     @dispatch_mode()
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Go on from what lies on the disk, however many ranks wrote it."""
+        """Load a checkpoint, written by any number of ranks."""
         tensors = self._learner.state()
         checkpoints.load(checkpoint, tensors)
         self._learner.restore(tensors)
 
     @dispatch_mode(gather=Gather.METRICS)
     def utilization(self) -> Metrics:
-        """How busy the device was since this was last asked."""
+        """Return the device's utilization since the last call."""
         return self._meter.read()
 
 
 @dataclass(frozen=True)
 class SupervisedLearner:
-    """The model that learns, as the loop speaks to it."""
+    """The trained model, as the loop calls it."""
 
     crew: Crew
 
     def annotate(self, batch: Batch) -> Batch:
-        """The batch with what others tell of it."""
+        """Return the batch with the other model's columns."""
         return self.crew.call(SupervisedWorker.annotate, batch)
 
     def update(self, batch: Batch) -> Metrics:
-        """One optimizer step."""
+        """Make one optimizer step."""
         return self.crew.call(SupervisedWorker.update, batch)
 
     def measure(self, batch: Batch) -> Metrics:
-        """What the loss says of a batch that nothing is learned from."""
+        """Return the loss on a batch that is not trained on."""
         return self.crew.call(SupervisedWorker.measure, batch)
 
     def parameters(self) -> tuple[int, int]:
-        """How many weights it has, and how many of them are trained."""
+        """Return the number of weights, and the number of trained weights."""
         return self.crew.call(SupervisedWorker.parameters)
 
     def facts(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of it in plain numbers: nothing that its tensors do not tell."""
+        """Return the plain values that a checkpoint stores of the model: none besides its tensors."""
         return {}
 
     def save(self, checkpoints: CheckpointManager, step: int, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint of it."""
+        """Write a checkpoint of the model."""
         return self.crew.call(SupervisedWorker.save, checkpoints, step, facts)
 
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Go on from one."""
+        """Restore the model from a checkpoint."""
         self.crew.call(SupervisedWorker.resume, checkpoints, checkpoint)
 
     def utilization(self) -> Metrics:
-        """How busy the device was since this was last asked."""
+        """Return the device's utilization since the last call."""
         return self.crew.call(SupervisedWorker.utilization)

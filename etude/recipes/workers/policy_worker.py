@@ -1,6 +1,7 @@
-"""What runs on a rank: the policy's learner, the algorithm that it learns by, and the engine that samples from it.
+"""The worker of a rank: the policy's learner, its algorithm, and the engine that samples from it.
 
-The controller speaks to these through a crew. Token columns come in and go out as batches; numbers come out as metrics.
+The controller calls these workers through a crew. Token columns come in and go out as batches; numbers come out as
+metrics.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
 __all__ = ["AuxiliaryModels", "LossObjective", "PolicyObjective", "PolicyWorker"]
 
 CRITIC = "critic"
-"""What the critic's tensors are kept under, beside the policy's."""
+"""The key of the critic's tensors, beside the policy's."""
 
 
 class PolicyObjective:
-    """What a policy's update minimises: the run's algorithm, under the state that its batch was estimated in.
+    """The objective of the policy's updates: the run's algorithm, with the state that its batch was estimated with.
 
-    Where a step makes one update and nothing before it reads π_old, π_old is what that update's own forward pass says
-    (`begins`): the weights are those that the step began with.
+    If a step makes one update and nothing before it reads π_old, that update's own forward pass computes π_old
+    (`start_single_update`). The weights are then those that the step began with.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -54,29 +55,29 @@ class PolicyObjective:
         self._old: Tensor | None = None
 
     def start_single_update(self, batch: Batch) -> None:
-        """The next update is the one of its step, and of this batch."""
+        """Announce that the next update is the only one of its step, on this batch."""
         self._old = torch.full((batch.num_tokens,), torch.nan)
 
     def take_old_logp(self) -> Tensor | None:
-        """[T]: π_old of the batch, now that its update was made; forgotten here. None where it was known before."""
+        """Return and forget π_old of the batch, [T], after its update; None if it was known before."""
         old, self._old = self._old, None
         return old
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
-        """What must stay in one micro-batch."""
+        """The unit that must stay in one micro-batch."""
         return self._algorithm.loss.split_unit
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that the algorithm reads."""
         return self._algorithm.required_columns()
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute."""
+        """Return the outputs that the forward pass must compute."""
         return self._algorithm.forward_outputs()
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """This micro-batch's share."""
+        """Return this micro-batch's share of the loss."""
         if self._old is not None:
             old = View(batch, outputs).full_output("logp").detach()
             self._old = self._old.to(old.dtype).index_copy(0, batch.extra[TOKEN_OF_BATCH].tensor.cpu(), old.cpu())
@@ -86,42 +87,42 @@ class PolicyObjective:
 
 @dataclass(frozen=True)
 class LossObjective:
-    """What an update minimises that has no algorithm around it: a loss, and nothing besides."""
+    """The objective of updates without an algorithm: a loss alone."""
 
     wrapped: Loss
 
     @property
     def split_unit(self) -> Literal["rollout", "group"]:
-        """What must stay in one micro-batch."""
+        """The unit that must stay in one micro-batch."""
         return self.wrapped.split_unit
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that the loss reads."""
         return self.wrapped.required_columns()
 
     def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute."""
+        """Return the outputs that the forward pass must compute."""
         return self.wrapped.forward_outputs()
 
     def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """This micro-batch's share."""
+        """Return this micro-batch's share of the loss."""
         return self.wrapped(View(batch, outputs), whole)
 
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy, where its algorithm asks for them."""
+    """The models besides the policy that its algorithm needs."""
 
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
-    """Who tells a column of log-probs and never learns: the reference, the teacher."""
+    """Frozen models by the log-prob column that each computes: the reference, the teacher."""
     critic: Learner | None = None
     critic_objective: LossObjective = LossObjective(ValueLoss())
     warmup: int = 0
-    """Steps at the beginning in which the critic learns alone."""
+    """First steps in which only the critic is trained."""
 
 
 class PolicyWorker:
-    """One rank of the policy: annotates, estimates, updates. The statistics of a batch go through its `Ranks`."""
+    """One rank of the policy: annotates, estimates, updates. Statistics of a batch are reduced through its `Ranks`."""
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class PolicyWorker:
         engine: TorchEngine | None = None,
         max_total_tokens: int = 0,
     ) -> None:
-        """engine: what samples from the learner's model. longest: the tokens that both have room for, prompt and
-        answers together."""
+        """engine: samples from the learner's model. max_total_tokens: the tokens that model and engine have room for,
+        prompt and answers together."""
         self._algorithm, self._learner, self._auxiliary, self._engine = (
             algorithm,
             learner,
@@ -151,16 +152,16 @@ class PolicyWorker:
         self._step = 0
         self._sender: WeightSender | None = None
         self._sent_version: int | None = None
-        """The learner's version when its weights were carried to servers last."""
+        """The learner's version when its weights were last sent to servers."""
 
     def close(self) -> None:
-        """Let go of what was made on the way."""
+        """Free the resources of the weight sender."""
         if self._sender is not None:
             self._sender.close()
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """The batch with the columns that only the models can tell."""
+        """Return the batch with the columns that only models can compute."""
         for name in sorted(columns & self._auxiliary.frozen.keys()):
             batch = batch.replace(**{name: self._auxiliary.frozen[name].logp(batch)})
         critic = self._auxiliary.critic
@@ -172,7 +173,7 @@ class PolicyWorker:
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch, step: int) -> Batch:
-        """The batch with advantages, weights and masks."""
+        """Return the batch with advantages, weights and masks."""
         self._step = step
         estimated = self._algorithm.estimate(batch, self._next_state, seed=self._seed, step=step, ranks=self._ranks)
         self._objective.state, self._next_state = estimated.state, estimated.next_state
@@ -181,7 +182,8 @@ class PolicyWorker:
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:
-        """An optimizer step on each of these update batches, in every epoch, and what was seen since the last ones."""
+        """Make an optimizer step on each of these update batches, in every epoch; return metrics since the last
+        update."""
         metrics, self._estimated = self._estimated, Metrics()
         before = self._learner.version
         critic = self._auxiliary.critic
@@ -199,9 +201,11 @@ class PolicyWorker:
 
     @contextmanager
     def _pause_engine(self) -> Iterator[None]:
-        """Within, and on until weights are published, an engine that shares them computes nothing, and does not have
-        them whole. It may be at an answer that nobody waits for any more, and be asked for one that comes late. Where
-        the update fails, it goes on."""
+        """Pause an engine that shares the learner's weights, from here until weights are published.
+
+        The engine may still have an aborted answer, or get a late request. Its gathered copy of divided weights is
+        dropped too. If the update fails, the engine goes on.
+        """
         shared = self._engine if self._engine is not None and self._engine.model is self._learner.model else None
         if shared is not None:
             _wait_for(shared.pause())
@@ -214,7 +218,7 @@ class PolicyWorker:
             raise
 
     def _update_policy(self, part: Batch, *, alone: bool) -> Metrics:
-        """An update of the policy; alone, if it is the only one of its step."""
+        """Update the policy. alone: it is the only update of its step."""
         if part.old_logp is not None or not alone:
             return self._learner.update(part, self._objective)
         self._objective.start_single_update(part)
@@ -225,33 +229,33 @@ class PolicyWorker:
 
     @dispatch_mode()
     def parameters(self) -> tuple[int, int]:
-        """How many weights the model has, and how many of them are trained."""
+        """Return the number of weights, and the number of trained weights."""
         return count_parameters(self._learner.model)
 
     @dispatch_mode()
     def max_total_tokens(self) -> int:
-        """How many tokens a rollout may have."""
+        """Return the most tokens that a rollout may have."""
         return self._max_total_tokens
 
     @dispatch_mode()
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights by their published names."""
+        """Return the weights by their published names."""
         return self._learner.weights()
 
     @dispatch_mode()
     def tensors(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of this rank in tensors."""
+        """Return the tensors of this rank that a checkpoint stores."""
         critic = self._auxiliary.critic
         return self._learner.state() if critic is None else {**self._learner.state(), CRITIC: critic.state()}
 
     @dispatch_mode()
     def facts(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps in plain numbers: the algorithm's own state."""
+        """Return the plain values that a checkpoint stores: the algorithm's own state."""
         return asdict(self._next_state)
 
     @dispatch_mode()
     def restore(self, tensors: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state from a checkpoint."""
         if self._auxiliary.critic is not None:
             self._auxiliary.critic.restore(tensors[CRITIC])
         self._learner.restore({name: value for name, value in tensors.items() if name != CRITIC})
@@ -265,7 +269,7 @@ class PolicyWorker:
 
     @dispatch_mode()
     def resume(self, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-        """Go on from what lies on the disk, however many ranks wrote it."""
+        """Load a checkpoint, written by any number of ranks."""
         tensors = self.tensors()
         checkpoints.load(checkpoint, tensors)
         self.restore(tensors, checkpoint.facts["learner"])
@@ -274,23 +278,23 @@ class PolicyWorker:
 
     @dispatch_mode(gather=Gather.ALL)
     def machine(self) -> list[str]:
-        """Which machine each rank is on; see `dispatch.machine`."""
+        """Return the machine of each rank; see `dispatch.machine`."""
         return machine_id()  # type: ignore[return-value]
 
     @dispatch_mode(gather=Gather.ALL)
     def send_weights(
         self, servers: Mapping[int, ServerAddress], version: int, plan: SendPlan, restarted: bool = False
     ) -> list[SendResult]:
-        """Bring servers, by their places, to the weights, under this version, each rank its share of them; what came of
-        each.
+        """Send the weights to servers, by their numbers, under this version; each rank sends to its share and returns
+        the results.
 
-        restarted: these were started again, and the version is the one that was carried last. Where the weights have
-        moved on since, they are left as they are: the next publish brings them.
+        restarted: these servers were restarted, and the version is the last one that was sent. If the weights have
+        changed since, nothing is sent: the next publish does it.
         """
         servers_of_rank = plan.share(servers, rank_of(current_ranks()))
         if restarted and self._sent_version != self._learner.version:
             results = [
-                ServerUpdate(server.url, updated=False, started=False, error="The weights have moved on.")
+                ServerUpdate(server.url, updated=False, started=False, error="The weights have changed since.")
                 for server in servers_of_rank
             ]
             return SendResult(results)  # type: ignore[return-value]
@@ -301,9 +305,9 @@ class PolicyWorker:
 
     @dispatch_mode()
     def write_model(self, directory: Path, tokenizer: Path, untied: bool, bare: bool = False) -> int:
-        """Write the policy as a model directory that a server loads; how many bytes its weights are. One rank does.
+        """Write the policy as a model directory that a server loads, by one rank; return the bytes of its weights.
 
-        untied: with a head of its own, where that is the embedding. bare: without its adapters.
+        untied: write the head as a separate weight, if it is tied to the embedding. bare: leave the adapters out.
         """
         model = self._learner.model
         config = model.config_dict() | ({"tie_word_embeddings": False} if untied and not bare else {})
@@ -314,8 +318,8 @@ class PolicyWorker:
 
     @dispatch_mode()
     def write_adapter(self, directory: Path, base: Path) -> int:
-        """Write the adapters of the policy alone, as peft does; how many bytes they are. One rank does. base: where the
-        model lies that they adapt."""
+        """Write only the adapters of the policy, in peft's format, by one rank; return their bytes. base: the directory
+        of the adapted model."""
         if is_first_rank(current_ranks()):
             model = self._learner.model
             export_adapter(model.adapter_weights(), adapter_config(model, base), directory)
@@ -323,14 +327,17 @@ class PolicyWorker:
 
     @dispatch_mode()
     def adapter_rank(self) -> int:
-        """The inner width of its widest adapter."""
+        """Return the rank (inner width) of the widest adapter."""
         named = self._learner.model.adapter_weights()
         return max((weight.shape[0] for name, weight in named.items() if ".lora_A." in name), default=0)
 
     @contextmanager
     def _server_weights(self, untied: bool) -> Iterator[Iterable[tuple[str, Tensor]]]:
-        """The weights as servers compute with them, one at a time: adapters are added in. untied: see `write`. Where
-        they are divided, every rank goes through all of them, whatever it does with them."""
+        """Yield the weights as servers compute with them, one at a time, with adapters merged in. untied: see
+        `write_model`.
+
+        Where the weights are divided, every rank goes through all of them, even if it uses none.
+        """
         model = self._learner.model
         if not self._learner.divided:
             yield model.untied_weights() if untied else model.merged_weights()
@@ -345,12 +352,12 @@ class PolicyWorker:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None]) -> Completion:
-        """Answer one question by this rank's engine."""
+        """Sample one continuation with this rank's engine."""
         return await self._sampling_engine.generate(prompt, sampling, on_start=on_start)
 
     @dispatch_mode()
     def publish(self, version: int) -> Metrics:
-        """Have the engine compute with the learner's weights, under a new version; what that cost, on each rank."""
+        """Make the engine compute with the learner's weights, under a new version; return the cost on each rank."""
         model, weights = self._learner.model, CollectiveWeights(self.weights())
         if self._sampling_engine.model is model:
             self.assemble()
@@ -361,25 +368,26 @@ class PolicyWorker:
         finally:
             if self._learner.divided:
                 weights.drain()
-        asyncio.run(self._sampling_engine.wake())  # where it slept, to make room
+        asyncio.run(self._sampling_engine.wake())  # it may have slept to make room
         asyncio.run(self._sampling_engine.resume())  # it has paused since the update
         release_omp_workers()
         return metrics
 
     def assemble(self) -> None:
-        """Have the weights be whole in the model, where they are divided, until the next update."""
+        """Gather divided weights into the model, until the next update."""
         self._learner.assemble()
 
     @dispatch_mode()
     def free_engine_memory(self) -> None:
-        """Have the engine give its memory up, until new weights are published. What it still computes, nobody waits
-        for."""
+        """Make the engine free its memory, until new weights are published. Its running requests are aborted; their
+        results are not needed."""
         asyncio.run(self._sampling_engine.abort())
         asyncio.run(self._sampling_engine.sleep())
 
     @dispatch_mode(gather=Gather.METRICS)
     def engine_stats(self) -> Metrics:
-        """What the engine did since this was last asked. It is busy beside those of the other ranks."""
+        """Return the engine's statistics since the last call. Busy seconds are averaged over ranks, because their
+        engines run in parallel."""
         stats = dict(self._sampling_engine.stats())
         stats["engine/busy_seconds"] = Sum.of(
             (stats["engine/busy_seconds"].value() or 0.0) / count_ranks(current_ranks())
@@ -388,7 +396,7 @@ class PolicyWorker:
 
     @dispatch_mode(gather=Gather.METRICS)
     def utilization(self) -> Metrics:
-        """How busy the device was since this was last asked."""
+        """Return the device's utilization since the last call."""
         return self._meter.read()
 
     @property
@@ -398,6 +406,6 @@ class PolicyWorker:
 
 
 def _wait_for(work: Coroutine[Any, Any, None]) -> None:
-    """Until it is done, on a thread of its own: whoever has an update made may stand on an event loop."""
+    """Run a coroutine to its end on a new thread, because the caller may be inside an event loop."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(asyncio.run, work).result()

@@ -1,15 +1,16 @@
-"""A rank's part in bringing weights to servers: it goes to its share of them, by a carrier that it keeps.
+"""A rank's part in sending weights to servers: it sends them to its share of the servers, by one weight transport.
 
-rank 0 ──carrier──► servers 0, 2, …        weights go from where they are trained to where they are sampled
-rank 1 ──carrier──► servers 1, 3, …        and the controller is told how each of them fared
+rank 0 ──transport──► servers 0, 2, … weights go from the trainer to the servers that sample rank 1 ──transport──►
+servers 1, 3, … and the controller gets the result of each server
 
-A server is the same rank's each time, whichever of the others are there: who it has made a process group with.
+A server always belongs to the same rank, whichever other servers are in rotation, because the two may have made a
+process group.
 
-consumes       the weights of this process, and the addresses of servers that are out of rotation
-produces       servers that compute with exactly these, and what came of each
-waits for      each answer of a server, at most `timeout`; and where ranks divide the weights, for each other, weight by
-               weight: all of them go through all, one that brings them to nobody and one whose servers failed too
-unblocked by   it, or by its failure, which is told and not raised: the other ranks' servers go on
+consumes the weights of this process, and the addresses of servers that are out of rotation produces servers that
+compute with exactly these weights, and the result of each waits for each answer of a server, at most `timeout`; and
+where ranks divide the weights, for each other, weight by
+               weight: all of them go through all weights, also a rank without servers, or whose servers failed
+unblocked by that answer, or by its failure, which is returned and not raised: the other ranks' servers go on
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ __all__ = ["CollectiveWeights", "SendPlan", "SendResult", "ServerUpdate", "Weigh
 
 @dataclass(frozen=True)
 class SendPlan:
-    """How the ranks of a run bring weights to its servers."""
+    """The ranks that send weights to the servers of a run, and the settings for it."""
 
     sync: SyncConfig
     ranks: Sequence[int]
-    """Those that do."""
+    """The ranks that send."""
     untied: bool
-    """Whether a head that is the embedding travels as a weight of its own."""
+    """True if a head that is tied to the embedding is sent as a separate weight."""
 
     def share(self, servers: Mapping[int, ServerAddress], rank: int) -> list[ServerAddress]:
-        """The servers that are this rank's, by their places among all that the run has."""
+        """Return the servers of this rank, by their numbers among all servers of the run."""
         if rank not in self.ranks or not servers:
             return []
         numbers = assign_replicas(1 + max(servers), len(self.ranks), self.ranks.index(rank))
@@ -50,28 +51,29 @@ class SendPlan:
 
 @dataclass(frozen=True)
 class ServerUpdate:
-    """What came of one server."""
+    """The result of one server's weight update."""
 
     url: str
     updated: bool
-    """Whether it computes with the new weights."""
+    """True if the server computes with the new weights."""
     started: bool = True
-    """Whether anything was done with it; if not, it goes on with the weights it had."""
+    """False if nothing was done with the server, so that it goes on with its old weights."""
     error: str = ""
-    """What went wrong, as a sentence."""
+    """The error, as a sentence."""
 
 
 @dataclass(frozen=True)
 class SendResult:
-    """What came of a rank's share."""
+    """The results of a rank's share of the servers."""
 
     servers: Sequence[ServerUpdate] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What it measured."""
+    """The metrics that the rank measured."""
 
 
 class CollectiveWeights:
-    """Weights that ranks make together, one after the other: each of them takes all, whoever it brings them to."""
+    """Weights that ranks gather together, one after the other. Each rank must take all of them, even if it sends
+    none."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights, self._one = iter(weights), threading.Lock()
@@ -84,30 +86,30 @@ class CollectiveWeights:
             return next(self._weights)
 
     def drain(self) -> None:
-        """Take what nobody here has asked for: others wait for this rank's part of it."""
+        """Take all remaining weights, because other ranks wait for this rank's part of them."""
         for _ in self:
             pass
 
 
 class WeightSender:
-    """Brings the weights of one rank to servers, which may be others each time."""
+    """Sends the weights of one rank to servers, which may be different ones each time."""
 
     def __init__(self, sync: SyncConfig, device: torch.device) -> None:
-        """device: where the weights lie."""
+        """device: the device of the weights."""
         self._sync = sync
         self._gpu = device if device.type == "cuda" else None
         self._weight_sync: ReplicaWeightSync | None = None
         self._epochs: dict[str, int] = {}
-        """Which of its lives each server was in when it was gone to last, by URL."""
+        """The incarnation of each server at the last update, by URL."""
 
     def close(self) -> None:
-        """Let go of what the carrier holds."""
+        """Free the resources of the weight transport."""
         if self._weight_sync is not None:
             self._weight_sync.close()
         self._weight_sync = None
 
     def send(self, servers: Sequence[ServerAddress], weights: Iterable[tuple[str, Tensor]], version: int) -> SendResult:
-        """Bring these to the weights."""
+        """Send these weights to the servers, and return the results."""
         return asyncio.run(self._send([ServerClient.from_address(server) for server in servers], weights, version))
 
     async def _send(

@@ -254,7 +254,7 @@ def test_a_store_is_joined_by_its_key_and_only_while_it_is_there(
     monkeypatch.delenv("ETUDE_STORE_KEY", raising=False)
     words = ["train", *options, f"directory={tmp_path / 'run'}", "agent.store=http://127.0.0.1:9"]
     assert main(words) == 2
-    assert "ETUDE_STORE_KEY does not tell it" in capsys.readouterr().err
+    assert "ETUDE_STORE_KEY is not set" in capsys.readouterr().err
 
 
 def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: Path) -> None:

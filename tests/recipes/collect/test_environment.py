@@ -27,7 +27,7 @@ PARTNERS = "tests.recipes.partners"
         ({"path": f"{PARTNERS}:Deaf"}, r"has no `step`\. An environment has two methods"),
         (
             {"path": f"{PARTNERS}:Echo", "options": {"turnz": 3}},
-            r"cannot be made with `env.options` \(turnz=3\).*turns",
+            r"cannot be created with `env.options` \(turnz=3\).*turns",
         ),
         ({"path": f"{PARTNERS}:Echo", "options": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
         ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
@@ -59,16 +59,16 @@ GAME = {"env.path": f"{PARTNERS}:Echo", "reward": "environment", "reward.path": 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"env.max_turns": 3}, "`env` has options, and names nobody to speak with"),
+        ({"env.max_turns": 3}, "`env` has options, and names neither environment nor tools"),
         (
             {"reward": "environment", "reward.path": None},
-            "leaves rewards to the environment, and there is none that pays",
+            "leaves rewards to the environment, and there is none that gives rewards",
         ),
         (
             {"env.tools": f"[{PARTNERS}:add]", "reward": "environment", "reward.path": None},
-            "leaves rewards to the environment, and there is none that pays",
+            "leaves rewards to the environment, and there is none that gives rewards",
         ),
-        (GAME | {"data.overlong": "truncate"}, "a rollout of several turns keeps its own"),
+        (GAME | {"data.overlong": "truncate"}, "a multi-turn rollout keeps its own"),
         (GAME | {"env.path": f"{PARTNERS}:Deaf"}, "has no `step`"),
         ({"advantage": "gigpo"}, "needs the column `anchor`.*Give one with `env.path`"),
     ],
@@ -89,7 +89,7 @@ def test_what_goes_together_is_not(world: Path, capsys: Captured) -> None:
 
 def test_tools_need_a_model_that_can_call_them(world: Path, tmp_path: Path, capsys: Captured) -> None:
     told = refused_run(capsys, world, tmp_path / "run", **{"env.tools": f"[{PARTNERS}:add]"})
-    assert "teaches no form of calls that is known here" in told and "`chat.template`" in told
+    assert "has no known format of tool calls" in told and "`chat.template`" in told
     assert not (tmp_path / "run").exists()
 
 
@@ -102,7 +102,7 @@ def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Capt
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     given = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
-    assert "has text for a prompt" in refused_run(capsys, world, tmp_path / "run", **given)
+    assert "has a text prompt" in refused_run(capsys, world, tmp_path / "run", **given)
 
 
 def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:

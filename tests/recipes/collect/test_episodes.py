@@ -161,7 +161,7 @@ def test_what_leaves_no_room_truncates_a_rollout(plain: ChatRenderer) -> None:
 def test_a_beginning_that_leaves_no_room_is_a_failure(plain: ChatRenderer) -> None:
     played = play(plain, lambda *_: "1", asked("1" * 40), path=ECHO, max_tokens=40)
     assert not played.turns and played.verdict.outcome is Outcome.FAILED
-    assert "begins with has 40 tokens, and a rollout may have 40 in all" in played.verdict.error
+    assert "The first prompt of task 3 has 40 tokens, and a rollout may have 40 in all" in played.verdict.error
 
 
 def test_an_answer_cut_off_in_the_end_truncates_a_rollout(plain: ChatRenderer) -> None:
@@ -223,7 +223,7 @@ def test_tools_may_stand_before_an_environment(spoken: ChatRenderer) -> None:
 
 def test_tools_in_two_places_are_a_failure(spoken: ChatRenderer) -> None:
     played = play(spoken, lambda *_: "5", asked(QUESTION), tools=TOOLS, path=f"{PARTNERS}:Offers")
-    assert played.verdict.outcome is Outcome.FAILED and "offers tools of its own" in played.verdict.error
+    assert played.verdict.outcome is Outcome.FAILED and "offers its own tools" in played.verdict.error
 
 
 def test_tools_and_text_do_not_go_together(spoken: ChatRenderer) -> None:
@@ -275,7 +275,7 @@ def test_a_judge_that_fails_is_the_attempt_s_failure(plain: ChatRenderer) -> Non
         ("text", "returned a value of type str; it returns an Observation"),
         (
             "typo",
-            "What was shown on task 3 cannot be: .* text or a list of messages; a value of type int was given",
+            "The observation shown on task 3 is invalid: .* text or a list of messages; a value of type int was given",
         ),
         ("half", "half a character"),
         ("wrong", "gave 'white' for `role`"),

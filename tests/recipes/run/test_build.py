@@ -402,7 +402,7 @@ def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) 
     ("change", "what"),
     [
         ({"reference.path": "somewhere"}, "nothing here compares with one"),
-        ({"advantage": "gigpo"}, "which an environment tells"),
+        ({"advantage": "gigpo"}, "which an environment provides"),
         ({"max_staleness": 1}, "not built yet"),
         ({"mini_batches": 13}, "fewer than `mini_batches`"),
         ({"train.lr_scheduler": "cosine", "train.warmup_steps": 5}, "warm-up"),

@@ -44,7 +44,7 @@ def test_every_column_that_something_needs_is_collected_told_or_refused(world: P
 
 
 def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> None:
-    assert model_columns(run_of(world)) == frozenset(), "the step's one update tells"
+    assert model_columns(run_of(world)) == frozenset(), "the step's only update computes it"
     assert model_columns(run_of(world, mini_batches=2)) == model_columns(run_of(world, ppo_epochs=2)) == {"old_logp"}
     assert model_columns(run_of(world, mini_batches=2, **{"correction.policies": "two"})) == frozenset()
     assert model_columns(run_of(world, **{"entropy.top_share": 0.2})) == {"old_logp", "entropy"}
@@ -106,7 +106,7 @@ def test_an_advantage_of_groups_is_warned_of_a_group_of_one(
 
 @pytest.mark.parametrize("change", [{"sampling.top_p": 0.9}, {"sampling.top_k": 5}])
 def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` cut tokens off"):
+    with pytest.raises(ConfigError, match=r"`sampling\.top_p` and `sampling\.top_k` exclude tokens"):
         check_run(run_of(world, **change))
     scored = {f"evaluate.{name}": value for name, value in change.items()}
     check_run(run_of(world, **scored, **{"data.val": f"[{world / 'held_out.jsonl'}]"}))

@@ -270,7 +270,7 @@ def test_a_run_wants_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "deep").mkdir()
     monkeypatch.chdir(tmp_path / "deep")
     for directory in (Path(), tmp_path / "deep", tmp_path):
-        with pytest.raises(ConfigError, match="is where you stand, or holds it"), lock_directory(directory):
+        with pytest.raises(ConfigError, match="is the current directory or a parent of it"), lock_directory(directory):
             pass
     with lock_directory(tmp_path / "deep" / "run"):
         pass

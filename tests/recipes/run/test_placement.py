@@ -45,7 +45,7 @@ def test_an_engine_with_weights_of_its_own_samples_the_same_and_is_told_of(
 ) -> None:
     apart = train(world, tmp_path / "apart", **SPLIT)
     told = capsys.readouterr()
-    assert "On cpu: the policy, the engine, with weights of its own." in told.err + told.out
+    assert "On cpu: the policy, the engine, with its own weights." in told.err + told.out
     assert same(weights(whole, 2), weights(apart))
     written = [[line["publish_bytes"] for line in measured(run)] for run in (whole, apart)]
     assert set(written[0]) == {0.0} and all(number > 0 for number in written[1])
@@ -80,7 +80,7 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
     assert role_device(run.placement, "critic", **ends) == torch.device("cuda", 2)
     assert describe_placement(run, checks.active_roles(run)) == [
         "On cuda:0: the policy. On each of 2 ranks, by the names of the first.",
-        "On cuda:2: the engine, with weights of its own, the critic. On each of 2 ranks, by the names of the first.",
+        "On cuda:2: the engine, with its own weights, the critic. On each of 2 ranks, by the names of the first.",
         "On cuda:6: the reference. On each of 2 ranks, by the names of the first.",
     ]
 
@@ -97,19 +97,22 @@ def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None
             r"\(`rollout\.replicas=4`, 2 each\)\. Lower `ranks`, or `rollout\.replicas`; have servers share GPUs",
         ),
         ({"rollout": "vllm", "rollout.devices": "[8]"}, r"wants 9 GPUs.*for servers \(`rollout\.devices`\)"),
-        ({"rollout": "vllm", "cluster": "ray"}, r"nobody here knows which GPUs the ranks have.*`rollout\.devices`"),
+        (
+            {"rollout": "vllm", "cluster": "ray"},
+            r"this process does not know which GPUs the ranks have.*`rollout\.devices`",
+        ),
         (
             {"rollout": "vllm", "rollout.weight_transport": "ipc", "ranks": 2, "rollout.replicas": 2},
-            "of GPUs, server 0 is on 2 and is brought weights by the rank on 0. .* `train.offload`",
+            "of GPUs, server 0 is on 2 and gets weights from the rank on 0. .* `train.offload`",
         ),
         (
             {**IPC, "ranks": 2, "rollout.replicas": 3, "rollout.devices": "[0, 1, 1]"},
-            "of GPUs, server 2 is on 1 and is brought weights by the rank on 0",
+            "of GPUs, server 2 is on 1 and gets weights from the rank on 0",
         ),
-        ({**IPC, "rollout.tensor_parallel": 2}, "server 0 is on 0 and 1 and is brought weights by the rank on 0"),
+        ({**IPC, "rollout.tensor_parallel": 2}, "server 0 is on 0 and 1 and gets weights from the rank on 0"),
         (
             {**IPC, "rollout.weight_transport": "nccl"},
-            "goes from one GPU to another, and of GPUs, server 0 is on 0 and is",
+            "goes from one GPU to another, and of GPUs, server 0 is on 0 and gets",
         ),
         ({**SPLIT, "cluster": "ray"}, "over Ray each rank has one"),
         ({"kl": "reverse", "placement.reference": "cuda:1", "cluster": "ray"}, "over Ray each rank has one"),
@@ -154,7 +157,7 @@ def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: N
         ({"placement.teacher": "cpu"}, "places the teacher, and this run has none"),
         ({"placement.reward": "engine"}, "places the reward model, and this run has none"),
         ({"kl": "reverse", "placement.reference": "cuda:0"}, "this run computes on the processor"),
-        ({"kl": "full", "placement.reference": "cpu"}, "has to be where the policy is"),
+        ({"kl": "full", "placement.reference": "cpu"}, "must be where the policy is"),
         ({"kl": "reverse", "lora.rank": 2, "placement.reference": "cpu"}, "the policy without its adapters"),
         ({"kl": "reverse", "placement.reference": "moon"}, "placement.reference"),
         ({"rollout": "vllm", "rollout.devices": "[0]"}, "`rollout.devices` names GPUs for servers"),

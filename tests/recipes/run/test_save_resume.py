@@ -112,7 +112,7 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
     before = measured(run)
     assert main(["train", "--resume", str(run)]) == 0
     told = capsys.readouterr().err
-    assert "Going on after step 2" in told and "up to step 3 was measured before" in told
+    assert "Going on after step 2" in told and "The steps up to 3 were measured before" in told
     assert measured(run)[:3] == before, "what is replayed measures less, and is not written over what was"
     assert [step["step"] for step in measured(run)] == [1, 2, 3, 4]
     assert same(weights(run), weights(whole))

@@ -75,7 +75,7 @@ def test_parts_are_frozen_or_have_adapters(recipe: str, school: Path, tmp_path: 
 def test_a_model_beside_that_the_loss_never_reads_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"loss": "etude.algorithms.losses.supervised:SFT"}
     told = refusal(capsys, "distill", school, tmp_path / "run", **given)
-    assert "This loss reads nothing of what a teacher tells" in told and "`etude sft`" in told
+    assert "This loss reads no output of a teacher" in told and "`etude sft`" in told
     told = refusal(capsys, "dpo", school, tmp_path / "run", **given, reference__path=school / "teacher")
     assert "`reference.path` names a reference policy, and this loss compares with none" in told
     learned("dpo", school, tmp_path / "run", steps=1, **given)

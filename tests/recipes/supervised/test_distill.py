@@ -78,7 +78,7 @@ def test_a_larger_teacher_may_have_rows_to_spare(school: Path, tmp_path: Path, c
 
 def test_a_teacher_that_cannot_teach_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
     run = tmp_path / "run"
-    assert "give the teacher's model directory with `teacher.path=…`" in refusal(
+    assert "give its model directory with `teacher.path=…`" in refusal(
         capsys, "distill", school, run, teacher__path=None
     )
     assert "`teacher.path=" in refusal(capsys, "distill", school, run, teacher__path=tmp_path / "nowhere")

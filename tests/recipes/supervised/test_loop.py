@@ -422,7 +422,7 @@ def test_what_cannot_be_is_told(school: Path, tmp_path: Path, capsys: Captured) 
         ({"model.path": tmp_path / "nowhere"}, "is no directory"),
         ({"data.train": "[nowhere.jsonl]"}, "no such file"),
         ({"data.max_tokens": 4000}, "does not fit into this model's context of 128"),
-        ({"epochs": 2}, "both say how long the run is"),
+        ({"epochs": 2}, "both set the length of the run"),
         ({"data.sampler": "curriculum"}, "there is no 'curriculum'"),
         ({"train.lr_scheduler": "linear", "train.warmup_steps": 2}, "leaves nothing of the 2 updates"),
     ]

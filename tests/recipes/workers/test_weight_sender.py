@@ -309,7 +309,7 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
     config = two.run.rollout
     assert isinstance(config, ServerConfig)
     assert build_send_plan(config, two.crew, untied=True, alone=False).ranks == [0, 1]
-    monkeypatch.setattr("etude.recipes.servers.server_weights.machine", lambda: "another")
+    monkeypatch.setattr("etude.recipes.servers.server_weights.machine_id", lambda: "another")
     assert build_send_plan(config, two.crew, untied=True, alone=True).ranks == [0, 1], "wherever that is"
     for changes in (
         {},
@@ -317,11 +317,11 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
         {"weight_transport": "gloo", "url": ("http://127.0.0.1:9",), "python": None},
     ):
         near = config.model_copy(update=changes)
-        with pytest.raises(ConfigError, match=r"wants a rank on the machine of the servers.*all 2 ranks are on others"):
+        with pytest.raises(ConfigError, match=r"needs a rank on this machine.*all 2 ranks seem to be on others"):
             build_send_plan(near, two.crew, untied=True, alone=False)
-    for room in ("serving", "workers"):
-        monkeypatch.setattr(f"etude.recipes.{room}.machine", lambda: "")
-    with pytest.raises(ConfigError, match="are on others, for all that can be told"):
+    for module in ("servers.server_weights", "workers.policy_worker"):
+        monkeypatch.setattr(f"etude.recipes.{module}.machine_id", lambda: "")
+    with pytest.raises(ConfigError, match="all 1 ranks seem to be on others"):
         build_send_plan(config, LocalCrew(object()), untied=True, alone=False)
     chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
     far = config.model_copy(update={"weight_transport": "gloo", "url": ("http://10.1.1.1:9",), **chosen})

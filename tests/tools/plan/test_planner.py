@@ -276,7 +276,7 @@ def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_pa
     assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
-    assert "Nobody teaches" in refused(capsys, "plan", "distill", path)
+    assert "There is no teacher" in refused(capsys, "plan", "distill", path)
     assert "and there is one" in refused(capsys, "plan", path, "gpus=1", "train.weights=divided")
     assert "and there is one" in refused(capsys, "plan", path, "gpus=0", "critic.train.weights=divided")
     adapted = ("gpus=2", "lora.rank=4", "train.weights=divided")
