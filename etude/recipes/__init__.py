@@ -1,1 +1,1 @@
-"""The runs that Etude's commands make, each built from the packages below."""
+"""The runs of Etude's commands, each built from the packages below."""

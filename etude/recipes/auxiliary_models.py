@@ -1,4 +1,4 @@
-"""The models beside the policy: what it is held to, whom it imitates, who foresees what it will earn; who trains."""
+"""Loads the models besides the policy, the reference, the teacher and the critic, and builds the policy worker."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ __all__ = ["build_mesh", "build_policy_worker", "load_critic", "load_frozen", "l
 
 
 def build_mesh(run: Recipe) -> Mesh:
-    """How this rank shares the work with the others. All ranks ask it together, once."""
+    """Return the mesh by which this rank shares work with others. All ranks call it together, once."""
     return Mesh(run.mesh, timeout=run.crew.timeout)
 
 
 def load_reference(
     run: Recipe, policy: Model, path: Path | None, temperature: float = 1.0, *, mesh: Mesh | None = None
 ) -> FrozenModel:
-    """What the policy is held to: by default the model that the run began with, whatever it has learned since.
+    """Load the reference model: by default the model that the run began with, in its initial state.
 
-    A new adapter begins as nothing, so that this is the policy without it. One that goes on is read once more. Where
-    whole distributions are compared, it is asked in the midst of each update, and stays where that is made.
+    A new adapter starts as zero, so the reference is then the policy without it. With an adapter that continues an
+    earlier one, the base model and that adapter are loaded once more. Where whole distributions are compared, the
+    reference is called in the middle of each update, and stays on the update's device.
     """
     if path is None and run.lora.rank:
         return FrozenModel(
@@ -46,7 +47,7 @@ def load_reference(
 
 
 def load_critic(run: Run, policy: Model) -> Model:
-    """Who foresees what will be earned, before it has learned anything."""
+    """Load the critic, in its initial state."""
     where = _model_directory(run, "critic", run.critic.path)
     precision = PRECISIONS[run.critic.train.precision]
     model = load(where, dtype=precision, device=_role_device(run, policy, "critic"), keep_float32=True, head="value")
@@ -65,7 +66,7 @@ def build_policy_worker(
     teacher: FrozenModel | None = None,
     critic: Model | None = None,
 ) -> PolicyWorker:
-    """Whoever trains, of models that are there: the policy and the critic learn, each by its own options."""
+    """Build the policy worker from loaded models. Policy and critic are trained, each by its own options."""
     warmup, updates = run.critic.warmup if critic is not None else 0, run.mini_batches * run.ppo_epochs
     learner = Learner(
         policy,
@@ -104,8 +105,11 @@ def load_frozen(
     mesh: Mesh | None = None,
     keep_resident: bool = False,
 ) -> FrozenModel:
-    """A model beside the policy that never learns: the policy's own as it was at first, unless another is named. Under
-    `train.offload` it rests in the processor's memory, unless it `stays`, or is placed elsewhere than the policy."""
+    """Load a model that is never trained: the policy's initial model, unless another is named.
+
+    Under `train.offload` it is kept in CPU memory between calls, unless it must stay resident or is placed on another
+    device than the policy.
+    """
     where, device = _model_directory(run, role, path), _role_device(run, policy, role)
     offloaded = run.train.offload and not keep_resident and device == policy.device
     model = load(where, dtype=policy.dtype, device="cpu" if offloaded else device)
@@ -120,14 +124,14 @@ def load_frozen(
 
 
 def _role_device(run: Recipe, policy: Model, role: str) -> torch.device:
-    """Where a role's model is: beside the policy, unless the run places it."""
+    """Return the device of a role's model: the policy's, unless the run places it elsewhere."""
     if not isinstance(run, Run) or getattr(run.placement, role) == "policy":
         return policy.device
     return role_device(run.placement, role, policy=policy.device, engine=engine_device(run))
 
 
 def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
-    """The directory of a role's model: the policy's own, unless another is named."""
+    """Return the directory of a role's model: the policy's own, unless another is named."""
     where = path or run.model.path
     assert where is not None, "a run has a model"
     check_model(where, f"{role}.path")
@@ -135,11 +139,11 @@ def _model_directory(run: Recipe, role: str, path: Path | None) -> Path:
 
 
 def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
-    """Refuse a model that reads the policy's ids as other words than the policy does."""
+    """Refuse a model whose tokenizer gives the policy's ids another meaning."""
     assert run.model.path is not None, "a run has a model"
     ours = Tokenizer.load(run.model.tokenizer or run.model.path)
     theirs = Tokenizer.load(where) if (where / "tokenizer.json").is_file() else None
-    # a larger model often has more rows than its tokenizer has tokens: to imitate it, the words are what counts
+    # a larger model often has more embedding rows than tokens; for a teacher only the tokenizer must be equal
     padded = role == "teacher" and theirs is not None and theirs.vocab_size == ours.vocab_size
     if model.vocab_size != policy.vocab_size and not padded:
         raise ConfigError(
@@ -161,18 +165,18 @@ def _refuse_other_tokens(run: Recipe, policy: Model, role: str, where: Path, mod
 
 
 def _refuse_short_context(run: Recipe, policy: Model, role: str, where: Path, model: Model) -> None:
-    """Refuse a model that was made for shorter rows than the policy learns from."""
+    """Refuse a model with a shorter context than the policy's rows."""
     row_tokens, remedy = _longest_row(run, policy)
     if model.context_length < row_tokens:
         raise ConfigError(
             f"The {role} in {where} has a context of {model.context_length} tokens, and a row of this run may have "
-            f"{row_tokens}: what it says of tokens beyond its context means nothing. Set {remedy}, or give a "
-            f"`{role}.path` of a longer context."
+            f"{row_tokens}: its output beyond its context means nothing. Set {remedy}, or give a `{role}.path` of a "
+            "longer context."
         )
 
 
 def _longest_row(run: Recipe, policy: Model) -> tuple[int, str]:
-    """How many tokens a row may have that is learned from, and what bounds it."""
+    """Return the most tokens of a row that is trained on, and the option that bounds it."""
     if isinstance(run, SupervisedRun):
         return run.data.max_tokens or policy.context_length, "a lower `data.max_tokens`"
     assert isinstance(run, Run), "every recipe is one or the other"

@@ -1,9 +1,9 @@
-"""Scoring the policy on tasks that it is never trained on, with sampling of its own.
+"""Scores the policy on tasks that it is never trained on, with its own sampling options.
 
-Each task is answered `samples` times. For each data source, and over all: the mean reward (`mean@n`), the best of k
-(`best@k`: for rewards of 0 and 1 that is pass@k, estimated without bias from all n), and the reward of the answer that
-was given most often (`maj@n`, where the reward reads an answer in the text). The answers lie in
-`evaluations/step-….jsonl` beside the run, to be looked at.
+Each task is answered `samples` times. For each data source, and over all, the metrics are the mean reward (`mean@n`)
+and the best of k (`best@k`). For rewards of 0 and 1 the latter is pass@k, estimated without bias from all n. Where the
+reward extracts an answer from the text, there is also the reward of the most frequent answer (`maj@n`). The answers are
+in `evaluations/step-….jsonl` of the run.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = ["EvaluatedAnswer", "EvaluationConfig", "Evaluator", "best_of", "compu
 
 
 class EvaluationConfig(Config):
-    """When and how the policy is scored on `data.val`."""
+    """Options of the scoring on `data.val`."""
 
     every: int = Field(0, ge=0, description="score every n steps, and after the last; 0 scores after the last only")
     first: bool = Field(True, description="score before the first step too")
-    samples: int = Field(1, ge=1, description="answers to each task")
+    samples: int = Field(1, ge=1, description="answers per task; more give steadier scores and take longer")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
-    sampling: EvaluationSampling = Field(EvaluationSampling(), description="how answers are drawn for scoring")
+    sampling: EvaluationSampling = Field(EvaluationSampling(), description="how answers are sampled for scoring")
 
     def score_settings(self, training: SamplingConfig) -> Mapping[str, Any]:
-        """What decides a score besides the model and the tasks."""
+        """Return the settings that affect a score, besides the model and the tasks."""
         sampling = self.sampling.fill_from(training).model_dump(mode="json")
         return {"samples": self.samples, "limit": self.limit, "sampling": sampling}
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedAnswer:
-    """One answer, scored."""
+    """One answer with its score."""
 
     task: int
     source: str
@@ -60,19 +60,19 @@ class EvaluatedAnswer:
     finish: str
     error: str = ""
     failed: bool = False
-    """Whether it was not drawn or not judged, so that its reward is the nothing that counts for it, and no score."""
+    """True if it was not sampled or not judged. It counts as 0, which is no score."""
     extracted: str | None = None
-    """What the reward reads as the answer: the same for answers that say the same."""
+    """The answer that the reward extracts from the text, equal for equivalent answers."""
     conversation: Sequence[Mapping[str, str]] = ()
-    """Where the answer is the last of several turns: all that was said after the prompt, and by whom."""
+    """All messages after the prompt with their roles, if the answer is the last of several turns."""
     truncated: bool = False
-    """True where it was cut off."""
+    """True if it was cut off."""
 
 
 class Evaluator:
-    """Asks, judges and reports.
+    """Samples answers, judges them, and reports scores.
 
-    Waits for attempts, which bound themselves. One that fails earns nothing, and is counted.
+    Waits for attempts, which have their own timeouts. One that fails counts as 0, and is counted as failed.
     """
 
     def __init__(
@@ -86,44 +86,44 @@ class Evaluator:
         judge: Judge,
         runner: asyncio.Runner,
     ) -> None:
-        """player: who answers. runner: the event loop of the run, in which its judge lives too."""
+        """player: makes the attempts. runner: the event loop of the run, in which its judge lives too."""
         self._config, self._sampling, self._seed = config, sampling, seed
         self._dataset, self._runner, self._judge = dataset, runner, judge
         self._player = player
 
     @property
     def tasks(self) -> int:
-        """How many tasks it asks."""
+        """The number of tasks that it scores on."""
         return min(len(self._dataset), self._config.limit or len(self._dataset))
 
     @property
     def samples(self) -> int:
-        """How often it asks each."""
+        """The number of answers to each task."""
         return self._config.samples
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether to score after this step."""
+        """Return whether to score after this step."""
         every = self._config.every
         return self.tasks > 0 and (
             step == last or (step == 0 and self._config.first) or bool(step and every and step % every == 0)
         )
 
     def with_sampling(self, **changes: Any) -> Evaluator:
-        """The same questions, with some of the sampling changed."""
+        """Return an evaluator on the same tasks, with some sampling options changed."""
         other = copy(self)
         other._sampling = self._sampling.model_copy(update=changes)
         return other
 
     def answer_all(self, on_answer: Callable[[], None] = lambda: None, *, step: int = 0) -> list[EvaluatedAnswer]:
-        """Every answer to every task, in order. The same weights draw the same answers at any step.
+        """Return every answer to every task, in order. The same weights give the same answers at any step.
 
-        told: is called after each. step: the one that is scored.
+        on_answer: called after each answer. step: the step that is scored.
         """
         self._player.start_scoring(step)
         return self._runner.run(self._answer_tasks(on_answer))
 
     def pop_metrics(self) -> Metrics:
-        """What judging them has cost, where that is counted."""
+        """Return the metrics of judging, if the judge counts any."""
         return self._judge.pop_metrics()
 
     async def _answer_tasks(self, on_answer: Callable[[], None]) -> list[EvaluatedAnswer]:
@@ -165,7 +165,7 @@ class Evaluator:
 
 
 def compute_scores(answers: Sequence[EvaluatedAnswer]) -> Metrics:
-    """The evaluation in numbers: over all tasks and, where there are several, for each data source."""
+    """Return the scores over all tasks and, if there are several, for each data source."""
     metrics = Metrics()
     by_source: dict[str, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:
@@ -192,20 +192,20 @@ def compute_scores(answers: Sequence[EvaluatedAnswer]) -> Metrics:
 
 
 def best_of(rewards: Sequence[float], k: int) -> float:
-    """The expected best of k answers drawn without replacement from these n: unbiased, and pass@k where rewards are 0
-    and 1."""
+    """Return the expected best of k answers drawn without replacement from these n: unbiased, and pass@k for rewards of
+    0 and 1."""
     ordered, n = sorted(rewards), len(rewards)
     return sum(r * math.comb(i, k - 1) for i, r in enumerate(ordered)) / math.comb(n, k)
 
 
 def _powers(n: int) -> list[int]:
-    """2, 4, 8 … up to n, and n itself."""
+    """Return 2, 4, 8 … up to n, and n itself."""
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i <= n} | ({n} if n > 1 else set()))
 
 
 def _majority(group: Sequence[EvaluatedAnswer]) -> float:
-    """The mean reward of what was said most often; where several were, of what was said first. Who says nothing that
-    the reward reads as an answer has no vote, and a group without votes earns nothing."""
+    """Return the mean reward of the most frequent answer, and of the earliest one in a tie. Answers from which the
+    reward extracts nothing have no vote. A group without votes has 0."""
     counts = Counter(answer.extracted for answer in group if answer.extracted is not None)
     if not counts:
         return 0.0
@@ -215,7 +215,7 @@ def _majority(group: Sequence[EvaluatedAnswer]) -> float:
 
 
 def write_answers(answers: Sequence[EvaluatedAnswer], path: Path) -> None:
-    """One JSON object a line: what was asked, what was answered, what it earned."""
+    """Write one JSON object per line: the prompt, the answer, its reward."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for a in answers:

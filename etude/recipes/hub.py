@@ -1,9 +1,9 @@
-"""Models and data sets of the Hugging Face hub: from the name that a run gives to the files on this machine.
+"""Models and datasets of the Hugging Face hub: from the name in a run's options to the files on this machine.
 
     model.path=Qwen/Qwen3-0.6B   model.path=gpt2   data.train=[openai/gsm8k/main:train]
 
-A file or directory of that name here is taken first. Then the hub's cache is read, without the network. What is not in
-it is downloaded only where ETUDE_DOWNLOAD=1 allows that; else the error says the command that downloads it. The run
+A file or directory of that name here comes first. Then the hub's cache is read, without the network. Files that are not
+in it are downloaded only if ETUDE_DOWNLOAD=1 allows that; else the error gives the command that downloads them. The run
 goes on with the directory of the snapshot, so that a resumed run trains on the same revision.
 """
 
@@ -50,18 +50,18 @@ DESCRIBES = ("*.json", "*.jinja", "*.txt", "*.model")
 """The files that hold a model's configuration, its tokenizer and its chat template."""
 WEIGHTS = "*.safetensors"
 CARD = ("README.md", ".gitattributes")
-"""The file that says what a data set holds, and one that every data set has."""
+"""The file that describes a dataset, and one that every dataset has."""
 OTHER_LAYOUTS = ("*/*", "consolidated*")
 """The same weights once more, for other libraries."""
 
 
 def resolve_hub_names(run: R, *, weights: bool = True) -> R:
-    """The same run with directories and files in place of the names of models and data sets on the hub.
+    """Return the same run with local paths in place of the names of models and datasets on the hub.
 
-    weights: whether the models' weights are needed too. Refuses a `model.path` that is no model's directory, before
-    the libraries load that would read it.
+    weights: the models' weights are needed too. Refuses a `model.path` that is no model directory, before the libraries
+    load that would read it.
     """
-    if may_download():  # which is said as it begins
+    if may_download():  # a download is logged as it begins
         configure_logging(run.observe.level, mask=mask_text)
     for role, option in run.path_options.items():
         path = path_option(run, option)
@@ -78,7 +78,7 @@ def resolve_hub_names(run: R, *, weights: bool = True) -> R:
 
 
 def locate_model(path: Path, option: str, *, weights: bool = True) -> Path:
-    """The directory of a model: the path itself, or the snapshot of the model of that name on the hub."""
+    """Return the directory of a model: the path itself, or the snapshot of the model of that name on the hub."""
     name = str(path)
     if path.exists() or not (NAME.fullmatch(name) or _is_one_word(name)):
         return path
@@ -91,15 +91,15 @@ def locate_model(path: Path, option: str, *, weights: bool = True) -> Path:
 
 
 def _is_one_word(name: str) -> bool:
-    """Whether a word may name a model of the hub: one in the cache, or any, where it may be downloaded. Else it is a
-    directory's."""
+    """Return whether a word may name a model of the hub: one in the cache, or any, if downloads are allowed. Else it is
+    the name of a directory."""
     if not ONE_WORD.fullmatch(name):
         return False
     return may_download() or (Path(hf_constants.HF_HUB_CACHE) / f"models--{name}").is_dir()
 
 
 def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
-    """The reward with the directories of the models that it asks."""
+    """Return the reward with local directories of the models that it names."""
     if isinstance(reward, RewardModelScore):
         return reward.model_copy(update={"path": locate_model(reward.path, "reward.path", weights=weights)})
     if isinstance(reward, CombinedReward):
@@ -109,7 +109,7 @@ def _reward(reward: RewardFunction, *, weights: bool) -> RewardFunction:
 
 
 def _lacking_weights(snapshot: Path) -> str:
-    """The first weight file that a snapshot ought to have and has not; empty where it has all."""
+    """Return the first weight file that a snapshot lacks; empty if it has all."""
     index = snapshot / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -121,7 +121,7 @@ def _lacking_weights(snapshot: Path) -> str:
 
 
 def locate_data(data: DatasetLike, option: str) -> DatasetLike:
-    """Data with files in place of the names of data sets on the hub; rows as they are."""
+    """Return data with files in place of the names of datasets on the hub; rows stay as they are."""
     names = [data] if isinstance(data, str | Path) else data
     if isinstance(names, Sequence) and all(isinstance(name, str | Path) for name in names):
         return [file for name in names for file in data_files(str(name), option)]
@@ -129,9 +129,9 @@ def locate_data(data: DatasetLike, option: str) -> DatasetLike:
 
 
 def data_files(name: str, option: str = "") -> tuple[str, ...]:
-    """The files of a data set, or the name itself where it is a file or made by Python.
+    """Return the files of a dataset, or the name itself if it is a file or made by Python.
 
-    option: the option that the name was given for, if it was; `data.train` takes the split of that name.
+    option: the option that holds the name, if any; `data.train` takes the split of that name.
     """
     dataset = parse_dataset_name(name)
     if dataset is None:
@@ -144,7 +144,7 @@ def data_files(name: str, option: str = "") -> tuple[str, ...]:
 
 
 def _split_files(dataset: DatasetName, card: Path, option: str) -> Sequence[Path]:
-    """The files of the split that is wanted, all of them here."""
+    """Return the files of the requested split, all of which are local."""
     patterns = patterns_of(dataset, card / "README.md", option)
 
     def lacks(snapshot: Path) -> str:
@@ -163,10 +163,10 @@ def _snapshot(
     *,
     ignored: Sequence[str] = (),
 ) -> Path | None:
-    """A snapshot in the hub's cache that has the files that are wanted; downloaded where that is allowed.
+    """Return a snapshot in the hub's cache that has the requested files, downloaded if that is allowed.
 
-    None where nothing is cached, nothing may be downloaded, and the name reads as a path of which the beginning is
-    here. lacks: the first file that a snapshot ought to have and has not.
+    Return None if nothing is cached, no download is allowed, and the name reads as a path whose parent exists here.
+    find_missing: returns the first file that a snapshot lacks.
     """
 
     def snapshot(*, here: bool) -> Path:
@@ -223,18 +223,18 @@ def _not_here(name: str, kind: Kind, option: str, missing: str) -> str:
 
 
 def _downloaded(snapshot: Callable[..., Path], name: str, kind: Kind, option: str) -> Path:
-    """Download with huggingface_hub, which shows how far it is, and say in a sentence why it could not."""
+    """Download with huggingface_hub, which shows the progress; turn its errors into sentences."""
     try:
         return snapshot(here=False)
     except hf_errors.GatedRepoError as error:
         why = (
-            f"its authors ask for an agreement first: accept it on {_page(name, kind)}, and log in with `hf auth login`"
+            f"its authors require an agreement first: accept it on {_page(name, kind)}, and log in with `hf auth login`"
         )
         cause: Exception = error
     except hf_errors.RepositoryNotFoundError as error:
         why = (
-            f"the hub has no {_WORD[kind]} of that name that may be read with this login. Correct the name; or, if it "
-            "is private, log in with `hf auth login`, or set HF_TOKEN"
+            f"the hub has no {_WORD[kind]} of that name that this login may read. Correct the name; or, if it is "
+            "private, log in with `hf auth login`, or set HF_TOKEN"
         )
         cause = error
     except (hf_errors.LocalEntryNotFoundError, hf_errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
@@ -251,7 +251,7 @@ def _page(name: str, kind: Kind) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of what went wrong first."""
+    """Return the first line of the error that came first."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -259,22 +259,22 @@ def _first_line(error: Exception) -> str:
 
 
 def check_push(name: str) -> None:
-    """Refuse an upload that cannot come to anything, before a model is written for it."""
+    """Refuse an upload that is bound to fail, before a model is written for it."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"`--push {name}` names no repository of the Hugging Face hub. Write it as `--push you/name`."
         )
     if hf.get_token() is None:
         raise ConfigError(
-            f"`--push {name}` uploads to the Hugging Face hub, and there is no token to do so with. Log in with "
-            "`hf auth login`, or set HF_TOKEN; the token must be one that may write."
+            f"`--push {name}` uploads to the Hugging Face hub, and there is no token for it. Log in with `hf auth "
+            "login`, or set HF_TOKEN; the token must allow writing."
         )
 
 
 def push(directory: Path, name: str, *, private: bool) -> str:
-    """Upload a directory as a model of the hub, which is made where it is not there; returns its address.
+    """Upload a directory as a model of the hub, created if it does not exist; return its address.
 
-    private: make a new one so that only its owner sees it. One that is there stays as it is.
+    private: make a new one visible only to its owner. An existing one keeps its visibility.
     """
     hub = hf.HfApi()
     try:
@@ -283,6 +283,6 @@ def push(directory: Path, name: str, *, private: bool) -> str:
     except (hf_errors.HfHubHTTPError, hf_errors.HFValidationError, httpx2.HTTPError, OSError) as error:
         raise RunError(
             f"The model was written to {directory}, and could not be uploaded to {name}: {_first_line(error)}. Once "
-            f"that is mended, `hf upload {name} {directory}` uploads it."
+            f"that is fixed, `hf upload {name} {directory}` uploads it."
         ) from error
     return _page(name, "model")

@@ -1,8 +1,8 @@
-"""The splits of a data set on the Hugging Face hub: which of its files they are.
+"""The splits of a dataset on the Hugging Face hub, and the files of each.
 
-A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most data sets
-lists the files of each split; where none does, a file belongs to the split whose name stands in its path, in the
-file's own name before a directory's.
+A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most datasets
+lists the files of each split. If it lists none, a file belongs to the split that its path names, in the file's own name
+before a directory's.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval"), "test"),
 }
-"""The words in a path that say which split a file belongs to."""
+"""The words in a path that name a split."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..+)")
 NO_ROWS = ("dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-"""The files beside the data that tell of it."""
+"""Files beside the data that describe it."""
 NO_DATA = (".*", "*/.*", *NO_ROWS, *(f"*/{name}" for name in NO_ROWS))
-"""The patterns of files that hold no data, whatever they end in."""
+"""Patterns of files that hold no data, with any suffix."""
 FILE_SUFFIXES = (*READERS, ".gz", ".py", ".txt", ".arrow")
-"""Ends of names that are of files, whether they are there or not."""
+"""Suffixes of names that are files, even if they do not exist."""
 
 
 @dataclass(frozen=True)
 class DatasetName:
-    """A data set as a run names it."""
+    """The name of a dataset in a run's options."""
 
     text: str
     """The whole name, as it was written."""
@@ -56,31 +56,31 @@ class DatasetName:
     config: str | None
     """One of several tables in it."""
     split: str | None
-    """A part of that."""
+    """A split of that table."""
 
 
 @dataclass(frozen=True)
 class SplitPatterns:
-    """The files of a split: the patterns that the card lists, or none where the paths of the files say it."""
+    """The files of a split: the patterns that the card lists, or none where the paths of the files decide."""
 
     listed: tuple[str, ...] | None
     directory: str = ""
-    """The directory of the table, where the card names that alone."""
+    """The directory of the table, if the card names only that."""
 
     @property
     def downloaded(self) -> tuple[str, ...]:
-        """The patterns of the files that are downloaded: all data, where the card lists none."""
+        """The patterns of the files that are downloaded: all data, if the card lists none."""
         if self.listed is not None:
             return self.listed
         return tuple(f"{self.directory}/*{suffix}" if self.directory else f"*{suffix}" for suffix in READERS)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The patterns of the files that are none of the data, unless the card lists them."""
+        """The patterns of files that hold no data, unless the card lists them."""
         return () if self.listed is not None else NO_DATA
 
     def files(self, dataset: DatasetName, snapshot: Path, option: str) -> list[Path]:
-        """The files of the split in a snapshot; refused where there are none, or they cannot be read."""
+        """Return the files of the split in a snapshot; refuse a split without files, or with unreadable ones."""
         files = self.matching(snapshot)
         if self.listed is None:
             root, splits = snapshot / self.directory, dict[str, list[Path]]()
@@ -99,19 +99,19 @@ class SplitPatterns:
         return files
 
     def matching(self, snapshot: Path) -> list[Path]:
-        """The files of a snapshot that match."""
+        """Return the files of a snapshot that match."""
         files = sorted(file for file in snapshot.rglob("*") if file.is_file())
         paths = [(file, file.relative_to(snapshot).as_posix()) for file in files]
         return [file for file, path in paths if _fits(path, self.downloaded) and not _fits(path, self.ignored)]
 
 
 def quote_option(option: str, text: str) -> str:
-    """What an error calls a name: the option that it was given for, if it was."""
+    """Return the name for an error message: with the option that holds it, if any."""
     return f"`{option}=[{text}]`" if option else f"`{text}`"
 
 
 def parse_dataset_name(text: str) -> DatasetName | None:
-    """Parse a data set's name on the hub; None for a file, a directory, or a Python function."""
+    """Parse a dataset's name on the hub; return None for a file, a directory, or a Python function."""
     named = NAMED.fullmatch(text)
     if named is None or Path(text).exists() or Path(text.partition(":")[0]).suffix in FILE_SUFFIXES:
         return None
@@ -119,7 +119,7 @@ def parse_dataset_name(text: str) -> DatasetName | None:
 
 
 def patterns_of(dataset: DatasetName, card: Path, option: str) -> SplitPatterns:
-    """The patterns of the files of the split that is wanted, as far as the card tells."""
+    """Return the file patterns of the requested split, as far as the card lists them."""
     configs = _configs(card)
     if not configs:
         return SplitPatterns(None)
@@ -145,7 +145,7 @@ def patterns_of(dataset: DatasetName, card: Path, option: str) -> SplitPatterns:
 
 
 def lacking_shards(dataset: DatasetName, patterns: SplitPatterns, snapshot: Path) -> str:
-    """The first file that is known to belong to the split and is not in the snapshot; empty where none is known."""
+    """Return the first file that is known to belong to the split and is not in the snapshot; empty if none is known."""
     present = {file.relative_to(snapshot).as_posix() for file in patterns.matching(snapshot)}
     if not present:
         return f"files of `{dataset.split}`" if dataset.split else "data files"
@@ -159,7 +159,7 @@ def lacking_shards(dataset: DatasetName, patterns: SplitPatterns, snapshot: Path
 
 
 def _configs(card: Path) -> list[dict[str, Any]]:
-    """The tables that a card lists."""
+    """Return the tables that a card lists."""
     if not card.is_file():
         return []
     text = card.read_text(encoding="utf-8", errors="replace")
@@ -173,7 +173,7 @@ def _configs(card: Path) -> list[dict[str, Any]]:
 
 
 def _patterns_by_split(data_files: Any, directory: str) -> dict[str, tuple[str, ...]]:
-    """The patterns of each split, from any of the ways in which a card may write them."""
+    """Return the patterns of each split, from any of the formats that a card may use."""
     if data_files is None:
         return {}
     if isinstance(data_files, Mapping):
@@ -188,7 +188,7 @@ def _patterns_by_split(data_files: Any, directory: str) -> dict[str, tuple[str, 
 
 
 class _MalformedError(Exception):
-    """Something in a card that is none of the ways in which files are listed."""
+    """An entry in a card that is in none of the formats in which files are listed."""
 
 
 def _text(value: Any) -> str:
@@ -206,7 +206,7 @@ def _fits(path: str, patterns: Sequence[str]) -> bool:
 
 
 def _chosen(dataset: DatasetName, splits: Sequence[str], option: str) -> str:
-    """The split that is wanted: the one that is named, or the only one, or `train` to train on."""
+    """Return the requested split: the one that is named, or the only one, or `train` to train on."""
     if dataset.split is not None:
         if dataset.split in splits:
             return dataset.split
@@ -225,6 +225,6 @@ def _chosen(dataset: DatasetName, splits: Sequence[str], option: str) -> str:
 
 
 def _split_of(path: Path) -> str:
-    """The split that a file's path names; `train` where it names none."""
+    """Return the split that a file's path names; `train` if it names none."""
     words = (word for part in reversed(path.parts) for word in re.split(r"[^a-z]+", part.lower()))
     return next((WORDS[word] for word in words if word in WORDS), "train")

@@ -1,4 +1,4 @@
-"""A trained model put to use: scored, asked, or written out as a Hugging Face directory.
+"""Uses of a trained model: scoring it, sampling from it, or exporting it as a Hugging Face directory.
 
 Each takes either the directory of a run, whose checkpoint it reads, or a model directory.
 """
@@ -49,9 +49,9 @@ __all__ = ["evaluate", "export_run", "generate", "load_for_inference"]
 
 
 def evaluate(run: Run, *, best: bool, answers: Path | None = None) -> dict[str, Any]:
-    """Score a model on `data.val` and show how; returns the scores, and what was scored.
+    """Score a model on `data.val` and show the scores; return them with a description of the evaluation.
 
-    The answers are written to the file `answers`, or beside those of the run.
+    answers: the file for the answers; by default one in the run's directory.
     """
     return run_outside_event_loop(lambda: _evaluated(run, best=best, answers=answers))
 
@@ -88,7 +88,7 @@ def _evaluated(run: Run, *, best: bool, answers: Path | None) -> dict[str, Any]:
 
 
 def _answers_path(run: Run, step: int | None) -> Path | None:
-    """A new file among the evaluations of a run; a model that belongs to no run has none."""
+    """Return a new file among the evaluations of a run; None for a model without a run."""
     if run.directory is None or step is None:
         return None
     name = f"eval-step-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -98,7 +98,7 @@ def _answers_path(run: Run, step: int | None) -> Path | None:
 
 
 def _show_scores(console: Console, run: Run, summary: dict[str, Any], scores: dict[str, float]) -> None:
-    """What was scored, and how well it did."""
+    """Print the evaluated model, the tasks and the scores."""
     what = str(run.model.path) if "step" not in summary else f"step {summary['step']} of {run.directory}"
     per_task = "one answer" if summary["samples"] == 1 else f"{summary['samples']} answers"
     data = ", ".join(run.data.val)
@@ -114,9 +114,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def generate(run: Run, prompt: str, *, answers: int, best: bool, raw: bool) -> None:
-    """Ask the model and print what it answers, as it is written where there is one answer.
+    """Sample answers of the model and print them; a single answer is streamed.
 
-    The prompt is a user's message where the model has a chat template; `raw` has it continued as it stands.
+    The prompt is a user's message if the model has a chat template. raw: continue the prompt as it is.
     """
     console = make_console(run.observe.console)
     with load_for_inference(run, best=best) as (_, chat, engine, _):
@@ -138,9 +138,11 @@ async def _answer(run: Run, prompt_ids: Ids, engine: TorchEngine | ServerPool, c
 
 
 def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, fall_back: bool = False) -> None:
-    """Write the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters added in;
-    or, with `adapter`, these alone, as peft loads them. fall_back: where the newest checkpoint is damaged, write the
-    newest that is whole."""
+    """Export the model of a run's checkpoint as a directory that `from_pretrained` loads, with its adapters merged.
+
+    adapter: export only the adapters, in peft's format. fall_back: if the newest checkpoint is damaged, export the
+    newest intact one.
+    """
     options = ["checkpoint.fall_back=true"] if fall_back else []
     run = run_directory.read_recipe(
         run_directory.read_recipe_class(directory), directory, options, masked=without_secrets
@@ -170,24 +172,28 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
 
 
 def _described(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What config.json says of a model. Of one that scores it says which token is padding, so that the score of a row
-    is read before it; a padding token that also ends answers is not named, because the end itself would be passed over:
-    such a model scores one row at a time."""
+    """Return the config.json of a model.
+
+    A scoring model also names its padding token, so that the score of a row is read before the padding. A padding token
+    that also ends answers is not named, because the end itself would be skipped. Such a model scores one row at a time.
+    """
     config = model.config_dict()
     if model.has_score_head:
         config["pad_token_id"] = None if tokenizer.pad_id in tokenizer.eos_ids else tokenizer.pad_id
     return config
 
 
-# -- what they share --------------------------------------------------------------------------------------------------
+# -- shared helpers ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def load_for_inference(
     run: Run, *, best: bool
 ) -> Iterator[tuple[int | None, ChatRenderer, TorchEngine | ServerPool, int]]:
-    """The model of a run's checkpoint, of which step that is, or a model that belongs to no run; ready to be asked for
-    as many tokens as it has room for."""
+    """Load the model of a run's checkpoint, or a model without a run, ready to sample.
+
+    Yields the checkpoint's step, the chat renderer, the engine, and the most tokens that it has room for.
+    """
     if best and run.directory is None:
         raise ConfigError("--best chooses among the checkpoints of a run, and no run was named. Leave it out.")
     configure_logging(run.observe.level, mask=mask_text)
@@ -204,7 +210,7 @@ def load_for_inference(
 
 @contextmanager
 def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEngine | ServerPool]:
-    """What samples from a model: the embedded engine, or servers that are given its weights as files."""
+    """Open the engine that samples from a model: the embedded engine, or servers that load its weights from files."""
     config = run.rollout
     if isinstance(config, TorchEngineConfig):
         with TorchEngine(model, chat.tokenizer, config, merge=run.lora.publish == "merged") as engine:
@@ -215,7 +221,7 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
     device = server_device_kind(run)
     if device == "cuda":
         config = config.model_copy(update={"devices": gpus_of_servers(run, config, learns=False)})
-    parent = run.directory if config.url else None  # by servers elsewhere
+    parent = run.directory if config.url else None  # so that remote servers can read it
     with TemporaryDirectory(prefix="etude-", dir=parent) as temporary:
         where, logs, untied = Path(temporary) / "model", Path(temporary) / "logs", config.needs_untied_head(device)
         described = model.config_dict() | ({"tie_word_embeddings": False} if untied else {})
@@ -232,14 +238,14 @@ def _open_engine(run: Run, model: Model, chat: ChatRenderer) -> Iterator[TorchEn
 
 
 def _load_checkpoint(run: Recipe, model: Model, *, best: bool) -> int:
-    """Bring a run's checkpoint into the model; returns its step."""
+    """Load a run's checkpoint into the model; return its step."""
     checkpoints, checkpoint = _checkpoint(run, best=best)
     load_weights(model, checkpoints, checkpoint)
     return checkpoint.step
 
 
 def _checkpoint(run: Recipe, *, best: bool) -> tuple[CheckpointManager, Checkpoint]:
-    """A run's checkpoint, and those it is one of."""
+    """Return a run's checkpoint and its checkpoint manager."""
     assert run.directory is not None
     checkpoints = CheckpointManager(run.directory / "checkpoints", run.checkpoint.keep)
     checkpoint = checkpoints.best() if best else checkpoints.newest(fall_back=run.checkpoint.fall_back)

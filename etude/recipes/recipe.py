@@ -1,7 +1,7 @@
-"""What every run has, whatever it learns from: a model, an optimizer, a directory, and how it is watched and kept.
+"""The options that every run has: a model, an optimizer, a directory, logging and checkpoints.
 
-A recipe is a command and its options, one frozen tree. What belongs to one of them alone hangs in its own file; what
-is here means the same in all, and so a directory, a resumption and an export are the same code for each.
+A recipe is a command and its options, one frozen tree. Options of only one recipe are in that recipe's file. Options
+here mean the same in all of them, so directories, resumption and export share their code.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ __all__ = ["ModelSource", "Recipe", "ReferenceConfig", "TeacherConfig"]
 
 
 class ModelSource(Config):
-    """Where the policy comes from."""
+    """The source of the policy."""
 
     path: Path | None = Field(
-        None, description="a Hugging Face model directory: config.json, weights, tokenizer; or its name on the hub"
+        None,
+        description="a Hugging Face model directory with config.json, weights and tokenizer; or a model name "
+        "on the hub",
     )
-    tokenizer: Path | None = Field(None, description="another directory to read the tokenizer and template from")
+    tokenizer: Path | None = Field(
+        None, description="another directory with the tokenizer and the chat template; null is the model's"
+    )
     freeze: tuple[str, ...] = Field(
-        (), description="parts that stay as they are, such as embed_tokens or layers.0; they cost no optimizer state"
+        (), description="parts that are not trained, such as embed_tokens or layers.0; they need no optimizer state"
     )
 
 
 class ReferenceConfig(Config):
-    """What the policy is held to, where it is compared with another."""
+    """The reference model that the policy is compared with."""
 
     path: Path | None = Field(
         None, description="a model directory; null is the model that the run begins with. Its weights never change"
@@ -45,7 +49,7 @@ class ReferenceConfig(Config):
 
 
 class TeacherConfig(Config):
-    """Whom the policy imitates."""
+    """The teacher model that the policy imitates."""
 
     path: Path | None = Field(None, description="a model directory of the policy's tokenizer; its weights never change")
 
@@ -54,61 +58,64 @@ class Recipe(Config):
     """The options that every run has."""
 
     changeable: ClassVar[tuple[str, ...]]
-    """Options that a resumed run may change."""
+    """The options that a resumed run may change."""
     length_options: ClassVar[tuple[str, ...]] = ("steps",)
-    """Those of the free ones that say how long it is: they may change only while no schedule depends on them."""
+    """The changeable options that set the run's length; they may change only while no schedule depends on them."""
     path_options: ClassVar[dict[str, str]] = {
         "model": "model.path",
         "tokenizer": "model.tokenizer",
         "adapter": "lora.path",
         "template": "chat.template",
     }
-    """Options that say where files lie, by what the files are to the run: it is known by what they hold."""
+    """Options with paths of files, by the role of the files in the run. A run is identified by the contents of the
+    files, and not by their paths."""
     head: ClassVar[Head] = "language"
-    """What its model has on its hidden states."""
+    """The head on the model's hidden states."""
 
     model: ModelSource = Field(ModelSource(), description="the model to train")
     lora: LoraAdapterConfig = Field(
-        LoraAdapterConfig(), description="low-rank adapters, trained in place of the model's weights"
+        LoraAdapterConfig(), description="low-rank adapters, trained instead of the model's weights"
     )
-    chat: ChatConfig = Field(ChatConfig(), description="how conversations are shown to it")
-    data: DataFiles = Field(DataFiles(), description="what it learns from")
+    chat: ChatConfig = Field(ChatConfig(), description="how conversations are rendered for the model")
+    data: DataFiles = Field(DataFiles(), description="the training data")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept on disk")
-    observe: ObserveConfig = Field(ObserveConfig(), description="what is shown, and where numbers go")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="checkpoints on disk")
+    observe: ObserveConfig = Field(ObserveConfig(), description="the console, and the trackers that get metrics")
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="what computes; auto is a GPU for each rank, where torch reaches any, else the processor"
+        "auto", description="device that computes; auto is a GPU for each rank if torch reaches any, else the CPU"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of all randomness in the run")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
-    mesh: MeshConfig = Field(MeshConfig(), description="how many ranks work on the same rollouts, and divide that how")
+    mesh: MeshConfig = Field(
+        MeshConfig(), description="how many ranks work on the same rollouts, and how they divide them"
+    )
     cluster: ClusterBackend = Field(
         "local",
-        description="where ranks are: local is processes of this machine; ray is actors, one each, of the Ray that "
-        "RAY_ADDRESS names, or of one that is started here and ends with the run",
+        description="local: ranks are processes of this machine; ray: one actor each, on the Ray that RAY_ADDRESS "
+        "names, or on one that is started here and ends with the run",
     )
-    crew: CrewConfig = Field(CrewConfig(), description="how long they may be silent, and wait for each other")
+    crew: CrewConfig = Field(CrewConfig(), description="how long ranks may be silent, and wait for each other")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads that compute in each process; null shares out what torch would take"
+        None, ge=1, description="CPU threads of each process; null divides torch's default among ranks"
     )
     directory: Path | None = Field(
-        None, description="the run's own directory; a run that is there is taken up. By default a new one in `runs`"
+        None, description="the run's directory; a run in it is resumed. By default a new one in `runs`"
     )
     recipe: str = Field(description="the command that these options are for")
 
     def schedules(self) -> dict[str, str]:
-        """The schedule of each model that learns, by its option."""
+        """Return the schedule of each trained model, by its option."""
         return {"train.lr_scheduler": self.train.lr_scheduler}
 
     def double_length_option(self, steps: int) -> str:
-        """The option, with its value, that asks for as much again as a run of so many steps has done."""
+        """Return the option, with its value, that makes a run of `steps` twice as long."""
         return f"steps={2 * steps}"
 
     @field_validator("recipe", mode="before")
     @classmethod
     def _is_of_this_command(cls, value: Any) -> Any:
-        """Options of another command are another run's."""
+        """Refuse options of another command."""
         expected = cls.model_fields["recipe"].default
         if value != expected:
             raise ConfigError(f"These options are of `etude {value}`, and this is `etude {expected}`: give them there.")

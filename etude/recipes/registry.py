@@ -1,4 +1,4 @@
-"""The recipes, by the commands that run them."""
+"""The recipes, by their commands."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SUPERVISED: dict[str, type[SupervisedRun]] = {
     "reward-model": RewardModelRun,
     "distill": DistillRun,
 }
-"""Those that learn from examples."""
+"""The recipes that learn from examples."""
 RECIPES: dict[str, type[Recipe]] = {"train": Run, **SUPERVISED}
-"""All of them."""
+"""All recipes."""
 
 
 def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = None, preset: Path | None = None) -> R:
-    """The run that a command line asks for. A file that is another command's is told as that, and not key by key."""
+    """Compose the run of a command line. A file of another command is refused as a whole, and not key by key."""
     if file is not None and file.is_file():
         expected, written = kind.model_fields["recipe"].default, _recipe_in(file)
         if written not in (None, expected):
@@ -45,7 +45,7 @@ def compose_run(kind: type[R], overrides: Sequence[str], file: Path | None = Non
 
 
 def _recipe_in(file: Path) -> object:
-    """What a file says of its recipe; whatever else is wrong with it is told by whoever reads it whole."""
+    """Return the recipe that a file names. Other errors in the file are reported when it is composed."""
     try:
         options = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -1,6 +1,6 @@
-"""The run that a command asks about: a run's directory or a model's stands first, options follow.
+"""The run that a command uses: the directory of a run or of a model comes first, options follow.
 
-Nothing heavy is loaded here, so that a mistyped option is told at once.
+Nothing heavy is loaded here, so that a mistyped option is reported at once.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ READ_OPTIONS = {
 ALIKE = ("model", "lora", "chat", "train", "checkpoint", "observe", "seed", "device", "threads")
 """The options that runs of all recipes have."""
 OPTION = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
-"""How an option of the run begins; a prompt such as `2 + 2 =` does not."""
+"""The beginning of an option; a prompt such as `2 + 2 =` does not match."""
 
 
 def parse_question(overrides: Sequence[str], file: Path | None, typed: TextIO | None) -> tuple[Run, str]:
-    """The run that `etude generate` asks, and the prompt: the words after it, or what is typed."""
+    """Return the run that `etude generate` uses, and the prompt: the words after it, or the text on standard input."""
     options = [word for word in overrides if OPTION.match(word)]
     words = [word for word in overrides if not OPTION.match(word)]
     named = any(option.startswith("model.path=") for option in options)
@@ -76,16 +76,17 @@ def parse_question(overrides: Sequence[str], file: Path | None, typed: TextIO | 
 
 
 def without_secrets(path: str) -> str:  # noqa: ARG001
-    """What stands for a secret that is not needed."""
+    """Return the mask as the value of a secret that is not needed."""
     return MASK
 
 
 def resolve_run(
     words: Sequence[str], file: Path | None, command: str, masked: Callable[[str], object] | None = None
 ) -> tuple[Run, str]:
-    """The run that is asked about: a run's directory, or a model's, may stand first.
+    """Return the run that a command uses, and the name of its source. A directory of a run, or of a model, may come
+    first.
 
-    How a run showed itself as it was trained is no matter of those who ask it.
+    The console options of the training run do not apply.
     """
     run, source = _parse_run(words, file, command, masked)
     return resolve_hub_names(run), source
@@ -102,8 +103,8 @@ def _parse_run(
     if (where / run_directory.OPTIONS).exists():
         if file is not None:
             raise ConfigError(
-                f"{where} is a run, whose options lie in its own {run_directory.OPTIONS}: --config has no place "
-                "beside it. Write what is to be otherwise as key=value."
+                f"{where} is a run, whose options are in its own {run_directory.OPTIONS}: --config has no place "
+                "beside it. Write the options that change as key=value."
             )
         console_option = (
             [] if any(option.startswith("observe.console=") for option in options) else ["observe.console=auto"]
@@ -123,17 +124,17 @@ def _parse_run(
 
 
 def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callable[[str], object] | None) -> Run:
-    """The run in a directory as one that asks its model. Of another recipe it has what both have; the rest is given, or
-    by default."""
+    """Read the run in a directory as a run that samples. A supervised run has only the shared options; the others are
+    given, or defaults."""
     kind = run_directory.read_recipe_class(where)
     if kind is Run:
         run = run_directory.read_run(where, options, masked=masked)
-        return run.model_copy(update={"cluster": "local"})  # whoever asks computes here
+        return run.model_copy(update={"cluster": "local"})  # inference computes in this process
     if kind.head != "language":
         raise ConfigError(
-            f"The run in {where} trains a model that scores, and cannot be asked for words. Write it with "
+            f"The run in {where} trains a model that scores, and cannot generate text. Write it with "
             f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
-            f"reward.path=my-judge`."
+            "reward.path=my-judge`."
         )
     options_of_run = to_tree(run_directory.read_recipe(kind, where, masked=masked))
     run = compose(Run, options, base={name: options_of_run[name] for name in ALIKE})
@@ -141,7 +142,7 @@ def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callabl
 
 
 def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
-    """An option that the command does not look at is no option of it: what it was meant to do would not happen."""
+    """Refuse an option that the command does not read, because it would have no effect."""
     for option in options:
         name = option.partition("=")[0].strip("+ ")
         hidden = name == "sampling.max_tokens" and command == "eval" and run.evaluate.sampling.max_tokens is not None
@@ -149,11 +150,11 @@ def _refuse_unread(run: Run, options: Sequence[str], command: str) -> None:
             continue
         remedy = "Leave it out."
         if command == "eval" and name.startswith("sampling."):
-            remedy = f"How answers are drawn for scoring is said by `evaluate.{name}`."
+            remedy = f"Sampling for scoring is set by `evaluate.{name}`."
         elif command == "eval" and name == "data.train":
             remedy = "Tasks to score on are given by `data.val`."
         elif command == "generate" and name.startswith("evaluate."):
-            remedy = "How answers are drawn is said by `sampling`, how many by -n."
+            remedy = "Sampling is set by `sampling`, the number of answers by -n."
         elif name.startswith("evaluate."):
-            remedy = "How answers are drawn is said by `sampling`."
+            remedy = "Sampling is set by `sampling`."
         raise ConfigError(f"`etude {command}` does not read `{name}`: it would change nothing here. {remedy}")

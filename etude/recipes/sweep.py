@@ -1,4 +1,4 @@
-"""Several runs from one command line, one after another: one for each combination of the values it lists."""
+"""Several runs from one command line, one after another: one for each combination of the listed values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["sweep"]
 R = TypeVar("R", bound=Recipe)
 
 LONGEST = 160
-"""Bytes of a run's name: file systems take 255, with what is added to them."""
+"""Most bytes of a run's name: file systems take 255, with what is added to them."""
 
 
 def sweep(
@@ -34,18 +34,18 @@ def sweep(
     file: Path | None,
     preset: Path | None = None,
 ) -> Path:
-    """Train each run of a kind in a directory of its own below one for all of them, which is returned.
+    """Train each run of a sweep in its own directory below a common one, and return that directory.
 
-    Every run is composed before the first one starts. One that fails does not stop the others. Asked again with the
-    same `directory`, a sweep goes on with what is not done.
+    Every run is composed before the first one starts. A run that fails does not stop the others. Started again with the
+    same `directory`, a sweep continues with the unfinished runs.
     """
     with TemporaryDirectory() as scratch:
         jobs = multirun(kind, overrides, lambda run: run, file=file, preset=preset, directory=Path(scratch))
     directories = {job.run.directory for job in jobs}
     if len(directories) > 1:
         raise ConfigError(
-            "A sweep has one directory, with one of its own for each run below it; several were given with "
-            "`directory=…`. Give one, and each run is named in it by what sets it apart."
+            "A sweep has one directory, and in it one for each run; several were given with `directory=…`. Give one, "
+            "and each run is named in it by its own values."
         )
     stores = Counter(job.run.agent.store for job in jobs if isinstance(job.run, Run) and job.run.agent.store)
     if any(count > 1 for count in stores.values()):
@@ -59,7 +59,7 @@ def sweep(
         for job, name in zip(jobs, _names(jobs), strict=True):
             try:
                 train(job.run.model_copy(update={"directory": parent / name}), interrupt)
-            except Exception as error:  # whatever ended one run is told, and is none of the others' business
+            except Exception as error:  # reported, and does not stop the other runs
                 is_etude_error = isinstance(error, EtudeError)
                 failed.append(f"{name}: {error}" if is_etude_error else f"{name}: {type(error).__name__}: {error}")
                 get_logger("recipes").error("%s", failed[-1], exc_info=not is_etude_error)
@@ -71,7 +71,7 @@ def sweep(
 
 
 def _names(jobs: Sequence[SweepJob[R, R]]) -> list[str]:
-    """A name for each, of what sets it apart, that a directory can have."""
+    """Return a directory name for each run, made of the values that only it has."""
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in job.overrides if text not in shared) for job in jobs)
     names = (_short(re.sub(r"[^\w.]+", "-", mask_text(text)).strip("-")) for text in own)
@@ -79,7 +79,7 @@ def _names(jobs: Sequence[SweepJob[R, R]]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    """A name that a file system takes: the end of a long one becomes a hash of the whole."""
+    """Shorten a name for file systems: the end of a long one becomes a hash of the whole."""
     if len(name.encode()) <= LONGEST:
         return name
     end = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()

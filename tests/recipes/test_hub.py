@@ -207,7 +207,7 @@ def test_a_model_of_which_a_download_was_broken_off_is_completed(allowed: Hub, m
 def test_what_the_hub_refuses_is_a_sentence(allowed: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no model of that name" in refused("model.path=owner/other")
     allowed.gated.add("models/owner/tiny")
-    assert "ask for an agreement" in refused("model.path=owner/tiny")
+    assert "authors require an agreement" in refused("model.path=owner/tiny")
     allowed.gated.clear()
     pickled = tmp_path / "pickled"
     pickled.mkdir()

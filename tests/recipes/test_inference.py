@@ -241,7 +241,7 @@ def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
         ("eval", "data.train=[x.jsonl]", "given by `data.val`"),
         ("eval", "steps=3", "does not read `steps`"),
         ("eval", "observe.wandb.mode=offline", "does not read `observe.wandb.mode`"),
-        ("generate", "evaluate.samples=3", "how many by -n"),
+        ("generate", "evaluate.samples=3", "the number of answers by -n"),
         ("generate", "loss=gspo", "does not read `loss`"),
     ],
 )

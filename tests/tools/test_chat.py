@@ -74,7 +74,7 @@ def test_a_conversation_that_fills_the_context_is_told(
         (["serve"], "Name a run's directory or a model's first: `etude serve runs/mine`."),
         (["chat", "nowhere"], "There is no directory nowhere."),
         (["chat", "MODEL", "steps=3"], "`etude chat` does not read `steps`"),
-        (["serve", "MODEL", "evaluate.samples=3"], "drawn is said by `sampling`"),
+        (["serve", "MODEL", "evaluate.samples=3"], "Sampling is set by `sampling`"),
         (["serve", "MODEL", "--listen", "here"], "--listen takes an address and a port"),
         (["chat", "MODEL", "--best"], "--best chooses among the checkpoints of a run"),
     ],

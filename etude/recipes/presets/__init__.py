@@ -1,4 +1,4 @@
-"""Published recipes as files: what each paper sets, over Etude's defaults."""
+"""Published recipes as files: the options of each paper, over Etude's defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml
 
 
 def split_preset(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file of the preset that is named among these words, if one is, and the other words."""
+    """Return the file of the preset that these words name, or None, and the other words."""
     names = [word for word in words if re.fullmatch(r"[\w-]+", word)]
     for name in names:
         if name not in PRESETS:

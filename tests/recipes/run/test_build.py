@@ -417,7 +417,7 @@ def test_what_a_run_cannot_do_is_told(
 
 def test_resuming_takes_no_file_and_no_sweep(trained: Path, capsys: Captured) -> None:
     for words in (["--multirun"], ["--config", "mine.yaml"]):
-        assert "--resume goes on with one run" in refused(capsys, "train", "--resume", str(trained), *words)
+        assert "--resume continues one run" in refused(capsys, "train", "--resume", str(trained), *words)
 
 
 def test_a_run_in_half_precision_begins_from_the_weights_of_the_file(world: Path, tmp_path: Path) -> None:

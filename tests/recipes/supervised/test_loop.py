@@ -438,4 +438,4 @@ def test_a_loss_that_nobody_feeds_is_refused(school: Path, tmp_path: Path, capsy
     ):
         assert told in refusal(capsys, "sft", school, tmp_path / "run", loss=loss)
     told = refusal(capsys, "dpo", school, tmp_path / "run", loss="etude.algorithms.losses.preference:RewardModelLoss")
-    assert "needs the model's `score`, which a model of `etude dpo` does not tell" in told
+    assert "needs the model's `score`, which a model of `etude dpo` does not compute" in told
