@@ -174,7 +174,9 @@ def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(comp
 def test_bf16_is_spoken_of_only_where_it_is_slower_on_what_runs_compute_on(change: dict[str, Any]) -> None:
     assert "bf16" not in {each.name for each in interpret_probe(PROBED | change, True, cores_available=4)}
     slow = {"multiplies_bf16": False, "rates": {"float32": 2.0, "bfloat16": 1.0}}
-    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, cores_available=4)}, "a GPU computes"
+    assert "bf16" not in {each.name for each in interpret_probe(PROBED | slow, True, cores_available=4)}, (
+        "a GPU computes"
+    )
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,6 @@ def test_a_line_of_metrics_that_is_none_is_told_and_stops_no_run(
     line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2}}\n{line}\n{{"step": 2, "loss": 1}}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not a step with its metrics.*Mend or remove"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2, is not a step with its metrics.*Repair or remove"):
         read_metrics(tmp_path)
     assert read_last_step(tmp_path) == 2 and "line 2, is not a step" in caplog.text
