@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked when read, and exported for others to load."""
+"""Checkpoints: written whole or not at all, verified when read, and exported for other programs."""
 
 from __future__ import annotations
 

@@ -10,8 +10,17 @@ __all__ = ["CheckpointConfig"]
 
 
 class CheckpointConfig(Config):
-    """How often a run is saved, and how much of that stays."""
+    """The interval of checkpoints, and the number that is kept."""
 
-    every: int = Field(10, ge=1, description="steps from one checkpoint to the next; the last step is always saved")
-    keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay; the best one stays besides")
-    fall_back: bool = Field(False, description="where the newest is damaged, resume from the newest that is whole")
+    every: int = Field(
+        10,
+        ge=1,
+        description="steps between checkpoints; smaller loses less work in a crash and writes more; the last step is "
+        "always saved",
+    )
+    keep: int = Field(
+        2,
+        ge=1,
+        description="newest checkpoints to keep, besides the best one; more allow older steps and use more disk",
+    )
+    fall_back: bool = Field(False, description="if the newest checkpoint is damaged, resume from the newest whole one")

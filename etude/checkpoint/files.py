@@ -1,13 +1,12 @@
-"""One checkpoint directory: how it is written, and how one is told to be whole.
+"""One checkpoint directory: its writing, and the verification that it is whole.
 
     step-00000012.7/
         rank-0.tensors …    tensors, written by torch's distributed checkpoint (`storage`): any number of ranks may read
-        tensors.json        where each of them lies in those
+        tensors.json        the location of each tensor in those files
         facts.json          everything that is not a tensor, the size and SHA-256 of every other file, and its own
 
-The manifest is written last, and the directory gets its name last of all, so that a directory with that name was once
-whole. What happened to it since (a disk that lost a block, a copy that was cut short) is what the manifest tells.
-Nothing in it is ever unpickled.
+The manifest `facts.json` is written last, and then the directory gets its name. So a directory with that name was once
+whole. The manifest reveals later damage, such as a lost disk block or an incomplete copy. No file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 TensorTree: TypeAlias = "Mapping[str, Tensor | TensorTree]"
-"""Tensors under names, nested."""
+"""Nested mappings of names to tensors."""
 
 MANIFEST = "facts.json"
 FORMAT = 3
@@ -56,11 +55,11 @@ class Checkpoint:
     step: int
     path: Path
     facts: Mapping[str, Any]
-    """The JSON tree that was saved with it."""
+    """The JSON tree that was saved with the tensors."""
 
 
 def flat(tree: TensorTree, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a tree under dotted names."""
+    """Return the tensors of a tree by dotted names."""
     tensors: dict[str, Tensor] = {}
     for name, value in tree.items():
         tensors |= {prefix + name: value} if isinstance(value, Tensor) else flat(value, f"{prefix}{name}.")
@@ -68,13 +67,13 @@ def flat(tree: TensorTree, prefix: str = "") -> dict[str, Tensor]:
 
 
 def write_tensors(directory: Path, tensors: TensorTree) -> None:
-    """Write the tensors, each rank its own shards, and wait until they are on the disk."""
+    """Write the tensors and wait until they are on the disk. Each rank writes its own shards."""
     with _ignore_torch_warning(), _translate_torch_errors(f"The checkpoint {directory} could not be written"):
         save(dict(flat(tensors)), storage_writer=CheckpointWriter(directory), no_dist=not _is_distributed())
 
 
 def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Say what there is: the facts, and what every file must look like to be whole."""
+    """Write the manifest: the facts, and the size and checksum of every file."""
     files = {
         path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(directory.iterdir())
     }
@@ -82,13 +81,13 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> None
         write_json(directory / MANIFEST, {"format": FORMAT, "step": step, "facts": facts, "files": files})
     except ValueError as error:
         raise CheckpointError(
-            f"Among the facts that are kept beside the tensors is a number that is not finite ({error}): look at what "
-            f"was measured up to this step."
+            f"The facts beside the tensors have a number that is not finite ({error}). Check the metrics up to this "
+            f"step."
         ) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """What the manifest says, if it can be read and every file is there with its size."""
+    """Read a checkpoint's manifest. Raises `CheckpointError` if a file is missing or has another size."""
     manifest = _read_manifest(path)
     for name, expected in manifest["files"].items():
         file = path / name
@@ -103,7 +102,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint, if every byte of it is what was written."""
+    """Read a checkpoint and verify the checksums of all its files."""
     checkpoint = read_checkpoint(path)
     for name, expected in _read_manifest(path)["files"].items():
         try:
@@ -118,7 +117,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
-    """Read into these tensors, in place; names, shapes and dtypes are compared before anything is written to them."""
+    """Load into these tensors in place. Names, shapes and dtypes are compared before any tensor changes."""
     targets = flat(tensors)
     with _translate_torch_errors(f"The checkpoint {checkpoint.path} could not be read"):
         table = read_tensor_index(checkpoint.path)
@@ -143,7 +142,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: TensorTree) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, if its own checksum holds and it is of this format."""
+    """Read the manifest. Raises `CheckpointError` if its own checksum is wrong or it has another format."""
     try:
         manifest = read_json(path / MANIFEST)
     except DamagedFileError as error:
@@ -156,7 +155,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _older_format(path: Path) -> int | None:
-    """The format of a manifest that was written before manifests had a checksum."""
+    """Return the format of a manifest from before manifests had a checksum, or None."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         manifest = json.loads((path / MANIFEST).read_bytes())
         if "sha256" not in manifest and int(manifest["format"]) < FORMAT:
@@ -167,18 +166,18 @@ def _older_format(path: Path) -> int | None:
 def _make_format_error(path: Path, found_format: int) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint {path} is of format {found_format}, and this version of Etude reads format {FORMAT}. Resume "
-        f"it with the version that wrote it; or export its model with that, and begin a new run with the model."
+        f"it with the version that wrote it. Or export its model with that version, and begin a new run with the model."
     )
 
 
 def _is_distributed() -> bool:
-    """Whether other ranks take part."""
+    """Return True if torch.distributed is in use."""
     return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
 def _ignore_torch_warning() -> Iterator[None]:
-    """One process is what one process means; torch warns of it every time."""
+    """Suppress torch's warning that a save or load without other ranks runs in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -186,13 +185,13 @@ def _ignore_torch_warning() -> Iterator[None]:
 
 @contextmanager
 def _translate_torch_errors(failure: str) -> Iterator[None]:
-    """torch raises what is no `Exception`, with a list of stack frames for a message."""
+    """Convert torch's `CheckpointException`, which is not an `Exception` and whose message is stack frames."""
     try:
         yield
     except DamagedFileError as error:
         raise CheckpointError(f"{failure}: {error}") from error
     except CheckpointException as error:
         if any(isinstance(reason, KeyboardInterrupt) for reason, _ in error.failures.values()):
-            raise KeyboardInterrupt from error  # which torch caught as if it were a failure of the disk
+            raise KeyboardInterrupt from error  # torch caught the interrupt as if it were a disk failure
         reasons = "; ".join(f"{type(reason).__name__}: {reason}" for reason, _ in error.failures.values())
         raise CheckpointError(f"{failure} ({reasons}).") from error

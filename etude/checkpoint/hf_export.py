@@ -1,13 +1,13 @@
-"""Weights as others load them: a directory in the Hugging Face layout.
+"""The export of a model as a directory in the Hugging Face layout.
 
-config.json, generation_config.json        what the model is, and how it likes to be sampled
-model.safetensors                          the weights, each once; in shards with an index where they are many
-tokenizer.json, tokenizer_config.json …    copied as they were found
+config.json, generation_config.json        the model's configuration and its sampling defaults
+model.safetensors                          the weights, each once; large models are in shards with an index
+tokenizer.json, tokenizer_config.json …    unchanged copies
 
-Or, of a model that was adapted, its adapter alone, as peft lays it out:
+Or the export of a LoRA adapter alone, in peft's layout:
 
-adapter_config.json                        what it adapts, and how
-adapter_model.safetensors                  its weights
+adapter_config.json                        the adapter's configuration
+adapter_model.safetensors                  the adapter's weights
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     *("spiece.model", "sentencepiece.bpe.model"),
 )
 MAX_SHARD_BYTES = 5 * 10**9
-_storage: Any = StorageWeakRef  # it has no types
+_storage: Any = StorageWeakRef  # torch gives it no types
 
 
 def export(
@@ -49,18 +49,18 @@ def export(
 ) -> Path:
     """Write a directory that `from_pretrained` and the serving engines load, and return it.
 
-    `config` and `generation` are what goes into `config.json` and `generation_config.json`; `tokenizer` is a directory
-    whose tokenizer files are copied. Weights may be made as they are asked for. A tensor that comes under two names
-    (tied weights) is written under the first, and loaded as the configuration ties it. A dtype casts the weights; none
-    writes them as they are.
+    `config` and `generation` are the contents of `config.json` and `generation_config.json`. `tokenizer` is a directory
+    whose tokenizer files are copied. `weights` may compute each tensor on demand. A tensor with two names (tied
+    weights) is written under the first name, and a loader ties it as `config` says. `dtype` casts the weights; None
+    keeps their dtypes.
     """
     tokenizer_files = (
         [] if tokenizer is None else [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     )
     if tokenizer is not None and not tokenizer_files:
         raise CheckpointError(
-            f"{tokenizer} has no tokenizer files (looked for {', '.join(TOKENIZER_FILES[:4])} …). Name the directory "
-            f"that the model's tokenizer was loaded from."
+            f"{tokenizer} has no tokenizer files (such as {', '.join(TOKENIZER_FILES[:4])} …). Name the directory "
+            f"of the model's tokenizer."
         )
     with _write_atomically(directory) as staging:
         weights_dtype = _write_weights(staging, weights, dtype, max_shard_bytes)
@@ -84,10 +84,10 @@ def export_adapter(weights: Mapping[str, Tensor], config: Mapping[str, Any], dir
 
 @contextmanager
 def _write_atomically(directory: Path) -> Iterator[Path]:
-    """A directory to write into, which gets its name when all is written; nothing is left if that fails."""
+    """Yield a staging directory, and rename it to `directory` at the end. A failure leaves nothing behind."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
-            f"{directory} exists and is not empty: nothing is exported over it. Name another directory."
+            f"{directory} exists and is not empty, and an export never overwrites files. Name another directory."
         )
     staging = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(staging, ignore_errors=True)
@@ -108,8 +108,8 @@ def _write_atomically(directory: Path) -> Iterator[Path]:
 def _write_weights(
     directory: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_shard_bytes: int
 ) -> torch.dtype:
-    """Write the weights, no more than a shard of them at a time in memory, and say of which dtype they are."""
-    seen: set[tuple[Any, ...]] = set()  # what is computed as it is asked for is forgotten again
+    """Write the weights and return their dtype. Memory holds at most one shard of them."""
+    seen: set[tuple[Any, ...]] = set()  # weak references, so that weights computed on demand are freed
     shard_of_weight: dict[str, int] = {}
     pending: dict[str, Tensor] = {}
     total, count, size = 0, 0, 0
@@ -148,7 +148,7 @@ def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> Non
 
 
 def _shard(directory: Path, index: int) -> Path:
-    """What a shard is called until it is known how many there are."""
+    """Return the temporary path of a shard, used until the number of shards is known."""
     return directory / f"shard-{index}"
 
 

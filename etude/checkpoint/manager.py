@@ -1,9 +1,9 @@
-"""The checkpoints of a run: written beside each other, kept as long as they are wanted, found again after a crash.
+"""The checkpoints of a run: their atomic writing, their retention, and their recovery after a crash.
 
-A save goes into a directory of another name, and takes its own by one rename when it is whole: at every moment the
-newest checkpoint is either the one before or this one. A save that was killed leaves a directory that nobody takes for
-a checkpoint, and the next save removes it. Names carry the step and a running number, so that nothing is ever written
-over, also where a run goes back to an earlier step and saves the same one again.
+A save writes into a staging directory, and one rename gives it its final name when it is whole. So at every moment the
+newest checkpoint is either the previous one or this one. A killed save leaves a staging directory, which is never read
+as a checkpoint and which the next save removes. A name has the step and a sequence number, so that no checkpoint is
+overwritten. This holds also for a run that goes back and saves the same step again.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _NAME = re.compile(r"step-(\d{8,})\.(\d+)")
 _WRITING = ".writing"
 _BEST = "best.json"
 _REMEDY = (
-    "It says which checkpoint is the best: bring it back from a copy, or remove it, and the next step that is scored "
-    "is the best until a better one."
+    "It names the best checkpoint: bring it back from a copy, or remove it, and the next scored step is the best "
+    "until a better one."
 )
 _log = get_logger("checkpoint")
 
 
 def _do_nothing(_point: str) -> None:
-    """What happens at a point of a save, where nobody wants anything."""
+    """Do nothing: the default callback at a point of a save."""
 
 
 class CheckpointManager:
-    """The checkpoints in one directory. One process (or one process group, all of its ranks) writes."""
+    """The checkpoints in one directory. One process writes, or all ranks of one process group."""
 
     def __init__(self, directory: Path, keep: int = 2, on_point: Callable[[str], None] = _do_nothing) -> None:
         """`on_point` is called at named points of a save, where tests kill the process."""
@@ -57,10 +57,10 @@ class CheckpointManager:
         self._on_point = on_point
 
     def save(self, step: int, tensors: TensorTree, facts: Mapping[str, Any]) -> Checkpoint:
-        """Write a checkpoint and return once it is on the disk; then let go of those that are no longer wanted.
+        """Write a checkpoint, wait until it is on the disk, and remove the old ones.
 
-        Every rank calls it, with its own shards of the tensors and the same facts. If it fails, the checkpoints that
-        were there are there still.
+        Every rank calls it, with its own shards of the tensors and the same facts. A failure leaves the earlier
+        checkpoints unchanged.
         """
         staging = self.directory / _WRITING
         self._run_on_rank_zero(lambda: self._clear(staging))
@@ -73,10 +73,10 @@ class CheckpointManager:
         return Checkpoint(step, path, facts)
 
     def newest(self, *, fall_back: bool = False) -> Checkpoint | None:
-        """The newest checkpoint, every byte of it verified; None where there is none.
+        """Return the newest checkpoint, with every byte verified, or None if there is none.
 
-        A broken one is an error that names the file and the newest whole one before it. With `fall_back` that one is
-        returned instead.
+        A broken checkpoint is an error, which names the file and the newest whole checkpoint before it. With
+        `fall_back` that whole checkpoint is returned instead.
         """
         first_error: CheckpointError | None = None
         for path in reversed(self._paths()):
@@ -103,25 +103,25 @@ class CheckpointManager:
         return None
 
     def list_complete(self) -> list[Checkpoint]:
-        """Those that are there with all their files, oldest first."""
+        """Return the checkpoints with all their files, oldest first."""
         checkpoints = []
         for path in self._paths():
             try:
                 checkpoints.append(read_checkpoint(path))
             except CheckpointError:
-                continue  # `newest` complains of it; here it counts for nothing
+                continue  # `newest` reports it; here it is skipped
         return checkpoints
 
     def load(self, checkpoint: Checkpoint, tensors: TensorTree) -> None:
-        """Read into these tensors, in place. The checkpoint may hold more than is asked for, never less."""
+        """Load into these tensors in place. The checkpoint must have all of them, and may have more."""
         load_tensors(checkpoint, tensors)
 
     def mark_best(self, step: int, score: float, metric: str = "") -> bool:
-        """Keep the checkpoint of this step as the best, if it has a higher score than the best so far.
+        """Mark the checkpoint of this step as the best if its score is higher than the best so far.
 
-        `measured` says by what. A score by something else compares with nothing, and the new one takes its place.
-        Only a step that was saved can be the best: returns whether this one now is. One that a run which went back has
-        saved again counts as it was saved last: the first may be damaged.
+        metric: the name of the score. The best score of another metric is replaced without a comparison. Only a saved
+        step can be the best; returns True if this step now is. If a run went back and saved a step again, the last
+        save counts, because the first may be damaged.
         """
         saved = [checkpoint for checkpoint in self.list_complete() if checkpoint.step == step]
         if not saved:
@@ -136,16 +136,16 @@ class CheckpointManager:
         return True
 
     def best(self) -> Checkpoint | None:
-        """The checkpoint that `mark_best` chose."""
+        """Return the best checkpoint, which `mark_best` marked, or None."""
         best = self._read_best()
         return None if best is None else verify_checkpoint(self.directory / best["name"])
 
     def best_score(self, metric: str = "") -> float | None:
-        """The score that the best checkpoint was marked with, if it was measured so."""
+        """Return the score of the best checkpoint, if it was marked by this metric."""
         best = self._read_best()
         return None if best is None or best["measured"] != metric else float(best["score"])
 
-    # -- what the first rank does alone ---------------------------------------------------------------------------
+    # -- on rank 0 alone ------------------------------------------------------------------------------------------
 
     def _clear(self, staging: Path) -> Path:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class CheckpointManager:
         return staging
 
     def _finish(self, staging: Path, step: int, facts: Mapping[str, Any], failure: CheckpointError | None) -> Path:
-        """From shards on the disk to a checkpoint with a name; whatever goes wrong, the half-written one goes."""
+        """Turn the written shards into a named checkpoint. A failure removes the staging directory."""
         try:
             if failure is not None:
                 raise failure
@@ -175,7 +175,7 @@ class CheckpointManager:
         return path
 
     def _remove_old(self) -> None:
-        """Remove what is older than the oldest of the newest whole ones, the best excepted."""
+        """Remove the checkpoints that are older than the newest `keep` whole ones, except the best."""
         best = self._read_best()
         oldest = _sequence_number(self.list_complete()[-self.keep :][0].path)
         for path in self._paths():
@@ -185,7 +185,7 @@ class CheckpointManager:
     # -- helpers -------------------------------------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
-        """Every directory with a checkpoint's name, in the order they were written."""
+        """Return every directory with a checkpoint's name, in the order of writing."""
         if not self.directory.is_dir():
             return []
         return sorted((path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)), key=_sequence_number)
@@ -198,7 +198,7 @@ class CheckpointManager:
         return entry if (self.directory / entry["name"]).is_dir() else None
 
     def _run_on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Let the first rank act, and every rank wait for it and share what came of it."""
+        """Run an action on rank 0. Every rank waits for it, and gets its result or its error."""
         if not (dist.is_available() and dist.is_initialized()):
             return action()
         shared: list[Any] = [None, None]
@@ -215,7 +215,7 @@ class CheckpointManager:
 
 
 def _sequence_number(path: Path) -> int:
-    """Its place in the order of writing."""
+    """Return the sequence number in a checkpoint's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} is not the name of a checkpoint"
     return int(match[2])

@@ -1,8 +1,8 @@
-"""How torch's distributed checkpoint lays tensors into files here: their bytes end to end, and a JSON table of where
-each of them lies. Nothing is pickled, neither the table nor the tensors, so that reading a checkpoint runs no code.
+"""The file format of tensors for torch's distributed checkpoint: the tensors' bytes end to end, and a JSON table of
+their locations. Neither is pickled, so that reading a checkpoint runs no code.
 
-    rank-0.tensors       the bytes of the pieces that rank 0 had, each as its dtype lies in memory, row after row
-    tensors.json         name -> dtype, shape, and the pieces: offset and shape in the tensor, file, place, length
+    rank-0.tensors       the bytes of rank 0's pieces, each in its dtype's memory layout, row after row
+    tensors.json         name -> dtype, shape, and the pieces: offset and shape in the tensor, file, position, length
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-"""The dtypes that are written, by their names."""
+"""The supported dtypes by name."""
 
 
 @dataclass(frozen=True)
 class ChunkLocation:
-    """Where the bytes of one piece lie."""
+    """The location of the bytes of one piece."""
 
     file: str
     offset: int
@@ -51,19 +51,19 @@ class ChunkLocation:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes each rank's pieces into a file of its own, and the table once all have written."""
+    """Writes one file of pieces for each rank, and the table after all ranks have written."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between saves."""
+        """Do nothing: there is no state between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing depends on which rank gathers the plans."""
+        """Do nothing: the coordinator writes like any other rank."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory."""
+        """Create the directory."""
         self._directory.mkdir(parents=True, exist_ok=True)
         return plan
 
@@ -72,7 +72,7 @@ class CheckpointWriter(StorageWriter):
         return [replace(plan, storage_data=f"rank-{rank}.tensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the pieces of this rank, and wait until they are on the disk."""
+        """Write this rank's pieces, and wait until they are on the disk."""
         written: list[WriteResult] = []
         path = self._directory / plan.storage_data
         with add_path_to_errors(path), path.open("wb") as file:
@@ -88,7 +88,7 @@ class CheckpointWriter(StorageWriter):
         return _completed_future(written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table."""
+        """Write the table of locations."""
         locations = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {
             name: _describe_tensor(name, stored, locations)
@@ -99,36 +99,36 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A directory's path is all that is ever given."""
+        """Return True for a path, the only kind of id in use."""
         return isinstance(checkpoint_id, Path)
 
 
 class CheckpointReader(StorageReader):
-    """Reads the pieces that a rank wants, from whichever files they lie in."""
+    """Reads the pieces that a rank needs from the files of all ranks."""
 
     def __init__(self, directory: Path, table: Metadata) -> None:
         self._directory, self._table = directory, table
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between loads."""
+        """Do nothing: there is no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """The table."""
+        """Return the table of locations."""
         return self._table
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing depends on which rank gathers the plans."""
+        """Do nothing: the coordinator reads like any other rank."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read what is planned."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Read what is planned."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read into the tensors of the plan."""
+        """Read the planned pieces into the tensors of the plan."""
         tensor_metadata = self._table.state_dict_metadata
         for item in plan.items:
             stored = tensor_metadata[item.storage_index.fqn]
@@ -144,7 +144,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """A directory's path is all that is ever given."""
+        """Return True for a path, the only kind of id in use."""
         return isinstance(checkpoint_id, Path)
 
     def _read_chunk(self, location: ChunkLocation, dtype: torch.dtype, shape: torch.Size) -> Tensor:
@@ -159,7 +159,7 @@ class CheckpointReader(StorageReader):
 
 
 def read_tensor_index(directory: Path) -> Metadata:
-    """Read the table of a checkpoint's tensors, in the form that torch's readers use."""
+    """Read the table of a checkpoint's tensors as torch's metadata."""
     tensors = read_json(directory / TENSOR_INDEX)["tensors"]
     stored: dict[str, Any] = {}
     locations: dict[MetadataIndex, ChunkLocation] = {}

@@ -202,7 +202,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_
 
 
 def test_an_export_writes_over_nothing(trained: Path, world: Path, capsys: Captured) -> None:
-    assert "nothing is exported over it" in refused(capsys, "export", str(trained), str(world / "model"))
+    assert "an export never overwrites files" in refused(capsys, "export", str(trained), str(world / "model"))
     assert "holds no run" in refused(capsys, "export", str(world), str(world / "out"))
 
 
