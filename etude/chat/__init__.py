@@ -1,20 +1,21 @@
-"""How conversations become token ids and token ids become messages, exactly as the model's authors meant.
+"""Chat: renders conversations to token ids and parses token ids to messages, exactly as the model's authors intended.
 
-tokenizer       text and ids, from a Hugging Face directory, with incremental decoding
-template        a chat template, rendered as transformers renders it
-messages        messages in and out of their JSON form, and when two of them are the same
-reasoning       the thinking before an answer, told apart from it
-tools           the calls a model wrote, read back
-values          the values in them, in JSON and in Python
-feed            how all of these are read while they are written
-streaming       what a model says, told piece by piece
-stops           words at which it stops
-remembered      the answers of a conversation, found by what came before them
-continuation    a conversation that goes on keeps the very ids it was served with
-chat            all of these as one: the `Renderer`
-transcript      a rollout of several turns as ids, be it a conversation or text
-functions       Python functions as tools: their schemas, and what a call gives them
-calls           calls of such functions, beside the event loop and bounded
+tokenizer        text to ids and back, from a Hugging Face directory, with incremental decoding
+template         a chat template, rendered as transformers renders it
+messages         messages to JSON and back, and the rules by which two messages are the same
+parsing          the primitives of incremental parsers
+reasoning        a parser of the reasoning before an answer
+tool_parsers     parsers of tool calls
+value_parsers    parsers of the values in them, in JSON and in Python
+streaming        parsers of a streamed answer, which return deltas
+stop_strings     stop strings in a streamed text
+answer_index     the answers of a conversation, by the messages before them
+conversation     a conversation that keeps the exact ids of its answers
+answer_text      the text that a model has to write for a given answer
+renderer         all of these as one: the `Renderer`
+transcript       a rollout of several turns as ids, either a conversation or text
+function_tools   Python functions as tools: their schemas, and the arguments of a call
+toolbox          calls of such functions, outside of the event loop and bounded
 """
 
 from __future__ import annotations

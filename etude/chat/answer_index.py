@@ -1,7 +1,7 @@
-"""The answers of one conversation with a model, found again by what came before each of them.
+"""An index of a conversation's answers, by the messages before each of them.
 
-The newest are kept. A conversation that goes on is looked for by its messages, so that the cost of a look-up follows
-the number of its messages, not the number of answers that are kept.
+Only the newest answers are kept. The cost of a lookup depends on the number of its messages, not on the number of
+answers.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ __all__ = ["AnswerIndex", "ServedAnswer", "Tools"]
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 MAX_ANSWERS, MAX_IDS = 1024, 2**23
-"""The most answers of one conversation that are kept, and the most ids of their prompts and of themselves."""
+"""The most answers of one conversation that are kept, and the most ids of all their prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedAnswer:
-    """One answer and all that came before it."""
+    """One answer, and all that came before it."""
 
     tools: Tools
     history: tuple[Message, ...]
-    """The messages, with earlier answers as they were served; the last is the answer."""
+    """The messages, with earlier answers as they were served; the last is this answer."""
     ids: Ids
     end: int | None
-    """The last id, if it is one that ends an answer."""
+    """The last id, if it is an end token."""
     visible_reasoning: frozenset[int]
-    """Which messages' reasoning the ids show, as far as that matters: only where the template decides what is kept."""
+    """The indices of messages whose reasoning is among the ids; only filled if the template decides which reasoning is
+    kept."""
     answer_start: int
-    """How many of the ids come before the answer."""
+    """The number of ids before the answer."""
     stop_string: str = ""
-    """The stop string that ended the answer, and is among its ids."""
+    """The stop string that ended the answer; its ids are included."""
 
     def appended_text(self, message: Message) -> str | None:
-        """What an agent added to the answer: nothing, or what follows the stop string that it wrote back. None where it
-        is not this answer."""
+        """Return the text that an agent added to the answer: an empty one, or the text after the stop string that it
+        wrote back. None if the message is not this answer."""
         answer = self.history[-1]
         if is_same_message(answer, message):
             return ""
@@ -69,18 +70,19 @@ class ServedAnswer:
         )
 
     def restore_whitespace(self, message: Message) -> Message:
-        """A message with the white space at the answer's end, where nothing else of its text differs."""
+        """Return the message with the white space at the answer's end, if nothing else in its text differs."""
         content = self.history[-1].content
         answer_text, text = content_text(content), content_text(message.content)
         is_same_text = answer_text is not None and text is not None and answer_text.rstrip() == text.rstrip()
         return replace(message, content=content) if is_same_text else message
 
     def count_resent_reasoning(self, messages: tuple[Message, ...]) -> int:
-        """How many of the messages came back with the very reasoning that was served."""
+        """Return the number of messages that have exactly the reasoning that was served."""
         return sum(one.reasoning == other.reasoning for one, other in zip(self.history, messages, strict=False))
 
     def restore_history(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """A conversation that goes on from the answer, with what was served as it was, and what was added."""
+        """Return a conversation that continues the answer, with served messages as they were served, and with appended
+        text."""
         answer, returned = self.history[-1], messages[len(self.history) - 1]
         if not is_same_message(answer, returned):
             answer = replace(answer, content=returned.content)
@@ -100,7 +102,7 @@ class AnswerIndex:
         return len(self._answers)
 
     def add(self, served: ServedAnswer) -> None:
-        """Keep an answer. The oldest are dropped where there are too many, or too many ids."""
+        """Add an answer. The oldest are dropped if there are too many answers or ids."""
         self._answers.append(served)
         self._num_ids += len(served.ids)
         for index, key in self._keys(served):
@@ -109,8 +111,8 @@ class AnswerIndex:
             self._drop(self._answers.popleft())
 
     def find_continued(self, messages: Sequence[Message], tools: Tools) -> Iterator[ServedAnswer]:
-        """The answers that these messages go on from: the longest history first, of equals the one whose reasoning came
-        back, and of those the latest."""
+        """Yield the answers that these messages continue: the longest history first, then the one with the most resent
+        reasoning, then the latest."""
         messages = tuple(messages)
         for prefix_hash in reversed(_prefix_hashes(messages[:-1])):
             known = self._by_prefix.get(prefix_hash, ())
@@ -121,11 +123,11 @@ class AnswerIndex:
                     yield served
 
     def find_answers_to(self, messages: Sequence[Message]) -> Iterator[ServedAnswer]:
-        """The answers to exactly these messages, the latest first."""
+        """Yield the answers to exactly these messages, the latest first."""
         return self._find_answers(_prefix_hashes(messages)[-1], messages)
 
     def occurs_in(self, messages: Sequence[Message]) -> bool:
-        """Return whether an answer is among the messages, or other words of the assistant's in the place of one."""
+        """Return whether the messages contain an answer, or other assistant text in place of one."""
         prefix_hashes = _prefix_hashes(messages)
         return any(
             next(self._find_answers(prefix_hashes[position], messages[:position]), None) is not None
@@ -161,7 +163,7 @@ class AnswerIndex:
 
 
 def _prefix_hashes(messages: Sequence[Message]) -> list[int]:
-    """A number for each beginning of these messages, the empty one included; the same ones have the same numbers."""
+    """Return a hash of each prefix of these messages, the empty one included."""
     hashes = [0]
     for message in messages:
         hashes.append(hash((hashes[-1], message_hash(message))))

@@ -1,10 +1,10 @@
-"""An answer that somebody wrote, as the model would have written it: what a model is taught by.
+"""The text that a model has to write for a given answer: the target of supervised training.
 
-A template shows a conversation in which the assistant has spoken, and one in which it is about to speak. What the first
-has beyond the second, up to the token that ends the turn, is what the model would have to write. Two kinds of template
-show more in the second than in the first: those that open the reasoning for the model, where its answer has none, and
-those that close it at once, where its answer has some. There the answer is shown with the reasoning that it would have:
-an empty one, or none.
+A template can render a conversation to its end, or up to the start of the assistant's answer. The difference, up to the
+token that ends the turn, is the text that the model has to write. Two kinds of templates add text at the start of the
+answer that the finished conversation lacks. Some open the reasoning there, but the answer has none. Others close it
+there at once, but the answer has some. For these the answer is rendered with the matching reasoning: an empty one, or
+none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from etude.records import Message
 __all__ = ["render_answer", "strip_turn_end"]
 
 RenderText = Callable[[Sequence[Message], bool], str]
-"""The text of a conversation, up to where the assistant is to speak if that is asked for."""
+"""Renders a conversation to its end, or up to the start of the assistant's answer."""
 
 
 def render_answer(
     render_text: RenderText, messages: Sequence[Message], answer: Message, supports_reasoning: bool
 ) -> tuple[str, str]:
-    """What the model is shown, and what it would have to write to give this answer: all that the template shows of it,
-    with what closes it. reasons: whether the template knows of reasoning, which an answer may have in its text."""
+    """Return the prompt, and the text that the model has to write to give this answer, with the text that closes it.
+    supports_reasoning: the template has reasoning, which the answer may have within its content."""
     prompt = render_text(messages, True)
     if supports_reasoning and not answer.reasoning and isinstance(answer.content, str):
         reasoning, content = split_reasoning(answer.content)
@@ -35,21 +35,21 @@ def render_answer(
     answer_text = _find_answer_text(render_text, prompt, messages, answer)
     if answer_text is None:
         raise ChatError(
-            "The chat template does not show an answer after the words with which it asks for one, so that nobody can "
-            "say what the model would have to write. Give it another template with `chat.template`, or give prompts "
-            "and completions as plain text."
+            "The chat template shows an answer differently from the prompt that asks for it, so the text that the "
+            "model has to write is unknown. Give another template with `chat.template`, or give prompts and "
+            "completions as plain text."
         )
     for call in answer.tool_calls:
         if call.name not in answer_text:
             raise ChatError(
-                f"The chat template leaves out what an answer calls ({call.name}), so that nothing of it would be "
-                f"learned. Give the model a template with tools, by `chat.template`."
+                f"The chat template leaves out a tool call of an answer ({call.name}), so the model would not learn "
+                f"it. Give a template with tools by `chat.template`."
             )
     return prompt, answer_text
 
 
 def _find_answer_text(render_text: RenderText, prompt: str, messages: Sequence[Message], answer: Message) -> str | None:
-    """What follows the words that ask for an answer, where it is this one."""
+    """Return the text after the prompt, if the prompt is a prefix of the rendered conversation."""
     for variant, placeholder in _reasoning_variants(answer, messages):
         rendered = render_text([*messages, variant], False)
         if rendered.startswith(prompt):
@@ -63,8 +63,8 @@ def _find_answer_text(render_text: RenderText, prompt: str, messages: Sequence[M
 
 
 def strip_turn_end(answer_text: str, answer: Message, eos_texts: Sequence[str]) -> tuple[str, str | None]:
-    """What was said without what closes it, and the end that comes first after the answer's own words; None where the
-    template shows none."""
+    """Return the text of an answer without the text that closes it, and the first end token after the answer's content.
+    That token is None if the template shows none."""
     matches = sorted((position, end) for end in eos_texts for position in _find_all(answer_text, end))
     if not matches:
         return answer_text, None
@@ -74,7 +74,8 @@ def strip_turn_end(answer_text: str, answer: Message, eos_texts: Sequence[str]) 
 
 
 def _reasoning_variants(answer: Message, messages: Sequence[Message]) -> Iterator[tuple[Message, str]]:
-    """The answer, and how it is with the reasoning that a template may want; with what is to be taken out again."""
+    """Yield the answer in the variants that a template may need, each with a placeholder that has to be removed
+    again."""
     yield answer, ""
     if answer.reasoning:
         yield replace(answer, reasoning=""), ""

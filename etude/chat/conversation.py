@@ -1,17 +1,16 @@
-"""Exact continuation: a conversation that goes on from what was served keeps the very ids it was served with.
+"""Exact continuation: a conversation that continues a served answer keeps the exact ids that were served.
 
-Text does not determine tokens: what a model wrote, turned to text and tokenised again, may be other tokens than those
-it sampled, and a template may leave out or reword what was said. So a conversation remembers the ids of each answer,
-and what comes after an answer is rendered alone, from the end of the answer on. Where the messages are not those
-that were served (an agent rewrote its history), the conversation is rendered anew: it branches, and both branches are
-kept. Which differences count is said in `messages`.
+Text does not determine tokens. If a model's text is tokenized again, the tokens may differ from those it sampled, and a
+template may drop or change earlier messages. So a conversation remembers the ids of each answer, and only renders what
+follows the answer. If the messages are not those that were served, the agent rewrote its history. Then the conversation
+is rendered anew: it branches, and both branches are kept. `messages` defines which differences count.
 
-Where an answer ends in a rendered text is found by rendering a marked answer in its place. The model usually wrote the
-token that closes its turn, and the rest of what the template closes it with follows; where it did not (it was cut off,
-or stopped by another token), all of the template's close follows.
+To find the end of an answer in a rendered text, the conversation renders a marked answer in its place. Usually the
+model sampled the token that closes its turn, and the rest of the template's closing text follows. If the answer was cut
+off, or another token ended it, the whole closing text follows.
 
-An answer that a stop string ended is told without it, and some agents write it back at its end, and words of their own
-after it: those are context, and stand between the ids of the answer and the template's close.
+An answer that a stop string ended is returned without that string. Some agents write it back at the end, with their own
+text after it. That text is context, between the ids of the answer and the template's closing text.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ History: TypeAlias = Literal["served", "template"]
 
 
 class Conversation:
-    """What one attempt has said to a model, in as many branches as its agent made. Used by one thread at a time."""
+    """The calls of one attempt to a model, in all branches that the agent makes. Used by one thread at a time."""
 
     def __init__(
         self, tokenizer: Tokenizer, render_text: Callable[[Sequence[Message], Tools], str], history: History = "served"
     ) -> None:
-        """`text` renders a conversation up to where the assistant is to speak."""
+        """`render_text` renders a conversation up to the start of the assistant's answer."""
         self._tokenizer = tokenizer
         self._render_text = render_text
         self._history = history
@@ -47,7 +46,8 @@ class Conversation:
         self._eos_texts = {id: end for end, id in tokenizer.eos_tokens.items()}
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
-        """The ids of a conversation, up to where the assistant is to speak, those that were served among them."""
+        """Return the ids of a conversation up to the start of the assistant's answer. They contain the ids that were
+        served."""
         messages = tuple(messages)
         restored = None
         for served in self._answers.find_continued(messages, tools):
@@ -58,11 +58,11 @@ class Conversation:
         return self._tokenizer.encode(self._render_text(restored or messages, tools))
 
     def count_observed_tokens(self, messages: Sequence[Message], tools: Tools, prompt: Ids) -> int:
-        """How many ids at the end of this conversation's prompt were shown after its last answer; 0 where it goes on
-        from no answer of the model.
+        """Return the number of ids at the end of the prompt that follow its last served answer; 0 if it continues none.
 
-        A prompt that begins with the ids of that answer tells it by them. One that was rendered anew is compared, from
-        its end, with what follows that answer.
+        If the prompt begins with the ids of that answer, its length gives the number. A prompt that was rendered anew
+        is
+        compared, from its end, with the text that follows that answer.
         """
         messages = tuple(messages)
         served = next(self._answers.find_continued(messages, tools), None)
@@ -70,21 +70,21 @@ class Conversation:
             return 0
         history = served.restore_history(messages)
         last = max(index for index, message in enumerate(history) if message.role == "assistant")
-        if last + 1 > len(served.history):  # an answer that was not given here stands behind it
+        if last + 1 > len(served.history):  # an assistant message that was not served follows it
             served = replace(served, history=history[: last + 1], end=None, stop_string="")
         elif _starts_with(prompt, served.ids):
             return len(prompt) - len(served.ids)
         try:
             suffix = self._encode_suffix(served, history, tools)
         except ChatError:
-            return 0  # the template does not show where that answer ends
+            return 0  # the template does not show the end of that answer
         length = min(len(prompt), len(suffix))
         differ = np.flatnonzero(prompt[len(prompt) - length :] != suffix[len(suffix) - length :])
         return length - 1 - int(differ[-1]) if len(differ) else length
 
     def find_prefill_ids(self, messages: Sequence[Message], tools: Tools, answer: Message) -> tuple[Ids, Ids] | None:
-        """The prompt of an answer and the answer's own ids, without the one that ended it, for an answer that the model
-        is to go on from. None where it is not one that was served. White space at its end may be missing."""
+        """Return the prompt of a served answer and the answer's own ids without its end token, so that the model can
+        continue the answer. None if the answer was not served. White space at its end may be missing."""
         for served in self._answers.find_answers_to(messages):
             all_messages = (*messages, served.restore_whitespace(answer))
             if served.stop_string or not served.is_continued_by(all_messages, tools):
@@ -98,8 +98,8 @@ class Conversation:
         return None
 
     def rewrites_history(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation that goes on from no answer has an answer of the model's in it, or other words of the
-        assistant's where the model gave one. Words that an agent put where nothing was sampled are its own."""
+        """Return whether a conversation that continues no answer rewrote one: it contains an answer of the model, or
+        other assistant text in place of one. Text that an agent wrote where the model gave no answer does not count."""
         return self._answers.occurs_in(messages)
 
     def remember_answer(
@@ -113,9 +113,8 @@ class Conversation:
         *,
         answer_start: int | None = None,
     ) -> None:
-        """Remember an answer: the messages and ids it was given, the ids it is, the message it was read as, and the
-        stop string that ended it, if one did. begins: how many of the ids that were given come before the answer, where
-        those after them are its beginning."""
+        """Remember an answer: its prompt (messages and ids), its own ids, its parsed message, and the stop string that
+        ended it. answer_start: the number of prompt ids before the answer, if the rest of them is its prefill."""
         messages = tuple(messages)
         previous = next(
             (
@@ -148,7 +147,7 @@ class Conversation:
         )
 
     def _visible_reasoning(self, messages: tuple[Message, ...], tools: Tools) -> frozenset[int]:
-        """The messages whose reasoning the template shows."""
+        """Return the indices of the messages whose reasoning the template shows."""
         mark = make_unused_word("etudemark", messages)
         marks = {index: f"{mark}{index}x" for index, message in enumerate(messages) if message.reasoning}
         if not marks:
@@ -158,7 +157,8 @@ class Conversation:
         return frozenset(index for index, text_mark in marks.items() if text_mark in text)
 
     def _encode_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> Ids:
-        """The ids of what follows a served answer: the rest of its close, the new messages, the assistant's opening."""
+        """Return the ids that follow a served answer: the rest of its closing text, the new messages, and the next
+        answer's opening."""
         text, region = self._render_suffix(served, messages, tools)
         end = self._eos_texts[served.end] if served.end is not None else ""
         if end and end in region:
@@ -171,11 +171,11 @@ class Conversation:
             ]
         appended = served.appended_text(messages[len(served.history) - 1]) or ""
         ids = self._tokenizer.encode(end + appended + text)
-        # The end is encoded too, for tokenizers that treat a text's beginning in a way of its own.
+        # The end token is encoded too: some tokenizers treat the beginning of a text differently.
         return ids[1:] if end and ids[0] == served.end else self._tokenizer.encode(appended + text)
 
     def _render_suffix(self, served: ServedAnswer, messages: tuple[Message, ...], tools: Tools) -> tuple[str, str]:
-        """The text that follows a served answer, and of it what comes before the first new message's own words."""
+        """Return the text that follows a served answer, and its part before the content of the first new message."""
         before, new = served.history[:-1], messages[len(served.history) :]
         mark, probe_word = make_unused_word("etudemark", messages), make_unused_word("etudewords", messages)
         for marked in _marked_answers(served.history[-1], mark):
@@ -184,21 +184,21 @@ class Conversation:
                 probe_messages = (replace(new[0], content=probe_word), *new[1:]) if new else ()
                 probed = self._render_text((*before, marked, *probe_messages), tools)
             except ChatError:
-                continue  # a template may refuse this kind of answer, or what follows it
+                continue  # a template may refuse this kind of answer, or the messages after it
             text = rendered.rpartition(mark)[2]
             region = _common_prefix(text, probed.rpartition(mark)[2])
             closed = any(end in region for end in self._eos_texts.values())
             if mark in rendered and (closed or not marked.tool_calls):
                 return text, region
-        self._render_text(messages, tools)  # if the template refuses the conversation itself, it says why
+        self._render_text(messages, tools)  # raises the template's own error if it refuses the conversation
         raise ChatError(
-            "The chat template does not show what an assistant's message says, so a conversation cannot go on from "
-            "one. Give the model another template."
+            "The chat template does not show the content of an assistant message, so a conversation cannot continue "
+            "one. Give the model another template with `chat.template`."
         )
 
 
 def _marked_answers(answer: Message, mark: str) -> Iterator[Message]:
-    """Answers of the same kind that end in a mark: templates close a call and a text in their own ways."""
+    """Yield answers of the same kind that end in a mark: templates close a call and a text differently."""
     if answer.tool_calls:
         arguments = json.dumps({mark: mark})
         calls = tuple(replace(call, arguments=arguments) for call in answer.tool_calls)
@@ -207,7 +207,7 @@ def _marked_answers(answer: Message, mark: str) -> Iterator[Message]:
 
 
 def make_unused_word(word: str, messages: Sequence[Message]) -> str:
-    """A word that occurs in none of the messages, made of this one."""
+    """Extend a word until it occurs in none of the messages."""
     text = repr(messages)
     while word in text:
         word += "k"
@@ -215,7 +215,7 @@ def make_unused_word(word: str, messages: Sequence[Message]) -> str:
 
 
 def _common_prefix(one: str, other: str) -> str:
-    """What two texts begin with alike."""
+    """Return the common prefix of two texts."""
     length = min(len(one), len(other))
     return one[: next((index for index in range(length) if one[index] != other[index]), length)]
 

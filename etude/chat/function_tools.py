@@ -1,4 +1,4 @@
-"""Python functions as tools: what the model is told of them, and what a call may give them.
+"""Python functions as tools: their schemas for the model, and the arguments of a call.
 
     def add(a: int, b: int = 0) -> int:
         '''Add two numbers.
@@ -8,8 +8,8 @@
             b: the second
         '''
 
-The name, the docstring and the annotations are all that there is to write; pydantic makes the JSON schema of them, and
-holds a call to it. A parameter of type `Task` is no matter of the model's: it is given the task that is tried.
+The name, the docstring and the annotations are all that a tool needs. Pydantic derives the JSON schema from them, and
+validates each call. The model does not see a parameter of type `Task`: it gets the current task.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")
 
 
 class InvalidToolCallError(Exception):
-    """A call that does not fit the function; the model is told why."""
+    """A call that does not fit the function; the model gets the reason."""
 
 
 class FunctionTool:
-    """One function that the model may call. What the model could not be told of it is refused."""
+    """One function that the model may call. A function that cannot be described to the model is refused."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = str(getattr(function, "__name__", ""))
         if not _NAME.fullmatch(self.name):
-            raise PluginError(f"The tool {function!r} has no name that a model could call it by. Give a function.")
+            raise PluginError(f"The tool {function!r} has no name that a model can call. Give a function.")
         callee = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(callee)
-        """Whether calling it makes a coroutine."""
+        """True if a call returns a coroutine."""
         description, parameter_descriptions = _parse_docstring(inspect.getdoc(function) or "")
         if not description:
             raise PluginError(
-                f"The tool `{self.name}` has no docstring, which is what the model is told of it. Write a sentence."
+                f"The tool `{self.name}` has no docstring, from which the model gets its description. Write one."
             )
         self._field_names: dict[str, str] = {}
-        """The parameters that the model gives, and their fields in what reads a call: a field may not be called like
-        the methods that it stands beside."""
+        """The model's parameters, and their fields in the arguments model. A field must not have the name of one of its
+        methods."""
         self._task_parameter = ""
-        """The parameter that is given the task."""
+        """The parameter that gets the task."""
         self._arguments_model = self._build_arguments_model(parameter_descriptions)
         self.schema: Mapping[str, Any] = {
             "type": "function",
             "function": {"name": self.name, "description": description, "parameters": self._parameters_schema()},
         }
-        """What the model is told."""
+        """The tool's schema for the model."""
 
     def parse_arguments(self, text: str, task: Task | None) -> dict[str, Any]:
-        """What a call gives the function, from the JSON text that the model wrote."""
+        """Return the function's arguments, from the JSON text that the model wrote."""
         try:
             parsed = self._arguments_model.model_validate_json(text or "{}")
         except ValidationError as error:
@@ -83,26 +83,26 @@ class FunctionTool:
         return arguments | ({self._task_parameter: task} if self._task_parameter else {})
 
     def _build_arguments_model(self, descriptions: Mapping[str, str]) -> type[BaseModel]:
-        """What reads a call: a field for each parameter."""
+        """Return the model that validates a call, with a field for each parameter."""
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
             parameters = inspect.signature(self.function).parameters.values()
         except (NameError, TypeError, ValueError) as error:
             raise PluginError(
                 f"The types of the tool `{self.name}` cannot be read: {error}. Annotate it with types that its module "
-                f"knows by these names."
+                f"defines or imports."
             ) from error
         fields: dict[str, Any] = {}
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise PluginError(
                     f"The tool `{self.name}` takes `{parameter.name}` as {parameter.kind.description}, and a model "
-                    f"gives every argument by its name. Leave it out."
+                    f"passes every argument by name. Leave it out."
                 )
             if parameter.name not in hints:
                 raise PluginError(
-                    f"The tool `{self.name}` does not say of what type `{parameter.name}` is, so the model cannot be "
-                    f"told. Annotate it: `{parameter.name}: int`."
+                    f"The tool `{self.name}` has no type for `{parameter.name}`, so the model would not know "
+                    f"it. Annotate it: `{parameter.name}: int`."
                 )
             if hints[parameter.name] is Task:
                 self._task_parameter = parameter.name
@@ -129,20 +129,20 @@ class FunctionTool:
 
 
 def format_result(result: Any) -> str:
-    """What the model is shown of a result: text as it is, anything else as JSON where it can be, else as text."""
+    """Return a result as text for the model: a string as it is, another value as JSON if possible, else by `str`."""
     if isinstance(result, str):
         return result.encode(errors="replace").decode()
     return pydantic_core.to_json(result, fallback=str, serialize_unknown=True).decode()
 
 
 def _format_error(error: Any) -> str:
-    """One thing that is wrong with a call."""
+    """Return one validation error of a call."""
     where = ".".join(str(part) for part in error["loc"])
     return f"{where}: {error['msg']}" if where else str(error["msg"])
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter by its name."""
+    """Return a docstring's description of the function, and of each parameter by name."""
     description: list[str] = []
     parameters: dict[str, list[str]] = {}
     section, indent, name = "", "", ""
@@ -165,7 +165,8 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _remove_titles(schema: Any, *, keys_are_names: bool = False) -> Any:
-    """A schema without the titles that pydantic makes up. names: whether these keys are names and not words."""
+    """Return a schema without the titles that pydantic adds. keys_are_names: the keys of this mapping are names, not
+    keywords of a schema."""
     if isinstance(schema, list):
         return [_remove_titles(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,16 +1,15 @@
-"""Messages in and out of the JSON form that people, agents and chat templates write, and when two are the same.
+"""Messages to JSON and back, in the form of datasets, agents and chat templates; and the equality of messages.
 
-Exact continuation rests on `is_same_message`: an agent sends back the conversation it has had, and small differences
-that the model never saw must not make it a new one, while any difference in what was said must.
+Exact continuation relies on `is_same_message`. An agent sends back the conversation so far. Small differences that the
+model never saw must not make it a new conversation, but any difference in content must.
 
 - Role, name, call ids and text are equal character by character; white space counts.
-- A list of text parts is the text they join to. Other parts are equal part by part.
-- The arguments of a call are equal as JSON values: key order and spacing do not count, but 1, 1.0 and true are three
-  different values. Arguments that are not JSON are compared as text.
-- Reasoning that was served may be left out of what comes back, or come back in part: clients drop it, cut it, and strip
-  or join its white space. What comes back is found in what was served, white space aside.
-- A stop string that ended an answer may be written back at its end, and words of the agent's own after it
-  (`conversation`).
+- A list of text parts equals the joined text. Other parts are equal part by part.
+- The arguments of a call are equal as JSON values: the order of keys and spacing do not count, but 1, 1.0 and true are
+  three different values. Arguments that are not JSON are compared as text.
+- Reasoning that was served may be missing, or come back in part: clients drop it, cut it, and strip or join its white
+  space. The returned part has to occur in the served one, apart from white space.
+- A stop string that ended an answer may be written back at its end, followed by the agent's own text (`conversation`).
 - Tools are equal as JSON values, in their order.
 """
 
@@ -40,26 +39,27 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Refuse a message by somebody no template knows."""
+    """Refuse a message with a role that no template knows."""
     for index, message in enumerate(messages):
         if message.role not in ROLES:
             raise ChatError(
-                f"Message {index} of the conversation has the role '{message.role}'; a message is by one of "
+                f"Message {index} of the conversation has the role '{message.role}'; it must be one of "
                 f"{', '.join(ROLES)}. Rename the role."
             )
 
 
 def content_text(content: str | tuple[ContentPart, ...]) -> str | None:
-    """The text of a message's content, or None where some of it is not text."""
+    """Return the text of a message's content; None if some of it is not text."""
     if isinstance(content, str):
         return content
     return "".join(part.text for part in content) if all(part.kind == "text" for part in content) else None
 
 
 def message_from_dict(data: Mapping[str, Any]) -> Message:
-    """A message from its JSON form: the `{"role": …, "content": …}` of datasets and of OpenAI-compatible requests."""
+    """Return a message from its JSON form: the `{"role": …, "content": …}` of datasets and of OpenAI-compatible
+    requests."""
     if not isinstance(data.get("role"), str):
-        raise ChatError(f"A message needs a text under 'role'; this one has the keys {', '.join(map(str, data))}.")
+        raise ChatError(f"A message needs a string under 'role'; this one has the keys {', '.join(map(str, data))}.")
     reasoning = next((data[key] for key in REASONING_KEYS if data.get(key) is not None), "")
     return Message(
         role=data["role"],
@@ -72,10 +72,12 @@ def message_from_dict(data: Mapping[str, Any]) -> Message:
 
 
 def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text: bool = False) -> dict[str, Any]:
-    """What a template is shown of a message. Keys without a value are absent, as templates test for their presence.
+    """Return the form of a message that templates take. Keys without a value are absent, as templates test their
+    presence.
 
-    Text goes as a string, or as a list of parts where the template reads only those; the arguments of a call go as the
-    JSON value they are, or as text where the template wants that.
+    Text is a string, or a list of parts if the template only reads those. The arguments of a call are a JSON value, or
+    text
+    if the template wants that.
     """
     text = content_text(message.content)
     data: dict[str, Any] = {"role": message.role}
@@ -95,7 +97,7 @@ def message_to_dict(message: Message, *, parts: bool = False, arguments_as_text:
 
 
 def is_same_message(served: Message, returned: Message) -> bool:
-    """Whether a message that came back is the one that was served. The rules are this file's."""
+    """Return whether a returned message is the one that was served, by the rules above."""
     return (
         served.role == returned.role
         and served.name == returned.name
@@ -108,8 +110,8 @@ def is_same_message(served: Message, returned: Message) -> bool:
 
 
 def message_hash(message: Message) -> int:
-    """Return a number that messages for which `is_same_message` holds have in common. Others have it in common by
-    chance alone, or where only their reasoning or the arguments of their calls differ."""
+    """Return a hash that messages have in common if `is_same_message` holds. Others only share it by chance, or if they
+    differ in reasoning or call arguments only."""
     text = content_text(message.content)
     calls = tuple((call.id, call.name) for call in message.tool_calls)
     content = message.content if text is None else text
@@ -117,7 +119,7 @@ def message_hash(message: Message) -> int:
 
 
 def same_tools(served: Sequence[Mapping[str, Any]], returned: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the same tools were offered."""
+    """Return whether both lists offer the same tools."""
     return len(served) == len(returned) and all(_same_json(*pair) for pair in zip(served, returned, strict=True))
 
 
@@ -142,7 +144,7 @@ def _same_call(served: ToolCall, returned: ToolCall) -> bool:
 
 
 def _same_json(one: Any, other: Any) -> bool:
-    """Equality of JSON values. Python's own takes true, 1 and 1.0 for the same."""
+    """Return whether two JSON values are equal. Python itself takes true, 1 and 1.0 as equal."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same_json(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -158,12 +160,12 @@ def _parse_content(content: Any) -> str | tuple[ContentPart, ...]:
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         return tuple(_parse_part(part) for part in content)
     raise ChatError(
-        f"The content of a message is a text or a list of parts; a value of type {type(content).__name__} was given."
+        f"The content of a message is a string or a list of parts; a value of type {type(content).__name__} was given."
     )
 
 
 def _parse_part(data: Mapping[str, Any]) -> ContentPart:
-    """`{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
+    """Parse `{"type": "text", "text": …}`, `{"type": "image", "url": …}`, or OpenAI's `image_url`."""
     kind = str(data.get("type", "text"))
     if kind == "text":
         return ContentPart("text", text=str(data.get("text", "")))
@@ -176,7 +178,7 @@ def _part_to_dict(part: ContentPart) -> dict[str, str]:
 
 
 def _parse_call(data: Mapping[str, Any]) -> ToolCall:
-    """`{"id": …, "function": {"name": …, "arguments": …}}`, or the name and arguments alone."""
+    """Parse `{"id": …, "function": {"name": …, "arguments": …}}`, or just the name and arguments."""
     function = data.get("function") or data
     if not isinstance(function.get("name"), str):
         raise ChatError("A tool call needs the function's name: {'function': {'name': …, 'arguments': …}}.")

@@ -1,8 +1,8 @@
-"""Text that comes bit by bit, and how it is read: what a thing is becomes known as soon as it is certain.
+"""Primitives of incremental parsers: each piece of text is classified as soon as its kind is certain.
 
-A reading is a generator. It goes on as far as the text reaches, yields where it needs more, and returns what it found.
-So a form of markup is written down once, as one would read it from a whole text, and reads a text that is still being
-written in the same way: where the bits begin and end cannot matter.
+A parser is a generator. It reads as far as the text goes, yields when it needs more, and returns its result. So a
+format is written once, as for a complete text, and also parses a text that is still growing. The boundaries between the
+pieces of text cannot change the result.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ __all__ = [
 
 T = TypeVar("T")
 Parser: TypeAlias = Generator[None, None, T]
-"""Something that is being read, and what it turns out to be."""
+"""A parser in progress, and the type of its result."""
 ParsedCalls: TypeAlias = Sequence[tuple[str, str]]
-"""The name and the arguments of each call, in their order."""
+"""The name and the arguments of each call, in order."""
 SPACE = re.compile(r"\s*")
 
 
 class ParseHandler(Protocol):
-    """Who is told what a text is."""
+    """Receives the classified text."""
 
     def content(self, text: str) -> None:
-        """Some of what is answered."""
+        """Take a part of the answer."""
 
     def reasoning(self, text: str) -> None:
-        """Some of the thinking before it."""
+        """Take a part of the reasoning before the answer."""
 
     def calls(self, calls: ParsedCalls, text: str) -> None:
-        """Calls that are whole; `written` is all the text since those before them, theirs included."""
+        """Take complete calls. `text` is all text since the previous calls, including these."""
 
 
 class ParseBuffer:
-    """The text that nobody was told of yet, and how far it was read.
+    """The text that is not classified yet, and the position up to which it was read.
 
-    Whatever was read leaves by one of four doors: it is content, it is reasoning, it is markup, it is calls.
+    All text leaves the buffer as one of four kinds: content, reasoning, markup, or calls.
     """
 
     def __init__(self, handler: ParseHandler) -> None:
         self._handler = handler
         self.text = ""
         self.position = 0
-        """How far it was read."""
+        """The position up to which the text was read."""
         self.is_complete = False
-        """Whether no more will come."""
+        """True once no more text will come."""
         self._consumed: list[str] = []
 
     def emit_content(self, end: int) -> None:
-        """It is content, up to there."""
+        """Emit the text up to `end` as content."""
         if end:
             self._handler.content(self._consume(end))
 
     def emit_reasoning(self, end: int) -> None:
-        """It is reasoning, up to there."""
+        """Emit the text up to `end` as reasoning."""
         if end:
             self._handler.reasoning(self._consume(end))
 
     def skip_markup(self, end: int) -> None:
-        """It is nothing to be told, up to there."""
+        """Drop the text up to `end`, which is markup."""
         self._consume(end)
 
     def emit_calls(self, calls: ParsedCalls) -> None:
-        """All that was read is these calls."""
+        """Emit all text that was read as these calls."""
         self._consume(self.position)
         self._handler.calls(calls, "".join(self._consumed))
         self._consumed.clear()
@@ -89,7 +89,7 @@ class ParseBuffer:
 
 
 def has_more(buffer: ParseBuffer) -> Parser[bool]:
-    """Whether there is one more character."""
+    """Return whether there is another character."""
     while buffer.position >= len(buffer.text):
         if buffer.is_complete:
             return False
@@ -98,7 +98,7 @@ def has_more(buffer: ParseBuffer) -> Parser[bool]:
 
 
 def match_literal(buffer: ParseBuffer, word: str) -> Parser[bool]:
-    """This word, or nothing: it is known at the first character that differs."""
+    """Read this word, or nothing. A mismatch is known at the first character that differs."""
     while not buffer.text.startswith(word, buffer.position):
         if buffer.is_complete or not word.startswith(buffer.text[buffer.position : buffer.position + len(word)]):
             return False
@@ -108,11 +108,11 @@ def match_literal(buffer: ParseBuffer, word: str) -> Parser[bool]:
 
 
 def match_pattern(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
-    """As many characters of a kind as there are, perhaps none."""
+    """Read as many characters of a kind as there are, possibly none."""
     start = buffer.position
     while True:
         match = pattern.match(buffer.text, buffer.position)
-        assert match is not None  # it matches nothing at all, too
+        assert match is not None  # the pattern also matches the empty string
         buffer.position = match.end()
         if buffer.position < len(buffer.text) or buffer.is_complete:
             return buffer.text[start : buffer.position]
@@ -120,7 +120,8 @@ def match_pattern(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
 
 
 def read_until(buffer: ParseBuffer, words: re.Pattern[str], max_length: int) -> Parser[str | None]:
-    """The first of some words, and all that comes before it; None where none of them comes. longest: their length."""
+    """Read up to and including the first of some words; return that word, or None if none comes. max_length: the length
+    of the longest word."""
     start = search_from = buffer.position
     while (match := words.search(buffer.text, search_from)) is None:
         if buffer.is_complete:
@@ -132,8 +133,8 @@ def read_until(buffer: ParseBuffer, words: re.Pattern[str], max_length: int) -> 
 
 
 def find_literal(buffer: ParseBuffer, word: str, lead: str = "") -> Parser[bool]:
-    """This word, with a `lead` that may stand before it. What comes before them is content, and told as such as soon as
-    it cannot be their beginning; where the word never comes, that is all there is."""
+    """Read up to and including this word, which a `lead` may precede. The text before them is emitted as content as
+    soon as it cannot be their beginning. Return False if the word never comes."""
     while (start := buffer.text.find(word, buffer.position)) < 0:
         buffer.emit_content(
             len(buffer.text) if buffer.is_complete else partial_match_start(buffer.text, lead + word, word)
@@ -147,8 +148,8 @@ def find_literal(buffer: ParseBuffer, word: str, lead: str = "") -> Parser[bool]
 
 
 def partial_match_start(text: str, *words: str) -> int:
-    """Where the longest beginning of one of the words starts at the end of a text; the text's length if there is
-    none."""
+    """Return the start of the longest suffix of a text that is a proper prefix of one of the words; the text's length
+    if there is none."""
     search_from = max(0, len(text) - max(map(len, words)) + 1)
     match = _prefix_pattern(words).search(text, search_from)
     return match.start() if match else len(text)
@@ -156,6 +157,6 @@ def partial_match_start(text: str, *words: str) -> int:
 
 @cache
 def _prefix_pattern(words: tuple[str, ...]) -> re.Pattern[str]:
-    """What ends in the beginning of one of the words; the leftmost of these is the longest."""
+    """Return a pattern of texts that end in a proper prefix of one of the words; the leftmost match is the longest."""
     prefixes = {word[:length] for word in words for length in range(1, len(word))}
     return re.compile(f"(?:{'|'.join(map(re.escape, sorted(prefixes, key=len, reverse=True)))})\\Z")

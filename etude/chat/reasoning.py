@@ -1,4 +1,4 @@
-"""The thinking aloud before an answer: `<think>…</think>`, told apart from what is answered."""
+"""A parser of the reasoning before an answer: `<think>…</think>`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _LINES = re.compile(r"\n*")
 
 
 def parse_reasoning(buffer: ParseBuffer, opened: bool | None) -> Parser[None]:
-    """Read the reasoning at the start of a text, and the line breaks that set it apart from the answer.
+    """Read the reasoning at the start of a text, and the line breaks between it and the answer.
 
-    `opened` says that the prompt has already written `<think>`: then all that comes before `</think>` is reasoning, and
-    a text that was cut off before it is nothing else. None says that nobody knows: then a `</think>` that nobody opened
-    is taken to have been opened by the prompt, which is not certain before it comes. Tags in the middle of an answer
-    are part of the answer.
+    `opened` is True if the prompt already ends with `<think>`. Then all text before `</think>` is reasoning, even if
+    the
+    text was cut off before it. None means that this is unknown. Then a `</think>` without its `<think>` belongs to one
+    in
+    the prompt, which is only certain once it comes. Tags in the middle of an answer are part of the answer.
     """
     yield from match_pattern(buffer, SPACE)
     if (yield from match_literal(buffer, THINK_OPEN)):
@@ -43,17 +44,17 @@ def parse_reasoning(buffer: ParseBuffer, opened: bool | None) -> Parser[None]:
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """The reasoning at the start of a whole text, whose prompt is not known, and the answer after it."""
+    """Return the reasoning at the start of a complete text, whose prompt is unknown, and the answer after it."""
     splitter = _ReasoningSplitter()
     buffer = ParseBuffer(splitter)
     buffer.text, buffer.is_complete = text, True
     for _ in parse_reasoning(buffer, None):
-        raise AssertionError("it is whole")
+        raise AssertionError("the text is complete")
     return splitter.reasoning_text, buffer.text
 
 
 def _parse_reasoning_text(buffer: ParseBuffer) -> Parser[None]:
-    """What is thought, up to its close; without the line breaks at its end."""
+    """Emit the reasoning up to its close, without the line breaks at its end."""
     while (close := buffer.text.find(THINK_CLOSE)) < 0 and not buffer.is_complete:
         buffer.emit_reasoning(len(buffer.text[: partial_match_start(buffer.text, THINK_CLOSE)].rstrip("\n")))
         yield
@@ -62,7 +63,7 @@ def _parse_reasoning_text(buffer: ParseBuffer) -> Parser[None]:
 
 
 def _has_close(buffer: ParseBuffer) -> Parser[bool]:
-    """Whether the reasoning ends that nobody opened."""
+    """Return whether a `</think>` comes without a `<think>` before it."""
     while THINK_CLOSE not in buffer.text and not buffer.is_complete:
         yield
     before, close, _ = buffer.text.partition(THINK_CLOSE)
@@ -70,17 +71,17 @@ def _has_close(buffer: ParseBuffer) -> Parser[bool]:
 
 
 class _ReasoningSplitter:
-    """Who is told what was thought."""
+    """Collects the reasoning."""
 
     def __init__(self) -> None:
         self.reasoning_text = ""
 
     def reasoning(self, text: str) -> None:
-        """Some of it."""
+        """Add a part of the reasoning."""
         self.reasoning_text += text
 
     def content(self, text: str) -> None:
-        """The answer is left where it is."""
+        """Ignore content: the answer stays in the buffer."""
 
     def calls(self, calls: ParsedCalls, text: str) -> None:
-        """And so are its calls."""
+        """Ignore calls: they stay in the buffer too."""

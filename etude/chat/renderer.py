@@ -1,4 +1,4 @@
-"""A model's chat: messages to the ids it is shown, and the ids it wrote to a message."""
+"""The chat renderer of a model: messages to prompt ids, and sampled ids to a message."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _TAIL = 8  # ids at the end of a prompt that may open the reasoning
 class ChatRenderer:
     """The `Renderer` of one model.
 
-    With `history` "served" a conversation keeps what the model wrote, thinking included; with "template" it keeps it
-    where the model's template would, and is rendered anew where the template drops earlier thinking.
+    With `history` "served" a conversation keeps all that the model wrote, including its reasoning. With "template" it
+    keeps
+    what the model's template keeps, and is rendered anew where the template drops earlier reasoning.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ChatRenderer:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`template` replaces the model's own; `template_kwargs` are its variables beside the conversation."""
+        """`template` replaces the model's own; `template_kwargs` are additional variables of the template."""
         self.tokenizer = tokenizer
         self.history: History = history
         self._template_kwargs = dict(template_kwargs or {})
@@ -56,18 +57,18 @@ class ChatRenderer:
         self._marker_ids = marks
 
     def render_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """The text of a conversation, up to where the assistant is to speak."""
+        """Return the text of a conversation up to the start of the assistant's answer."""
         if not messages:
-            raise ChatError("A conversation without messages cannot be rendered; give at least one.")
+            raise ChatError("A conversation without messages cannot be rendered. Give at least one message.")
         check_roles(messages)
         return self._select_template(tools).render(messages, tools, **self._template_kwargs)
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
-        """The ids of a conversation, up to where the assistant is to speak."""
+        """Return the ids of a conversation up to the start of the assistant's answer."""
         return self.tokenizer.encode(self.render_text(messages, tools))
 
     def prompt_ids(self, prompt: str | Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> Ids:
-        """The ids of what a task asks: a text as it is, messages (or their JSON form) by the template."""
+        """Return the ids of a task's prompt: a text as it is; messages (or their JSON form) by the template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return self.render(
@@ -76,22 +77,23 @@ class ChatRenderer:
 
     @property
     def tool_format(self) -> str | None:
-        """The form in which the model calls tools, as its template teaches it; None for one that is not known here."""
+        """The format of the model's tool calls, according to its template; None if it is unknown."""
         return self._tool_format
 
     @property
     def supports_reasoning(self) -> bool:
-        """Whether its template knows of thinking."""
+        """True if the template has reasoning."""
         return self._supports_reasoning
 
     def parse(
         self, completion: Ids, prompt: Ids | None = None, tools: Tools = (), sampling: SamplingParams | None = None
     ) -> Message:
-        """What the model said. A malformed tool call stays text.
+        """Return the message that the model wrote. A malformed tool call stays text.
 
-        Given the prompt, it is known whether that has opened the reasoning already, and calls made in answer to
-        different prompts have different ids. Given the tools, the arguments of a call have the types these declare,
-        where the model writes arguments without types. Given how it was sampled, what made it stop is no text.
+        With the prompt, the parser knows if the reasoning is open already, and calls in answer to different prompts get
+        different ids. With the tools, arguments get their declared types, if the model writes arguments without types.
+        With the
+        sampling parameters, a stop string or stop token is not part of the text.
         """
         return self.stream_parser(prompt, tools, sampling).parse_all(completion)
 
@@ -103,8 +105,8 @@ class ChatRenderer:
         *,
         parse_calls: bool = True,
     ) -> TokenStreamParser:
-        """Tells what the model says while it is sampled: in the end, exactly what `parse` says of the whole. Where no
-        `calls` are looked for, they are text."""
+        """Return a parser of an answer while it is sampled; in the end its message equals that of `parse`. If
+        `parse_calls` is False, tool calls stay text."""
         text_parser = TextStreamParser(
             TOOL_PARSERS[self._tool_format] if self._tool_format is not None and parse_calls else None,
             tools,
@@ -120,8 +122,8 @@ class ChatRenderer:
     def encode_answer(
         self, messages: Sequence[Message], answer: Message, tools: Tools = (), *, prompt_ids: Ids | None = None
     ) -> Ids:
-        """The ids that the model would have to write to give this answer after these messages, the one that ends its
-        turn among them. prompt_ids: what `render` gives for the messages, where it was called already."""
+        """Return the ids that the model has to write to give this answer after these messages, including its end token.
+        prompt_ids: the result of `render` for the messages, if it is known."""
         render_text = self._bind_template(tools)
         prompt, answer_text = render_answer(render_text, messages, answer, self._supports_reasoning)
         eos_tokens = self.tokenizer.eos_tokens
@@ -134,14 +136,14 @@ class ChatRenderer:
         )
 
     def shows_reasoning(self) -> bool:
-        """Whether an answer's reasoning is among what the model has to write for it."""
+        """Return whether the model has to write an answer's reasoning."""
         question, answer = Message("user", "?"), Message("assistant", "!", reasoning="etudethought")
         return (
             answer.reasoning in render_answer(self._bind_template(()), [question], answer, self._supports_reasoning)[1]
         )
 
     def _bind_template(self, tools: Tools) -> RenderText:
-        """How a conversation is shown, up to where the assistant is to speak or to its end."""
+        """Return a function that renders a conversation, to its end or up to the start of the assistant's answer."""
         template = self._select_template(tools)
 
         def render_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -153,7 +155,8 @@ class ChatRenderer:
         return render_text
 
     def _find_turn_end(self, messages: Sequence[Message], render_text: RenderText, has_calls: bool) -> str | None:
-        """The end that a template shows where somebody else speaks next, if it shows it only there."""
+        """Return the end token that a template only shows before the next message of another role; None if there is
+        none."""
         after = Message("tool", "?") if has_calls else Message("user", "?")
         try:
             rendered, continued = render_text(messages, False), render_text([*messages, after], True)
@@ -163,11 +166,11 @@ class ChatRenderer:
         return next((end for end in self.tokenizer.eos_tokens if suffix.startswith(end)), None)
 
     def start_conversation(self) -> Conversation:
-        """A conversation that keeps the very ids it was served with."""
+        """Return a conversation that keeps the exact ids of its answers."""
         return Conversation(self.tokenizer, self.render_text, self.history)
 
     def opens_reasoning(self, prompt: Ids) -> bool:
-        """Whether a prompt ends where the model is to think."""
+        """Return whether a prompt ends with the opening of the reasoning."""
         return self.tokenizer.decode(prompt[-_TAIL:], keep_special_tokens=True).rstrip().endswith(THINK_OPEN)
 
     def _select_template(self, tools: Tools) -> ChatTemplate:
@@ -184,7 +187,7 @@ class ChatRenderer:
 
 
 class ChatConfig(Config):
-    """How conversations are shown to the model."""
+    """The way that conversations are rendered for the model."""
 
     history: History = Field(
         "served",
@@ -196,8 +199,10 @@ class ChatConfig(Config):
     )
 
     def build_renderer(self, tokenizer: Tokenizer) -> ChatRenderer:
-        """The chat of the model with this tokenizer."""
+        """Return the renderer of the model with this tokenizer."""
         if self.template is not None and not self.template.is_file():
-            raise ConfigError(f"There is no chat template {self.template}; give the path of a jinja file.")
+            raise ConfigError(
+                f"The chat template {self.template} does not exist. Set `chat.template` to the path of a jinja file."
+            )
         source = self.template.read_text(encoding="utf-8") if self.template is not None else None
         return ChatRenderer(tokenizer, self.history, template=source, template_kwargs=self.template_kwargs)

@@ -8,7 +8,7 @@ __all__ = ["StopStringFilter"]
 
 
 class StopStringFilter:
-    """Passes text on as soon as it is certain that no stop string begins in it. The stop string itself never passes."""
+    """Returns text as soon as no stop string can begin in it. The stop string itself is never returned."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -16,9 +16,9 @@ class StopStringFilter:
         self.stopped = False
 
     def push(self, text: str, can_stop: bool = True) -> str:
-        """Take new text, return what may be shown. After a stop string nothing more is.
+        """Add text, and return the text that is certain. After a stop string this is always empty.
 
-        Only a stop string that ends in this text is looked for; none where it does not count.
+        Only a stop string that ends in this text is searched for, and only if `can_stop`.
         """
         if self.stopped:
             return ""
@@ -36,12 +36,12 @@ class StopStringFilter:
         return text[:partial_start]
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """Return the text that was held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
     def _partial_start(self, text: str) -> int:
-        """Where the longest beginning of a stop string at the end of the text begins."""
+        """Return the start of the longest suffix of the text that may begin a stop string."""
         max_length = max((len(stop) for stop in self._stops), default=1) - 1
         for position in range(max(0, len(text) - max_length), len(text)):
             if any(stop.startswith(text[position:]) for stop in self._stops):

@@ -1,15 +1,15 @@
-"""What a model says, told while it is being written: its thinking, its words, its calls.
+"""Parsers of a streamed answer: they return its reasoning, its content and its tool calls as deltas.
 
-What was told is never taken back, and nothing of it depends on the bits in which the text came: told piece by piece or
-read at once, an answer is the same message. For that,
+A delta is never taken back, and the pieces in which the text arrives do not matter: parsed piece by piece or at once,
+an answer is the same message. Therefore:
 
-- what may begin a mark is held back until it is known whether it does; all else is told at once;
-- a call is told when it is whole, with all of its arguments. Up to its last character it may turn out to be text, and
-  then it is told as text, at the first character by which that is certain;
-- white space is told with the words that come after it, for alone around calls it is no text.
+- A possible beginning of a mark is held back until it is clear if it is one; all other text is returned at once.
+- A call is returned when it is complete, with all of its arguments. Up to its last character it may turn out to be
+  text. Then it is returned as text, at the first character that makes this certain.
+- White space is returned with the next words, because white space around calls is not content.
 
-A call's id is made of the prompt and of all that was written up to the end of the call: an answer that was told twice
-has the same ids, and two answers that call the same after other thoughts have different ones.
+The id of a call is derived from the prompt and from all text up to the end of the call. So an answer that is parsed
+twice has the same ids, and two answers with the same call after different reasoning have different ones.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from etude.records import Message, SamplingParams, ToolCall
 __all__ = ["ContentDelta", "MessageDelta", "ReasoningDelta", "TextStreamParser", "TokenStreamParser", "ToolCallDelta"]
 
 _ID_LENGTH = 9
-"""The letters of a call's id: as many as Mistral's templates ask for, which other templates do not mind."""
+"""The number of letters of a call's id: Mistral's templates require it, and other templates accept it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Some of what is answered."""
+    """A part of the answer's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Some of the thinking before it."""
+    """A part of the reasoning before it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """One call, whole."""
+    """One complete call."""
 
     index: int
     call: ToolCall
@@ -60,7 +60,7 @@ MessageDelta: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class TextStreamParser:
-    """Tells what a text is, as it comes."""
+    """Parses a text as it comes."""
 
     def __init__(
         self,
@@ -71,34 +71,35 @@ class TextStreamParser:
         reasoning_opened: bool | None = None,
         seed: bytes = b"",
     ) -> None:
-        """form: how the model calls tools. reasons: whether it thinks first, and `opened` whether its prompt has begun
-        that (`reasoning`). seed: tells its calls apart from those of other answers."""
+        """tool_parser: the parser of the model's tool format. supports_reasoning: the model reasons first.
+        reasoning_opened: the prompt has opened the reasoning (see `reasoning`). seed: makes the calls' ids differ from
+        those of other answers."""
         self._collector = _DeltaCollector(tool_parser is not None, seed)
         self._buffer = ParseBuffer(self._collector)
         self._parser = _parse_answer(self._buffer, tool_parser, tools, supports_reasoning, reasoning_opened)
 
     @property
     def message(self) -> Message:
-        """What was told so far."""
+        """The message so far."""
         return self._collector.message()
 
     def push(self, text: str) -> list[MessageDelta]:
-        """What this makes certain."""
+        """Add text; return the deltas that it makes certain."""
         self._buffer.text += text
         next(self._parser)
         return self._collector.take_deltas()
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back, when no more text comes. After this there is nothing to push."""
+        """End the text; return the deltas that were held back. No text may be added afterwards."""
         self._buffer.is_complete = True
         for _ in self._parser:
-            raise AssertionError("it waits for a text that has ended")
+            raise AssertionError("the parser waits for more text after the end")
         self._collector.finish()
         return self._collector.take_deltas()
 
 
 class TokenStreamParser:
-    """Tells what a model says from the ids that it samples."""
+    """Parses an answer from its sampled ids."""
 
     def __init__(
         self,
@@ -107,26 +108,26 @@ class TokenStreamParser:
         is_text: Callable[[int], bool],
         sampling: SamplingParams | None = None,
     ) -> None:
-        """shown: which ids are text. sampling: what the ids are drawn with, which may name words to stop before."""
+        """is_text: returns whether an id is text. sampling: the sampling parameters, for their stop strings."""
         self._text_parser, self._tokenizer, self._is_text = text_parser, tokenizer, is_text
         self._stream = tokenizer.decode_stream(keep_special_tokens=True)
         self._stops = StopStringFilter(sampling.stop) if sampling is not None and sampling.stop else None
         self._min_tokens = sampling.min_tokens if sampling is not None else 0
-        self._num_read = 0  # how many ids
+        self._num_read = 0  # ids
         self._has_prefix = False
 
     @property
     def message(self) -> Message:
-        """What was told so far; after `finish`, the whole answer."""
+        """The message so far; after `finish`, the whole answer."""
         return self._text_parser.message
 
     def push_prefix(self, ids: Iterable[int]) -> list[MessageDelta]:
-        """What the ids make certain that stand before those that are sampled: no stop word counts in them."""
+        """Add the ids of a prefill; return the deltas that they make certain. Stop strings do not apply to them."""
         self._has_prefix = True
         return self._text_parser.push(self._stream.push(filter(self._is_text, map(int, ids))))
 
     def push(self, ids: Iterable[int]) -> list[MessageDelta]:
-        """What these ids make certain."""
+        """Add sampled ids; return the deltas that they make certain."""
         if self._stops is None:
             return self._text_parser.push(self._stream.push(filter(self._is_text, map(int, ids))))
         text = ""
@@ -137,14 +138,14 @@ class TokenStreamParser:
         return self._text_parser.push(text)
 
     def finish(self) -> list[MessageDelta]:
-        """What was held back, when no more ids come. After this there is nothing to push."""
+        """End the ids; return the deltas that were held back. No ids may be added afterwards."""
         text = self._stream.finish()
         if self._stops is not None:
             text = self._stops.push(text, can_stop=self._num_read > self._min_tokens) + self._stops.finish()
         return _merge_deltas(self._text_parser.push(text) + self._text_parser.finish())
 
     def parse_all(self, ids: Iterable[int]) -> Message:
-        """The message that all of the ids at once are."""
+        """Return the message of all ids at once."""
         if self._stops is None and not self._has_prefix:
             self._text_parser.push(
                 self._tokenizer.decode(filter(self._is_text, map(int, ids)), keep_special_tokens=True)
@@ -156,7 +157,7 @@ class TokenStreamParser:
 
 
 class _DeltaCollector:
-    """Who is told what a text is, and keeps it for those who ask."""
+    """Collects the parsed parts, as new deltas and as a message."""
 
     def __init__(self, parses_calls: bool, seed: bytes) -> None:
         self._seed = blake2b(seed, digest_size=16)
@@ -164,11 +165,11 @@ class _DeltaCollector:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._held_space = ""  # that may turn out to be all there is around calls
+        self._held_space = ""  # white space that may only surround calls
         self._has_content = not parses_calls
 
     def content(self, text: str) -> None:
-        """Some of what is answered."""
+        """Add a part of the content."""
         if not self._has_content:
             self._held_space += text
             if self._held_space.isspace():
@@ -178,12 +179,12 @@ class _DeltaCollector:
         self._pending.append(ContentDelta(text))
 
     def reasoning(self, text: str) -> None:
-        """Some of the thinking before it."""
+        """Add a part of the reasoning."""
         self._reasoning.append(text)
         self._pending.append(ReasoningDelta(text))
 
     def calls(self, calls: ParsedCalls, text: str) -> None:
-        """Calls that are whole."""
+        """Add complete calls."""
         self._seed.update(text.encode(errors="surrogatepass"))
         for name, arguments in calls:
             digest = self._seed.copy()
@@ -194,18 +195,18 @@ class _DeltaCollector:
             self._pending.append(delta)
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """End the answer."""
         if self._held_space and not self._calls:
             self._content.append(self._held_space)
             self._pending.append(ContentDelta(self._held_space))
 
     def take_deltas(self) -> list[MessageDelta]:
-        """What is new."""
+        """Return the new deltas."""
         new, self._pending = self._pending, []
         return _merge_deltas(new)
 
     def message(self) -> Message:
-        """All of it."""
+        """Return the message so far."""
         return Message(
             "assistant",
             "".join(self._content),
@@ -215,7 +216,7 @@ class _DeltaCollector:
 
 
 def _merge_deltas(deltas: Sequence[MessageDelta]) -> list[MessageDelta]:
-    """The same with what belongs together in one piece."""
+    """Join neighboring deltas of the same kind."""
     if len(deltas) < 2:
         return list(deltas)
     merged: list[MessageDelta] = []
@@ -235,7 +236,7 @@ def _parse_answer(
     supports_reasoning: bool,
     reasoning_opened: bool | None,
 ) -> Parser[None]:
-    """All of an answer."""
+    """Parse an answer."""
     if supports_reasoning:
         yield from parse_reasoning(buffer, reasoning_opened)
     if tool_parser is not None:

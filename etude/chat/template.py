@@ -1,6 +1,6 @@
 """A chat template, rendered as transformers renders it: the same sandbox, the same filters, the same text.
 
-Templates come with models from the web, so they run in jinja2's immutable sandbox and see plain JSON values alone.
+Templates come with downloaded models, so they run in jinja2's immutable sandbox and only see plain JSON values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PROBE = "etudeprobe"
 
 
 class ChatTemplate:
-    """A compiled chat template. Templates differ in what they can read, so each is tried once, when it is made:
-    whether it takes a message's text as a string or only as a list of parts, and a call's arguments as a value or only
-    as text."""
+    """A compiled chat template. Templates differ in their input, so the constructor tests each once. Some take a
+    message's text as a string, others only as a list of parts. Some take a call's arguments as a value, others only as
+    text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
@@ -51,17 +51,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The text of a conversation, up to where the assistant is to speak if it is to `generate`.
+        """Return the text of a conversation, up to the start of the assistant's answer if `add_generation_prompt`.
 
-        What else a template knows (`enable_thinking=False` …) goes into `extra`. Mappings are shown to the template as
+        `extra` has further variables of the template, such as `enable_thinking=False`. Mappings are passed to the
+        template as
         they are, without the keys whose value is None.
         """
         try:
             return self._render_template(messages, tools, add_generation_prompt, extra)
-        except Exception as error:  # a template is somebody's program: whatever it raises is about this conversation
+        except Exception as error:  # a template is a program: it may raise any error about a conversation
             roles = ", ".join(_role(message) for message in messages) or "none"
             raise ChatError(
-                f"The chat template refused a conversation (its messages are by: {roles}): {error}. "
+                f"The chat template refused a conversation (the roles of its messages: {roles}): {error}. "
                 "Change the conversation, or give the model another template."
             ) from error
 
@@ -81,7 +82,7 @@ class ChatTemplate:
         return self._template.render({**variables, **self._special_tokens, **extra})
 
     def _message_variables(self, message: Message | Mapping[str, Any]) -> dict[str, Any]:
-        """What the template sees of a message. Its reasoning has every name that templates know it by."""
+        """Return a message as the template gets it. Its reasoning has every name that templates use for it."""
         if isinstance(message, Message):
             message = message_to_dict(message, parts=self._parts, arguments_as_text=self._arguments_as_text)
         variables = {key: value for key, value in message.items() if value is not None}
@@ -122,7 +123,7 @@ def _role(message: Message | Mapping[str, Any]) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The world of a chat template."""
+    """Return the jinja2 environment of chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -138,7 +139,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; it changes nothing of the text."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text; it does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -154,12 +155,12 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
+        """Return `dict.fromkeys` of the arguments."""
         return dict.fromkeys(*args)
 
 
 class _Namespace(Namespace):
-    """`namespace(…)` that keeps out of Python's inside."""
+    """`namespace(…)` that refuses private attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         namespace, values = args[0], dict(*args[1:], **kwargs)
@@ -184,7 +185,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where jinja2's own filter escapes HTML."""
+    """Return JSON without HTML escapes, unlike jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

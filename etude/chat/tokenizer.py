@@ -1,4 +1,4 @@
-"""Text to ids and back, from the files a Hugging Face model directory has."""
+"""Text to ids and back, from the files of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Ids = NDArray[np.int32]
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REPLACEMENT_CHARACTER = "\ufffd"
 LONG_TEXT = 4096
-"""Characters of a text, from which on encoding it lets other threads go on."""
-_MAX_HELD = 32  # tokens; a character has four bytes, so what is still unfinished after these is not text
+"""Characters of a text from which on encoding releases the interpreter lock."""
+_MAX_HELD = 32  # tokens; a character has at most four bytes, so these are not text if still incomplete
 
 
 class Tokenizer:
-    """A fast tokenizer and what its model's files say of it: special tokens, where answers end, chat templates."""
+    """A fast tokenizer, with its model's special tokens, end tokens and chat templates."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Tokenizer:
         self._inner = inner
         self._special_ids = frozenset(id for id, token in inner.get_added_tokens_decoder().items() if token.special)
         self.special_tokens = dict(special_tokens)
-        """The special tokens by their names (`bos_token`, …), as templates know them."""
+        """The special tokens by name (`bos_token`, …), as templates use them."""
         self.eos_ids = eos_ids
-        """The ids that end an answer: the tokenizer's own first, then those the model's generation settings add."""
+        """The ids that end an answer: first the tokenizer's own, then those of the model's generation config."""
         self.templates = dict(templates)
-        """The chat templates by name; most models have `default` alone, some also `tool_use`."""
+        """The chat templates by name. Most models only have `default`; some also have `tool_use`."""
         self.adds_bos = adds_bos
-        """Whether a plain text begins with the beginning-of-sequence token."""
+        """True if a plain text begins with the beginning-of-sequence token."""
         self.directory = directory
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        """How many ids there are: one more than the largest."""
+        """The number of ids: one more than the largest."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -79,50 +79,51 @@ class Tokenizer:
 
     @property
     def template(self) -> str | None:
-        """The chat template, if the model has one."""
+        """The default chat template, if the model has one."""
         return self.templates.get("default")
 
     @property
     def bos_id(self) -> int | None:
-        """The id that begins a sequence, if there is one."""
+        """The beginning-of-sequence id, if there is one."""
         return self._special_token_id("bos_token")
 
     @property
     def pad_id(self) -> int | None:
-        """The id of padding, if there is one. Nothing in Etude pads with it."""
+        """The padding id, if there is one. Etude does not pad with it."""
         return self._special_token_id("pad_token")
 
     @property
     def unk_id(self) -> int | None:
-        """The id for what has no id, if there is one."""
+        """The id of unknown tokens, if there is one."""
         return self._special_token_id("unk_token")
 
     @cached_property
     def vocab_hash(self) -> str:
-        """A name for what its ids mean: alike where every token has the same id."""
+        """A hash of the vocabulary: equal if every token has the same id."""
         vocabulary = sorted(self._inner.get_vocab(with_added_tokens=True).items())
         return blake2b(json.dumps(vocabulary).encode(), digest_size=8).hexdigest()
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens: what `decode` leaves out."""
+        """The ids of all special tokens, which `decode` leaves out."""
         return self._special_ids
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Ids:
-        """The ids of a text; with `special`, after the beginning-of-sequence token if the tokenizer puts one there.
+        """Return the ids of a text. With `add_special_tokens` they begin with the beginning-of-sequence token, if the
+        tokenizer adds one.
 
-        Special tokens written out in the text are read as such.
+        Special tokens within the text are encoded as such.
         """
         if len(text) < LONG_TEXT:
             ids = self._inner.encode(text, add_special_tokens=False).ids
-        else:  # by the one call that lets other threads go on, and makes no more than ids
+        else:  # this call releases the interpreter lock, and only computes ids
             ids = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         bos = self.bos_id if add_special_tokens and self.adds_bos else None
         return np.array(ids if bos is None else [bos, *ids], dtype=np.int32)
 
     def encode_after_ids(self, ids: Ids, text: str) -> Ids:
-        """The ids of a text that follows these ids. Where those end with the end of an answer it is encoded too, for
-        tokenizers that treat a text's beginning in a way of its own."""
+        """Return the ids of a text that follows these ids. If those end with an end token, it is encoded too: some
+        tokenizers treat the beginning of a text differently."""
         end = int(ids[-1]) if len(ids) and int(ids[-1]) in self.eos_ids else None
         if end is not None:
             with_end = self.encode(self.decode([end], keep_special_tokens=True) + text)
@@ -133,10 +134,11 @@ class Tokenizer:
     def encode_after_text(
         self, before: str, text: str, add_special_tokens: bool = False, *, before_ids: Ids | None = None
     ) -> Ids:
-        """The ids of a text that follows another, which was encoded by itself: what would have to be written after it.
+        """Return the ids of a text that follows another text, which was encoded by itself.
 
-        Where the two encoded together begin with the ids of the first, they are the rest of those. Where a token would
-        reach over the border, they are the text's own. known: the ids of the first, where they are.
+        If the ids of both together begin with those of the first, the result is the rest of them. If a token would span
+        the
+        boundary, the text is encoded by itself. before_ids: the ids of the first text, if they are known.
         """
         first = self.encode(before, add_special_tokens) if before_ids is None else before_ids
         joined = self.encode(before + text, add_special_tokens)
@@ -145,25 +147,25 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids: Iterable[int], keep_special_tokens: bool = False) -> str:
-        """The text of ids, without special tokens unless they are wanted."""
+        """Return the text of ids, by default without special tokens."""
         return self._inner.decode([int(id) for id in ids], skip_special_tokens=not keep_special_tokens)
 
     @property
     def eos_tokens(self) -> dict[str, int]:
-        """The texts of the tokens that end an answer, with their ids."""
+        """The texts of the end tokens, with their ids."""
         tokens = {self.decode([id], keep_special_tokens=True): id for id in reversed(self.eos_ids)}
         return {text: tokens[text] for text in reversed(tokens) if text}
 
     def id_to_token(self, id: int) -> str | None:
-        """A token as it stands in the vocabulary, which for a special token is its text; None for an id it lacks."""
+        """Return a token as it is in the vocabulary, which for a special token is its text; None for an unknown id."""
         return self._inner.id_to_token(id)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, if it has one."""
+        """Return the id of a token; None if it is not in the vocabulary."""
         return self._inner.token_to_id(token)
 
     def decode_stream(self, keep_special_tokens: bool = False) -> DecodeStream:
-        """Decode ids as they come."""
+        """Return a decoder of ids that come one by one."""
         return DecodeStream(
             lambda ids: self.decode(ids, keep_special_tokens), frozenset() if keep_special_tokens else self._special_ids
         )
@@ -173,25 +175,26 @@ class Tokenizer:
 
 
 class DecodeStream:
-    """Text from ids that come one after another: the pieces, joined, are the text of all the ids.
+    """Decodes ids that come one by one: the joined pieces equal the text of all ids.
 
-    A character that is not whole yet is held back, until its last byte comes or `finish`. Bytes that never become a
-    character are given out as U+FFFD once it is sure, so that a model that writes garbage costs no more than another.
+    An incomplete character is held back until its last byte comes, or until `finish`. Bytes that cannot become a
+    character
+    are returned as U+FFFD as soon as that is certain, so that invalid text does not slow the decoder down.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped_ids: frozenset[int] = frozenset()) -> None:
         self._decode = decode
         self._skipped_ids = skipped_ids
-        self._ids: list[int] = []  # the last piece, for decoders that look back, and what came since
+        self._ids: list[int] = []  # the last piece, for decoders that look back, and the ids since
         self._last_text = ""  # the text of the last piece
-        self._last_size = 0  # how many ids the last piece has
+        self._last_size = 0  # the number of ids of the last piece
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these ids make certain."""
+        """Return the text that these ids complete."""
         return "".join(self._step(int(id)) for id in ids if int(id) not in self._skipped_ids)
 
     def finish(self) -> str:
-        """What was held back. The stream can then be used for another text."""
+        """Return the text that was held back. The stream can then be used for another text."""
         text = self._decode(self._ids)[len(self._last_text) :]
         self._restart([])
         return text
@@ -214,42 +217,42 @@ class DecodeStream:
 
 
 def _load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """The tokenizer itself. Truncation and padding that its file may ask for are switched off: nothing is cut here."""
+    """Load the tokenizer, and switch off the truncation and padding that its file may request."""
     path = directory / "tokenizer.json"
     if not directory.is_dir():
-        raise ConfigError(f"There is no directory {directory} to read a tokenizer from; give a model's directory.")
+        raise ConfigError(f"The tokenizer's directory {directory} does not exist. Give a model's directory.")
     if not path.is_file():
         files = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise ConfigError(
-            f"The tokenizer in {directory} has no tokenizer.json (there is: {files}). Make one: load the directory "
-            "with transformers.AutoTokenizer.from_pretrained and write it back with save_pretrained."
+            f"The tokenizer in {directory} has no tokenizer.json (its files: {files}). Create one: load the directory "
+            "with transformers.AutoTokenizer.from_pretrained, and write it back with save_pretrained."
         )
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise ConfigError(f"{path} is not a tokenizer that can be read: {error}. Fetch the file again.") from error
+        raise ConfigError(f"The tokenizer file {path} cannot be read: {error}. Download it again.") from error
     inner.no_truncation()
     inner.no_padding()
     return inner
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """Return the object in a JSON file; an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}. Download it again.") from error
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{path} must hold a JSON object; it holds a value of type {type(data).__name__}. Fetch the file again."
+            f"{path} must hold a JSON object; it holds a value of type {type(data).__name__}. Download it again."
         )
     return data
 
 
 def _token_text(token: str | Mapping[str, Any]) -> str:
-    """A token's text: files have it plain, or within a description of it."""
+    """Return a token's text: files have it as a string, or within an object."""
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -268,14 +271,14 @@ def _find_eos_ids(
     eos_ids = tuple(dict.fromkeys(id for id in ids if id is not None))
     if not eos_ids:
         raise ConfigError(
-            f"The tokenizer in {directory} has no end-of-sequence token, so no answer could end: write `eos_token` "
+            f"The tokenizer in {directory} has no end-of-sequence token, so no answer could end. Write `eos_token` "
             "into tokenizer_config.json, or `eos_token_id` into generation_config.json."
         )
     return eos_ids
 
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: files of their own come before those written into the tokenizer's configuration."""
+    """Return the chat templates by name. Separate files take precedence over the tokenizer's configuration."""
     configured = config.get("chat_template")
     if isinstance(configured, str):
         configured = {"default": configured}

@@ -1,8 +1,8 @@
-"""The forms in which models call tools, read as they come (`feed`). What is not a call to the letter stays text.
+"""Incremental parsers of the formats in which models call tools (see `parsing`). A call with any error stays text.
 
-A call's arguments are kept as the very JSON text the model wrote, so that what an agent is shown is what was sampled;
-where a model writes them in another form, they are what that says. Nothing is a call before it is whole: what would be
-told earlier could not be taken back. That it is none is known at the first character that cannot stand there.
+The arguments of a call are kept as the exact JSON text that the model wrote, so that the agent gets what was sampled.
+Arguments in another format are converted. A call is emitted when it is complete, because an emission cannot be taken
+back. A parser gives up at the first character that cannot be part of a call.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["TOOL_MARKERS", "TOOL_PARSERS", "ToolParser", "Tools", "detect_tool_f
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 ToolParser: TypeAlias = Callable[[ParseBuffer, Tools], Parser[None]]
-"""What reads an answer, given the tools that were offered: its content and its calls."""
+"""Parses an answer with the given tools: emits its content and its calls."""
 _CallsParser: TypeAlias = Callable[[ParseBuffer], Parser[ParsedCalls]]
-"""What reads the calls between two marks, of which there are none if it is anything else."""
+"""Parses the calls between two marks; returns none if the text is anything else."""
 
 _BLOCK = ("<tool_call>", "</tool_call>")
 _LFM2_BLOCK = ("<|tool_call_start|>", "<|tool_call_end|>")
 _PYTHON = ("<|python_start|>", "<|python_end|>")
 _PYTHON_TAG, _CALLS, _CALL_ID, _ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 TOOL_MARKERS = (*_BLOCK, *_LFM2_BLOCK, *_PYTHON, _PYTHON_TAG, _CALLS, _CALL_ID, _ARGS)
-"""The tokens that forms are made of: they belong to the text, be they special or not."""
+"""The tokens that the formats consist of: they belong to the text, whether they are special tokens or not."""
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _NAME = re.compile(r"[\w.:/-]*")
@@ -50,7 +50,8 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def hermes(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, amid text: Hermes, Qwen 2.5, Qwen 3.
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of times within text: Hermes, Qwen 2.5,
+    Qwen 3.
 
     The line break before a block belongs to it.
     """
@@ -58,33 +59,33 @@ def hermes(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
 
 
 def qwen_xml(buffer: ParseBuffer, tools: Tools) -> Parser[None]:
-    """`<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`: Qwen 3 Coder, Qwen 3.5 and on,
-    Nemotron 3.
+    """Parse `<tool_call><function=…><parameter=…>…</parameter></function></tool_call>`: Qwen 3 Coder, Qwen 3.5 and
+    later, Nemotron 3.
 
-    A parameter is a text, unless the tools that were offered say that it is something else and it reads as JSON.
+    A parameter is a string, unless the tools declare another type and its text is valid JSON.
     """
     yield from _parse_blocks(buffer, _BLOCK, lambda buffer: _as_list(_parse_function(buffer, tools)), lead="\n")
 
 
 def lfm2(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """`<|tool_call_start|>[f(a=1), g(b='x')]<|tool_call_end|>` amid text: LFM 2."""
+    """Parse `<|tool_call_start|>[f(a=1), g(b='x')]<|tool_call_end|>` within text: LFM 2."""
     yield from _parse_blocks(buffer, _LFM2_BLOCK, _parse_python_calls)
 
 
 def mistral(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and what came after it, `[TOOL_CALLS]name[ARGS]{…}` any number
-    of times: Mistral, after text or without."""
+    """Parse `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or its successor `[TOOL_CALLS]name[ARGS]{…}` any number
+    of times: Mistral, with or without text before."""
     yield from _parse_blocks(buffer, (_CALLS, ""), _parse_mistral_calls)
 
 
 def llama3(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """One `{"name": …, "parameters": {…}}` that is all of the text, perhaps after `<|python_tag|>`; and, after that
-    alone, `name.call(a="x")`, as the tools are called that the model brings along: Llama 3.1 and on."""
+    """Parse one `{"name": …, "parameters": {…}}` that is all of the text, possibly after `<|python_tag|>`: Llama 3.1
+    and later. After that tag it may also be `name.call(a="x")`, the form of the model's built-in tools."""
     yield from _parse_only_calls(buffer, _parse_llama3_calls)
 
 
 def pythonic(buffer: ParseBuffer, _tools: Tools) -> Parser[None]:
-    """`[f(a=1), g(b="x")]` that is all of the text: Llama 3.2 and Llama 4, where their template teaches it."""
+    """Parse `[f(a=1), g(b="x")]` that is all of the text: Llama 3.2 and Llama 4, if their template teaches it."""
     yield from _parse_only_calls(buffer, _parse_pythonic_calls)
 
 
@@ -99,7 +100,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The form of call that a template teaches its model, by its own words; None for one that is not known here."""
+    """Return the format of tool calls that a template teaches the model; None if it is unknown."""
     if "<tool_call>" in template and "<arg_key>" not in template:
         return "qwen_xml" if "<function=" in template else "hermes"
     if _CALLS in template:
@@ -116,7 +117,7 @@ def detect_tool_format(template: str) -> str | None:
 def _parse_blocks(
     buffer: ParseBuffer, marks: tuple[str, str], parse_calls: _CallsParser, lead: str = ""
 ) -> Parser[None]:
-    """Text with calls in it, each between two marks. After a mark that begins none, text goes on."""
+    """Parse text with calls in it, each between two marks. After a mark without a call, the text continues."""
     opening, closing = marks
     while (yield from find_literal(buffer, opening, lead)):
         start = buffer.position
@@ -131,7 +132,7 @@ def _parse_blocks(
 
 
 def _parse_only_calls(buffer: ParseBuffer, parse_calls: _CallsParser) -> Parser[None]:
-    """A text that is calls and nothing else, or has none."""
+    """Parse a text that consists of calls only, or has none."""
     yield from match_pattern(buffer, SPACE)
     calls = yield from parse_calls(buffer)
     if calls:
@@ -190,7 +191,7 @@ def _parse_mistral_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
 def _parse_list(
     buffer: ParseBuffer, parse_call: Callable[[ParseBuffer], Parser[tuple[str, str] | None]]
 ) -> Parser[ParsedCalls]:
-    """Calls with commas between them, up to a `]`."""
+    """Parse calls that are separated by commas, up to a `]`."""
     calls: list[tuple[str, str]] = []
     while True:
         yield from match_pattern(buffer, SPACE)
@@ -206,12 +207,12 @@ def _parse_list(
 
 
 def _parse_python_calls(buffer: ParseBuffer) -> Parser[ParsedCalls]:
-    """`[f(a=1), g(b="x")]`."""
+    """Parse `[f(a=1), g(b="x")]`."""
     return (yield from _parse_list(buffer, _parse_python_call)) if (yield from match_literal(buffer, "[")) else []
 
 
 def _parse_python_call(buffer: ParseBuffer) -> Parser[tuple[str, str] | None]:
-    """`f(a=1, b="x")`: every argument has its name, and a value that JSON has too."""
+    """Parse `f(a=1, b="x")`: every argument has a name, and a value that JSON can express."""
     name = yield from _parse_name(buffer, _NAME)
     if not name or not (yield from match_literal(buffer, "(")):
         return None
@@ -238,7 +239,7 @@ def _parse_python_call(buffer: ParseBuffer) -> Parser[tuple[str, str] | None]:
 
 
 def _parse_name(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
-    """A name as Python has them, which does not begin with a digit; nothing if there is none."""
+    """Parse a Python name, which does not begin with a digit; return an empty string if there is none."""
     if (yield from has_more(buffer)) and (
         buffer.text[buffer.position].isalpha() or buffer.text[buffer.position] == "_"
     ):
@@ -247,8 +248,8 @@ def _parse_name(buffer: ParseBuffer, pattern: re.Pattern[str]) -> Parser[str]:
 
 
 def _parse_function(buffer: ParseBuffer, tools: Tools) -> Parser[tuple[str, str] | None]:
-    """The name of `<function=…>` and its parameters as JSON. A block ends at its first `</tool_call>`, wherever that
-    stands."""
+    """Parse `<function=…>` with its parameters; return its name and the parameters as JSON. A block ends at its first
+    `</tool_call>`, even within a parameter."""
     if not (yield from match_literal(buffer, "<function=")):
         return None
     name = yield from match_pattern(buffer, _LINE)
@@ -274,7 +275,7 @@ _PARAMETER_ENDS = re.compile("</parameter>|</tool_call>")
 
 
 def _parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
-    """What the tools say of the parameters of this one."""
+    """Return the schemas of a tool's parameters."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -285,7 +286,7 @@ def _parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
 
 
 def _convert_parameter(text: str, schema: Any) -> Any:
-    """What a parameter's text stands for; some templates write Python's words for true, false and null."""
+    """Return the value of a parameter's text. Some templates use Python's words for true, false and null."""
     if "string" in _schema_types(schema):
         return text
     try:
@@ -295,7 +296,7 @@ def _convert_parameter(text: str, schema: Any) -> Any:
 
 
 def _schema_types(schema: Any) -> set[Any]:
-    """The types that a schema allows; where it names none, it is a text."""
+    """Return the types that a schema allows; string if it names none."""
     if not isinstance(schema, Mapping):
         return {"string"}
     if isinstance(schema.get("type"), str):
@@ -307,21 +308,22 @@ def _schema_types(schema: Any) -> set[Any]:
 
 
 def _parse_json_call(buffer: ParseBuffer, key: str) -> Parser[tuple[str, str] | None]:
-    """The name and the JSON text of the arguments of `{"name": …, key: {…}}`."""
+    """Parse `{"name": …, key: {…}}`; return the name and the JSON text of the arguments."""
     text = yield from parse_json_object(buffer)
     if text is None:
         return None
     try:
         members = _split_members(text)
         name, arguments = load_json(members["name"]), members[key]
-        name.encode()  # half a character cannot be sent to anybody
+        name.encode()  # raises for an unpaired surrogate, which cannot be sent
     except (ValueError, KeyError, AttributeError):
         return None
     return (name, arguments) if name and _is_object(arguments) else None
 
 
 def _is_object(text: str) -> bool:
-    """Whether it is a JSON object, and one that can be sent: half a character, which JSON can write, cannot be."""
+    """Return whether the text is a JSON object that can be sent. An unpaired surrogate, which JSON can express, cannot
+    be."""
     try:
         value = load_json(text)
         if "\\ud" in text.lower():
@@ -332,8 +334,8 @@ def _is_object(text: str) -> bool:
 
 
 def _split_members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each value as the text it was written as. ValueError where it is nested deeper than
-    anybody reads."""
+    """Return the members of a JSON object, each value as its original text. Raise ValueError if it is nested too
+    deeply."""
     decoder = json.JSONDecoder()
     members: dict[str, str] = {}
     position = _skip_space(text, 1)
@@ -352,5 +354,5 @@ def _split_members(text: str) -> dict[str, str]:
 
 def _skip_space(text: str, position: int) -> int:
     space = _JSON_SPACE.match(text, position)
-    assert space is not None  # it matches nothing at all, too
+    assert space is not None  # the pattern also matches the empty string
     return space.end()

@@ -1,8 +1,7 @@
-"""Calls of somebody else's functions, beside the event loop and bounded: nothing that they do can stop a run.
+"""Calls of user functions, outside of the event loop and bounded: no function can stop a run.
 
-Code that may block is called on a thread. No thread can be ended from outside, so one whose call is no longer waited
-for is left to itself and ends with its call; there may be `MAX_ABANDONED_THREADS` of those before it is said that
-something is wrong.
+Code that may block is called on a thread. A thread cannot be ended from outside. If its caller stops waiting, the
+thread is abandoned and ends with its call. More than `MAX_ABANDONED_THREADS` such threads are an error.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from etude.records import Message, Task, ToolCall
 __all__ = ["ERROR_PREFIX", "CallThread", "Toolbox"]
 
 MAX_ABANDONED_THREADS = 64
-"""How many threads may be left to themselves in a process, all still in their calls."""
+"""The most abandoned threads of a process that are still in their calls."""
 ERROR_PREFIX = "Error: "
-"""How what the model is told of a call that failed begins."""
+"""The prefix of the tool result for a call that failed."""
 
 _abandoned: list[threading.Thread] = []
 
 
 class CallThread:
-    """A thread on which calls are made one after the other; it begins with the first of them.
+    """A thread that makes calls one after the other; it starts with the first call.
 
-    Consumes functions; produces what they return. Whoever waits may be cancelled at any time: the thread then makes no
-    further call but the `last`, once the one that is under way has ended.
+    Consumes functions; produces their results. The caller may be cancelled at any time. Then the thread only makes the
+    `last` call, once its current call has ended.
     """
 
     def __init__(self, name: str = "etude-aside") -> None:
         _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
         if len(_abandoned) >= MAX_ABANDONED_THREADS:
             raise EnvError(
-                f"{len(_abandoned)} calls of environments or tools were given up for taking too long, and none of them "
-                "has ended: each holds a thread, which nothing can end. Have that code give up by itself, as by "
-                f"timeouts of its own, and start the run again: it goes on from here."
+                f"{len(_abandoned)} calls of environments or tools took too long and still run. Each holds a thread, "
+                "which cannot be ended from outside. Give that code timeouts, and start the run again: it resumes "
+                f"from here."
             )
         self._name = name
         self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.is_idle = True
-        """Whether no call is under way."""
+        """True if no call is active."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +58,7 @@ class CallThread:
         self.close()
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function returns, or raises."""
+        """Call a function on the thread; return its result or raise its error."""
         assert self.is_idle, "one call at a time"
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
@@ -74,7 +73,7 @@ class CallThread:
         return result
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
-        """Let the thread end, after the call that is under way and a `last` one that nobody waits for."""
+        """Let the thread end, after its current call and a `last` call, for which this does not wait."""
         if self._thread is None:
             return
         if not self.is_idle:
@@ -90,7 +89,7 @@ class CallThread:
 
 
 class _ThreadCall:
-    """One call, made on a thread and waited for in an event loop."""
+    """One call on a thread, awaited on an event loop."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
@@ -98,12 +97,12 @@ class _ThreadCall:
         self.result: asyncio.Future[tuple[Any, Exception | None]] = self._loop.create_future()
 
     def run(self) -> None:
-        """Make it."""
+        """Make the call."""
         try:
             outcome: tuple[Any, Exception | None] = self._function(*self._args, **self._kwargs), None
         except Exception as error:
             outcome = None, error
-        except BaseException as error:  # sys.exit() in somebody's function is a failure of that function
+        except BaseException as error:  # sys.exit() in a user function is a failure of that function
             raised = RuntimeError(f"{type(error).__name__} was raised")
             outcome = None, raised.with_traceback(error.__traceback__)
         with suppress(RuntimeError):  # the loop has ended
@@ -117,9 +116,9 @@ class _ThreadCall:
 class Toolbox:
     """Functions that a model may call, each call bounded by `timeout` seconds.
 
-    Whatever goes wrong with a call is told to the model and raises nothing. Coroutine functions are awaited here, any
-    other is called on a thread of its own. The calls of one answer are made at once where they are `parallel`, else one
-    after the other.
+    An error of a call is reported to the model and raises nothing. Coroutine functions are awaited here; others are
+    called
+    on their own thread. The calls of one answer run concurrently if `parallel`, else one after the other.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float, *, parallel: bool = True) -> None:
@@ -128,16 +127,18 @@ class Toolbox:
         for function in functions:
             tool = FunctionTool(function)
             if tool.name in self._tools:
-                raise PluginError(f"Two tools are called `{tool.name}`. Name them apart: the model calls them by name.")
+                raise PluginError(
+                    f"Two tools have the name `{tool.name}`. Give each its own name: the model calls tools by name."
+                )
             self._tools[tool.name] = tool
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What the model is told of them."""
+        """The tools' schemas for the model."""
         return tuple(tool.schema for tool in self._tools.values())
 
     async def run_calls(self, calls: Sequence[ToolCall], task: Task | None = None) -> tuple[Message, ...]:
-        """What came of some calls, one message each, in their order."""
+        """Return the results of calls, one message each, in order."""
         if self._parallel:
             texts = list(await asyncio.gather(*(self._run_call(call, task) for call in calls)))
         else:
@@ -149,7 +150,7 @@ class Toolbox:
     async def _run_call(self, call: ToolCall, task: Task | None) -> str:
         tool = self._tools.get(call.name)
         if tool is None:
-            return f"{ERROR_PREFIX}there is no tool `{call.name}`; there are: {', '.join(self._tools)}."
+            return f"{ERROR_PREFIX}there is no tool `{call.name}`. The tools are: {', '.join(self._tools)}."
         time_limit = asyncio.timeout(self._timeout)
         try:
             arguments = tool.parse_arguments(call.arguments, task)
@@ -161,7 +162,7 @@ class Toolbox:
             raise
         except (Exception, SystemExit) as error:
             if time_limit.expired():
-                return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} seconds, and was given up."
+                return f"{ERROR_PREFIX}`{tool.name}` took longer than {self._timeout:g} s and was cancelled."
             return f"{ERROR_PREFIX}`{tool.name}` raised {type(error).__name__}: {error}"
 
     async def _invoke(self, tool: FunctionTool, arguments: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
-"""What one rollout of several turns has shown its model and heard from it, as ids: a conversation, or plain text.
+"""A rollout of several turns as ids: the observations that the model got, and the answers that it wrote.
 
-Nothing is tokenised twice. Whatever the model wrote stays the ids that it wrote, and what it is shown next is rendered
-alone: by the chat template where it is a conversation (`conversation`), as it stands where it is text.
+Nothing is tokenized twice. The model's answers keep the ids that it sampled. An observation is rendered by itself: by
+the chat template in a conversation (see `conversation`), unchanged in a plain text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ObservationContent: TypeAlias = "str | tuple[Message, ...]"
 
 
 def check_observation(content: Any) -> ObservationContent:
-    """What is to be shown, as text or messages; messages may be given in their JSON form."""
+    """Return an observation as text or messages; messages may come in their JSON form."""
     if isinstance(content, str):
         observation: ObservationContent = content
     elif isinstance(content, Sequence) and all(isinstance(message, Message | Mapping) for message in content):
@@ -32,31 +32,32 @@ def check_observation(content: Any) -> ObservationContent:
         )
     else:
         raise ChatError(
-            f"What is shown is text or a list of messages; a value of type {type(content).__name__} was given."
+            f"An observation is text or a list of messages; a value of type {type(content).__name__} was given."
         )
     try:
         observation_text(observation).encode()
     except UnicodeEncodeError as error:
-        raise ChatError(f"What is shown has half a character in it ({error.reason}). Leave it out.") from None
+        raise ChatError(f"An observation has an unpaired surrogate ({error.reason}). Remove it.") from None
     return observation
 
 
 def observation_text(content: ObservationContent) -> str:
-    """All text of what is shown, without the names that calls were given."""
+    """Return all text of an observation, without the ids of calls."""
     if isinstance(content, str):
         return content
     return "\n".join(f"{message.role}: {message.reasoning}{_message_text(message)}" for message in content)
 
 
 def _message_text(message: Message) -> str:
-    """Its content and its calls."""
+    """Return the content and the calls of a message."""
     content = message.content
     text = content if isinstance(content, str) else "".join(f"{part.kind} {part.text}{part.url}" for part in content)
     return text + "".join(f"\n{call.name} {call.arguments}" for call in message.tool_calls)
 
 
 def decode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """What was said after the first prompt, in its order: by the model as it wrote it, by others as it was shown."""
+    """Return all text after the first prompt, in order: the model's as it wrote it, the environment's as it was
+    shown."""
     entries: list[dict[str, str]] = []
     history = turns[0].prompt if turns else np.zeros(0, np.int32)
     for turn in turns:
@@ -70,12 +71,13 @@ def decode_conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[dic
 
 
 class Transcript:
-    """One rollout, as it goes on. Used by one coroutine."""
+    """One rollout in progress. Used by one coroutine."""
 
     def __init__(
         self, chat: ChatRenderer, content: ObservationContent, tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """shown: what it begins with; text makes it text throughout. tools: what the model may call."""
+        """content: the first observation; if it is text, the rollout is a text throughout. tools: the tools that the
+        model may call."""
         self._chat, self._tools = chat, tuple(tools)
         self._conversation = None if isinstance(content, str) else chat.start_conversation()
         self._messages: list[Message] = [] if isinstance(content, str) else list(content)
@@ -84,26 +86,26 @@ class Transcript:
             return
         if tools:
             raise ChatError(
-                "Tools were offered in a rollout that begins with text, where no chat template tells the model of "
-                "them. Begin it with messages."
+                "A rollout that begins with text has tools, but only a chat template can show them to the model. Begin "
+                "it with messages."
             )
         self._ids = chat.prompt_ids(content)
 
     @property
     def ids(self) -> Ids:
-        """What the model is to go on from."""
+        """The ids of the next prompt."""
         if self._conversation is None:
             return self._ids
         return self._conversation.render(self._messages, self._tools)
 
     def count_observed_tokens(self, prompt: Ids) -> int | None:
-        """How many ids at the end of `prompt` were shown after the last answer; None where the ids tell it."""
+        """Return the number of ids at the end of `prompt` after the last answer; None if the ids show it."""
         if self._conversation is None:
             return None
         return self._conversation.count_observed_tokens(self._messages, self._tools, prompt)
 
     def add_answer(self, prompt: Ids, completion: Completion) -> Message:
-        """Take down what the model wrote after `prompt`, and say what that is."""
+        """Add the model's answer to `prompt`, and return its message."""
         if self._conversation is None:
             self._ids = np.concatenate([prompt, completion.ids])
             return Message("assistant", completion.text)
@@ -113,13 +115,13 @@ class Transcript:
         return answer
 
     def add_observation(self, content: ObservationContent) -> None:
-        """Take down what the model is shown next."""
+        """Add the next observation."""
         if self._conversation is not None:
             self._messages += [Message("user", content)] if isinstance(content, str) else content
         elif isinstance(content, str):
             self._ids = np.concatenate([self._ids, self._chat.tokenizer.encode_after_ids(self._ids, content)])
         else:
             raise ChatError(
-                "Messages were shown in a rollout that began with text, which has no place for them. Show text, or "
-                "begin with messages."
+                "A rollout that began with text got messages as an observation. Return text, or begin the rollout with "
+                "messages."
             )

@@ -1,8 +1,8 @@
-"""Values as models write them in calls, in JSON and in Python, read as they come (`feed`).
+"""Incremental parsers of the values in tool calls, in JSON and in Python (see `parsing`).
 
-Each reading moves over one value and returns it as JSON text, or None at the first character by which it cannot be one.
-JSON stays to the letter. Of Python there are texts, numbers, lists, dictionaries with texts for keys, and the words for
-true, false and null, those of JSON among them, which some templates write within Python.
+Each parser reads one value and returns it as JSON text, or None at the first character that cannot be part of one. JSON
+is strict. Of Python's values there are strings, numbers, lists, dictionaries with string keys, and the words for true,
+false and null. JSON's words are accepted too, because some templates use them within Python.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class _Syntax(NamedTuple):
-    """How values are written down."""
+    """The syntax of values."""
 
     string: Callable[[ParseBuffer], Parser[str | None]]
     constants: Mapping[str, str]
-    """What stands for true, false and null."""
+    """The words for true, false and null."""
     number: Callable[[str], str | None]
     allows_trailing_comma: bool
-    """Whether a comma may come after the last."""
+    """True if a comma may follow the last element."""
 
 
 def parse_json_object(buffer: ParseBuffer) -> Parser[str | None]:
-    """A JSON object, to the letter."""
+    """Parse a JSON object, strictly."""
     start = buffer.position
     if not (yield from has_more(buffer)) or buffer.text[buffer.position] != "{":
         return None
@@ -49,12 +49,12 @@ def parse_json_object(buffer: ParseBuffer) -> Parser[str | None]:
 
 
 def parse_python_value(buffer: ParseBuffer) -> Parser[str | None]:
-    """A value that stands in Python, as JSON."""
+    """Parse a Python value; return it as JSON."""
     return (yield from _parse_value(buffer, _PYTHON))
 
 
 def load_json(text: str) -> Any:
-    """What JSON text says. ValueError if it is not JSON, or nested deeper than anybody reads."""
+    """Return the value of a JSON text. Raise ValueError if it is not JSON, or is nested too deeply."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
@@ -62,7 +62,7 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """A value as JSON text, in which only halves of characters are escaped."""
+    """Return a value as JSON text, in which only unpaired surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -76,7 +76,7 @@ def _reject_constant(word: str) -> Any:
 
 
 def _parse_value(buffer: ParseBuffer, syntax: _Syntax) -> Parser[str | None]:
-    """One value, with all that is in it. What is open is a list, so that no depth can be too deep."""
+    """Parse one value with all that it contains. Open brackets are kept in a list, so that no depth is too large."""
     output: list[str] = []
     closers: list[str] = []
     while True:
@@ -105,8 +105,8 @@ def _parse_value(buffer: ParseBuffer, syntax: _Syntax) -> Parser[str | None]:
 def _parse_separator(
     buffer: ParseBuffer, syntax: _Syntax, closers: list[str], output: list[str], is_first: bool
 ) -> Parser[bool | None]:
-    """What comes after a value, or after the beginning of what is fresh: whether another value is due, in an object
-    after its key, or what was open is closed. None if it is neither."""
+    """Parse the text after a value, or after an opening bracket. Return True if another value follows (in an object
+    after its key), False if the bracket was closed, and None if the text is neither."""
     character = yield from _peek(buffer)
     comma = character == "," and not is_first
     if comma:
@@ -131,7 +131,7 @@ def _parse_separator(
 
 
 def _peek(buffer: ParseBuffer) -> Parser[str]:
-    """The next character that is no white space; nothing at the end."""
+    """Return the next character that is not white space; an empty string at the end."""
     while True:
         while buffer.position < len(buffer.text):
             if (character := buffer.text[buffer.position]) not in " \t\n\r":
@@ -170,7 +170,7 @@ def _parse_json_string(buffer: ParseBuffer) -> Parser[str | None]:
 
 
 def _parse_json_escape(buffer: ParseBuffer) -> Parser[bool]:
-    """What comes after a backslash."""
+    """Parse the text after a backslash."""
     if not (yield from has_more(buffer)):
         return False
     kind = buffer.text[buffer.position]
@@ -185,7 +185,8 @@ def _parse_json_escape(buffer: ParseBuffer) -> Parser[bool]:
 
 
 def _parse_python_string(buffer: ParseBuffer) -> Parser[str | None]:
-    """A text in quotes of any of the four kinds. It may go over several lines in all of them: templates write it so."""
+    """Parse a string in any of Python's four kinds of quotes. Each may span several lines, because templates write it
+    so."""
     if not (yield from has_more(buffer)) or buffer.text[buffer.position] not in _UNQUOTED:
         return None
     quote = buffer.text[buffer.position]
@@ -208,7 +209,7 @@ def _parse_python_string(buffer: ParseBuffer) -> Parser[str | None]:
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    """What an escape stands for. Python keeps one that means nothing as it is written."""
+    """Return the text of an escape sequence. Like Python, keep an unknown one as it is."""
     kind = escape[1]
     if kind in _ESCAPED:
         return _ESCAPED[kind]
@@ -223,7 +224,7 @@ def _check_json_number(text: str) -> str | None:
 
 
 def _convert_python_number(text: str) -> str | None:
-    """A number to the letter where JSON writes it so."""
+    """Return a Python number as JSON; unchanged if it is valid JSON."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if not _PYTHON_NUMBER.fullmatch(text):
@@ -231,7 +232,7 @@ def _convert_python_number(text: str) -> str | None:
     try:
         number = float(text) if set(text) & set(".eE") else int(text)
     except ValueError:
-        return None  # of more digits than are read
+        return None  # too many digits
     return json.dumps(number) if isinstance(number, int) or math.isfinite(number) else None
 
 

@@ -121,14 +121,14 @@ def test_an_end_in_the_words_is_not_the_end() -> None:
 
 def test_a_template_that_hides_what_an_answer_calls_is_told(chats: dict[str, ChatRenderer]) -> None:
     forms, tools = CONVERSATIONS["call"]
-    with pytest.raises(ChatError, match=r"leaves out what an answer calls \(weather\)"):
+    with pytest.raises(ChatError, match=r"leaves out a tool call of an answer \(weather\)"):
         said(chats["llama3"], forms, tools)
 
 
 def test_a_template_that_asks_in_other_words_than_it_shows_is_told(tmp_path: Path) -> None:
     odd = CHATML.replace("<|im_start|>assistant\\n' }}{% endif %}", "Now you:' }}{% endif %}")
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, byte_level(odd), odd, ["<|im_end|>"])))
-    with pytest.raises(ChatError, match="does not show an answer after the words with which it asks for one"):
+    with pytest.raises(ChatError, match="shows an answer differently from the prompt that asks for it"):
         said(chat, HELLO)
 
 

@@ -391,7 +391,7 @@ def test_a_template_that_hides_answers_is_a_sentence(tmp_path: Path) -> None:
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, byte_level(), template, ["<|im_end|>"])))
     conversation = chat.start_conversation()
     _, messages = serve(conversation, [ASK], [], chat.tokenizer.encode("4"), SAID)
-    with pytest.raises(ChatError, match="does not show what an assistant's message says"):
+    with pytest.raises(ChatError, match="does not show the content of an assistant message"):
         conversation.render([*messages, MORE])
 
 

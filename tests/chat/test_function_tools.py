@@ -173,14 +173,14 @@ def calls_back(a: Callable[[], int]) -> None:
     ("function", "what"),
     [
         (undocumented, "`undocumented` has no docstring"),
-        (untyped, "does not say of what type `a` is.*`a: int`"),
+        (untyped, "has no type for `a`.*`a: int`"),
         (variadic, "takes `a` as variadic positional"),
         (positional, "takes `a` as positional-only"),
         (unknown, "types of the tool `unknown` cannot be read: .*Nowhere"),
         (unwritable, "`unwritable` has a type that no JSON can be"),
         (calls_back, "`calls_back` has a type that no JSON can be"),
-        (lambda: 0, "has no name that a model could call it by"),
-        (partial(sphinx, "a"), "has no name that a model could call it by"),
+        (lambda: 0, "has no name that a model can call"),
+        (partial(sphinx, "a"), "has no name that a model can call"),
     ],
 )
 def test_what_a_model_could_not_be_told_is_refused(function: Callable[..., Any], what: str) -> None:

@@ -64,8 +64,8 @@ def test_the_usual_ways_of_writing_a_message_are_read(form: dict[str, object], m
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        ({"content": "x"}, "needs a text under 'role'; this one has the keys content"),
-        ({"role": "user", "content": 4}, "a text or a list of parts; a value of type int was given"),
+        ({"content": "x"}, "needs a string under 'role'; this one has the keys content"),
+        ({"role": "user", "content": 4}, "a string or a list of parts; a value of type int was given"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "needs the function's name"),
     ],
 )
@@ -75,9 +75,7 @@ def test_what_is_no_message_is_a_sentence(form: dict[str, object], problem: str)
 
 
 def test_an_unknown_role_is_a_sentence() -> None:
-    with pytest.raises(
-        ChatError, match="Message 1 of the conversation has the role 'robot'; a message is by one of sys"
-    ):
+    with pytest.raises(ChatError, match="Message 1 of the conversation has the role 'robot'; it must be one of sys"):
         check_roles([Message("user", ""), Message("robot", "")])
 
 

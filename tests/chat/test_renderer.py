@@ -123,7 +123,7 @@ def test_the_configuration_makes_a_chat(tmp_path: Path) -> None:
     chat = ChatConfig(template=own, template_kwargs={"mood": "glad"}, history="template").build_renderer(tokenizer)
     assert (chat.render_text(HI), chat.history) == ("glad: Hi", "template")
     assert ChatConfig().build_renderer(tokenizer).render_text(HI) == ChatRenderer(tokenizer).render_text(HI)
-    with pytest.raises(ConfigError, match=r"no chat template .*gone\.jinja; give the path"):
+    with pytest.raises(ConfigError, match=r"chat template .*gone\.jinja does not exist"):
         ChatConfig(template=tmp_path / "gone.jinja").build_renderer(tokenizer)
 
 

@@ -61,11 +61,11 @@ def test_a_template_is_kept_in_its_sandbox(escape: str) -> None:
 
 def test_a_template_that_raises_is_a_sentence() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ChatError, match=r"by: user, user\): roles must alternate\. Change the conversation"):
+    with pytest.raises(ChatError, match=r"messages: user, user\): roles must alternate\. Change the conversation"):
         template.render([*HI, {"role": "user", "content": "?"}])
-    with pytest.raises(ChatError, match=r"by: user\): can only concatenate str"):
+    with pytest.raises(ChatError, match=r"messages: user\): can only concatenate str"):
         ChatTemplate("{{ messages[0].content + 1 }}").render(HI)
-    with pytest.raises(ChatError, match="its messages are by: none"):
+    with pytest.raises(ChatError, match="the roles of its messages: none"):
         ChatTemplate("{{ messages[0].role.x }}").render([])
 
 

@@ -80,14 +80,14 @@ def test_what_goes_wrong_is_told_to_the_model() -> None:
     assert told(("fails", '{"why": "no luck"}')) == ["Error: `fails` raised ValueError: no luck"]
     assert told(("leaves", "{}"))[0].startswith("Error: `leaves` raised RuntimeError: SystemExit")
     assert told(("add", '{"a": 2}')) == ['Error: `add` cannot be called with {"a": 2}: b: Field required']
-    assert told(("subtract", "{}"))[0].startswith("Error: there is no tool `subtract`; there are: add, fails")
+    assert told(("subtract", "{}"))[0].startswith("Error: there is no tool `subtract`. The tools are: add, fails")
 
 
 @pytest.mark.parametrize("name", ["hangs", "awaits"])
 def test_a_call_that_takes_too_long_is_given_up(name: str) -> None:
     began = time.monotonic()
     (text,) = told((name, '{"seconds": 20}'), timeout=0.2)
-    assert text == f"Error: `{name}` took longer than 0.2 seconds, and was given up." and time.monotonic() - began < 5
+    assert text == f"Error: `{name}` took longer than 0.2 s and was cancelled." and time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["hangs", "awaits"])
@@ -102,7 +102,7 @@ def test_calls_are_made_at_once_or_one_after_the_other(name: str) -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(PluginError, match="Two tools are called `add`"):
+    with pytest.raises(PluginError, match="Two tools have the name `add`"):
         Toolbox([add, add], 1.0)
 
 
@@ -156,7 +156,7 @@ def test_a_thread_that_is_left_makes_its_last_call_and_ends() -> None:
 def test_too_many_threads_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_ABANDONED_THREADS", 3)
     asked = [("hangs", '{"seconds": 20}')] * 4
-    with pytest.raises(EnvError, match=r"calls of environments or tools were given up for taking too long"):
+    with pytest.raises(EnvError, match=r"calls of environments or tools took too long"):
         for _ in range(2):
             told(*asked, timeout=0.05)
     stop.set()

@@ -123,9 +123,9 @@ def test_a_call_and_its_result_go_on(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_told(chat: ChatRenderer) -> None:
-    with pytest.raises(ChatError, match="Messages were shown in a rollout that began with text"):
+    with pytest.raises(ChatError, match="A rollout that began with text got messages"):
         Transcript(chat, "a").add_observation((Message("user", "b"),))
-    with pytest.raises(ChatError, match="Tools were offered in a rollout that begins with text"):
+    with pytest.raises(ChatError, match="A rollout that begins with text has tools"):
         Transcript(chat, "a", [WEATHER])
 
 
@@ -139,9 +139,9 @@ def test_what_is_shown_is_text_or_messages() -> None:
     for wrong in (None, 3, ["a"], {"role": "user", "content": "a"}):
         with pytest.raises(ChatError, match=f"a value of type {type(wrong).__name__} was given"):
             check_observation(wrong)
-    with pytest.raises(ChatError, match="half a character"):
+    with pytest.raises(ChatError, match="unpaired surrogate"):
         check_observation([{"role": "user", "content": "\ud800"}])
-    with pytest.raises(ChatError, match="half a character"):
+    with pytest.raises(ChatError, match="unpaired surrogate"):
         check_observation("\ud800")
 
 

@@ -33,7 +33,7 @@ PARTNERS = "tests.recipes.partners"
         ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
         ({"tools": ["partners"]}, r"The tool 'partners' is incomplete"),
         ({"tools": [f"{PARTNERS}:NOBODY"]}, "is of type int, which cannot be called"),
-        ({"tools": [f"{PARTNERS}:add", f"{PARTNERS}:add"]}, "Two tools are called `add`"),
+        ({"tools": [f"{PARTNERS}:add", f"{PARTNERS}:add"]}, "Two tools have the name `add`"),
         ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),
     ],
 )

@@ -228,7 +228,7 @@ def test_tools_in_two_places_are_a_failure(spoken: ChatRenderer) -> None:
 
 def test_tools_and_text_do_not_go_together(spoken: ChatRenderer) -> None:
     played = play(spoken, lambda *_: "5", asked("2+3"), tools=TOOLS, reward=right)
-    assert "Tools were offered in a rollout that begins with text" in played.verdict.error
+    assert "A rollout that begins with text has tools" in played.verdict.error
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_a_judge_that_fails_is_the_attempt_s_failure(plain: ChatRenderer) -> Non
             "typo",
             "The observation shown on task 3 is invalid: .* text or a list of messages; a value of type int was given",
         ),
-        ("half", "half a character"),
+        ("half", "unpaired surrogate"),
         ("wrong", "gave 'white' for `role`"),
     ],
 )
@@ -296,7 +296,7 @@ def test_what_an_environment_does_wrong_is_an_outcome(act: str, what: str, at: i
     [
         ("none", "`step` shows nothing, and does not say that it is over"),
         ("unpaid", "the reward of `step` cannot be used: .*nan"),
-        ("chat", "Messages were shown in a rollout that began with text"),
+        ("chat", "A rollout that began with text got messages"),
     ],
 )
 def test_so_is_what_a_step_does_wrong(act: str, what: str, plain: ChatRenderer) -> None:
