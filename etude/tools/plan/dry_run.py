@@ -1,16 +1,15 @@
-"""A step of a run played through without memory: the real model, learner, algorithm and cache, on outlines.
+"""The dry run of one training step: the real model, trainer, algorithm and KV cache, on fake tensors.
 
-Nothing is estimated by formula. What a run is made of is put together as `build` does it, and does each of its phases
-once, at its worst: prompts and answers as long as they may be, micro-batches full, every place of the engine taken.
+No memory is estimated by formula. The dry run builds the parts of a run as `build` does, and executes each phase once
+in its worst case: longest prompts and answers, full micro-batches, and all slots of the engine in use.
 
-    loading      where weights are divided: they are whole for a moment
-    sampling     a step of the engine that reads prompts, and one in which everybody is at the end of an answer
-    annotating   what the models are asked of a batch before anything is learned from it
-    updating     two full micro-batches, and the optimizer's step
+    loading      only with sharded weights, which are whole for a moment; else updating takes more
+    sampling     one engine step that reads prompts, and one with every request at the end of its answer
+    annotating   the forward passes over a batch before the update
+    updating     two full micro-batches, and the optimizer step
 
-Otherwise loading is not played: it takes less than updating does. Steps of the engine are played in the form of
-products that holds on most processors, whose passes have any number of rows (`most` is None); what other processors
-need is not played.
+Engine steps use the matrix shapes that most processors allow, with any number of rows in a pass. Processors that need
+padded shapes are not covered.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ from etude.train.optim import PRECISIONS
 __all__ = ["ALL_ROLES", "dry_run", "real_run", "worst_case_batch"]
 
 ALL_ROLES = frozenset({"policy", "engine", *ROLES})
-"""Whose memory may be on a device."""
+"""The models that may have memory on a device."""
 
 
 def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES) -> DryRunResult:
-    """Play one rank's step on a device of this kind, as far as it is played by those of its models that are there."""
+    """Run one rank's step on fake tensors of a device, with the models (`roles`) that are on it."""
     tracker = MemoryTracker()
     with use_fake_tensors(tracker) as fake_mode, fake_process_group(run.ranks), _translate_errors():
         fake_device = nullcontext() if device.type == "cpu" else FakeDeviceMode(fake_mode, device)
@@ -76,8 +75,10 @@ def dry_run(run: Recipe, device: torch.device, roles: frozenset[str] = ALL_ROLES
 
 
 def real_run(run: Recipe) -> DryRunResult:
-    """The same on this processor, with random weights and memory: what a rehearsal is measured against. Where there are
-    several ranks, every one of them does it."""
+    """Run the same step on this processor with random weights and real memory, to check the dry run against it.
+
+    With several ranks, each rank calls this.
+    """
     return _build_dry_run(run, nullcontext(), MemoryTracker(), ALL_ROLES, real=True).execute()
 
 
@@ -89,8 +90,10 @@ def _build_dry_run(
     *,
     real: bool = False,
 ) -> SupervisedDryRun | _DryRun:
-    """What is played of a run of either kind. on: within, what computes believes itself on the device that is planned
-    for. real: whether it is there, with memory and numbers."""
+    """Return the dry run of an RL run or of a supervised run.
+
+    fake_device: a context in which tensors report the planned device. real: True for real tensors.
+    """
     if isinstance(run, SupervisedRun):
         return SupervisedDryRun(run, fake_device, tracker)
     assert isinstance(run, Run), "every recipe is one or the other"
@@ -98,7 +101,7 @@ def _build_dry_run(
 
 
 class _DryRun:
-    """The parts of a run that collects."""
+    """The dry run of an RL run."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class _DryRun:
         assert run.model.path is not None, "a plan is of a model"
         self.fake_device, self.tracker, self.roles, self.real = fake_device, tracker, roles, real
         self.offload = run.train.offload
-        train = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
+        train = run.train.model_copy(update={"offload": False})  # offloaded kinds are subtracted when the peak is read
         changes: dict[str, Any] = {"train": train, "ppo_epochs": 1, "steps": run.steps * run.ppo_epochs}
         self.run = run.model_copy(update=changes)
         self.mesh = auxiliary_models.build_mesh(run)
@@ -126,10 +129,10 @@ class _DryRun:
         checks.check_context_length(run, self.policy)
         self.row = _max_lengths(run, self.policy)
         self.kept_alive: object = None
-        """What the engine keeps while others work."""
+        """The engine's tensors that stay allocated during the other phases."""
 
     def execute(self) -> DryRunResult:
-        """Each phase once."""
+        """Execute each phase once."""
         run, tracker, engine = self.run, self.tracker, self.run.rollout
         rollouts = -(-run.collect.tasks * run.collect.group_size // run.ranks)
         max_concurrency = engine.max_num_seqs if run.data.val else min(engine.max_num_seqs, rollouts)
@@ -137,7 +140,7 @@ class _DryRun:
         with label_by_optimizers(tracker, self.policy):
             worker = self._worker() if "policy" in self.roles else None
             if not isinstance(engine, TorchEngineConfig):
-                with tracker.phase("sampling"):  # servers sample, and what is here waits for them
+                with tracker.phase("sampling"):  # servers sample; the memory here stays allocated
                     pass
             else:
                 blocks = count_blocks(self.policy, engine)
@@ -155,7 +158,7 @@ class _DryRun:
         return DryRunResult(tracker, self.policy, kv_tokens, max_concurrency, self.row)
 
     def _worker(self) -> PolicyWorker:
-        """The learner, and what stands beside it here."""
+        """Build the worker of the policy, with the reference, teacher and critic of this device."""
         run, roles = self.run, self.roles & checks.active_roles(self.run)
         reference = self._frozen("reference", run.reference.path) if "reference" in roles else None
         teacher = self._frozen("teacher", run.teacher.path) if "teacher" in roles else None
@@ -166,7 +169,7 @@ class _DryRun:
             )
 
     def _loading(self) -> AbstractContextManager[None]:
-        """Of whoever is trained here."""
+        """Return the loading phase of the models that are trained on this device."""
         run, roles = self.run, self.roles & {"policy", *checks.active_roles(self.run)}
         trained = {"policy": run.train, "critic": run.critic.train}
         return loading_phase(self.tracker, *(train for role, train in trained.items() if role in roles))
@@ -191,7 +194,7 @@ class _DryRun:
         return self.run.model.path
 
     def _sample(self, options: TorchEngineConfig, blocks: int, max_concurrency: int) -> None:
-        """The cache, and two steps of the engine; the cache stays, unless the engine sleeps while others work."""
+        """Allocate the KV cache and run two engine steps. The cache stays, unless the engine sleeps afterwards."""
         run, model, tracker = self.run, self.engine_model, self.tracker
         with tracker.labeled_as("engine"):
             engine = EngineModel(model, merge=run.lora.publish == "merged", prepack=self.real and options.prepack)
@@ -230,12 +233,12 @@ class _DryRun:
             worker.update([batch])
 
     def _absent_columns(self) -> frozenset[str]:
-        """The columns that are told by models that are not here."""
+        """Return the columns of models that are not on this device."""
         columns_of = {"reference": REFERENCE_COLUMNS, "teacher": TEACHER_COLUMNS, "critic": CRITIC_COLUMNS}
         return frozenset().union(*(columns for role, columns in columns_of.items() if role not in self.roles))
 
     def _run_without_policy(self) -> None:
-        """What those do that are here without the policy."""
+        """Run the phases of the models on a device without the policy."""
         run, tracker, roles = self.run, self.tracker, self.roles & checks.active_roles(self.run)
         batch = worst_case_batch(run, self.row)
         for role, path in (("reference", run.reference.path), ("teacher", run.teacher.path)):
@@ -260,7 +263,7 @@ class _DryRun:
                     learner.update(batch, LossObjective(run.critic.loss))
 
     def _score(self) -> None:
-        """What reward models are asked."""
+        """Run a forward pass of each reward model."""
         for reward in model_rewards(self.run.reward):
             with self.tracker.labeled_as("reward model"):
                 model = create_empty(reward.path, dtype=PRECISIONS[reward.precision], head="score")
@@ -279,13 +282,12 @@ class _DryRun:
 
 
 def _prepacked_weights(engine: EngineModel) -> list[Tensor]:
-    """What the engine keeps of its weights once more, in the order of the kernels, where these have one."""
+    """Return fake copies of the weights that the engine prepacks for its kernels."""
     return [torch.empty_like(linear.weight) for linear in engine.linear_weights() if can_prepack(linear.weight)]
 
 
 def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
-    """One rank's share of an update batch at its worst, or as much of it as fills a few micro-batches: every row as
-    long as it may be."""
+    """Return one rank's share of an update batch with rows of maximum length, at most a few micro-batches."""
     prompt, answer = row
     rollouts = -(-run.collect.tasks * run.collect.group_size * run.mesh.size // (run.mini_batches * run.ranks))
     size = min(run.collect.group_size, rollouts)
@@ -307,7 +309,7 @@ def worst_case_batch(run: Run, row: tuple[int, int]) -> Batch:
 
 
 def _zeros(name: str, batch: Batch) -> Tensor:
-    """A column of which nothing is known."""
+    """Return a column of zeros."""
     dtypes = {"anchor": torch.int64, "role": torch.int64, "observation": torch.bool}
     if COLUMNS[name] is ColumnKind.UNIT:
         return torch.tensor([0] * batch.num_rollouts).to(dtypes.get(name, torch.float64))
@@ -315,7 +317,7 @@ def _zeros(name: str, batch: Batch) -> Tensor:
 
 
 def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
-    """The longest prompt, and what may follow it."""
+    """Return the longest prompt and the longest answer, in tokens."""
     prompt = run.data.max_prompt_length
     if run.env.is_enabled:
         return prompt, max((run.env.max_tokens or checks.max_total_tokens(run, model)) - prompt, 1)
@@ -327,7 +329,7 @@ def _max_lengths(run: Run, model: Model) -> tuple[int, int]:
 def _engine_steps(
     run: Run, engine: TorchEngineConfig, model: Model, blocks: int, max_concurrency: int, max_length: int
 ) -> Iterator[tuple[list[ScheduledWork], Any]]:
-    """The work of two steps of the engine: prompts are read, and everybody is at the end of an answer."""
+    """Iterate over the scheduled work of two engine steps: one reads prompts, one ends every answer."""
     max_length = min(max_length, blocks * engine.block_size, model.context_length)
     for is_prefill, token_budget in ((True, engine.max_num_batched_tokens), (False, max_concurrency * max_length)):
         scheduler = Scheduler(
@@ -351,7 +353,7 @@ def _engine_steps(
 def _run_engine_step(
     model: Model, cache: KVCache, scheduled: list[ScheduledWork], table: Any, shapes: ProductShapes
 ) -> None:
-    """As the engine does one."""
+    """Run one step as the engine does."""
     run = ForwardBatch(cache, scheduled, table, shapes)
     hidden = model.hidden(run.ids, run.positions, run)
     requests = [work.request for work in run.sampled]
@@ -366,15 +368,15 @@ def _run_engine_step(
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Without the warnings of what is only played; what cannot be played is a sentence."""
+    """Suppress the models' warnings, and raise an operation without fake tensors as a `ConfigError`."""
     log = get_logger("models")
     before, log.disabled = log.disabled, True
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"This run cannot be rehearsed without its numbers, so no plan can be made of it: {error} Try it at a "
-            f"small size: `peak_memory_gb` in its metrics is what an update took."
+            f"This run cannot be executed with fake tensors, so it has no plan: {error} Run it at a small size: "
+            f"`peak_memory_gb` in its metrics is the memory of an update."
         ) from error
     finally:
         log.disabled = before

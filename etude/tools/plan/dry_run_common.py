@@ -1,4 +1,4 @@
-"""What a rehearsal tells, and how memory is known for what it is."""
+"""The result of a dry run, and the labels by which memory is told apart."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ __all__ = [
 ]
 
 OFFLOADED_KINDS = frozenset({"masters", "optimizer"})
-"""What is away while the engine samples, under `train.offload`."""
+"""The kinds that `train.offload` moves to the CPU while the engine samples."""
 MICRO_BATCHES = 2
-"""So many micro-batches are played, or all of an update if it has fewer: the first finds no gradient, each other one
-does."""
+"""The number of micro-batches in a dry run: the first allocates the gradients, and the second adds to them."""
 
 TensorLabeler = Callable[[Tensor], str | None]
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a device was asked for."""
+    """The memory of a device during a dry run."""
 
     tracker: MemoryTracker
     model: Model
-    """The policy, without numbers."""
+    """The policy, with fake weights."""
     kv_tokens: int
-    """How many tokens the engine's cache holds; 0 where none samples here."""
+    """The capacity of the engine's KV cache, in tokens; 0 without an engine on this device."""
     max_concurrency: int
-    """How many answers are drawn at once, at most."""
+    """The most answers that are sampled at the same time."""
     row: tuple[int, int]
-    """How long a prompt and its answer may be."""
+    """The longest prompt and the longest answer, in tokens."""
 
 
 def build_policy(run: Recipe) -> Model:
-    """The model of a run, as it is trained: its weights are nobody's. Where they are divided, it is made as it is when
-    it is loaded."""
+    """Build the model of a run as it is trained, with empty weights. Sharded weights begin whole, as at loading."""
     assert run.model.path is not None, "a plan is of a model"
     dtype, keep_float32 = PRECISIONS[run.train.precision], run.train.weights == "divided"
     model = create_empty(run.model.path, dtype=dtype, head=run.head, keep_float32=keep_float32)
@@ -64,15 +62,16 @@ def build_policy(run: Recipe) -> Model:
 
 
 def loading_phase(tracker: MemoryTracker, *trained: TrainConfig) -> AbstractContextManager[None]:
-    """Within, models are loaded that are trained so, and their learners made: a phase where weights are divided, which
-    is when they are whole for a moment."""
+    """Return a context for loading models and building their learners.
+
+    It is a phase of its own if weights are sharded, because they are whole for a moment then.
+    """
     return tracker.phase("loading") if any(train.weights == "divided" for train in trained) else nullcontext()
 
 
 @contextmanager
 def label_by_optimizers(tracker: MemoryTracker, model: Model) -> Iterator[None]:
-    """What an optimizer steps on says what it is: gradients, moments, and the weights that are kept beside a half-
-    precision copy."""
+    """Label gradients, optimizer states and float32 master weights when an optimizer steps, from its parameters."""
     model_storages = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
     def before_step(optimizer: Any, *_: object) -> None:
@@ -93,8 +92,10 @@ def label_by_optimizers(tracker: MemoryTracker, model: Model) -> Iterator[None]:
 
 
 def logits_labeler(model: Model) -> TensorLabeler:
-    """Tells what is as wide as a vocabulary, and what has the form of the head: a gradient on its way. A head that
-    scores is nothing to be told by."""
+    """Return a labeler: tensors as wide as the vocabulary are logits, tensors of the head's shape are its gradients.
+
+    A scoring head is too small to tell them apart, and labels none.
+    """
     head = tuple(model.head_weight.shape)
     if model.has_score_head:
         return lambda _: None

@@ -1,13 +1,11 @@
-"""Tensors that have shapes and no numbers, and take no memory: what a computation would take is read off them.
+"""Fake tensors: shapes, dtypes and lifetimes without values or memory, so that a computation's memory can be measured.
 
-What is made of weights has a shape, a type and a lifetime. What is known all the same is known: where a row ends, which
-tokens are actions, how a prompt is shared are real numbers, and so every choice that the code makes of them is the one
-that it would make.
+Floating-point tensors derived from weights are fake. Integers and bools stay real: row ends, action masks and prefix
+sharing have their true values, so that the code takes the same branches as in a real run.
 
-    Written      what is computed is written down in a ledger
-
-    Outline      what is made of weights has no numbers; who asks for one is told that all is well
-    Pretend      tensors say that they are on a GPU, so that the code takes the paths that it would take there
+    MemoryTrackingMode   records the memory of every tensor that is computed
+    FakeFloatMode        makes floating-point tensors fake; reading a value gives a placeholder
+    FakeDeviceMode       makes fake tensors report a GPU as their device, so that the code takes its GPU paths
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ __all__ = ["FakeDeviceMode", "FakeFloatMode", "MemoryTrackingMode", "fake_proces
 _aten = torch.ops.aten
 
 CPU = torch.device("cpu")
-"""Where tensors without numbers really are."""
+"""The real device of fake tensors."""
 FACTORY_OPS = frozenset(
     (
         *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default),
         *(_aten.full.default, _aten.rand.default, _aten.randn.default),
     )
 )
-"""What makes a tensor without reading one."""
+"""The operators that create a tensor without reading one."""
 
 
 def _first_argument_bytes(*args: Any, **_: Any) -> int:
@@ -53,7 +51,7 @@ def _gathered_bytes(*args: Any, **_: Any) -> int:
 
 
 def _promotion_bytes(first: Tensor, second: Any, *_: Any, **__: Any) -> int:
-    """On a processor, numbers of two types become those of one before they meet."""
+    """Return the bytes of converted operands: a CPU kernel converts operands of two dtypes to one first."""
     if not isinstance(second, Tensor) or first.device.type != "cpu" or not (first.ndim and second.ndim):
         return 0
     promoted = torch.promote_types(first.dtype, second.dtype)
@@ -64,20 +62,20 @@ TEMPORARY_BYTES: Mapping[Any, Callable[..., int]] = {
     **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _promotion_bytes),
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor), _promotion_bytes),
     _aten.logsumexp.default: _first_argument_bytes,
-    torch.ops.c10d.allgather_.default: _gathered_bytes,  # what is heard arrives end to end, and is dealt out
+    torch.ops.c10d.allgather_.default: _gathered_bytes,  # the result arrives in one buffer, and is copied out of it
 }
-"""What kernels take for themselves while they run, in bytes, by their arguments."""
+"""Functions of a kernel's arguments that return the bytes of its temporary memory."""
 
 
 class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whatever is computed within is written down: the ledger of a real computation, or of one without memory."""
+    """A mode that records every tensor computed inside it, real or fake, with a memory tracker."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
 
     def __enter__(self) -> Self:
-        """That a storage is given other memory is no kernel's work, and is heard of where it is asked for."""
+        """Patch the resize of storages: no kernel does it, so the dispatcher does not see it."""
         original, tracker = torch.UntypedStorage.resize_, self.tracker
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -95,7 +93,7 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and note what came of it."""
+        """Run an operator, and record its results."""
         kwargs = kwargs or {}
         if func in TEMPORARY_BYTES:
             self.tracker.record_temporary(TEMPORARY_BYTES[func](*args, **kwargs))
@@ -106,31 +104,31 @@ class MemoryTrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """As torch would."""
+        """Run an operator as torch does."""
         return func(*args, **kwargs)
 
 
 class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
-    """Floating-point tensors that are made of nothing have no numbers, and what is computed from such has none.
+    """A mode in which new floating-point tensors are fake, and so is every result computed from them.
 
-    Whole numbers and truth values keep theirs, and so does what is computed from them alone. Of what has none, a number
-    that is read is 1; that all of it holds is true, that any does is false; and no two are equal.
+    Integers and bools keep their values, and so do results computed from them alone. A value read from a fake tensor is
+    1; `all` of it is true, `any` is false, and no two fake tensors are equal.
     """
 
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__(tracker)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.dispatch_depth = 0
-        """Whether torch is at work below."""
+        """Above 0 while torch runs an operator."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """By shapes alone, where a tensor has no numbers."""
+        """Run an operator on shapes alone, if an argument is fake."""
         self.dispatch_depth += 1
         try:
             return self._run(func, args, kwargs)
         finally:
             self.dispatch_depth -= 1
-            self._fake_mode.fake_tensor_converter.tensor_memo.clear()  # who is remembered there cannot change its type
+            self._fake_mode.fake_tensor_converter.tensor_memo.clear()  # a memoized tensor could not change its dtype
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         has_fake = any(isinstance(value, FakeTensor) for value in tree_flatten((args, kwargs))[0])
@@ -155,16 +153,16 @@ class FakeFloatMode(MemoryTrackingMode):  # type: ignore[no-untyped-call]
 
 
 def _placeholder_value(tensor: Any) -> float | bool:
-    """What is told of a number that there is not: all is as it should be, and nothing is otherwise."""
+    """Return the value that a read of a fake tensor gets, such that checks pass: `all` is true, `any` is false."""
     if tensor.dtype is torch.bool:
         return bool(getattr(tensor, "truth_value", True))
     return 1.0 if tensor.is_floating_point() else 1
 
 
 class FakeDeviceMode(TorchFunctionMode):
-    """Within, whoever asks a tensor where it is hears of another device, and what is asked to go there stays.
+    """A mode in which fake tensors report another device, and moves to that device do nothing.
 
-    torch itself, below the outline, is told the truth: it need not have such a device.
+    torch's own operators see the real device, because this machine need not have the other one.
     """
 
     def __init__(self, mode: FakeFloatMode, device: torch.device) -> None:
@@ -183,17 +181,17 @@ class FakeDeviceMode(TorchFunctionMode):
         FakeTensor.device = self._real_device  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As if it were there."""
+        """Run a torch function as if the device existed."""
         kwargs = kwargs or {}
         if self._mode.dispatch_depth:
             return func(*args, **kwargs)
         if func == torch.Tensor.device.__get__:
             return self._device
-        if func is torch.Tensor.backward:  # what it runs is ours again
+        if func is torch.Tensor.backward:  # backward runs Python code that needs this mode
             loss, gradient, create_graph = args[0], kwargs.get("gradient"), bool(kwargs.get("create_graph"))
             gradient = torch.ones_like(loss) if gradient is None else gradient
             retain_graph = bool(kwargs.get("retain_graph")) or create_graph
-            with self._reenter():  # past torch's own door, at which this mode would be left once more
+            with self._reenter():  # call the engine directly: `Tensor.backward` would leave this mode again
                 return _engine_run_backward(
                     (loss,), (gradient,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
                 )
@@ -202,7 +200,7 @@ class FakeDeviceMode(TorchFunctionMode):
 
     @contextmanager
     def _reenter(self) -> Iterator[None]:
-        """This mode, once more, inside of itself."""
+        """Enter this mode again, inside its own handler."""
         TorchFunctionMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -215,12 +213,12 @@ class FakeDeviceMode(TorchFunctionMode):
 
 
 def _to_cpu(device: torch.device | str) -> torch.device | str:
-    """A device becomes the one that is here; any other text is let be."""
+    """Replace a device by the real one; leave any other text."""
     return CPU if isinstance(device, torch.device) or device.partition(":")[0] == "cuda" else device
 
 
 def _run_collective(func: Any, args: Any, kwargs: Any, has_fake: bool) -> Any:
-    """An exchange with nobody: in a gathering every rank has what this one has, and what has no numbers stays so."""
+    """Run a collective without other ranks: a gather copies this rank's tensors; fake tensors are not read."""
     if has_fake:
         args, kwargs = tree_map_only(Tensor, lambda _: torch.zeros(0, dtype=torch.int64), (args, kwargs))
     out = func(*args, **kwargs)
@@ -233,7 +231,7 @@ def _run_collective(func: Any, args: Any, kwargs: Any, has_fake: bool) -> Any:
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """Within, this process believes itself the first of so many ranks, and speaks to nobody."""
+    """Make this process the first of `ranks` ranks, with a process group that does not communicate."""
     if ranks == 1:
         yield
         return
@@ -246,7 +244,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def use_fake_tensors(tracker: MemoryTracker) -> Iterator[FakeFloatMode]:
-    """Within, tensors are outlines, and the ledger is written."""
+    """Make floating-point tensors fake inside the block, and record them with the tracker."""
     with warnings.catch_warnings(), FakeFloatMode(tracker) as fake_mode:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings("ignore", message=".*CUDA is not available")

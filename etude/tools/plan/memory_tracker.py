@@ -1,9 +1,8 @@
-"""A ledger of memory: every tensor that a computation makes, from when its memory is taken to when it is given back.
+"""The memory tracker: every storage that a computation allocates, from its allocation to its release.
 
-It stands between torch and its kernels, and is told the outcome of each. What it writes down are storages: a view has
-no memory of its own, and a storage is given back when the last tensor or graph that holds it has gone, or when its
-memory is taken from it (`record_resize`). What each was for may be said while it is made, or at any later time: a
-gradient is known as one when the optimizer asks for it.
+It records the results of each operator. A view has no memory of its own, so storages are recorded. A storage is
+released when the last tensor or graph that uses it is gone, or when it is resized (`record_resize`). The kind of a
+tensor may be set when it is created or later: a gradient is labeled when the optimizer reads it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ TensorLabeler = Callable[[Tensor], str | None]
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The moment at which most memory was held."""
+    """The memory at the moment of highest use."""
 
     total: int
     """Bytes."""
     kinds: Mapping[str, int]
-    """Bytes of each kind, at that moment; what is nothing is left out."""
+    """Bytes of each kind at that moment, without kinds of 0 bytes."""
 
 
 @dataclass(frozen=True)
 class _Phase:
-    """A stretch of the ledger."""
+    """A range of the tracker's entries."""
 
     name: str
     first: int
@@ -42,9 +41,9 @@ class _Phase:
 
 
 class MemoryTracker:
-    """What was taken and given back, in order.
+    """The allocations and releases of a computation, in order.
 
-    Written to by whoever runs the computation, on one thread; read when it is over.
+    One thread runs the computation and records it; the result is read afterwards.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class MemoryTracker:
         self._labeler: TensorLabeler = lambda _: None
 
     def record(self, tensor: Tensor, kind: str | None = None) -> None:
-        """A tensor that may have come with memory of its own."""
+        """Record a tensor, if its storage is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -74,32 +73,32 @@ class MemoryTracker:
         self._live[key] = number, weakref.ref(storage, on_free)
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
-        """It has other memory than before, which was given back once what lay there had been copied."""
+        """Record that a storage got new memory; the old memory is released after the copy."""
         if (entry := self._live.get(storage._cdata)) is not None:
             number = entry[0]
             self._entries += [(number, storage.nbytes()), (number, -self._sizes[number])]
             self._sizes[number] = storage.nbytes()
 
     def record_temporary(self, size: int) -> None:
-        """So many bytes that a kernel took within, and has given back."""
+        """Record temporary memory that a kernel allocated and released."""
         self._kinds.append(self._kind)
         self._sizes.append(size)
         self._entries += [(len(self._kinds) - 1, size), (len(self._kinds) - 1, -size)]
 
     def label(self, tensors: Iterable[Tensor], kind: str | None) -> None:
-        """These are of this kind, from when they were made; None is what does not count."""
+        """Set the kind of tensors, also for the time before; None excludes them from all counts."""
         for tensor in tensors:
             self.record(tensor)
             self._kinds[self._live[tensor.untyped_storage()._cdata][0]] = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        """What a tensor is known as."""
+        """Return the kind of a tensor."""
         self.record(tensor)
         return self._kinds[self._live[tensor.untyped_storage()._cdata][0]]
 
     @contextmanager
     def labeled_as(self, kind: str | None, labeler: TensorLabeler = lambda _: None) -> Iterator[None]:
-        """What is made within is of this kind, unless `named` knows better of a tensor. None: it does not count."""
+        """Set the kind of tensors created in the block; `labeler` may choose another kind. None excludes them."""
         before = self._kind, self._labeler
         self._kind, self._labeler = kind, labeler
         try:
@@ -109,7 +108,7 @@ class MemoryTracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is held within, whenever it was taken, is a phase's."""
+        """Name a phase. All memory in use during the block counts for it, also if it was allocated before."""
         first = len(self._entries)
         try:
             yield
@@ -118,11 +117,11 @@ class MemoryTracker:
 
     @property
     def phases(self) -> list[str]:
-        """Their names, in order."""
+        """The names of the phases, in order."""
         return list(dict.fromkeys(phase.name for phase in self._phases))
 
     def peak(self, phase: str | None = None, excluded: frozenset[str] = frozenset()) -> PeakMemory:
-        """The most that was held at once, ever or in the phases of a name; without the kinds that were away."""
+        """Return the peak memory, of the whole computation or of the phases of a name, without the excluded kinds."""
         spans = [span for span in self._phases if span.name == phase]
         spans = spans or [_Phase("", 0, len(self._entries))]
         counted = [kind is not None and kind not in excluded for kind in self._kinds]
@@ -135,7 +134,7 @@ class MemoryTracker:
         return PeakMemory(total, {kind: size for kind, size in kinds.items() if size})
 
     def _highest(self, spans: list[_Phase], counted: list[bool]) -> tuple[int, int]:
-        """The most bytes within the stretches, and after how many entries."""
+        """Return the peak bytes within the spans, and the number of entries before it."""
         boundaries = {position for span in spans for position in (span.first, span.last)}
         peak, peak_position, total, depth = -1, 0, 0, 0
         starts = Counter(span.first for span in spans)

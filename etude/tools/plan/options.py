@@ -1,4 +1,4 @@
-"""The options of `etude plan`: those of the command that the run is for, and what the run shall be on."""
+"""The options of `etude plan`: those of the planned command, and those of the hardware."""
 
 from __future__ import annotations
 
@@ -16,41 +16,45 @@ __all__ = ["PLAN_CONFIGS", "PlanDPO", "PlanDistill", "PlanHardware", "PlanReward
 
 
 class PlanHardware(Config):
-    """What a run is planned for."""
+    """The hardware that a run is planned for."""
 
     ranks: int = Field(
-        0, ge=0, description="processes that share the work, as of the run; 0 is as many as there are GPUs for, or one"
+        0,
+        ge=0,
+        description="training processes, as in the run; more split the work; 0 is one per GPU, or one on the CPU",
     )
     gpus: int | None = Field(
-        None, ge=0, le=4096, description="GPUs to plan for; 0 is the processor, null those that torch reaches here"
+        None, ge=0, le=4096, description="GPUs to plan for; 0 plans for the CPU; null is the GPUs of this machine"
     )
-    gpu_gib: float | None = Field(None, gt=0, description="GiB of memory that each has; null is what those here have")
+    gpu_gib: float | None = Field(
+        None, gt=0, description="GiB of memory of each GPU; null is the memory of this machine's GPUs"
+    )
     gpu_tflops: float | None = Field(
-        None, gt=0, description="10¹² operations a second that each can do; null is measured where there is one"
+        None, gt=0, description="10¹² operations per second of each GPU; null measures a GPU of this machine"
     )
     gpu_gbs: float | None = Field(
-        None, gt=0, description="10⁹ bytes a second that each can read; null is measured where there is one"
+        None, gt=0, description="10⁹ bytes per second that each GPU reads; null measures a GPU of this machine"
     )
 
 
 class PlanRun(PlanHardware, Run):
-    """A run of `etude train`, and what it is planned for."""
+    """The options of a plan for `etude train`."""
 
 
 class PlanSFT(PlanHardware, SFTRun):
-    """One of `etude sft`."""
+    """The options of a plan for `etude sft`."""
 
 
 class PlanDPO(PlanHardware, DPORun):
-    """One of `etude dpo`."""
+    """The options of a plan for `etude dpo`."""
 
 
 class PlanRewardModel(PlanHardware, RewardModelRun):
-    """One of `etude reward-model`."""
+    """The options of a plan for `etude reward-model`."""
 
 
 class PlanDistill(PlanHardware, DistillRun):
-    """One of `etude distill`."""
+    """The options of a plan for `etude distill`."""
 
 
 PLAN_CONFIGS: dict[str, type[Recipe]] = {
@@ -60,4 +64,4 @@ PLAN_CONFIGS: dict[str, type[Recipe]] = {
     "reward-model": PlanRewardModel,
     "distill": PlanDistill,
 }
-"""What can be planned: a run of `etude train`, and by their commands those that learn from examples."""
+"""The options by command; the empty name is `etude train`."""

@@ -1,8 +1,7 @@
-"""`etude plan`: what a run will hold in memory at its worst, on each kind of device, and which option moves that.
+"""`etude plan`: the peak memory of a run on each kind of device, and the options that lower it.
 
-The options are those of the command that the run is for, with a few more that say what it shall run on. The run is
-rehearsed, see `dry_run`, and once more for each option that could make it smaller: what an option saves is what was
-then not held.
+The options are those of the planned command, and a few for the hardware. A dry run (see `dry_run`) measures the run.
+One more dry run for each option that could save memory measures that saving.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ R = TypeVar("R", bound=Recipe)
 C = TypeVar("C", bound=Config)
 CPU = torch.device("cpu")
 FROZEN = frozenset({"reference", "teacher"})
-"""What is brought to a GPU for each question, under `train.offload`."""
+"""The models that `train.offload` moves to a GPU for each forward pass."""
 
 
 def plan_memory(
     requested: Recipe, *, with_savings: bool = True, on_progress: Callable[[str], None] = lambda _: None
 ) -> MemoryPlan:
-    """Rehearse a run, and what would make it smaller. tell: hears what is under way."""
-    assert isinstance(requested, PlanHardware), "a plan is for something"
+    """Plan a run with dry runs, also with the options that could save memory. on_progress: called with each one."""
+    assert isinstance(requested, PlanHardware), "a plan has hardware options"
     run, device = _resolve_layout(requested, requested.gpus)
-    on_progress("the run as it is asked for")
+    on_progress("the run as configured")
     limit, base = _limit(requested, device), _process_bytes(device)
     devices, result = _plan_devices(run, device, limit, base)
     savings = []
@@ -57,13 +56,13 @@ def plan_memory(
         on_progress(f"{option}={value}")
         try:
             changed_devices, _ = _plan_devices(changed, device, limit, base)
-        except EtudeError:  # such a run would be refused, and is no way out
+        except EtudeError:  # such a run would be refused
             continue
         savings.append(MemorySaving(option, value, max(changed_device.total for changed_device in changed_devices)))
     servers = server_options(run) if isinstance(run, Run) else None
     remarks: tuple[str, ...] = () if servers is None else notes(servers, device)
     if run.ranks > 1 and not requested.ranks:
-        remarks += (f"That is with `ranks={run.ranks}`, as many as there is room for: give it to the run too.",)
+        remarks += (f"The plan uses `ranks={run.ranks}`, the most that the GPUs allow. Give the run the same option.",)
     return MemoryPlan(
         devices=devices,
         ranks=run.ranks,
@@ -78,7 +77,7 @@ def plan_memory(
 
 
 def to_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Return the plan as plain data."""
     devices = [
         {**asdict(device), "total": device.total, "fits": device.fits, "worst": device.peak_phase}
         for device in plan.devices
@@ -87,14 +86,14 @@ def to_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe, torch.device]:
-    """The run with as many ranks as there are GPUs for, and what each computes on. wanted: GPUs to plan for."""
+    """Return the run with its number of ranks, and the device of a rank. gpus_wanted: the GPUs to plan for."""
     if requested.model.path is None:
-        raise ConfigError("A plan is of a model: give its directory with `model.path=…`; its weights are not read.")
+        raise ConfigError("A plan needs a model: give its directory with `model.path=…`; its weights are not read.")
     requested = resolve_hub_names(requested, weights=False)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = available if gpus_wanted is None and requested.device != "cpu" else gpus_wanted or 0
     if requested.device == "cpu" and gpus:
-        raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the processor. Leave one out.")
+        raise ConfigError(f"`gpus={gpus}` plans for GPUs, and `device=cpu` computes on the CPU. Leave one out.")
     run = _with_option(requested, "ranks", requested.ranks or _ranks(requested, gpus))
     run.mesh.check_ranks(run.ranks)
     _check_run(run)
@@ -102,13 +101,13 @@ def _resolve_layout(requested: Recipe, gpus_wanted: int | None) -> tuple[Recipe,
         _check_gpu_count(run, gpus)
     if run.train.offload and not gpus:
         raise ConfigError(
-            "`train.offload` makes room on a GPU, and this plan has none. Leave it out, or give `gpus=…`."
+            "`train.offload` frees memory of a GPU, and this plan has no GPU. Leave it out, or give `gpus=…`."
         )
     return run, torch.device("cuda", 0) if gpus else CPU
 
 
 def _ranks(run: Recipe, gpus: int) -> int:
-    """As many as there is room for: beside engines and servers that have GPUs of their own. On the processor, one."""
+    """Return the most ranks that the GPUs allow, without the GPUs of engines and servers; on the CPU one."""
     if not gpus or not isinstance(run, Run):
         return max(gpus, 1)
     servers = server_options(run)
@@ -119,7 +118,7 @@ def _ranks(run: Recipe, gpus: int) -> int:
 
 
 def _check_gpu_count(run: Recipe, gpus: int) -> None:
-    """Refuse what wants more GPUs than the plan is for."""
+    """Refuse a layout that needs more GPUs than the plan has."""
     servers = server_options(run) if isinstance(run, Run) else None
     own = gpus_of(run) if isinstance(run, Run) else run.ranks
     needed = max(own, gpus_needed(servers)) if servers is not None else own
@@ -131,13 +130,13 @@ def _check_gpu_count(run: Recipe, gpus: int) -> None:
     if servers is not None and needed > own:
         remark = f", and those of its servers up to number {needed - 1} (`rollout.devices`)"
     raise ConfigError(
-        f"The plan is for `gpus={gpus}`, and this layout wants {needed}: one for each of `ranks={run.ranks}`{remark}. "
+        f"The plan has `gpus={gpus}`, and this layout needs {needed}: one for each of `ranks={run.ranks}`{remark}. "
         f"Lower `ranks`, place models elsewhere, or ask for more GPUs."
     )
 
 
 def _check_run(run: Recipe) -> None:
-    """Refuse what could not be run either."""
+    """Refuse a run that `etude train` would refuse too."""
     checks.check_divided_weights(run)
     if isinstance(run, SupervisedRun):
         check_loss(run)
@@ -145,16 +144,14 @@ def _check_run(run: Recipe) -> None:
     assert isinstance(run, Run), "every recipe is one or the other"
     checks.check_algorithm(run)
     if server_options(run) is not None:
-        checks.check_servers(
-            _with_option(run, "train.offload", False)
-        )  # which is a question of the device that is planned for
+        checks.check_servers(_with_option(run, "train.offload", False))  # offloading depends on the planned device
         check_placement_with_servers(run.placement)
 
 
 def _plan_devices(
     run: Recipe, device: torch.device, limit: int | None, base_bytes: int
 ) -> tuple[tuple[DeviceMemory, ...], DryRunResult]:
-    """Every kind of device with all that it holds, that of the policy first; and the rehearsal on it."""
+    """Return the memory of each kind of device, the policy's device first, and the dry run on that device."""
     planned, first = dict[torch.device, DeviceMemory](), None
     for target, roles in _roles_by_device(run, device).items():
         result = dry_run(run, device, roles)
@@ -167,7 +164,7 @@ def _plan_devices(
                 peak.total * sharing, {kind: size * sharing for kind, size in peak.kinds.items()}
             )
         planned[target] = DeviceMemory(name, count, phases, limit, base_bytes * sharing)
-    assert first is not None, "the policy is somewhere"
+    assert first is not None, "the policy has a device"
     servers = server_options(run) if isinstance(run, Run) else None
     if servers is None or not isinstance(run, Run):
         return tuple(planned.values()), first
@@ -176,7 +173,7 @@ def _plan_devices(
 
 
 def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozenset[str]:
-    """What `train.offload` has rest in the processor's memory meanwhile. A critic has an option of its own for that."""
+    """Return the kinds that `train.offload` moves to the CPU during a phase. A critic has its own option."""
     if not run.train.offload or "policy" not in roles:
         return frozenset()
     needs_full_kl = isinstance(run, Run) and "full_kl" in run.forward_outputs()
@@ -189,8 +186,11 @@ def _offloaded_kinds(run: Recipe, roles: frozenset[str], phase: str) -> frozense
 
 
 def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, frozenset[str]]:
-    """Who is on which device, as the first rank names them. On the processor all are together; who is there while the
-    policy is on a GPU takes nothing of any GPU."""
+    """Return the models on each device, as the first rank names the devices.
+
+    In a plan for the CPU all models share it. In a plan for GPUs, models on the CPU take no GPU memory and are left
+    out.
+    """
     if not isinstance(run, Run):
         return {device: frozenset({"policy"})}
     active, sampler = checks.active_roles(run), {"engine"} if server_options(run) is None else set[str]()
@@ -207,7 +207,7 @@ def _roles_by_device(run: Recipe, device: torch.device) -> dict[torch.device, fr
 
 
 def _describe_device(run: Recipe, target: torch.device, roles: frozenset[str]) -> tuple[str, int, int]:
-    """What such devices are called, how many there are, and how many ranks share one."""
+    """Return the name of a kind of device, the number of such devices, and the number of ranks that share one."""
     if target.type == "cpu":
         return "the processor's memory", 1, run.ranks
     if "policy" in roles:
@@ -227,14 +227,14 @@ def _limit(requested: PlanHardware, device: torch.device) -> int | None:
 
 
 def _process_bytes(device: torch.device) -> int:
-    """What a process holds that has loaded the program and no model: this one, as it stands."""
+    """Return the memory of the program without a model: the peak of this process so far; 0 for a GPU."""
     if device.type != "cpu":
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _candidates(run: Recipe, device: torch.device, result: DryRunResult) -> list[tuple[str, str, Recipe]]:
-    """Options that could make a run smaller, each with the run that has it."""
+    """Return the options that could save memory: option, value, and the run with that value."""
     train, mesh, gpu = run.train, run.mesh, device.type == "cuda"
     options: list[tuple[str, object, bool]] = [
         ("train.max_tokens_per_micro_batch", max(train.max_tokens_per_micro_batch // 2, 1), True),
@@ -276,7 +276,7 @@ def _format_value(value: object) -> str:
 
 
 def _with_option(run: R, option: str, value: object) -> R:
-    """The run with one option changed."""
+    """Return the run with one option changed."""
     return _replace_at(run, option.split("."), value)
 
 

@@ -1,4 +1,4 @@
-"""A plan as people read it: a table of what is held when, whether it fits, and what each option would save."""
+"""The printed plan: a table of memory by phase, a verdict, and the saving of each option."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ KINDS = (
     *("weights", "engine", "server", "reference", "teacher", "critic", "reward model", "masters", "gradients"),
     *("optimizer", "kv", "activations", "logits", "other"),
 )
-"""In the order in which they are shown."""
+"""The kinds of memory, in the order of the table's rows."""
 MEANINGS = {
-    "engine": "weights that the engine keeps besides",
-    "server": "weights of servers",
+    "engine": "engine's own copy of weights",
+    "server": "weights in servers",
     "masters": "float32 weights",
-    "kv": "keys and values",
-    "other": "what is left",
+    "kv": "KV cache",
+    "other": "other tensors",
 }
-"""Those whose name does not say it."""
+"""The row titles of kinds whose names are not clear."""
 NOTABLE = 0.01
-"""An option that saves less than such a share is not worth naming."""
+"""The smallest saving to print, as a share of the total."""
 
 
 def show(requested: Recipe, *, with_savings: bool = True, console: Console | None = None) -> MemoryPlan:
-    """Plan a run, and say what was found."""
+    """Plan a run, and print the plan."""
     console = make_console() if console is None else console
-    with progress("rehearsing a step", None, console):
+    with progress("planning a step", None, console):
         plan = plan_memory(requested, with_savings=with_savings)
     console.print(_headline(plan), soft_wrap=True)
     for device in plan.devices:
@@ -48,19 +48,19 @@ def show(requested: Recipe, *, with_savings: bool = True, console: Console | Non
 
 
 def _headline(plan: MemoryPlan) -> str:
-    """What is planned."""
+    """Return a sentence about the planned run."""
     ranks = "" if plan.ranks == 1 else f" on {plan.ranks} ranks"
     model, (prompt, answer) = f"A model of {plan.parameters:,} parameters{ranks}; ", plan.row
     if not plan.max_concurrency:
-        return f"{model}examples of up to {prompt + answer} tokens, all of them learned."
-    cache = f"; {plan.kv_tokens:,} tokens of keys and values" if plan.kv_tokens else ""
+        return f"{model}examples of up to {prompt + answer} tokens, with a loss on all of them."
+    cache = f"; {plan.kv_tokens:,} tokens of KV cache" if plan.kv_tokens else ""
     return (
         f"{model}prompts of up to {prompt} tokens and answers of up to {answer}, {plan.max_concurrency} at once{cache}."
     )
 
 
 def _table(device: DeviceMemory) -> Table:
-    """What is held in each phase, at its worst moment."""
+    """Return the table of a device: the peak memory of each phase, by kind."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"GiB on {device.name}" + (f" ({device.count} of them)" if device.count > 1 else ""))
     for phase in device.phases:
@@ -72,14 +72,14 @@ def _table(device: DeviceMemory) -> Table:
     if device.base_bytes:
         table.add_row("the program itself", *(_gib(device.base_bytes) for _ in device.phases))
     table.add_section()
-    table.add_row("all of it", *(_gib(peak.total + device.base_bytes) for peak in device.phases.values()))
+    table.add_row("total", *(_gib(peak.total + device.base_bytes) for peak in device.phases.values()))
     return table
 
 
 def _verdict(device: DeviceMemory) -> Text:
-    peak = f"Most is held while {device.peak_phase}: {_gib(device.total)} GiB"
+    peak = f"The peak is in {device.peak_phase}: {_gib(device.total)} GiB"
     if device.limit is None:
-        return Text(f"{peak}. Give `gpu_gib=…` to hear whether it fits.")
+        return Text(f"{peak}. Give `gpu_gib=…` to check if it fits.")
     share = f"of {_gib(device.limit)} GiB"
     if device.fits:
         return Text(f"{peak} {share}: it fits.", "green")
@@ -88,12 +88,12 @@ def _verdict(device: DeviceMemory) -> Text:
 
 
 def _show_savings(plan: MemoryPlan, console: Console) -> None:
-    """What each option would leave, most telling first."""
+    """Print the total with each option changed, the largest saving first."""
     total = max(device.total for device in plan.devices)
     notable = [saving for saving in plan.savings if total - saving.total > NOTABLE * total]
     if not notable:
         return
-    console.print("\nWhat moves it, one at a time:")
+    console.print("\nOptions that lower it, one at a time:")
     width = max(len(f"{saving.option}={saving.value}") for saving in notable)
     for saving in notable:
         saved = f"{_gib(saving.total)} GiB, {_gib(total - saving.total)} less"
@@ -103,14 +103,14 @@ def _show_savings(plan: MemoryPlan, console: Console) -> None:
 def _show_step_time(plan: MemoryPlan, console: Console) -> None:
     step_time = plan.step_time
     if step_time is None:
-        console.print("\nHow long a step takes is not estimated: give `gpu_tflops=…` and `gpu_gbs=…` for that.")
+        console.print("\nThe step time is not estimated: give `gpu_tflops=…` and `gpu_gbs=…` for that.")
         return
     parts = (("sampling", step_time.sampling), ("annotating", step_time.annotating), ("updating", step_time.updating))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
     console.print(
         f"\nEstimate: a step takes {format_seconds(step_time.step)} or longer ({listed}), at "
         f"{step_time.flops_per_second / 1e12:.3g} · 10¹² operations and "
-        f"{step_time.bytes_per_second / 1e9:.3g} GB a second, which a run reaches a part of.",
+        f"{step_time.bytes_per_second / 1e9:.3g} GB per second. A run reaches a part of these rates.",
         soft_wrap=True,
     )
 

@@ -1,4 +1,4 @@
-"""What a plan says, as data."""
+"""The plan as data."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device of a kind holds."""
+    """The memory of one kind of device."""
 
     name: str
     count: int
-    """How many of them there are."""
+    """The number of such devices."""
     phases: Mapping[str, PeakMemory]
-    """The most that is held in each phase of a step."""
+    """The peak memory of each phase of a step."""
     limit: int | None
-    """Bytes that it has, where that is known."""
+    """The device's memory in bytes; None if it is unknown."""
     base_bytes: int = 0
-    """Bytes of the program itself, which is no tensor's."""
+    """The bytes of the program itself, without tensors."""
 
     @property
     def peak_phase(self) -> str:
-        """The phase that holds most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @property
     def total(self) -> int:
-        """Bytes, at the worst moment."""
+        """The peak in bytes, with the program itself."""
         return self.phases[self.peak_phase].total + self.base_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether it has room for that."""
+        """True if the peak fits into the device; None if its memory is unknown."""
         return None if self.limit is None else self.total <= self.limit
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """An option, set to something else, and what the fullest device would hold then."""
+    """An option, another value for it, and the peak of the fullest device with that value."""
 
     option: str
     value: str
@@ -54,25 +54,25 @@ class MemorySaving:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was found."""
+    """The result of planning a run."""
 
     devices: tuple[DeviceMemory, ...]
-    """The one on which the policy learns is the first."""
+    """The kinds of devices; the first one trains the policy."""
     ranks: int
     row: tuple[int, int]
-    """The longest prompt, and its longest answer."""
+    """The longest prompt and the longest answer, in tokens."""
     max_concurrency: int
-    """Answers that are drawn at once by an engine; 0 where nothing is sampled."""
+    """The most answers that an engine samples at the same time; 0 without sampling."""
     kv_tokens: int
-    """Tokens that it holds keys and values of; 0 where that is not known."""
+    """The capacity of the KV cache in tokens; 0 if it is unknown."""
     parameters: int
     step_time: StepTime | None
     savings: tuple[MemorySaving, ...] = ()
     notes: tuple[str, ...] = ()
-    """What of it is not known, or was chosen here."""
+    """Sentences about unknown parts, and about choices of the planner."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether every device has room."""
+        """True if every device fits; None if a device's memory is unknown."""
         fits = [device.fits for device in self.devices]
         return None if None in fits else all(fits)

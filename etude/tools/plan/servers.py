@@ -1,9 +1,9 @@
-"""What servers hold that sample for a run: known by their options, because nothing of theirs can be rehearsed here.
+"""The memory of inference servers, computed from their options, because a dry run cannot execute them.
 
-    weights             the model's, in its precision; of each layer, one part for each rank along `tensor_parallel`
-    keys and values     `rollout.kv_gib`, or what is left of the share of memory that a server takes
+    weights     the model's weights in its precision, split over the ranks of `tensor_parallel`
+    KV cache    `rollout.kv_gib`, or the rest of the share of memory that a server takes
 
-What their kernels want meanwhile, activations and CUDA graphs, is not known, and that is said.
+Activations and CUDA graphs of the servers are unknown, and the plan notes that.
 """
 
 from __future__ import annotations
@@ -28,68 +28,68 @@ __all__ = ["add_servers", "default_memory_share", "gpus_needed", "notes", "ranks
 
 @dataclass(frozen=True)
 class ServerMemoryPolicy:
-    """How servers of a kind take memory."""
+    """The memory policy of one kind of server."""
 
     share: float | None
-    """Of a device's, unless they are told; None where each finds out for itself."""
+    """The default share of a device's memory; None if the server chooses it itself."""
     share_of_free: bool
-    """Whether the share is of what is free as one starts, and not of all."""
+    """True if the share is of the memory that is free at the start, and not of all memory."""
     share_covers_graphs: bool
-    """Whether activations and CUDA graphs are taken from the share."""
+    """True if activations and CUDA graphs are inside the share."""
     kv_per_replica: bool
-    """Whether `rollout.kv_gib` is what the ranks of a replica hold together, and not each."""
+    """True if `rollout.kv_gib` is the total of a replica's ranks, and not the cache of each rank."""
 
 
 MEMORY_POLICIES = {
     "vLLM": ServerMemoryPolicy(0.92, share_of_free=False, share_covers_graphs=True, kv_per_replica=False),
     "SGLang": ServerMemoryPolicy(None, share_of_free=True, share_covers_graphs=False, kv_per_replica=True),
 }
-"""Of the supported versions, as their sources have it."""
+"""The policies of the supported versions, from their source code."""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """What one rank of a server holds."""
+    """The memory of one rank of a server, in bytes."""
 
     weights: int
     kv: int
     tokens: int
-    """How many have their keys and values there, in the server as a whole."""
+    """The capacity of the KV cache of the whole server, in tokens."""
 
     def peak(self, count: int, name: str) -> PeakMemory:
-        """Of so many; its weights are known by this name."""
+        """Return the peak of `count` ranks on a device. name: the kind of the weights in the plan."""
         kinds = {name: count * self.weights, "kv": count * self.kv}
         return PeakMemory(sum(kinds.values()), kinds)
 
 
 def server_options(run: Run) -> ServerConfig | None:
-    """The options of the servers that sample, where such do, with the GPUs that they would have."""
+    """Return the options of the run's servers with their GPUs filled in; None without servers."""
     if not isinstance(run.rollout, ServerConfig):
         return None
     return run.rollout.model_copy(update={"devices": gpus_of_servers(run, run.rollout)})
 
 
 def default_memory_share(config: ServerConfig) -> float | None:
-    """The share of a device's memory that they take unless they are told; None where that is not known."""
+    """Return the default share of a device's memory that a server takes; None if it is unknown."""
     policy = MEMORY_POLICIES.get(config.create_backend().package)
     return None if policy is None else policy.share
 
 
 def ranks_by_gpu(config: ServerConfig) -> Counter[int]:
-    """The GPUs of this machine that servers compute on, and how many ranks of theirs each has."""
+    """Return the number of server ranks on each GPU of this machine."""
     return Counter(config.devices)
 
 
 def gpus_needed(config: ServerConfig) -> int:
-    """How many GPUs there have to be for them."""
+    """Return the number of GPUs that the servers require: the highest index plus one."""
     return max(ranks_by_gpu(config), default=-1) + 1
 
 
 def add_servers(
     run: Run, config: ServerConfig, hosts: Mapping[torch.device, DeviceMemory], model: Model, limit: int | None
 ) -> tuple[tuple[DeviceMemory, ...], int]:
-    """The devices of a run with what servers hold there, that on which the policy learns first; and how many tokens one
-    server has keys and values of."""
+    """Add the servers' memory to the devices of a run. Return the devices, the policy's first, and the KV cache of one
+    server in tokens."""
     (device, training), *others = hosts.items()
     if config.url:
         return tuple(hosts.values()), 0
@@ -121,21 +121,21 @@ def add_servers(
 
 
 def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
-    """What is not known of them."""
+    """Return sentences about the servers' unknown memory."""
     if config.url:
-        return (f"What the servers at {', '.join(config.url)} hold is not known here.",)
+        return (f"The memory of the servers at {', '.join(config.url)} is unknown.",)
     package = config.create_backend().package
     graphs = "activations and CUDA graphs" if device.type == "cuda" else "activations"
     if MEMORY_POLICIES[package].share_covers_graphs and config.kv_gib is None:
         return (
-            f"{package} takes its share as it starts, and what it finds that {graphs} want is taken from keys and "
-            f"values: how much that is, is not rehearsed, and so many tokens fewer are held.",
+            f"{package} takes its share at the start, and {graphs} reduce its KV cache. The plan does not know how much, "
+            f"so the real KV cache has fewer tokens.",
         )
-    return (f"What {package} wants for {graphs} comes to that, and is not rehearsed: leave it some GiB.",)
+    return (f"{package} also needs memory for {graphs}, which the plan does not know: leave some GiB free.",)
 
 
 def _add_server(planned: DeviceMemory, memory: ServerMemory, count: int, *, sleeps: bool) -> DeviceMemory:
-    """A device with so many ranks of servers. They start when all else is loaded, and may sleep while it works."""
+    """Add `count` server ranks to a device. They start after loading, and may sleep outside of sampling."""
     server_peak, phases = memory.peak(count, "server"), {}
     for phase, peak in planned.phases.items():
         loaded = phase == "sampling" or not (sleeps or phase == "loading")
@@ -146,12 +146,12 @@ def _add_server(planned: DeviceMemory, memory: ServerMemory, count: int, *, slee
 
 
 def _server_memory(config: ServerConfig, model: Model, device: str, limit: int | None, used: int) -> ServerMemory:
-    """What one rank holds on a device of so many bytes, of which others hold some as it starts."""
+    """Return the memory of one rank on a device of `limit` bytes, of which `used` bytes are taken at its start."""
     package, ranks = config.create_backend().package, config.tensor_parallel
     if package not in MEMORY_POLICIES:
         raise ConfigError(
-            f"How {package} takes memory is not known, so no plan can be made of it. Start it by itself, and plan the "
-            f"rest with its `rollout.url=…`."
+            f"The memory policy of {package} is unknown, so it has no plan. Start it separately, and plan the rest "
+            f"with its `rollout.url=…`."
         )
     policy = MEMORY_POLICIES[package]
     named_weights = (item for item in model.named_weights() if ".lora_" not in item[0])
@@ -170,8 +170,7 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
     if share is None or limit is None:
         missing = "`rollout.gpu_memory_utilization=…`" if share is None else "`gpu_gib=…`"
         raise ConfigError(
-            f"{package} makes what room there is its own, and how much that is cannot be known here. Give {missing}, "
-            f"or `rollout.kv_gib=…`."
+            f"{package} takes a share of the free memory that is unknown here. Give {missing}, or `rollout.kv_gib=…`."
         )
     budget = share * (limit - used if policy.share_of_free else limit)
     if budget <= weights:
@@ -184,8 +183,7 @@ def _server_memory(config: ServerConfig, model: Model, device: str, limit: int |
 
 
 def _bytes_per_rank(name: str, weight: Tensor, model: Model, ranks: int) -> float:
-    """Bytes of a weight on each rank: what is multiplied is cut, and a key head that several ranks read is whole on
-    each of them."""
+    """Return a weight's bytes on each rank. Matrices are split; a KV head shared by several ranks is whole on each."""
     if weight.ndim < 2:
         return weight.nbytes
     shared = any(part in name for part in ("k_proj", "v_proj"))

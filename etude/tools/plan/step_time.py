@@ -1,8 +1,7 @@
-"""How long a step would take at best: the operations that it asks for, over what a device was measured to do.
+"""The lower bound of a step's time: its operations and bytes, divided by the measured rates of the device.
 
-Estimates, and marked as such wherever they are shown. The rates are of the best product of matrices and of the best
-copy; a run reaches a part of them, and its metric `mfu` tells which part. What agents, environments and rewards take
-is not in them.
+These are estimates, and printed as such. The rates are those of the best matrix product and of the best copy. A run
+reaches a part of them, which its metric `mfu` reports. The time of agents, environments and rewards is not included.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ from etude.train.optim import PRECISIONS
 __all__ = ["StepTime", "copy_rate", "estimate_step_time"]
 
 COPIED = 2**26
-"""Bytes that are copied to measure how fast: more than a processor's cache holds."""
+"""Bytes of the copy that measures bandwidth: more than a processor's cache."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step at best, by what they are spent on; and the rates that they were taken from."""
+    """The least seconds of a step, by phase, and the rates that they were computed from."""
 
     sampling: float
     annotating: float
     updating: float
     flops_per_second: float
-    """A second."""
+    """Floating-point operations per second."""
     bytes_per_second: float
-    """A second, read."""
+    """Bytes read per second."""
 
     @property
     def step(self) -> float:
-        """All of it."""
+        """The whole step."""
         return self.sampling + self.annotating + self.updating
 
 
 def estimate_step_time(
     run: Recipe, device: torch.device, dry_run: DryRunResult, tflops: float | None, gbs: float | None
 ) -> StepTime | None:
-    """The pace of a run, by rates that are given, or measured where such a device is here; else nothing is said."""
+    """Estimate the step time of a run. Rates are given, or measured on this machine; without them return None."""
     measurable = device.type == "cpu" or torch.cuda.is_available()
     if not measurable and (tflops is None or gbs is None):
         return None
@@ -96,7 +95,7 @@ def estimate_step_time(
 
 
 def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate: float, read_rate: float) -> StepTime:
-    """That of a run which learns from examples."""
+    """Estimate the step time of a supervised run."""
     example, cost = worst_case_examples(run, sum(dry_run.row), 1), ModelFlops.from_model(dry_run.model)
     pack, predicted, examples = pack_prefix_tree(example), int(example.action.sum()), run.batch_size / run.ranks
     passes = dry_run.tracker.phases.count("annotating")
@@ -110,7 +109,7 @@ def _supervised_step_time(run: SupervisedRun, dry_run: DryRunResult, flops_rate:
 
 
 def copy_rate(device: torch.device, seconds: float = 0.2) -> float:
-    """Bytes a second that a device reads, in the best of some copies of much memory; as many are written."""
+    """Measure the bytes per second of a device, in the best of several large copies; reads and writes both count."""
     a = torch.zeros(COPIED // 4, device=device)
     b, best, deadline = torch.empty_like(a), float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:

@@ -1,9 +1,9 @@
-"""A step of a run that learns from examples, played through without memory: see `dry_run`.
+"""The dry run of a supervised step: see `dry_run`.
 
-Its examples are as long as they may be, and all of them is learned: only the first token of each is given.
+Its examples have the maximum length, with a loss on all tokens but the first.
 
-    annotating   what a reference or a teacher tells of them
-    updating     two full micro-batches, and the optimizer's step
+    annotating   the forward pass of a reference or a teacher
+    updating     two full micro-batches, and the optimizer step
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = ["SupervisedDryRun", "worst_case_examples"]
 
 
 class SupervisedDryRun:
-    """The parts of a run that learns from examples."""
+    """The dry run of a supervised run."""
 
     def __init__(self, run: SupervisedRun, fake_device: AbstractContextManager[Any], tracker: MemoryTracker) -> None:
-        """on: within, what computes believes itself on the device that is planned for."""
+        """fake_device: a context in which tensors report the planned device."""
         self.fake_device, self.tracker = fake_device, tracker
-        train = run.train.model_copy(update={"offload": False})  # where it rests is said when the ledger is read
-        steps = run.steps or run.train.warmup_steps + 1  # how many there are is known of the files alone
+        train = run.train.model_copy(update={"offload": False})  # offloaded kinds are subtracted when the peak is read
+        steps = run.steps or run.train.warmup_steps + 1  # only the data files tell the number of steps
         self.run = run.model_copy(update={"train": train, "steps": steps, "epochs": None})
         self.mesh = auxiliary_models.build_mesh(run)
         with tracker.labeled_as("weights"), loading_phase(tracker, run.train):
@@ -52,7 +52,7 @@ class SupervisedDryRun:
         self.max_tokens = run.data.max_row_tokens(self.model.context_length)
 
     def execute(self) -> DryRunResult:
-        """Each phase once."""
+        """Execute each phase once."""
         run, tracker, model = self.run, self.tracker, self.model
         labeler = logits_labeler(model)
         with label_by_optimizers(tracker, model):
@@ -68,7 +68,7 @@ class SupervisedDryRun:
         return DryRunResult(tracker, model, 0, 0, (1, self.max_tokens - 1))
 
     def _frozen_model(self) -> FrozenModel | None:
-        """The reference or the teacher, where there is one."""
+        """Build the reference or the teacher, if the run has one."""
         run, micro_tokens = self.run, self.run.train.max_tokens_per_micro_batch
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             if run.reference.path is None and run.lora.rank:
@@ -87,7 +87,7 @@ class SupervisedDryRun:
 
 
 def worst_case_examples(run: SupervisedRun, max_tokens: int, count: int) -> Batch:
-    """So many examples at their worst, or as many of them as fill a few micro-batches."""
+    """Return `count` examples of maximum length, but at most a few micro-batches."""
     sides = 2 if isinstance(run.data, PreferenceDataConfig) else 1
     max_examples = MICRO_BATCHES * max(1, run.train.max_tokens_per_micro_batch // (sides * max_tokens))
     zeros = np.zeros(max_tokens, np.int32)

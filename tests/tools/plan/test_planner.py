@@ -151,7 +151,7 @@ def test_a_plan_for_gpus_needs_none(model: Path, capsys: Captured) -> None:
     assert {"sampling", "updating"} <= device["phases"].keys() and not found["savings"]
     assert main(["plan", *told, "gpu_gib=0.001"]) == 1
     shown = capsys.readouterr().out
-    assert "GiB too much" in shown and "keys and values" in shown
+    assert "GiB too much" in shown and "KV cache" in shown
 
 
 def knobs_of(capsys: Captured, *told: str) -> tuple[dict[str, int], int]:
@@ -267,13 +267,13 @@ def test_each_device_holds_what_is_placed_on_it(model: Path) -> None:
 def test_what_cannot_be_planned_is_refused(model: Path, capsys: Captured, tmp_path: Path) -> None:
     assert "`model.path=…`" in refused(capsys, "plan", "grpo")
     path = f"model.path={model}"
-    assert "wants 3: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
+    assert "needs 3: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=2")
     split = "placement.layout=split"
-    assert "wants 6: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=4", split)
+    assert "needs 6: one for each of `ranks=3`" in refused(capsys, "plan", path, "ranks=3", "gpus=4", split)
     assert "Leave one out" in refused(capsys, "plan", path, "device=cpu", "gpus=2")
     assert "`ranks=1` is no multiple" in refused(capsys, "plan", path, "gpus=2", "ranks=1", "mesh.tensor=2")
     assert "`ranks=3` is no multiple" in refused(capsys, "plan", path, "gpus=3", "mesh.tensor=2")
-    assert "makes room on a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
+    assert "frees memory of a GPU" in refused(capsys, "plan", path, "gpus=0", "train.offload=true")
     assert "do not fit into" in refused(capsys, "plan", path, "gpus=0", "sampling.max_tokens=100000")
     assert "no such parts" in refused(capsys, "plan", path, "gpus=3", "ranks=3", "mesh.tensor=3")
     assert "There is no teacher" in refused(capsys, "plan", "distill", path)
@@ -417,10 +417,10 @@ def test_a_server_takes_the_share_that_its_kind_takes_and_no_less_than_its_weigh
         assert last("rollout=vllm")[0].total == pytest.approx(0.92 * GIB)
         there, told = last("rollout=vllm", f"rollout.url={url}")
         assert there.name == "each GPU" and there.total == 0
-        assert told == (f"What the servers at {url} hold is not known here.",)
+        assert told == (f"The memory of the servers at {url} is unknown.",)
         with pytest.raises(ConfigError, match=r"Give `gpu_gib=…`"):
             last("rollout=vllm", limit=None)
         with pytest.raises(ConfigError, match="its share of memory is"):
             last("rollout=vllm", "rollout.gpu_memory_utilization=0.0001")
-        with pytest.raises(ConfigError, match="How Elsewhere takes memory"):
+        with pytest.raises(ConfigError, match="The memory policy of Elsewhere is unknown"):
             last(f"rollout={__name__}:Other")
