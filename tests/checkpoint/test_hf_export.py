@@ -19,7 +19,7 @@ IDS = torch.arange(40).reshape(4, 10) % 37
 
 
 def logits(directory: Path) -> Tensor:
-    """What transformers' own implementation of an exported model says."""
+    """Return the output of an exported model in transformers' own implementation."""
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         return module(IDS).logits

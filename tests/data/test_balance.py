@@ -16,7 +16,7 @@ costs = st.lists(st.one_of(st.integers(0, 50).map(float), st.floats(0, 1e3)), ma
 
 
 def loads(costs: list[float], division: list[list[int]]) -> list[float]:
-    """What each part costs."""
+    """Return the cost of each part."""
     return [sum(costs[i] for i in part) for part in division]
 
 

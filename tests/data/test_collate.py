@@ -1,4 +1,4 @@
-"""Samples become a batch, with what can be told of them at once."""
+"""The collation of samples to a batch, with its immediate statistics."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 @pytest.fixture
 def warned(capsys: pytest.CaptureFixture[str]) -> Warned:
-    """What was said since it was last asked."""
+    """Return the log since the last call."""
     configure_logging("warning")
     return lambda: capsys.readouterr().err
 
@@ -53,7 +53,7 @@ def read(data: SupervisedDataConfig, file: str, chat: ChatRenderer, context: int
 
 
 def refused(data: SupervisedDataConfig, file: str, chat: ChatRenderer) -> str:
-    """What a file is refused with."""
+    """Return the error that refuses a file."""
     with pytest.raises(DataError) as refusal:
         data.load_examples("data.train", [file], chat, CONTEXT)
     return str(refusal.value)

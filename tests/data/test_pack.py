@@ -150,7 +150,7 @@ def names(batch: Batch) -> list[int]:
 
 
 def heavy(batch: Batch, by: str) -> int:
-    """How many rollouts (or groups) of a batch have a token."""
+    """Count the rollouts (or groups) of a batch that have a token."""
     has = batch.rollout_token_offsets[1:] > batch.rollout_token_offsets[:-1]
     return len(batch.group[has].unique()) if by == "group" else int(has.sum())
 

@@ -15,7 +15,7 @@ ASKED, SAID = (4000, [100] * 8), (100, [4000] * 8)
 
 
 def computed(batch: Batch, parts: list[list[int]]) -> list[int]:
-    """How many tokens a model sees of each part."""
+    """Count the tokens of each part that a model computes."""
     return [len(pack_prefix_tree(batch.select(part)).ids) for part in parts]
 
 

@@ -75,7 +75,7 @@ def test_a_restored_order_has_the_same_future(sampler: Sampler, rows: int, seed:
 def test_an_order_continues_after_a_replayed_journal(
     sampler: Sampler, rows: int, seed: int, saved: int, replayed: int
 ) -> None:
-    """Rows that were asked after the checkpoint are told again, and their rewards are not known at that moment."""
+    """A resumed run replays the rows that it used after the checkpoint, before their rewards are known."""
     order = started(sampler, rows, seed)
     drawn_rows(order, 0, saved, np.random.default_rng(0))
     tree = order.state()
@@ -129,7 +129,7 @@ def test_a_shuffle_is_the_same_on_every_machine_and_version() -> None:
 
 
 def test_shuffled_positions_are_uniform() -> None:
-    """Where row 0 of 5 stands, over 2000 epochs: the bound is five standard errors."""
+    """The position of row 0 of 5, over 2000 epochs: the bound is five standard errors."""
     order = ShuffledSampler().start(5, 0)
     places = Counter(n % 5 for n in range(10_000) if order.advance_to(n) == 0)
     assert all(abs(count - 400) < 5 * (2000 * 0.2 * 0.8) ** 0.5 for count in places.values())
@@ -199,7 +199,7 @@ def test_each_epoch_of_a_curriculum_has_an_order_of_its_own() -> None:
 
 
 def test_the_first_rows_of_a_curriculum_are_uniform() -> None:
-    """Which of 4 rows comes first, over 2000 seeds: the bound is five standard errors."""
+    """The first of 4 rows, over 2000 seeds: the bound is five standard errors."""
     first = Counter(CurriculumSampler().start(4, seed).advance_to(0) for seed in range(2000))
     assert all(abs(first[row] - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for row in range(4))
 

@@ -198,7 +198,7 @@ def test_every_action_token_stands_once_after_exactly_its_own_past(turns: list[T
 
 @given(attempts())
 def test_what_was_observed_does_not_depend_on_how_turns_become_rows(turns: list[Turn]) -> None:
-    """Another model's turn between any two keeps each in a row of its own."""
+    """Another model's turn between any two keeps each in a separate row."""
     separated = [
         inserted for original in turns for inserted in (original, turn(original.index, [9], [9], model="other"))
     ]

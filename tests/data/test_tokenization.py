@@ -1,4 +1,4 @@
-"""What is learned of a conversation: the answers, each after the ids that the model would have been served."""
+"""The trained tokens of a conversation: its answers, each after the ids that the model would have been served."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ async def waited(task: Task, answer: str) -> float:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
-    """verl's, with verl's mixture in what it returns."""
+    """verl's signature, with verl's mixture of values in the result."""
     right = solution_str == ground_truth
     return {"score": 1.0 if right else -1.0, "acc": right, "seen": bool(extra_info), "pred": solution_str + data_source}
 
 
 def many(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-    """TRL's."""
+    """TRL's signature."""
     return [0.0 for _ in completions]
 
 
@@ -43,7 +43,7 @@ def process(task: Task, answer: str) -> int:
 
 
 def returned(task: Task, answer: str) -> Any:
-    """What the answer asks for."""
+    """Return the value that the answer names."""
     values: Mapping[str, Any] = {
         "nan": float("nan"),
         "inf": float("inf"),
@@ -65,7 +65,7 @@ def returned(task: Task, answer: str) -> Any:
 
 
 def misbehaves(task: Task, answer: str) -> float:
-    """Does as the answer says."""
+    """Misbehave as the answer says."""
     match answer.split():
         case ["raise"]:
             raise ValueError("no such luck")
@@ -78,7 +78,7 @@ def misbehaves(task: Task, answer: str) -> float:
         case ["loop"]:
             while True:
                 pass
-        case ["hold"]:  # the interpreter is not let go of while this matches, which is longer than anyone lives
+        case ["hold"]:  # this match never ends, and holds the interpreter lock
             re.match(r"(a+)+$", "a" * 60 + "b")
         case ["sleep", seconds]:
             time.sleep(float(seconds))
@@ -94,7 +94,7 @@ def misbehaves(task: Task, answer: str) -> float:
 
 
 def announced(task: Task, answer: str) -> float:
-    """Says in which process it is, then does as the answer says."""
+    """Print the number of its process, then misbehave as the answer says."""
     print(os.getpid(), flush=True)
     return misbehaves(task, answer)
 
@@ -112,7 +112,7 @@ def takes_any(solution_str: str, ground_truth: str, **others: Any) -> float:
 
 
 def lacks(task: Task, answer: str) -> float:
-    """Asks for what is not there, as the answer says."""
+    """Access a missing field, in the way that the answer names."""
     match answer:
         case "field":
             return float(task.fields["anser"])  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ class Unshown(Exception):
 
 
 class Broken:
-    """A value that raises wherever it is looked at."""
+    """A value that raises at every inspection."""
 
     def __getattr__(self, name: str) -> Any:
         raise LookupError(name)
@@ -148,7 +148,7 @@ class Broken:
 
 
 def strange(task: Task, answer: str) -> Any:
-    """Returns what can hardly be looked at."""
+    """Return a value that is hard to inspect."""
     if answer == "unshown":
         raise Unshown
     values = {"huge": 10**400, "minus": -(10**400), "long": "x" * 100_000, "broken": Broken()}
@@ -156,7 +156,7 @@ def strange(task: Task, answer: str) -> Any:
 
 
 class Holder:
-    """Callable objects are functions too, also where they wait."""
+    """A callable object, which is a reward function too, also as a coroutine function."""
 
     def __init__(self, value: float) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Programs in boxes, for tests that are not coroutines; and who is left of them on this machine."""
+"""Programs in sandboxes, for tests that are not coroutines, and the search for their processes that are left."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from etude.rewards.sandbox.probe import Protection, probe_protections
 from etude.rewards.sandbox.sandbox import ProgramResult, Sandbox, SandboxLimits
 
 WAYS = {"namespaces": (), "without namespaces": ("namespaces",)}
-"""The means with which a program is kept here, and what is left where the kernel grants no namespace."""
+"""The means of isolation that are left out: none, or the namespaces, as if the kernel granted none."""
 NAMED = """
 import ctypes
-ctypes.CDLL(None).prctl(15, b"{name}")  # what the system calls this process, and all that it starts
+ctypes.CDLL(None).prctl(15, b"{name}")  # the system's name of this process, and of all that it starts
 """
 
 
@@ -34,13 +34,13 @@ def run(
 
 
 def needs(protection: Protection, without: Sequence[str] = ()) -> None:
-    """Skip a test of what this machine does not grant."""
+    """Skip a test of a protection that this machine does not grant."""
     if protection not in probe_protections(tuple(without)):
         pytest.skip(f"this machine grants programs no protection of the kind '{protection}'")
 
 
 def left(name: str, within: float = 5.0) -> list[int]:
-    """The processes that are called so, once they have had time to end."""
+    """Return the processes of this name that are left after they had time to end."""
     until = time.monotonic() + within
     while (pids := _called(name)) and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A small endpoint that speaks as OpenAI's does, on loopback: it answers as a test wants, and keeps what it heard."""
+"""A small OpenAI-compatible endpoint on loopback: it replies as a test wants, and records the requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What is answered to one request."""
+    """The reply to one request."""
 
     text: str | None = "Fine.\nScore: 5"
     status: int = 200
@@ -22,7 +22,7 @@ class Reply:
     body: bytes | None = None
     """Instead of a completion of `text`."""
     seconds: float = 0.0
-    """How long it takes."""
+    """The seconds until the reply."""
     usage: Any = None
 
 
@@ -36,13 +36,13 @@ class Served:
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     max_concurrency: int = 0
-    """The most requests that were under way together."""
+    """The most requests at the same time."""
     connections: set[tuple[str, int]] = field(default_factory=set)
 
 
 @contextmanager
 def serving(answer: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Served]:
-    """Serve while the block runs. `answer` says what the n-th request, of this body, is answered."""
+    """Serve while the block runs. `answer` returns the reply to the n-th request, with this body."""
     lock, under_way = threading.Lock(), [0]
 
     class Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ def serving(answer: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Served]:
                 self.end_headers()
                 self.wfile.write(text)
             except ConnectionError:
-                pass  # whoever asked no longer waits
+                pass  # the client no longer waits
 
         def log_message(self, *args: Any) -> None:
             pass

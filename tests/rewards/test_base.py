@@ -1,4 +1,4 @@
-"""What becomes of what a reward function returns."""
+"""The interpretation of a reward function's result."""
 
 from __future__ import annotations
 

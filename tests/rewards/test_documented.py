@@ -16,7 +16,7 @@ TRAINING = (ROOT / "docs" / "training.md").read_text()
 
 
 def table(page: str, heading: str) -> list[str]:
-    """What the first column of a table names, under a heading that begins so."""
+    """Return the names in the first column of a table, under a heading that begins so."""
     section = page.split(f"# {heading}")[1].split("\n#")[0]
     cells = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]

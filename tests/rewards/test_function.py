@@ -1,4 +1,4 @@
-"""A user's function, wherever it is and whichever signature it has."""
+"""A user's function, from any place and with either signature."""
 
 from __future__ import annotations
 

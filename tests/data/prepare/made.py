@@ -1,4 +1,4 @@
-"""Raw files as data sets are published, a few rows each, and what is asked of what was made of them."""
+"""Raw files in the formats of published data sets, a few rows each, and helpers to check their preparations."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def judge(done: PreparedFiles) -> RewardFunction:
 
 
 def earned(reward: RewardFunction, task: Task, answer: str) -> float:
-    """What an answer earns."""
+    """Return the reward of an answer."""
     reward.check(task)
     return parse_score(reward(task, answer))[0]

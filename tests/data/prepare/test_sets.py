@@ -114,7 +114,7 @@ def test_a_box_holds_what_the_reward_reads_in_it(before: str, inside: str) -> No
 
 
 def key(row: dict[str, Any]) -> tuple[int, ...]:
-    """What tells a countdown problem from others."""
+    """Return a key of a countdown problem, which differs for different problems."""
     truth = row["reward_model"]["ground_truth"]
     return (truth["target"], *sorted(truth["numbers"]))
 

@@ -1,4 +1,4 @@
-"""The box: what a program may do in it, and everything that it may try."""
+"""The sandbox: the rights of a program in it, and the attacks that it may try."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ways = pytest.mark.parametrize(
 
 @pytest.fixture
 def open_to_all() -> Iterator[str]:
-    """A directory into which everybody may look, in memory if there is one: a disk takes its time."""
+    """A directory that every user may read, in memory if possible, because a disk is slow."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory:
         Path(directory).chmod(0o755)
         yield directory
@@ -54,7 +54,7 @@ DOES = {
     "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\nprint(A())": "A(x=1)\n",
     "import threading; one = threading.Thread(target=lambda: print('thread')); one.start(); one.join()": "thread\n",
 }
-"""What a program does, and what it prints."""
+"""Statements of a program, with their output."""
 
 
 def test_a_program_runs_as_a_script_does() -> None:

@@ -1,4 +1,4 @@
-"""Tests of a program's functions: whatever a test does with what a program made, the program does, and cannot bend."""
+"""Tests of a program's functions: the program performs a test's operations, and cannot falsify their result."""
 
 from __future__ import annotations
 
