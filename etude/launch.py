@@ -89,7 +89,7 @@ def train(
         model: a directory in the Hugging Face format, or the name of a model on the hub.
         train: training tasks: files, data sets on the hub, or mappings with a `prompt` and an answer.
         val: held-out tasks, on which the model is scored before and after training.
-        reward: reward function by name: `exact`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
+        reward: reward function by name: `exact_match`, `gsm8k`, `math`, …; `function` with `reward.path` is your own.
         steps: training steps; each collects rollouts and trains on them.
         tasks: tasks of a step; more give a less noisy gradient and take longer.
         group_size: answers for each task, compared with each other; more give better baselines and take longer.

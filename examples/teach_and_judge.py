@@ -74,7 +74,7 @@ def main(directory: Path) -> None:
         run("export", str(directory / name), str(directory / f"{name}-model"))
     run(
         "train grpo",
-        *(*SHARED, tasks, f"model.path='{directory / 'taught-model'}'", "reward=model", "reward.precision=fp32"),
+        *(*SHARED, tasks, f"model.path='{directory / 'taught-model'}'", "reward=reward_model", "reward.precision=fp32"),
         *(f"reward.path='{directory / 'judging-model'}'", "data.max_prompt_length=12", "sampling.max_tokens=5"),
         *(
             "collect.tasks=12",
@@ -90,7 +90,7 @@ def main(directory: Path) -> None:
         f"data.val=['{directory / 'exam.jsonl'}']",
         "data.max_prompt_length=12",
         "sampling.max_tokens=5",
-        "reward=exact",
+        "reward=exact_match",
     ]
     for name in ("taught", "run"):
         run("eval", str(directory / name), *exam)

@@ -4,7 +4,7 @@ The model is shown a range, names a digit, and is shown the range that is left: 
 begins with random weights, and learns to name digits that may be right. `Game` takes any environment of Gymnasium whose
 observations and actions are text: put `gymnasium.make(…)` where `Range()` stands.
 
-    PYTHONPATH=examples etude train grpo … env.path=text_game:Game env.options.turns=3 reward=environment
+    PYTHONPATH=examples etude train grpo … env.path=text_game:Game env.kwargs.turns=3 reward=environment
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(directory: Path) -> None:
             f"data.train=['{directory / 'tasks.jsonl'}']",
             "data.max_prompt_length=24",
             f"env.path='{Path(__file__).resolve()}:Game'",
-            "env.options.turns=3",
+            "env.kwargs.turns=3",
             "reward=environment",
             "advantage=turn_baseline",
             "sampling.max_tokens=1",  # an answer is one token, and so is always cut off: `truncated` says nothing here

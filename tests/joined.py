@@ -24,7 +24,7 @@ lingers = etude.command("echo $$ >> $PIDS; sleep 120 & echo $! >> $PIDS; wait")
 ROOT = Path(__file__).parent.parent
 SMALL = (
     *("steps=2", "collect.tasks=2", "collect.group_size=2", "sampling.max_tokens=8", "data.max_prompt_length=16"),
-    *("train.precision=fp32", "threads=1", "observe.console=plain", "reward=exact"),
+    *("train.precision=fp32", "threads=1", "observe.console=plain", "reward=exact_match"),
 )
 
 

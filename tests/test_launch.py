@@ -37,7 +37,7 @@ STANDS_FOR = {
     **{"max_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "seed": "seed"},
 }
 ARGUMENTS: dict[str, Any] = {
-    **{"reward": "exact", "steps": 1, "tasks": 2, "group_size": 2, "learning_rate": 1e-3, "precision": "fp32"},
+    **{"reward": "exact_match", "steps": 1, "tasks": 2, "group_size": 2, "learning_rate": 1e-3, "precision": "fp32"},
     **{"max_prompt_length": 8, "max_tokens": 3, "temperature": 1.0, "seed": 3},
 }
 ODD = ["\n\n", "é 🌧", "C:\\x", "\\", "\\\\${x}", "${", "${oc.env:HOME}", "a'b\"c", "[1, 2", "null", "1e-3", "=\t:{}"]

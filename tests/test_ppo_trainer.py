@@ -255,7 +255,7 @@ def test_rewards_of_every_kind(gpt2: Path, trainers: list[PPOTrainer]) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}]
     first, *others = (
         trainer(trainers, small(batch_size=1), env(gpt2, prompts=rows, reward=reward))
-        for reward in (digits, slowly, REWARDS["exact"](), broken)
+        for reward in (digits, slowly, REWARDS["exact_match"](), broken)
     )
     drawn = first.collect_rollouts()
     assert first.compute_rewards(drawn).tolist() == [digits(answer) for answer in drawn.answers]

@@ -44,7 +44,7 @@ class DemonstrationDataConfig(SupervisedDataConfig):
     """The source of demonstrations, and the part of them that is trained."""
 
     columns: DemonstrationColumns = Field(DemonstrationColumns(), description="columns of the files with the examples")
-    learn: Literal["all", "last"] = Field(
+    train_on: Literal["all", "last"] = Field(
         "all", description="which answers of a conversation are learned; the others are context"
     )
 
@@ -54,7 +54,7 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         if row.get(INPUT_IDS) is not None:
             check_vocabulary(row, chat.tokenizer, where)
             answer = load_token_rows(row, chat.tokenizer, where)
-            return (keep_last_answer(answer) if self.learn == "last" else answer,)
+            return (keep_last_answer(answer) if self.train_on == "last" else answer,)
         conversation, prompt = lookup(row, columns.messages), lookup(row, columns.prompt)
         tools = tools_of(lookup(row, columns.tools), where)
         if conversation is not None:
@@ -63,7 +63,7 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         paths = set(column_paths(row))
         if prompt is not None and (completion is not None or columns.completion in paths):
             answer_messages = check_text_or_messages(completion, where, "completion")
-            if self.learn == "last" and not isinstance(answer_messages, str):
+            if self.train_on == "last" and not isinstance(answer_messages, str):
                 answer_messages = [
                     message if index == len(answer_messages) - 1 else {**message, "weight": 0}
                     for index, message in enumerate(answer_messages)
@@ -89,6 +89,6 @@ class DemonstrationDataConfig(SupervisedDataConfig):
         if isinstance(messages, str):
             raise DataError(f"{where} has a text for its `{self.columns.messages}`; it must be a list of messages.")
         try:
-            return tokenize_messages(chat, messages, tools, last_only=self.learn == "last")
+            return tokenize_messages(chat, messages, tools, last_only=self.train_on == "last")
         except ChatError as error:
             raise ChatError(f"{where}: {error}") from error

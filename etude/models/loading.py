@@ -48,8 +48,8 @@ def load(
     config = _read_config(where)
     if head == "language" and any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         raise ConfigError(
-            f"The model in {where} gives scores and no words: it is a reward model, as `reward=model reward.path=…` "
-            f"takes it. Give a language model."
+            f"The model in {where} gives scores and no words: it is a reward model, as `reward=reward_model "
+            f"reward.path=…` takes it. Give a language model."
         )
     refuse_unsupported(config)
     register_attention()

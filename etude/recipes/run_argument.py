@@ -46,7 +46,7 @@ READ_OPTIONS = {
             "agent.timeout",
             "agent.heartbeat_timeout",
         ),
-        *("agent.failed", "agent.parameters", "agent.strict", "agent.max_calls", *SHARED),
+        *("agent.failed_reward", "agent.parameters", "agent.strict", "agent.max_calls", *SHARED),
     ),
     "generate": ("sampling", *SHARED),
     "chat": ("sampling", *SHARED),
@@ -133,7 +133,7 @@ def _read_run_for_inference(where: Path, options: Sequence[str], masked: Callabl
     if kind.head != "language":
         raise ConfigError(
             f"The run in {where} trains a model that scores, and cannot generate text. Write it with "
-            f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=model "
+            f"`{etude_command()} export {where} my-judge`, and judge answers by it: `reward=reward_model "
             "reward.path=my-judge`."
         )
     options_of_run = to_tree(run_directory.read_recipe(kind, where, masked=masked))

@@ -7,6 +7,7 @@ verdict = await judge.judge(task, "… #### 42")
 from __future__ import annotations
 
 from etude.rewards.base import RewardFunction, Score, parse_score
+from etude.rewards.code import Code
 from etude.rewards.combined import COMBINABLE_REWARDS, CombinedReward
 from etude.rewards.countdown import Countdown
 from etude.rewards.environment import EnvironmentReward
@@ -18,19 +19,19 @@ from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.multiple_choice import MultipleChoice
 from etude.rewards.no_reward import NoReward
-from etude.rewards.program import Program
 from etude.rewards.reward_model import RewardModelScore
-from etude.rewards.text import F1, Exact, Format, Regex
+from etude.rewards.text import F1, ExactMatch, Format, Regex
 from etude.rewards.verdict import Verdict
 
 __all__ = [
     "COMBINABLE_REWARDS",
     "F1",
     "REWARDS",
+    "Code",
     "CombinedReward",
     "Countdown",
     "EnvironmentReward",
-    "Exact",
+    "ExactMatch",
     "Format",
     "FunctionReward",
     "Gsm8k",
@@ -41,7 +42,6 @@ __all__ = [
     "ModelJudge",
     "MultipleChoice",
     "NoReward",
-    "Program",
     "Regex",
     "RewardFunction",
     "RewardModelScore",

@@ -21,6 +21,7 @@ from etude.config import Choice
 from etude.errors import ConfigError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, parse_score
+from etude.rewards.code import Code
 from etude.rewards.countdown import Countdown
 from etude.rewards.function import FunctionReward
 from etude.rewards.gsm8k import Gsm8k
@@ -28,25 +29,24 @@ from etude.rewards.instructions import Instructions
 from etude.rewards.maths import Math
 from etude.rewards.model_judge import ModelJudge
 from etude.rewards.multiple_choice import MultipleChoice
-from etude.rewards.program import Program
 from etude.rewards.reward_model import RewardModelScore
-from etude.rewards.text import F1, Exact, Format, Regex
+from etude.rewards.text import F1, ExactMatch, Format, Regex
 
 __all__ = ["COMBINABLE_REWARDS", "CombinedReward"]
 
 COMBINABLE_REWARDS: dict[str, type[RewardFunction]] = {
-    "exact": Exact,
+    "exact_match": ExactMatch,
     "regex": Regex,
     "f1": F1,
     "format": Format,
-    "choice": MultipleChoice,
+    "multiple_choice": MultipleChoice,
     "gsm8k": Gsm8k,
     "math": Math,
     "countdown": Countdown,
     "instructions": Instructions,
-    "program": Program,
+    "code": Code,
     "judge": ModelJudge,
-    "model": RewardModelScore,
+    "reward_model": RewardModelScore,
     "function": FunctionReward,
 }
 

@@ -59,7 +59,7 @@ class MultipleChoice(RewardFunction):
 
     @property
     def title(self) -> str:
-        return "choice"
+        return "multiple_choice"
 
     def check(self, task: Task) -> None:
         _read_right_letter(task, read_options(task))

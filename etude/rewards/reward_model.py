@@ -45,7 +45,7 @@ class RewardModelScore(RewardFunction):
 
     @property
     def title(self) -> str:
-        return f"model ({self.path.name})"
+        return f"reward_model ({self.path.name})"
 
     @property
     def max_batch_size(self) -> int:

@@ -13,7 +13,7 @@ from etude.errors import ConfigError
 from etude.records import Task
 from etude.rewards.base import RewardFunction, read_ground_truths
 
-__all__ = ["F1", "Exact", "Format", "Regex", "split_words"]
+__all__ = ["F1", "ExactMatch", "Format", "Regex", "split_words"]
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -24,12 +24,16 @@ def split_words(text: str) -> list[str]:
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
 
-class Exact(RewardFunction):
+class ExactMatch(RewardFunction):
     """1 where the answer is the ground truth, spaces around it aside; where that is a list, one of it."""
 
     loose: bool = Field(False, description="whether case, punctuation, articles and spacing are ignored")
 
     quick: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        return "exact_match"
 
     def check(self, task: Task) -> None:
         read_ground_truths(task)

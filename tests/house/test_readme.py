@@ -127,7 +127,7 @@ def test_a_command_that_does_not_exist_is_told() -> None:
     assert not understood("train", "no-such-preset")
     assert not understood("train", "grpo", "stepps=3")
     assert understood("sft", "batch_size=3") and understood("config", "show", "dpo", "loss.beta=0.2")
-    assert not understood("sft", "reward=gsm8k") and not understood("dpo", "data.learn=last")
+    assert not understood("sft", "reward=gsm8k") and not understood("dpo", "data.train_on=last")
     assert understood("data", "prepare", "math", "levels=[1]")
     assert not understood("data", "prepare", "gsm8k", "levels=[1]")
 

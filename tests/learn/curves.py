@@ -55,7 +55,7 @@ def main(names: Sequence[str]) -> int:
                 if name == "distillation":
                     run = practised(base / "lessons", base / "warm", "grpo")
                     assert etude(["export", str(run), str(teacher)]) == 0
-                    given = {"teacher.path": teacher, "reward": "exact"}
+                    given = {"teacher.path": teacher, "reward": "exact_match"}
                 learned = read_curves(practised(base / name, base / "warm", name, **given))
                 CURVES.mkdir(exist_ok=True)
                 draw([learned, control], [name, "nothing is learned"], [METRIC], CURVES / f"{name}.png")

@@ -42,7 +42,7 @@ def practice(directory: Path, model: Path, preset: str, learning_rate: float, **
         "data.train": f"[{directory / 'train.jsonl'}]",
         "data.val": f"[{directory / 'held_out.jsonl'}]",
         "data.max_prompt_length": 16,
-        "reward": "exact",
+        "reward": "exact_match",
         "sampling.max_tokens": 8,
         "evaluate.first": "false",
         "evaluate.sampling.max_tokens": 8,

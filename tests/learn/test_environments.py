@@ -78,7 +78,7 @@ def test_a_model_learns_a_game_by_what_each_turn_is_paid(advantage: str, tmp_pat
     make_model(tmp_path / "model")
     for name, count, seed in (("train", 400, 0), ("held_out", HELD_OUT, 1)):
         write(tmp_path / f"{name}.jsonl", [{"prompt": "?", "answer": "", "seed": f"{seed} {n}"} for n in range(count)])
-    game = {"env.path": f"{games.__name__}:Seek", "env.max_turns": 3, "env.options.highest": 3}
+    game = {"env.path": f"{games.__name__}:Seek", "env.max_turns": 3, "env.kwargs.highest": 3}
     given = game | {"reward": "environment", "sampling.max_tokens": 1, "advantage": advantage}
     trained, control = (earned(tmp_path, rate, steps=steps, **given) for rate, steps in ((8e-3, 12), (0.0, 1)))
     beats(trained, control)

@@ -69,7 +69,7 @@ def test_every_other_preset_learns(preset: str, warmed: Path, tmp_path: Path, co
 def test_distillation_learns_from_a_better_model(
     warmed: Path, better: Path, tmp_path: Path, control: list[float]
 ) -> None:
-    learns("distillation", warmed, tmp_path, control, **{"teacher.path": better, "reward": "exact"})
+    learns("distillation", warmed, tmp_path, control, **{"teacher.path": better, "reward": "exact_match"})
 
 
 def test_every_family_is_a_preset() -> None:

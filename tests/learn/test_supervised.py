@@ -64,7 +64,7 @@ def learned(
 def accuracy(run: Path, lessons: Path, capsys: pytest.CaptureFixture[str]) -> float:
     """How many held-out problems the model of a run solves when it takes the likeliest token."""
     capsys.readouterr()
-    words = [f"data.val=[{lessons / 'held_out_tasks.jsonl'}]", "reward=exact", "sampling.max_tokens=8"]
+    words = [f"data.val=[{lessons / 'held_out_tasks.jsonl'}]", "reward=exact_match", "sampling.max_tokens=8"]
     assert (
         main(["eval", str(run), *words, "data.max_prompt_length=16", "evaluate.sampling.temperature=0", "--json"]) == 0
     )

@@ -108,7 +108,7 @@ def test_turns_of_chosen_tags_alone(school: Path, talked: Path, tmp_path: Path) 
         len(row["input_ids"]) - row["assistant_masks"].index(1) for row in exact
     ]
     file = f"[{tmp_path / 'exact.jsonl'}]"
-    assert measured(learned("sft", school, tmp_path / "run", data__train=file, data__learn="last", steps=1))
+    assert measured(learned("sft", school, tmp_path / "run", data__train=file, data__train_on="last", steps=1))
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "reward-model"])
@@ -212,7 +212,12 @@ def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> Non
 
 def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp_path: Path) -> None:
     """Not by what its agent had said of it before; and what scored the model is left out of nothing."""
-    fails = {"agent.path": f"{players.__name__}:late_failure", "agent.failed": -1.0, "collect.retries": 0, "steps": 1}
+    fails = {
+        "agent.path": f"{players.__name__}:late_failure",
+        "agent.failed_reward": -1.0,
+        "collect.retries": 0,
+        "steps": 1,
+    }
     scored = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 1}
     run = train(world, tmp_path / "run", **TALKS | fails | scored)
     _, told = load_answers(run)

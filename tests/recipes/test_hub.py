@@ -180,7 +180,7 @@ def test_every_model_that_a_run_names_is_located(served: Hub, published: Path) -
     names = ("model.path", "model.tokenizer", "reference.path", "teacher.path", "critic.path")
     run = run_of(*(f"{name}=owner/tiny" for name in names))
     assert {run.model.path, run.model.tokenizer, run.reference.path, run.teacher.path, run.critic.path} == {place}
-    judged = run_of("model.path=owner/tiny", "reward=model", "reward.path=owner/tiny")
+    judged = run_of("model.path=owner/tiny", "reward=reward_model", "reward.path=owner/tiny")
     assert judged.reward.path == place  # type: ignore[attr-defined]
 
 
@@ -360,7 +360,7 @@ def test_a_model_is_asked_by_its_name(served: Hub, published: Path, capsys: pyte
 @pytest.mark.slow
 def test_a_run_is_trained_from_names_and_goes_on_with_the_same_snapshot(served: Hub, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "etude", "train", "grpo", "model.path=owner/tiny"]
-    command += ["data.train=[owner/sums/main:train]", "reward=exact", "steps=1", "collect.tasks=1", "device=cpu"]
+    command += ["data.train=[owner/sums/main:train]", "reward=exact_match", "steps=1", "collect.tasks=1", "device=cpu"]
     command += ["collect.group_size=2", "sampling.max_tokens=2", "train.precision=fp32", "directory=run"]
     command += ["data.max_prompt_length=16", "threads=1"]
     seen = os.environ | {"HF_ENDPOINT": served.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "ETUDE_DOWNLOAD": "1"}

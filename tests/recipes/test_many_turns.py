@@ -21,7 +21,7 @@ from tests.recipes.runs import Captured, measured, options, refused, rows_of, ru
 
 ECHO = {
     "env.path": f"{partners.__name__}:Echo",
-    "env.options.turns": 2,
+    "env.kwargs.turns": 2,
     "reward": "environment",
     "reward.path": None,
 }
@@ -77,7 +77,7 @@ def test_what_the_journal_has_beyond_a_checkpoint_is_not_played_again(
 @pytest.mark.parametrize(
     "change",
     [
-        {"env.options.turns": 3},
+        {"env.kwargs.turns": 3},
         {"env.max_turns": 1},
         {"env.max_tokens": 10},
         pytest.param({"advantage": "turn_baseline"}, marks=pytest.mark.kept),

@@ -87,14 +87,14 @@ def test_programs_are_run_by_a_run(world: Path, tmp_path: Path, capsys: Captured
     """What a model of random weights writes is no program: all are run, none fails to be judged."""
     lines = [{"prompt": f"{n}+1=", "answer": {"inputs": [""], "outputs": [str(n + 1)]}} for n in range(4)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "program", "reward.path": None}
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "code", "reward.path": None}
     (step,) = measured(train(world, tmp_path / "run", steps=1, **given))
     assert step["failed_attempts"] == 0 and step["rollouts"] == 12 and step["judging_seconds"] > 0
     assert "The programs of answers" in capsys.readouterr().err
 
 
 def test_tasks_without_tests_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"reward": "program", "reward.path": None})
+    told = refused_run(capsys, world, tmp_path / "run", **{"reward": "code", "reward.path": None})
     assert (
         "None of the 40 tasks in data.train can be judged" in told
         and "The tests of task 0 of sums cannot be used" in told

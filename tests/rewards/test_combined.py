@@ -20,15 +20,15 @@ from etude.records import Outcome, Task
 from etude.rewards import (
     COMBINABLE_REWARDS,
     REWARDS,
+    Code,
     CombinedReward,
-    Exact,
+    ExactMatch,
     Format,
     FunctionReward,
     Gsm8k,
     Judge,
     JudgingConfig,
     Math,
-    Program,
     Regex,
     RewardFunction,
     Verdict,
@@ -71,7 +71,7 @@ def judged(judge: Judge, *answers: str) -> Sequence[Verdict]:
 
 def test_parts_of_every_kind_run_on_their_own_executors() -> None:
     parts = {
-        "quick": Exact(),
+        "quick": ExactMatch(),
         "waits": Slow(seconds=0.1),
         "thread": Blocking(seconds=0.1),
         "processes": Regex(pattern=r"(\d)"),
@@ -85,7 +85,7 @@ def test_parts_of_every_kind_run_on_their_own_executors() -> None:
 
 
 def test_a_program_is_a_part_too() -> None:
-    reward = CombinedReward(parts={"runs": Program(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
+    reward = CombinedReward(parts={"runs": Code(), "form": Regex(pattern="^```python")}, weights={"form": 0.1})
     with Judge(reward) as judge:
         verdict = asyncio.run(judge.judge(task({"inputs": ["1"], "outputs": ["1"]}), "```python\nprint(input())\n```"))
     assert verdict.parts == {"runs": 1.0, "form": 0.1}
@@ -99,21 +99,21 @@ def test_parts_are_judged_at_the_same_time() -> None:
 
 
 def test_workers_are_for_those_that_can_use_them() -> None:
-    parts = {"process": FunctionReward(path="tests.rewards.functions:process"), "program": Program()}
+    parts = {"process": FunctionReward(path="tests.rewards.functions:process"), "program": Code()}
     truth = task({"inputs": [""], "outputs": ["1"]})
     with Judge(CombinedReward(parts=parts), JudgingConfig(workers=1)) as judge:
         verdict = asyncio.run(judge.judge(truth, "print(1)"))
     assert verdict.parts["process"] != os.getpid() and verdict.parts["program"] == 1.0
     with pytest.raises(ConfigError, match=r"`judging\.workers=1` judges in several processes"):
-        Judge(CombinedReward(parts={"program": Program()}), JudgingConfig(workers=1))
+        Judge(CombinedReward(parts={"program": Code()}), JudgingConfig(workers=1))
 
 
 @pytest.mark.parametrize(
     ("parts", "answer", "outcome", "message"),
     [
-        ({"a": Exact(), "b": MISBEHAVES}, "raise", Outcome.FAILED, "ValueError: no such luck"),
+        ({"a": ExactMatch(), "b": MISBEHAVES}, "raise", Outcome.FAILED, "ValueError: no such luck"),
         ({"b": MISBEHAVES, "a": Slow(seconds=0.1)}, "sleep 5", Outcome.TIMED_OUT, "took longer than `judging.timeout`"),
-        ({"a": Exact(), "b": WAITED}, "x", Outcome.FAILED, "could not convert string to float"),
+        ({"a": ExactMatch(), "b": WAITED}, "x", Outcome.FAILED, "could not convert string to float"),
     ],
 )
 def test_one_part_that_fails_is_named(parts: dict[str, Any], answer: str, outcome: Outcome, message: str) -> None:
@@ -137,23 +137,23 @@ def test_a_failure_may_have_a_score() -> None:
 
 
 def test_by_itself_it_gives_its_parts() -> None:
-    reward = CombinedReward(parts={"right": Exact(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
+    reward = CombinedReward(parts={"right": ExactMatch(), "later": Slow(seconds=0.0)}, weights={"later": 4.0})
     assert asyncio.run(reward(task(), "4")) == {"right": 1.0, "later": 2.0}
     assert reward.extract(" 4 ") == "4" and reward.title == "combined (right, later)"
 
 
 def test_what_a_part_refuses_the_whole_refuses() -> None:
     with pytest.raises(DataError, match="needs a right answer"):
-        CombinedReward(parts={"form": Format(), "right": Exact()}).check(task(None))
+        CombinedReward(parts={"form": Format(), "right": ExactMatch()}).check(task(None))
     with pytest.raises(PluginError, match="there is no file nowhere"):
         Judge(CombinedReward(parts={"mine": FunctionReward(path="nowhere.py:f")}))
     with pytest.raises(ConfigError, match=r"may take 40 seconds"):
-        Judge(CombinedReward(parts={"p": Program(total_timeout=40.0)}))
+        Judge(CombinedReward(parts={"p": Code(total_timeout=40.0)}))
 
 
 def test_files_of_parts_are_known() -> None:
     reward = CombinedReward(
-        parts={"mine": FunctionReward(path="a.py:f"), "module": FunctionReward(path="a.b:f"), "right": Exact()}
+        parts={"mine": FunctionReward(path="a.py:f"), "module": FunctionReward(path="a.b:f"), "right": ExactMatch()}
     )
     assert reward.files() == [Path("a.py")]
     moved = reward.with_absolute_paths(lambda path: Path("/here") / path)
@@ -195,8 +195,8 @@ def test_it_is_asked_for_on_the_command_line(overrides: list[str], reward: Combi
         (["reward.parts.right=math"], {"right": Math(), "form": Format()}),
         (["reward.parts.right=regex", "reward.parts.right.pattern=a"], {"right": Regex(pattern="a"), "form": Format()}),
         (["reward.parts.right={name: f1}"], {"right": COMBINABLE_REWARDS["f1"](), "form": Format()}),
-        (["reward.parts.more=exact"], {"right": GSM, "form": Format(), "more": Exact()}),
-        (["reward.parts={only: exact}"], {"only": Exact()}),
+        (["reward.parts.more=exact_match"], {"right": GSM, "form": Format(), "more": ExactMatch()}),
+        (["reward.parts={only: exact_match}"], {"only": ExactMatch()}),
     ],
 )
 def test_a_file_lies_beneath(tmp_path: Path, overrides: list[str], parts: dict[str, Any]) -> None:

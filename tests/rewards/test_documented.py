@@ -27,7 +27,7 @@ def test_every_reward_is_in_both_tables() -> None:
     assert REWARDS.keys() - COMBINABLE_REWARDS.keys() == {"combined", "environment", "nothing"}
 
 
-@pytest.mark.parametrize("name", ["choice", "instructions", "program", "judge", "combined"])
+@pytest.mark.parametrize("name", ["multiple_choice", "instructions", "code", "judge", "combined"])
 def test_every_option_is_spoken_of(name: str) -> None:
     fields = set(REWARDS[name].model_fields)
     spoken = set(re.findall(r"\breward\.(\w+)", PAGE)) | set(re.findall(r"^  (\w+):", PAGE, re.MULTILINE))

@@ -20,7 +20,7 @@ from etude.errors import ConfigError, PluginError, RewardError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
 from etude.rewards import (
-    Exact,
+    ExactMatch,
     FunctionReward,
     Gsm8k,
     Judge,
@@ -83,7 +83,7 @@ class Waits(RewardFunction):
 
 
 def test_a_quick_reward_is_called_in_place() -> None:
-    with Judge(Exact()) as judge:
+    with Judge(ExactMatch()) as judge:
         right, wrong = judged(judge, "4", "5")
     assert (right.reward, wrong.reward) == (1.0, 0.0) and right.outcome is Outcome.SUCCEEDED and not right.error
     assert 0 <= right.seconds < 1

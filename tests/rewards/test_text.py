@@ -8,7 +8,7 @@ import pytest
 
 from etude.errors import ConfigError, DataError
 from etude.records import Task
-from etude.rewards import F1, REWARDS, Exact, Format, Gsm8k, Math, Regex, RewardFunction
+from etude.rewards import F1, REWARDS, ExactMatch, Format, Gsm8k, Math, Regex, RewardFunction
 from etude.rewards.text import split_words
 from tests.rewards.tasks import task
 
@@ -29,13 +29,13 @@ from tests.rewards.tasks import task
     ],
 )
 def test_exact(truth: Any, answer: str, strict: float, loose: float) -> None:
-    assert Exact()(task(truth), answer) == strict
-    assert Exact(loose=True)(task(truth), answer) == loose
+    assert ExactMatch()(task(truth), answer) == strict
+    assert ExactMatch(loose=True)(task(truth), answer) == loose
 
 
 @pytest.mark.parametrize("truth", [None, [], {"a": "b"}, ["4", None]])
 def test_a_task_without_an_answer_is_refused_by_name(truth: Any) -> None:
-    for reward in (Exact(), F1(), Regex(pattern="(.)")):
+    for reward in (ExactMatch(), F1(), Regex(pattern="(.)")):
         with pytest.raises(DataError, match=r"Task 7 of sums needs a right answer .* `data\.columns\.answer=…`"):
             reward(task(truth), "4")
 
@@ -120,13 +120,13 @@ def test_the_table_names_each_once() -> None:
 
 
 def test_what_is_read_as_the_answer_is_extracted() -> None:
-    assert Exact().extract(" Paris. ") == "Paris." and Exact(loose=True).extract("The Paris!") == "paris"
+    assert ExactMatch().extract(" Paris. ") == "Paris." and ExactMatch(loose=True).extract("The Paris!") == "paris"
     reward = Regex(pattern=r"<a>(.*?)</a>")
     assert reward.extract("<a>1</a> <a> 2 </a>") == "2" and reward.extract("2") is None
     assert Regex(pattern="yes").extract("yes") is None and F1().extract("yes") is None
 
 
-@pytest.mark.parametrize("reward", [Exact(), F1(), Regex(pattern="(a)"), Gsm8k(), Math()], ids=lambda r: r.title)
+@pytest.mark.parametrize("reward", [ExactMatch(), F1(), Regex(pattern="(a)"), Gsm8k(), Math()], ids=lambda r: r.title)
 def test_what_cannot_be_judged_is_known_before_anything_is_answered(reward: RewardFunction) -> None:
     reward.check(Task(0, {"prompt": "1+1=", "ground_truth": "2"}))
     with pytest.raises(DataError, match=r"Task 0 needs a right answer .* and has none; it has prompt"):

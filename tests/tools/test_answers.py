@@ -128,7 +128,9 @@ def test_what_a_turn_earned_stands_beside_it(tmp_path: Path, capsys: Captured) -
 def failing(directory: Path) -> Path:
     """A run whose first step trained on one try of two, and left a task out whose tries both failed."""
     directory.mkdir()
-    write_text(directory / "run.yaml", "{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed: drop}}")
+    write_text(
+        directory / "run.yaml", "{model: {path: nowhere, tokenizer: null}, agent: {path: a:b, failed_reward: drop}}"
+    )
     refused = {"path": "/v1/responses", "status": 400, "error": "'audio' is not supported."}
     with closing(open_store(directory / "journal.sqlite")) as store:
         for task in (0, 1):

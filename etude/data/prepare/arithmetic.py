@@ -33,7 +33,7 @@ class ArithmeticPreparation(SyntheticPreparation, PromptPreparation):
 
     @property
     def reward(self) -> str:
-        return "gsm8k" if "####" in self.prompt else "exact"
+        return "gsm8k" if "####" in self.prompt else "exact_match"
 
     def make_problem(self, draw: RandomInt) -> tuple[Hashable, Row | None]:
         numbers = [draw(0, 10**self.digits - 1) for _ in range(self.terms)]

@@ -80,7 +80,7 @@ class AgentConfig(Config):
     runner_timeout: float = Field(
         300.0, gt=0, description="seconds to wait for a runner while there is none, before the run fails"
     )
-    failed: float | Literal["drop"] = Field(
+    failed_reward: float | Literal["drop"] = Field(
         "drop", description="reward of an attempt whose last retry failed; drop trains on none"
     )
     tags: tuple[str, ...] = Field((), description="train only on turns with one of these tags; empty trains on all")
@@ -306,11 +306,11 @@ class AgentRollouts:
         return self._failure(Outcome(state.status.value), error or f"Rollout {state.id} ended {state.status}.")
 
     def _failure(self, outcome: Outcome, error: str) -> Verdict:
-        """Return a failure, or a success with the reward `agent.failed`. Infrastructure errors are always failures, and
-        nothing is learned from them."""
-        if self._config.failed == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
+        """Return a failure, or a success with the reward `agent.failed_reward`. Infrastructure errors are always
+        failures, and nothing is learned from them."""
+        if self._config.failed_reward == "drop" or outcome in (Outcome.INFRA_ERROR, Outcome.CANCELLED):
             return Verdict.failure(outcome, error)
-        return Verdict(float(self._config.failed), error=error)
+        return Verdict(float(self._config.failed_reward), error=error)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -373,12 +373,13 @@ def write_reward(store: Journal, id: int, result: AttemptResult) -> None:
         writing.append([AttemptRewarded(id, len(state.attempts) - 1, *scored)])
 
 
-def effective_reward(state: RolloutState, failed: float | Literal["drop"]) -> float | None:
-    """Return the reward that an agent's rollout counted for, where failures count for `failed`; None if it was dropped.
+def effective_reward(state: RolloutState, failed_reward: float | Literal["drop"]) -> float | None:
+    """Return the reward that an agent's rollout counted for, where failures count for
+    `failed_reward`; None if it was dropped.
     Rewards that an attempt earned before it failed do not count."""
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
-    return float(failed) if state.status in FAILED_STATUSES and failed != "drop" else None
+    return float(failed_reward) if state.status in FAILED_STATUSES and failed_reward != "drop" else None
 
 
 def seed_ordinal(rollout: int) -> int:

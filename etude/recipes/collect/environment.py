@@ -23,7 +23,7 @@ class EnvConfig(Config):
         description="environment class for multi-turn rollouts, with `reset` and `step`: path/to/file.py:Name or "
         "module:Name",
     )
-    options: dict[str, bool | int | float | str] = Field(
+    kwargs: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="arguments of that class, by name"
     )
     tools: tuple[str, ...] = Field(
@@ -73,10 +73,10 @@ class EnvConfig(Config):
                     "environment has two methods: reset(task) and step(answer), and each returns an Observation."
                 )
         try:
-            inspect.signature(factory).bind(**self.options)
+            inspect.signature(factory).bind(**self.kwargs)
         except TypeError as error:
             raise PluginError(
-                f"The environment '{self.path}' cannot be created with `env.options` ({_listed(self.options)}): "
+                f"The environment '{self.path}' cannot be created with `env.kwargs` ({_listed(self.kwargs)}): "
                 f"{error}. It takes {inspect.signature(factory)}."
             ) from error
         except ValueError:
@@ -101,5 +101,5 @@ class EnvConfig(Config):
         return Toolbox(tools, self.timeout)
 
 
-def _listed(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "none"
+def _listed(kwargs: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in kwargs.items()) or "none"

@@ -164,7 +164,7 @@ class _EnvironmentSession:
         """Return the first observation, with the tools that the model may call."""
         if self._config.path is None:
             return Observation(tools=self._tools.schemas)
-        self._env = await self._call("be made", self._config.load_factory(), **self._config.options)
+        self._env = await self._call("be made", self._config.load_factory(), **self._config.kwargs)
         observation = self._check_observation("reset", await self._call("`reset`", self._env.reset, self._task))
         if observation.done or observation.truncated or observation.reward is not None:
             raise self._environment_error("`reset` says that it is over, or gives a reward, before there was an answer")

@@ -118,7 +118,7 @@ class Run(Recipe, AlgorithmConfig):
     env: EnvConfig = Field(EnvConfig(), description="the environment and tools of multi-turn rollouts")
     agent: AgentConfig = Field(AgentConfig(), description="the agent that makes the rollouts, and its limits")
     reward: Annotated[RewardFunction, Choice(REWARDS)] = Field(
-        REWARDS["exact"](),
+        REWARDS["exact_match"](),
         description="the reward of an answer; `function` calls your own, `combined` adds several, `environment` "
         "leaves it to `env`",
     )

@@ -138,8 +138,8 @@ SUPERVISED_ALIASES: dict[str, str] = {
 DEMONSTRATION_ALIASES = {
     "dataset_text_field": "data.columns.text",
     "messages_key": "data.columns.messages",
-    "assistant_only_loss": "data.learn",
-    "completion_only_loss": "data.learn",
+    "assistant_only_loss": "data.train_on",
+    "completion_only_loss": "data.train_on",
 }
 DPO_ALIASES = {
     "beta": "loss.beta",

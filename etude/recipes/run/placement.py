@@ -53,7 +53,9 @@ class PlacementConfig(Config):
     )
     teacher: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the teacher")
     critic: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the critic")
-    reward: str = Field("policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=model`")
+    reward: str = Field(
+        "policy", pattern=DEVICE_PATTERN, description="device of the reward model of `reward=reward_model`"
+    )
 
 
 def engine_device(run: Run) -> torch.device:

@@ -128,8 +128,8 @@ def notes(config: ServerConfig, device: torch.device) -> tuple[str, ...]:
     graphs = "activations and CUDA graphs" if device.type == "cuda" else "activations"
     if MEMORY_POLICIES[package].share_covers_graphs and config.kv_gib is None:
         return (
-            f"{package} takes its share at the start, and {graphs} reduce its KV cache. The plan does not know how much, "
-            f"so the real KV cache has fewer tokens.",
+            f"{package} takes its share at the start, and {graphs} reduce its KV cache. The plan does not know how "
+            f"much, so the real KV cache has fewer tokens.",
         )
     return (f"{package} also needs memory for {graphs}, which the plan does not know: leave some GiB free.",)
 

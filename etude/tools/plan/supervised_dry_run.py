@@ -69,10 +69,10 @@ class SupervisedDryRun:
 
     def _frozen_model(self) -> FrozenModel | None:
         """Build the reference or the teacher, if the run has one."""
-        run, micro_tokens = self.run, self.run.train.max_tokens_per_micro_batch
+        run, max_tokens_per_micro_batch = self.run, self.run.train.max_tokens_per_micro_batch
         if isinstance(run, DPORun) and "ref_logp" in run.loss.required_columns():
             if run.reference.path is None and run.lora.rank:
-                return FrozenModel(self.model, micro_tokens, disable_adapters=True, mesh=self.mesh)
+                return FrozenModel(self.model, max_tokens_per_micro_batch, disable_adapters=True, mesh=self.mesh)
             role, path, temperature = "reference", run.reference.path, 1.0
         elif isinstance(run, DistillRun):
             role, path, temperature = "teacher", run.teacher.path, run.temperature
@@ -82,7 +82,10 @@ class SupervisedDryRun:
         assert directory is not None, "a run has a model"
         with self.tracker.labeled_as(role):
             return FrozenModel(
-                create_empty(directory, dtype=self.model.dtype), micro_tokens, temperature=temperature, mesh=self.mesh
+                create_empty(directory, dtype=self.model.dtype),
+                max_tokens_per_micro_batch,
+                temperature=temperature,
+                mesh=self.mesh,
             )
 
 

@@ -107,7 +107,7 @@ def reward_getter(directory: Path) -> RewardGetter:
     agent = told.get("agent", {})
     if agent.get("path") is None:
         return lambda state: None if state.last is None else state.last.total
-    return partial(effective_reward, failed=agent["failed"])
+    return partial(effective_reward, failed_reward=agent["failed_reward"])
 
 
 def read_rollouts(store: Journal, split: Split, counts: RewardGetter) -> Iterator[RolloutRecord]:

@@ -187,7 +187,7 @@ def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: P
     fails = {"agent.path": f"{players.__name__}:late_failure", "collect.retries": 0, "steps": 1}
     dropped = measured(train(world, tmp_path / "dropped", **TALKS | fails))[0]
     assert dropped["rollouts"] == 8 and dropped["failed_attempts"] == 8
-    scored = TALKS | fails | {"agent.failed": -1.0}
+    scored = TALKS | fails | {"agent.failed_reward": -1.0}
     run = run_of(world, directory=tmp_path / "scored", **scored)
     with build(run) as parts:
         parts.begin()

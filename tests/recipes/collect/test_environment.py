@@ -26,10 +26,10 @@ PARTNERS = "tests.recipes.partners"
         ({"path": f"{PARTNERS}:NOBODY"}, "is of type int. Name a class"),
         ({"path": f"{PARTNERS}:Deaf"}, r"has no `step`\. An environment has two methods"),
         (
-            {"path": f"{PARTNERS}:Echo", "options": {"turnz": 3}},
-            r"cannot be created with `env.options` \(turnz=3\).*turns",
+            {"path": f"{PARTNERS}:Echo", "kwargs": {"turnz": 3}},
+            r"cannot be created with `env.kwargs` \(turnz=3\).*turns",
         ),
-        ({"path": f"{PARTNERS}:Echo", "options": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
+        ({"path": f"{PARTNERS}:Echo", "kwargs": {"turns": 1, "more": 2}}, "unexpected keyword argument 'more'"),
         ({"path": f"{PARTNERS}:Picky"}, r"missing a required argument: 'taste'"),
         ({"tools": ["partners"]}, r"The tool 'partners' is incomplete"),
         ({"tools": [f"{PARTNERS}:NOBODY"]}, "is of type int, which cannot be called"),
@@ -43,7 +43,7 @@ def test_who_cannot_be_made_is_told(options: dict[str, Any], what: str) -> None:
 
 
 def test_a_class_a_function_and_tools_are_all_made(tmp_path: Path) -> None:
-    EnvConfig(path=f"{PARTNERS}:Echo", options={"turns": 2}).prepare()
+    EnvConfig(path=f"{PARTNERS}:Echo", kwargs={"turns": 2}).prepare()
     EnvConfig(path=f"{PARTNERS}:make_echo").prepare()
     config = EnvConfig(tools=f"{PARTNERS}:add")
     config.prepare()
@@ -108,5 +108,5 @@ def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Capt
 def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"prompt": "1+1="}\n')
-    given = GAME | {"reward": "exact", "data.train": bare}
+    given = GAME | {"reward": "exact_match", "data.train": bare}
     assert "`reward=environment`" in refused_run(capsys, world, tmp_path / "run", **given)

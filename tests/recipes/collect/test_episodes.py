@@ -143,14 +143,14 @@ def test_turns_go_on_from_the_very_tokens_and_each_is_paid(plain: ChatRenderer) 
 
 
 def test_too_many_turns_truncate_a_rollout(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(), path=ECHO, options={"turns": 9}, max_turns=4)
+    played = play(plain, lambda *_: "1", asked(), path=ECHO, kwargs={"turns": 9}, max_turns=4)
     assert len(played.turns) == 4 and played.truncated and played.verdict.outcome is Outcome.SUCCEEDED
     assert played.turn_rewards == 0.5, "the last answer is paid for as well"
 
 
 def test_what_leaves_no_room_truncates_a_rollout(plain: ChatRenderer) -> None:
     speaker = Speaker(plain, lambda *_: "123456789")
-    played = play(plain, speaker, asked(), path=ECHO, options={"turns": 9}, max_tokens=30)
+    played = play(plain, speaker, asked(), path=ECHO, kwargs={"turns": 9}, max_tokens=30)
     assert [params.max_tokens for params in speaker.asked] == [26, 12]
     assert [len(turn.completion.ids) for turn in played.turns] == [10, 10] and played.truncated
     assert len(played.turns[-1].prompt) + 10 <= 30 < len(played.turns[-1].prompt) + 10 + 4
@@ -165,8 +165,8 @@ def test_a_beginning_that_leaves_no_room_is_a_failure(plain: ChatRenderer) -> No
 
 
 def test_an_answer_cut_off_in_the_end_truncates_a_rollout(plain: ChatRenderer) -> None:
-    assert play(plain, lambda *_: "123456", asked(), path=ECHO, options={"turns": 1}, tokens=4).truncated
-    assert not play(plain, lambda *_: "123", asked(), path=ECHO, options={"turns": 1}, tokens=4).truncated
+    assert play(plain, lambda *_: "123456", asked(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
+    assert not play(plain, lambda *_: "123", asked(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
     cut_in_the_middle = play(plain, lambda _, n: "123456" if n == 1 else "1", asked(), path=ECHO, tokens=4)
     assert not cut_in_the_middle.truncated and len(cut_in_the_middle.turns) == 3
 

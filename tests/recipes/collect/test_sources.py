@@ -412,7 +412,7 @@ def test_without_a_greedy_answer_a_task_is_dropped_with_that_cause() -> None:
 
 # -- many turns -------------------------------------------------------------------------------------------------------
 
-ECHO = EnvConfig(path="tests.recipes.partners:Echo", options={"turns": 3})
+ECHO = EnvConfig(path="tests.recipes.partners:Echo", kwargs={"turns": 3})
 
 
 def total(task: Task, answer: str) -> float:

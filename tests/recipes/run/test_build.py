@@ -163,7 +163,7 @@ def test_tasks_without_the_right_answers_that_a_reward_reads_are_told(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "solved": "2"}\n')
-    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None}
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None}
     told = refused_run(capsys, world, tmp_path / "run", **given)
     assert "None of the 1 tasks in data.train can be judged" in told and "row 0: Task 0 needs a right answer" in told
     assert "`data.columns.answer=…`" in told and "solved" in told
@@ -175,7 +175,7 @@ def test_single_tasks_without_a_right_answer_are_left_out_and_told(
 ) -> None:
     rows = [{"prompt": "1+1=", "answer": answer} for answer in (None, "2", None, "3", "4")]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None, "steps": 1}
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None, "steps": 1}
     run = train(world, tmp_path / "run", **given)
     assert "2 of 5 tasks in data.train cannot be judged: left out." in (told := capsys.readouterr().err)
     assert "tasks.jsonl, row 0: Task 0 needs" in told and "failed_attempts" not in told
@@ -184,7 +184,7 @@ def test_single_tasks_without_a_right_answer_are_left_out_and_told(
 
 def test_a_row_without_a_prompt_is_no_matter_of_the_reward(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "2"}\n')
-    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact", "reward.path": None}
+    given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None}
     told = refused_run(capsys, world, tmp_path / "run", **given)
     assert "tasks.jsonl, row 1 has no column `prompt`" in told and "cannot be judged" not in told
 

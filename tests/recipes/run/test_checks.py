@@ -53,7 +53,12 @@ def test_the_sampler_is_compared_with_the_policy_at_every_step(world: Path) -> N
 
 
 def test_a_part_of_the_reward_that_nothing_compares_is_refused(world: Path) -> None:
-    parts = {"reward": "combined", "reward.path": None, "reward.parts.right": "exact", "reward.parts.form": "format"}
+    parts = {
+        "reward": "combined",
+        "reward.path": None,
+        "reward.parts.right": "exact_match",
+        "reward.parts.form": "format",
+    }
     named = parts | {"reward.parts.form.tags": "[a]", "collect.metric": "right"}
     with pytest.raises(ConfigError, match=r"`collect\.refill=0` replaces none"):
         check_run(run_of(world, **named))

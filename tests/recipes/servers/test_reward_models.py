@@ -1,4 +1,4 @@
-"""`reward=model`: a trained reward model judges the answers of a run, as it was trained to read them."""
+"""`reward=reward_model`: a trained reward model judges the answers of a run, as it was trained to read them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_answer_earns_what_the_model_says(judge: Path) -> None:
 
 
 def test_it_may_be_a_part_of_a_reward(judge: Path) -> None:
-    part = {"name": "model", "path": str(judge), "precision": "fp32"}
+    part = {"name": "reward_model", "path": str(judge), "precision": "fp32"}
     reward = REWARDS["combined"](
         parts={"liked": part, "form": {"name": "regex", "pattern": "^[0-9]+$"}}, weights={"liked": 0.5}
     )
@@ -96,14 +96,20 @@ def test_messages_are_read_by_the_models_own_template(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_a_run_learns_what_the_model_likes(world: Path, judge: Path, tmp_path: Path) -> None:
-    given = {"reward": "model", "reward.path": judge, "reward.precision": "fp32", "steps": 20, "collect.tasks": 12}
+    given = {
+        "reward": "reward_model",
+        "reward.path": judge,
+        "reward.precision": "fp32",
+        "steps": 20,
+        "collect.tasks": 12,
+    }
     given |= {"collect.group_size": 8, "train.learning_rate": 1e-2}
     steps = measured(train(world, tmp_path / "run", **given))
     assert steps[-1]["reward"] > 1.5 * steps[0]["reward"] and steps[-1]["failed_attempts"] == 0
 
 
 def test_answers_are_scored_by_command(world: Path, judge: Path, capsys: Captured) -> None:
-    words = [f"model.path={world / 'model'}", f"data.val=[{world / 'held_out.jsonl'}]", "reward=model"]
+    words = [f"model.path={world / 'model'}", f"data.val=[{world / 'held_out.jsonl'}]", "reward=reward_model"]
     words += [
         f"reward.path={judge}",
         "sampling.max_tokens=4",
@@ -123,20 +129,20 @@ def test_what_is_no_reward_model_is_told(world: Path, tmp_path: Path, capsys: Ca
         (tmp_path / "nowhere", "`reward.path="),
         (None, "reward.path needs a value and has none"),
     ):
-        changes = {"reward": "model", "reward.path": path}
+        changes = {"reward": "reward_model", "reward.path": path}
         assert told in refused_run(capsys, world, tmp_path / "run", **changes), told
     assert not (tmp_path / "run").exists()
 
 
 def test_its_directory_is_seen_from_anywhere(world: Path, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(judge.parent)
-    run = compose(Run, options(world, **{"reward": "model", "reward.path": judge.name}))
+    run = compose(Run, options(world, **{"reward": "reward_model", "reward.path": judge.name}))
     assert with_absolute_paths(run).reward.model_dump()["path"] == judge
     found = with_absolute_paths(run).reward.files()
     assert {file.name for file in found} >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_sums_of_several_rewards_load_each_model(judge: Path) -> None:
-    parts = {name: {"name": "model", "path": str(judge), "precision": "fp32"} for name in ("one", "other")}
+    parts = {name: {"name": "reward_model", "path": str(judge), "precision": "fp32"} for name in ("one", "other")}
     (verdict,) = verdicts(REWARDS["combined"](parts=parts), ["12"])
     assert verdict.parts["one"] == verdict.parts["other"]

@@ -370,7 +370,7 @@ def test_a_run_is_asked_scored_written_and_drawn(finished: Finished, tmp_path: P
     tasks = write(
         tmp_path / "tasks.jsonl", [{"prompt": row["prompt"], "answer": row["completion"]} for row in sums()[:5]]
     )
-    words = [f"data.val=[{tasks}]", "reward=exact", "sampling.max_tokens=4", "observe.console=plain", "--json"]
+    words = [f"data.val=[{tasks}]", "reward=exact_match", "sampling.max_tokens=4", "observe.console=plain", "--json"]
     assert main(["eval", str(run), *words]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["step"] == 3 and told["tasks"] == 5 and Path(told["answers"]).parent == run / "evaluations"

@@ -101,4 +101,4 @@ def test_it_is_not_asked_for_words(judge: tuple[Path, Path], school: Path, capsy
     run, _ = judge
     for words in (["generate", str(run), "1+1="], ["eval", str(run), f"data.val=[{school / 'tasks.jsonl'}]"]):
         told = refused(capsys, *words)
-        assert "trains a model that scores, and cannot generate text" in told and "reward=model" in told
+        assert "trains a model that scores, and cannot generate text" in told and "reward=reward_model" in told

@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flipped",
     [
-        {"data.learn": "last"},
+        {"data.train_on": "last"},
         {"loss.reduction": "seq-mean-token-mean"},
         {"loss.reduction": "seq-mean-token-mean", "loss.unit": "turn"},
         {"data.max_tokens": 40, "data.overlong": "truncate"},

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from etude.records import Outcome
-from etude.rewards import Judge, Program, Verdict
+from etude.rewards import Code, Judge, Verdict
 from etude.rewards.sandbox.guest.syscalls import look_up_syscall_numbers
 from etude.rewards.sandbox.probe import PROTECTIONS, probe_protections
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits
@@ -411,7 +411,7 @@ LARGE = {
 
 def judged(code: str, truth: Any, **options: Any) -> Verdict:
     """The verdict on a program, as a run would have it."""
-    with Judge(Program(**options)) as judge:
+    with Judge(Code(**options)) as judge:
         return asyncio.run(judge.judge(task(truth), f"```python\n{code}\n```"))
 
 
@@ -442,7 +442,7 @@ def test_whatever_a_program_returns_lowers_its_own_score_and_nothing_else(value:
         "assert {add(1, 2): 1} == {3: 1}",
         "assert all(each == 3 for each in map(lambda n: add(1, n), [2, 2]))",
     ]
-    with Judge(Program(score="share", timeout=4.0, total_timeout=8.0)) as judge:
+    with Judge(Code(score="share", timeout=4.0, total_timeout=8.0)) as judge:
         for truth, share in ((calls, 1 / 2), (statements, 1 / 4)):
             verdict, longest = asyncio.run(ticked(judge, truth, code))
             assert (verdict.outcome, verdict.error) == (Outcome.SUCCEEDED, "") and verdict.reward == share
@@ -494,7 +494,7 @@ def test_an_exception_that_is_expected_is_met() -> None:
     ],
 )
 def test_no_output_of_a_script_stalls_the_event_loop(code: str) -> None:
-    with Judge(Program()) as judge:
+    with Judge(Code()) as judge:
         for wanted in ("3.0", "3.0 " * 1000):
             verdict, longest = asyncio.run(ticked(judge, {"inputs": [""], "outputs": [wanted]}, code))
             assert (verdict.outcome, verdict.reward) == (Outcome.SUCCEEDED, 0.0) and longest < 1.0

@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import DataError
 from etude.records import Task
-from etude.rewards import Judge, Program
+from etude.rewards import Code, Judge
 from etude.rewards.sandbox.parse_tests import parse_tests
 from tests.rewards.tasks import task
 from tests.sweeps import later
@@ -44,7 +44,7 @@ FORMS: dict[str, Any] = {
 
 
 def scored(code: str, truth: Any, **fields: Any) -> float:
-    with Judge(Program()) as judge:
+    with Judge(Code()) as judge:
         return asyncio.run(judge.judge(task(truth, **fields), f"```python\n{code}\n```")).reward
 
 
@@ -73,7 +73,7 @@ def test_a_reference_solution_is_no_test() -> None:
     fields = {"solution": RIGHT, "test": "assert add(3, 4) == 7"}
     assert scored(RIGHT, RIGHT, **fields) == 1 and scored("pass", RIGHT, **fields) == 0
     with pytest.raises(DataError, match="every program would pass"):
-        Program().check(Task(0, {"ground_truth": RIGHT + "print(add(one, 2))", "solution": RIGHT}))
+        Code().check(Task(0, {"ground_truth": RIGHT + "print(add(one, 2))", "solution": RIGHT}))
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_a_reference_solution_is_no_test() -> None:
 )
 def test_code_that_tests_nothing_is_refused(code: str, message: str) -> None:
     with pytest.raises(DataError, match="The tests of task 7 of sums cannot be used") as error:
-        Program().check(task(code))
+        Code().check(task(code))
     assert message in str(error.value)

@@ -26,7 +26,7 @@ from etude.rewards.sandbox.probe import PROTECTIONS, Protection, probe_protectio
 from etude.rewards.sandbox.program_tests import ProgramTests, read_tests
 from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLimits, SandboxLostError
 
-__all__ = ["Program", "extract_code"]
+__all__ = ["Code", "extract_code"]
 
 # No repetition gives back what it took, so that the search stays linear in the text.
 _FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
@@ -34,7 +34,7 @@ _DEFAULT_LIMITS = SandboxLimits()
 _PYTHON = frozenset({"python", "py", "python3"})
 
 
-class Program(RewardFunction):
+class Code(RewardFunction):
     """1 where the program in an answer passes every test of its task, or the share that it passes.
 
     The tests are the task's right answer: pairs of inputs and outputs, or `assert` statements

@@ -13,9 +13,9 @@ import pytest
 from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
-from etude.rewards import Judge, JudgingConfig, Program, Verdict
-from etude.rewards import program as programs
-from etude.rewards.program import extract_code
+from etude.rewards import Code, Judge, JudgingConfig, Verdict
+from etude.rewards import code as programs
+from etude.rewards.code import extract_code
 from etude.rewards.sandbox import sandbox as sandbox_module
 from etude.rewards.sandbox.probe import probe_protections
 from tests.rewards.tasks import task
@@ -32,7 +32,7 @@ def scored(code: str, truth: Any, **options: Any) -> float:
 
 
 def judged(code: str, truth: Any, **options: Any) -> Verdict:
-    with Judge(Program(**options)) as judge:
+    with Judge(Code(**options)) as judge:
         return asyncio.run(judge.judge(task(truth), f"So:\n```python\n{code}\n```\n"))
 
 
@@ -118,7 +118,7 @@ def test_a_check_of_the_entry_point_is_one_test() -> None:
     truth = {"test": HUMAN_EVAL, "entry_point": "add"}
     assert scored(RIGHT, truth) == 1 and scored("def add(a, b): return 3", truth) == 0
     row = Task(0, {"prompt": "…", "ground_truth": None, "test": HUMAN_EVAL, "entry_point": "add"})
-    with Judge(Program()) as judge:
+    with Judge(Code()) as judge:
         assert asyncio.run(judge.judge(row, RIGHT)).reward == 1
 
 
@@ -239,7 +239,7 @@ def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
         truth = {"inputs": ["x"], "outputs": ["x"]}
         return await asyncio.gather(*(judge.judge(task(truth, ordinal=n), code) for n in range(4)))
 
-    with Judge(Program(max_concurrency=1, timeout=2.5, total_timeout=2.9), JudgingConfig(timeout=3.0)) as judge:
+    with Judge(Code(max_concurrency=1, timeout=2.5, total_timeout=2.9), JudgingConfig(timeout=3.0)) as judge:
         verdicts = asyncio.run(four(judge))
     assert [verdict.reward for verdict in verdicts] == [1.0] * 4
     assert all(0.6 < verdict.seconds < 2 for verdict in verdicts)
@@ -278,7 +278,7 @@ print(*[resource.getrlimit(getattr(resource, name))[0] for name in names])
 
 
 def test_a_sandbox_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Judge(Program()) as judge:
+    with Judge(Code()) as judge:
         monkeypatch.setattr(sandbox_module, "_BOOT", "raise SystemExit('no room')")
         verdict = asyncio.run(judge.judge(task(SUM), "print(3)"))
     assert (
@@ -405,7 +405,7 @@ def test_a_task_without_tests_is_refused(truth: Any, message: str) -> None:
     with pytest.raises(
         DataError, match=r"The tests of task 7 of sums cannot be used: .*`data\.columns\.answer=…`"
     ) as e:
-        Program().check(task(truth))
+        Code().check(task(truth))
     assert message in str(e.value)
 
 
@@ -413,11 +413,11 @@ def test_what_cannot_be_had_together_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"may take 40 seconds .*`reward\.total_timeout`.* is 30\. Set `judging\.timeout` above 40"
     ):
-        Judge(Program(total_timeout=40.0))
+        Judge(Code(total_timeout=40.0))
     with pytest.raises(
         ConfigError, match=r"`judging\.workers=2` judges in several processes.*`reward\.max_concurrency`"
     ):
-        Judge(Program(), JudgingConfig(workers=2))
+        Judge(Code(), JudgingConfig(workers=2))
     for wrong in (
         {"timeout": 0},
         {"cpu": 0},
@@ -427,12 +427,12 @@ def test_what_cannot_be_had_together_is_refused() -> None:
         {"score": "some"},
     ):
         with pytest.raises(ConfigError):
-            Program(**wrong)  # type: ignore[arg-type]
+            Code(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_protections_of_a_machine_are_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info")
-    with Judge(Program(require=tuple(probe_protections()))):
+    with Judge(Code(require=tuple(probe_protections()))):
         message = capsys.readouterr().err
     assert message.count("The programs of answers") == 1
     if len(probe_protections()) == 3:
@@ -447,7 +447,7 @@ def test_a_protection_that_is_asked_for_and_not_there_is_refused(
         programs, "probe_protections", lambda: probe_protections(("namespaces", "landlock", "filter", "stranger"))
     )
     with pytest.raises(ConfigError, match=r"`require` asks for network, and .* sockets of others: it grants"):
-        Judge(Program(require=("network",)))
-    with Judge(Program()):
+        Judge(Code(require=("network",)))
+    with Judge(Code()):
         message = capsys.readouterr().err
     assert "WARNING" in message and "they can reach the network or sockets of others; read and write files" in message
