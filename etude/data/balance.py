@@ -1,8 +1,9 @@
 """The division of items into parts of about the same cost, by Karmarkar and Karp's differencing.
 
 Balanced parts let no rank wait long for another. Each item begins as one division: its cost in one part, and nothing in
-the others. The two divisions with the largest differences are joined, the fullest parts of one with the emptiest of the
-other, until one division is left. The error of the greedy rule is about the smallest cost; here it is far smaller.
+the others. The two divisions with the largest differences are joined: the fullest parts of one with the emptiest of the
+other. This repeats until one division is left. The error of the greedy rule is about the smallest cost; here it is far
+smaller.
 """
 
 from __future__ import annotations

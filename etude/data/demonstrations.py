@@ -1,8 +1,11 @@
 """Demonstrations: rows with answers that the model learns.
 
-A row has one of four forms, and the first whose columns are there counts: `input_ids` with `assistant_masks`, the exact
-tokens (`pretokenized`); `messages`, a conversation whose answers are trained; `prompt` and `completion`, each text or
-messages; `text`, all of which is trained.
+A row has one of four forms. The first form whose columns are there counts:
+
+    input_ids, assistant_masks     the exact tokens, with the mask of trained tokens (`pretokenized`)
+    messages                       a conversation whose answers are trained
+    prompt, completion             each text or messages; the completion is trained
+    text                           a text, all of which is trained
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rows of files, directories and iterables, created on access from Arrow memory instead of Python objects.
 
 Parquet, CSV and `datasets` directories are Arrow tables; a directory is mapped into memory and not read. CSV has no
-types, so all its columns are text. JSON rows may differ in their keys and are kept as JSON text, so that no type is
+types, so all its columns are text. JSON rows may differ in their keys. They are kept as JSON text, so that no type is
 guessed: "2024-01-01" stays text, and a row without a key does not get it as null.
 """
 

@@ -222,7 +222,7 @@ class CurriculumSampler(Sampler):
 
     Each row has an epoch of its own. The row with the earliest epoch is next, in an order that is drawn for each epoch.
     A use moves a row to its next epoch; equal rewards of its group move it `cooldown` epochs further. So no row comes
-    twice in an epoch, a row that teaches misses none, and a row that was too hard or too easy comes again later.
+    twice in an epoch, and a row that teaches misses none. A row that was too hard or too easy comes again later.
     """
 
     cooldown: int = Field(

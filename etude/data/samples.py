@@ -56,7 +56,7 @@ def find_observation_starts(turns: Sequence[Turn]) -> list[int]:
     If a turn records the length of its observation, that length counts. Otherwise the prompt continues the longest
     earlier prompt, or prompt with answer, that it begins with. The tokens after it are the observation, if an answer is
     before them. A token that was in an earlier prompt, at the same position after the same tokens, is not observed
-    again, also where the two prompts differ after it.
+    again. This holds also where the two prompts differ after it.
     """
     starts: list[int] = []
     contexts_by_model: dict[

@@ -102,8 +102,8 @@ def parse_score(result: Any) -> tuple[float, dict[str, float]]:
     """Return the reward and its named parts, from the result of a reward function.
 
     A number (int, float, bool, a numpy scalar) is the reward. A mapping holds named parts. If one of them is called
-    `score`, it is the reward, and the other numbers are the parts; other values, such as extracted text, are left out.
-    Without `score` each part must be a number, and their sum is the reward.
+    `score`, it is the reward, and the other numbers are the parts. Other values, such as extracted text, are left out
+    then. Without `score` each part must be a number, and their sum is the reward.
     """
     if not isinstance(result, Mapping):
         return _parse_number(result, "it returned"), {}

@@ -75,7 +75,7 @@ class Judge:
 
     Consumes tasks and answers; produces verdicts; waits for a free worker and for the function.
     `JudgingConfig.timeout` limits each call. It cannot end a function that blocks its event loop, or that holds the
-    interpreter lock on a thread: give such a function `workers`.
+    interpreter lock on a thread. Give such a function `workers`.
     """
 
     def __init__(self, reward: RewardFunction | Callable[..., Any], judging: JudgingConfig | None = None) -> None:

@@ -1,7 +1,7 @@
 """The main function of a worker process, which judges one answer after the other until its pipe closes.
 
 The parent kills a process whose call takes too long. If the parent itself has died, the pipe closes, and the process
-kills itself and all that it started. A call that holds the interpreter lock hides the closed pipe; then the system's
+kills itself and all that it started. A call that holds the interpreter lock hides the closed pipe. Then the system's
 alarm ends the process soon after the call's limit.
 """
 

@@ -1,7 +1,7 @@
 """The parser of test code: it splits the code into statements, marks the tests, and finds the names of the program.
 
-A test is a statement that can fail: one with an `assert`, a `raise` or a call such as `assert_allclose`, or one that
-names a function which contains these. The parser adds the calls that a test runner would make:
+A test is a statement that can fail: it has an `assert`, a `raise` or a call such as `assert_allclose`. A statement that
+names a function with one of these is a test too. The parser adds the calls that a test runner would make:
 
     def test_add(): …                      test_add()
     class TestAdd: def test_one(self): …   TestAdd().test_one()

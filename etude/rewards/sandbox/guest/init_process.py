@@ -6,9 +6,9 @@
 The outer process only waits. It stays outside the program's namespaces and reaps the processes that are left. The init
 process is the first process inside the namespaces. It and its children have no privileges (`confine`).
 
-The init process holds no secret. A test runner reads the expected results from the parent's pipe itself, so they are
+The init process holds no secret. A test runner reads the expected results from the parent's pipe itself. So they are
 never in the memory from which programs are forked. It writes its verdict, one letter for each test, to an unnamed file.
-The init process creates that file after the program has started, so no program has a descriptor of it, or of the
+The init process creates that file after the program has started. So no program has a descriptor of it, or of the
 parent's pipe. When the parent closes the pipe or dies, the init process ends all processes and itself.
 """
 

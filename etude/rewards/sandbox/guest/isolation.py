@@ -1,7 +1,7 @@
 """The isolation of a process from the rest of the machine, and its resource limits.
 
-A refusal of the kernel is not an error: isolation goes on with the next best means, and in the end a program tries out
-the result (`etude.rewards.sandbox.probe.probe_protections`). The means, in this order:
+A refusal of the kernel is not an error: isolation goes on with the next best means. In the end a program tries out the
+result (`etude.rewards.sandbox.probe.probe_protections`). The means, in this order:
 
     namespaces    a separate network without devices, separate processes, a separate root in memory
     a stranger    if root runs this: a user id that no other process has, without privileges

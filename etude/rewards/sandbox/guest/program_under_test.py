@@ -1,7 +1,7 @@
 """The process of the program under test: it runs as a script, or is loaded and serves one request at a time.
 
 The test runner trusts none of its replies. It compares a script's output itself. From a loaded program it receives
-plain values; any other object stays in this process, and messages refer to it by number (`json_values`, `test_runner`).
+plain values. Any other object stays in this process, and messages refer to it by number (`json_values`, `test_runner`).
 """
 
 from __future__ import annotations
