@@ -19,9 +19,9 @@ ClusterBackend = Literal["local", "ray"]
 """What the ranks of a run are: processes of this machine, or actors of Ray's."""
 
 
-def crew_of(carrier: ClusterBackend) -> Callable[..., MultiRankCrew[Any]]:
+def crew_of(backend: ClusterBackend) -> Callable[..., MultiRankCrew[Any]]:
     """What starts a crew of several ranks there."""
-    if carrier == "local":
+    if backend == "local":
         from etude.dispatch.process_crew import ProcessCrew
 
         return ProcessCrew

@@ -26,15 +26,15 @@ class LocalCrew:
 
     def __init__(self, worker: object) -> None:
         self._worker: object | None = worker
-        self._calling = threading.RLock()
+        self._call_lock = threading.RLock()
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call `Worker.method` (the function on the class) on the one worker."""
         assert self._worker is not None, "this crew was closed"
         gather = get_dispatch_mode(method).gather
-        with self._calling:
-            answer = method(self._worker, *args, **kwargs)
-        return [answer] if gather is Gather.ALL else answer  # type: ignore[return-value]
+        with self._call_lock:
+            result = method(self._worker, *args, **kwargs)
+        return [result] if gather is Gather.ALL else result  # type: ignore[return-value]
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`: what stays here is here."""
@@ -46,13 +46,13 @@ class LocalCrew:
 
     def build_batch(
         self,
-        outline: BatchMeta,  # noqa: ARG002
+        meta: BatchMeta,  # noqa: ARG002
         refs: Sequence[Any],
-        make: BatchFactory,
+        factory: BatchFactory,
         metadata: Sequence[Any],
     ) -> Batch:
         """The batch that is made of values which were kept, and of what else is told of them."""
-        return make(refs, metadata)
+        return factory(refs, metadata)
 
     def fetch(self, batch: Batch) -> Batch:
         """The batch: it is here."""

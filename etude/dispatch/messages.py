@@ -29,7 +29,7 @@ __all__ = [
     *("RankSetup", "StartupStatus", "StoredBatch", "deserialize", "serialize"),
 ]
 
-SMALL = 4096
+INLINE_BYTES = 4096
 """Bytes of one value that are not worth a place of their own."""
 
 
@@ -45,7 +45,7 @@ class Payload:
     @property
     def size(self) -> int:
         """How many bytes there are."""
-        return len(self.pickled) + sum(each.nbytes for each in self.buffers)
+        return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 PayloadRef = Any
@@ -189,7 +189,7 @@ class Channel(Protocol):
         """A value, as an answer carries it; or a batch that is kept, as it is told of."""
         ...
 
-    def deserialize(self, sent: PayloadRef) -> Any:
+    def deserialize(self, payload_ref: PayloadRef) -> Any:
         """The value that a call carried."""
         ...
 
@@ -224,23 +224,23 @@ class PipeChannel:
         assert not keep, "what a process keeps, no other can look at"
         return serialize(value)
 
-    def deserialize(self, sent: Payload) -> Any:
+    def deserialize(self, payload: Payload) -> Any:
         """What came through the pipe."""
-        return deserialize(sent)
+        return deserialize(payload)
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, to_ref: ToBatchRef, aside: Callable[[pickle.PickleBuffer], bool]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=aside)
+    def __init__(self, file: io.BytesIO, to_ref: ToBatchRef, on_buffer: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=on_buffer)
         self._to_ref = to_ref
         self.batch_refs: list[BatchRef] = []
 
     def persistent_id(self, value: Any) -> int | None:
         """What is lent is told by its number."""
-        lent = self._to_ref(value)
-        if lent is None:
+        ref = self._to_ref(value)
+        if ref is None:
             return None
-        self.batch_refs.append(lent)
+        self.batch_refs.append(ref)
         return len(self.batch_refs) - 1
 
     def reducer_override(self, value: Any) -> Any:
@@ -252,20 +252,20 @@ class _Packer(pickle.Pickler):
         return NotImplemented
 
 
-def _batch(wire: Any) -> Batch:
+def _batch(buffer: Any) -> Batch:
     """The batch, which looks into the buffer that it came in."""
-    view = memoryview(wire)
+    view = memoryview(buffer)
     return from_bytes(view, shared=view.readonly)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, body: Payload, load_ref: LoadBatchRef) -> None:
-        super().__init__(io.BytesIO(body.pickled), buffers=body.buffers)
-        self._body, self._load_ref = body, load_ref
+    def __init__(self, payload: Payload, load_ref: LoadBatchRef) -> None:
+        super().__init__(io.BytesIO(payload.pickled), buffers=payload.buffers)
+        self._payload, self._load_ref = payload, load_ref
 
     def persistent_load(self, number: Any) -> Any:
         """What was lent."""
-        return self._load_ref(self._body.batch_refs[number])
+        return self._load_ref(self._payload.batch_refs[number])
 
 
 def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
@@ -273,19 +273,21 @@ def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
     buffer = io.BytesIO()
     large: list[NDArray[np.uint8]] = []
 
-    def aside(found: pickle.PickleBuffer) -> bool:
-        raw = found.raw()
-        if raw.nbytes < SMALL:
+    def keep_inline(pickle_buffer: pickle.PickleBuffer) -> bool:
+        raw = pickle_buffer.raw()
+        if raw.nbytes < INLINE_BYTES:
             return True
         large.append(np.frombuffer(raw, np.uint8))
         return False
 
-    packer = _Packer(buffer, to_ref, aside)
+    packer = _Packer(buffer, to_ref, keep_inline)
     packer.dump(value)
     return Payload(buffer.getvalue(), tuple(large), tuple(packer.batch_refs))
 
 
-def deserialize(body: Payload, load_ref: LoadBatchRef | None = None) -> Any:
+def deserialize(payload: Payload, load_ref: LoadBatchRef | None = None) -> Any:
     """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is. borrow:
     how one looks at what was lent."""
-    return pickle.loads(body.pickled, buffers=body.buffers) if load_ref is None else _Unpacker(body, load_ref).load()
+    if load_ref is not None:
+        return _Unpacker(payload, load_ref).load()
+    return pickle.loads(payload.pickled, buffers=payload.buffers)

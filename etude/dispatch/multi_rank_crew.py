@@ -42,21 +42,21 @@ from etude.errors import ConfigError, CrewError
 from etude.observe import LogLevel, format_seconds, get_logger
 from etude.protocols import get_dispatch_mode
 
-__all__ = ["GRACE", "LONGEST", "TIMES", "MultiRankCrew", "Rendezvous"]
+__all__ = ["CALL_LIMIT_TIMEOUTS", "GRACE_SECONDS", "MIN_CALL_LIMIT", "MultiRankCrew", "Rendezvous"]
 
 M = TypeVar("M", bound=RankHandle)
 R = TypeVar("R")
 
 TICK = 0.1
 """Seconds between two looks at the ranks."""
-GRACE = 3.0
+GRACE_SECONDS = 3.0
 """Seconds that the other ranks may take to end a call that has raised an error in one."""
 STARTUP_SILENCE = 60.0
 """Seconds of silence that a rank may have while it starts, when libraries are loaded and hold everything up."""
-LONGEST, TIMES = 6 * 3600.0, 10.0
+MIN_CALL_LIMIT, CALL_LIMIT_TIMEOUTS = 6 * 3600.0, 10.0
 """Seconds that a call may last which no rank ends, or so many times `crew.timeout` where that is more: what hangs in
 all of them at once cannot be told from work, but by how long it takes."""
-TELL = 10.0
+REPORT_INTERVAL = 10.0
 """Seconds after which it is told, again and again, what the start waits for."""
 
 
@@ -80,7 +80,7 @@ class MultiRankCrew(Generic[M]):
 
     def __init__(
         self,
-        members: Sequence[M],
+        handles: Sequence[M],
         *,
         share: Partitioner,
         config: CrewConfig | None,
@@ -94,16 +94,16 @@ class MultiRankCrew(Generic[M]):
         self._repeats = repeats
         self._config, self._share, self._level = config or CrewConfig(), share, level
         self._threads, self._device = threads, device
-        self._members = members
+        self._handles = handles
         self._numbers = itertools.count(1)
-        self._lock, self._calling = threading.Lock(), threading.Lock()
+        self._lock, self._call_lock = threading.Lock(), threading.Lock()
         self._rendezvous: Future[Rendezvous] = Future()
         self._closing = threading.Event()
         self._error: Exception | None = None
         self._failure_announced = threading.Event()
         """Whoever waited was told of the end."""
         self._call = _CrewCall("", {})
-        self._texts: dict[str, int] = {}
+        self._first_ranks: dict[str, int] = {}
         self._watchdog = threading.Thread(target=self._watch, name="etude-crew", daemon=True)
 
     # -- each kind's own ------------------------------------------------------------------------------------------
@@ -116,31 +116,32 @@ class MultiRankCrew(Generic[M]):
         """A value, as it travels to the ranks."""
         return serialize(value)
 
-    def _deserialize(self, sent: PayloadRef) -> Any:
+    def _deserialize(self, payload_ref: PayloadRef) -> Any:
         """The value that came from one."""
-        return deserialize(sent)
+        return deserialize(payload_ref)
 
-    def _handle_reply(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
+    def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
         """Read what came of a question, on the thread that heard of it; or on another, if that may take a while."""
-        read(came)
+        read(reply)
 
     # -- what the controller asks ---------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return len(self._members)
+        return len(self._handles)
 
     @property
     def pids(self) -> list[int]:
         """Their processes."""
-        return [member.pid for member in self._members]
+        return [handle.pid for handle in self._handles]
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Call `Worker.method` (the function on the class) on all ranks, divided and joined as it declares."""
-        division = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
-        found: R = division.join([partial(self._deserialize, sent) for sent in self._call_ranks(method, division)])
-        return found
+        split = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
+        replies = self._call_ranks(method, split)
+        result: R = split.join([partial(self._deserialize, reply) for reply in replies])
+        return result
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`, of a method that gives a batch; where another rank can look at it, it may stay where it was made,
@@ -153,34 +154,34 @@ class MultiRankCrew(Generic[M]):
 
     def build_batch(
         self,
-        outline: BatchMeta,  # noqa: ARG002
+        meta: BatchMeta,  # noqa: ARG002
         refs: Sequence[Any],
-        make: BatchFactory,
+        factory: BatchFactory,
         metadata: Sequence[Any],
     ) -> Batch:
         """The batch that is made of values which were kept, one for each rollout, and of what else is told of them."""
-        return make(refs, metadata)
+        return factory(refs, metadata)
 
     def fetch(self, batch: Batch) -> Batch:
         """A batch that may have stayed with the ranks, here."""
         return batch
 
-    def _call_ranks(self, method: Callable[..., Any], division: SplitCall, *, keep: bool = False) -> list[PayloadRef]:
+    def _call_ranks(self, method: Callable[..., Any], split: SplitCall, *, keep: bool = False) -> list[PayloadRef]:
         """What each rank answers to a call, as it came; or keeps, and tells of; nothing, where that does not count."""
-        bodies = [self._serialize_call(method, *each) for each in division.arguments]
-        sharing = self.ranks // len(bodies)
-        with self._calling:
+        payloads = [self._serialize_call(method, *arguments) for arguments in split.arguments]
+        ranks_per_share = self.ranks // len(payloads)
+        with self._call_lock:
             number = next(self._numbers)
-            call = self._call = _CrewCall(
-                method.__qualname__, {m: self._expect_reply(m, number) for m in self._members}
-            )
-            for member in self._members:
-                member.send(
-                    CallRequest(number, bodies[member.rank // sharing], keep, division.uses_answer_of(member.rank))
-                )
-            answers = [future.result() for future in call.replies.values()]  # each comes, or the keeper's error
+            replies: dict[RankHandle, Future[Any]] = {
+                handle: self._expect_reply(handle, number) for handle in self._handles
+            }
+            call = self._call = _CrewCall(method.__qualname__, replies)
+            for handle in self._handles:
+                payload = payloads[handle.rank // ranks_per_share]
+                handle.send(CallRequest(number, payload, keep, split.uses_answer_of(handle.rank)))
+            answers = [future.result() for future in call.replies.values()]  # each comes, or the watchdog's error
         if call.first_failure is not None:
-            raise call.first_failure.to_exception(call.what)
+            raise call.first_failure.to_exception(call.name)
         return answers
 
     def submit(
@@ -190,31 +191,31 @@ class MultiRankCrew(Generic[M]):
 
         `on_start` is called, on another thread, once the method calls the `on_start` that it is given.
         """
-        body, member, number = self._serialize_call(method, *args), self._members[rank], next(self._numbers)
-        answer: Future[Any] = Future()
+        payload, handle, number = self._serialize_call(method, *args), self._handles[rank], next(self._numbers)
+        result: Future[Any] = Future()
 
-        def came(owed: Future[Any]) -> None:
-            if answer.set_running_or_notify_cancel():
-                self._handle_reply(owed, read)
+        def on_reply(reply: Future[Any]) -> None:
+            if result.set_running_or_notify_cancel():
+                self._handle_reply(reply, read)
 
-        def read(owed: Future[Any]) -> None:
+        def read(reply: Future[Any]) -> None:
             try:
-                told = owed.result()
-                if isinstance(told, RankFailure):
-                    raise told.to_exception(method.__qualname__)
-                answer.set_result(self._deserialize(told))
+                value = reply.result()
+                if isinstance(value, RankFailure):
+                    raise value.to_exception(method.__qualname__)
+                result.set_result(self._deserialize(value))
             except Exception as error:
-                answer.set_exception(error)
+                result.set_exception(error)
 
-        def left(asked: Future[Any]) -> None:
-            if asked.cancelled():
-                member.discard_reply(number)
-                member.send(CancelAsyncCall(number))
+        def on_done(future: Future[Any]) -> None:
+            if future.cancelled():
+                handle.discard_reply(number)
+                handle.send(CancelAsyncCall(number))
 
-        self._expect_reply(member, number, on_start).add_done_callback(came)
-        answer.add_done_callback(left)
-        member.send(AsyncCallRequest(number, body))
-        return answer
+        self._expect_reply(handle, number, on_start).add_done_callback(on_reply)
+        result.add_done_callback(on_done)
+        handle.send(AsyncCallRequest(number, payload))
+        return result
 
     def _serialize_call(self, function: Callable[..., object], *args: Any) -> PayloadRef:
         try:
@@ -231,62 +232,61 @@ class MultiRankCrew(Generic[M]):
         if self._watchdog.ident is not None:
             self._watchdog.join()
 
-    def _expect_reply(self, member: RankHandle, number: int, on_start: Callable[[], None] | None = None) -> Future[Any]:
+    def _expect_reply(self, handle: RankHandle, number: int, on_start: Callable[[], None] | None = None) -> Future[Any]:
         """What will come of it: at once an error, where nothing will."""
         assert not self._closing.is_set(), "this crew was closed"
         with self._lock:
-            future, error = member.expect_reply(number, on_start), self._error
+            future, error = handle.expect_reply(number, on_start), self._error
         if error is not None:
-            member.fail(error)
+            handle.fail(error)
         return future
 
     # -- starting -------------------------------------------------------------------------------------------------
 
-    def _start(self, make: Callable[..., object], *args: object) -> None:
+    def _start(self, factory: Callable[..., object], *args: object) -> None:
         """Start the ranks, each with `make(*args)` for a worker; none is left if that fails."""
         try:
-            self._wait_until_ready(self._serialize_call(make, *args))
+            self._wait_until_ready(self._serialize_call(factory, *args))
         except BaseException:
             self.close()
             raise
 
-    def _wait_until_ready(self, body: PayloadRef) -> None:
+    def _wait_until_ready(self, payload: PayloadRef) -> None:
         """Wait until every rank is there, and tell now and then which are not. The keeper bounds it."""
-        log, began = get_logger("dispatch"), time.perf_counter()
+        log, start = get_logger("dispatch"), time.perf_counter()
         log.info("Starting %d ranks; threads of each: %d.", self.ranks, self._threads)
         self._watchdog.start()
-        starts = {self._expect_reply(member, 0): member for member in self._members}
-        meeting = self._rendezvous.result()
-        for member in self._members:
-            member.send(self._setup_of(member, meeting, body))
-        while starts:
-            done, _ = wait(starts, TELL, FIRST_COMPLETED)
-            for start in done:
-                member, answer = starts.pop(start), start.result()
-                if isinstance(answer, RankFailure):
-                    raise answer.to_exception("its start")
-                member.ready = True
-            passed = format_seconds(time.perf_counter() - began)
+        pending = {self._expect_reply(handle, 0): handle for handle in self._handles}
+        rendezvous = self._rendezvous.result()
+        for handle in self._handles:
+            handle.send(self._setup_of(handle, rendezvous, payload))
+        while pending:
+            done, _ = wait(pending, REPORT_INTERVAL, FIRST_COMPLETED)
+            for future in done:
+                handle, reply = pending.pop(future), future.result()
+                if isinstance(reply, RankFailure):
+                    raise reply.to_exception("its start")
+                handle.ready = True
+            elapsed = format_seconds(time.perf_counter() - start)
             if not done:
-                log.info(
-                    "After %s: %s.", passed, ", ".join(f"rank {m.rank} is {m.startup_step}" for m in starts.values())
-                )
-        log.info("%d ranks are there, after %s.", self.ranks, passed)
+                steps = ", ".join(f"rank {handle.rank} is {handle.startup_step}" for handle in pending.values())
+                log.info("After %s: %s.", elapsed, steps)
+        log.info("%d ranks are there, after %s.", self.ranks, elapsed)
 
-    def _setup_of(self, member: RankHandle, meeting: Rendezvous, body: PayloadRef) -> RankSetup:
+    def _setup_of(self, handle: RankHandle, rendezvous: Rendezvous, payload: PayloadRef) -> RankSetup:
         return RankSetup(
-            rank=member.rank,
+            rank=handle.rank,
             ranks=self.ranks,
-            host=meeting.host,
-            port=meeting.port,
-            listener=meeting.listener if member.rank == 0 else None,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            listener=rendezvous.listener if handle.rank == 0 else None,
             threads=self._threads,
             device=self._device,
-            gpu=member.rank if self.sees_every_gpu else 0,
+            gpu=handle.rank if self.sees_every_gpu else 0,
             timeout=self._config.timeout,
             heartbeat_s=min(1.0, self._config.heartbeat_timeout / 5),
             level=self._level,
-            body=body,
+            body=payload,
         )
 
     # -- the keeper -----------------------------------------------------------------------------------------------
@@ -296,80 +296,80 @@ class MultiRankCrew(Generic[M]):
         error: Exception | None = None
         try:
             self._rendezvous.set_result(self._spawn())
-            began = last = time.monotonic()
+            start = last = time.monotonic()
             while error is None and not self._closing.wait(TICK):
                 now = time.monotonic()
                 # However long this process itself was stopped: a rank's signs of life wait in its pipe meanwhile.
-                error = self._find_failure(min(now - last, 2 * TICK), now - began)
+                error = self._find_failure(min(now - last, 2 * TICK), now - start)
                 last = now
-        except CrewError as told:
-            error = told
-        except Exception as other:
-            error = CrewError(f"The ranks could not be started or watched: {other!r}")
-            error.__cause__ = other
+        except CrewError as failure:
+            error = failure
+        except Exception as unexpected:
+            error = CrewError(f"The ranks could not be started or watched: {unexpected!r}")
+            error.__cause__ = unexpected
         error = error or CrewError("The ranks were ended while something was still asked of them.")
         with self._lock:
             self._error = error
         try:
             if not self._rendezvous.done():
                 self._rendezvous.set_exception(error)
-            for member in self._members:
-                member.fail(error)
+            for handle in self._handles:
+                handle.fail(error)
             self._failure_announced.set()
         finally:
-            _in_parallel(self._members, _kill_and_wait)
+            _in_parallel(self._handles, _kill_and_wait)
 
-    def _find_failure(self, passed: float, since: float) -> Exception | None:
+    def _find_failure(self, elapsed: float, total: float) -> Exception | None:
         """Why the crew cannot go on, if it cannot."""
-        for member in self._members:
-            member.pass_time(passed)
-        for member in self._members:
-            if member.has_exited:
-                member.closed.wait(1.0)
+        for handle in self._handles:
+            handle.pass_time(elapsed)
+        for handle in self._handles:
+            if handle.has_exited:
+                handle.closed.wait(1.0)
                 return CrewError(
-                    f"{member} ended while it was {self._activity_of(member)}: {member.exit_reason()}. "
-                    f"{member.log_tail()} {RESTART_HINT}"
+                    f"{handle} ended while it was {self._activity_of(handle)}: {handle.exit_reason()}. "
+                    f"{handle.log_tail()} {RESTART_HINT}"
                 )
-        for member in self._members:
-            if member.silent > (
-                self._config.heartbeat_timeout if member.ready else max(self._config.heartbeat_timeout, STARTUP_SILENCE)
+        for handle in self._handles:
+            if handle.silent > (
+                self._config.heartbeat_timeout if handle.ready else max(self._config.heartbeat_timeout, STARTUP_SILENCE)
             ):
                 return CrewError(
-                    f"{member} gave no sign of life for {member.silent:.1f} s while it was {self._activity_of(member)}"
-                    f"{member.state()}. {member.log_tail()} {RESTART_HINT} A machine that is merely slow wants a "
+                    f"{handle} gave no sign of life for {handle.silent:.1f} s while it was {self._activity_of(handle)}"
+                    f"{handle.state()}. {handle.log_tail()} {RESTART_HINT} A machine that is merely slow wants a "
                     f"longer `crew.heartbeat_timeout`."
                 )
-            if not member.ready and since > self._config.timeout:
+            if not handle.ready and total > self._config.timeout:
                 return CrewError(
-                    f"{member} did not start within `crew.timeout` = {self._config.timeout:g} s; it was "
-                    f"{member.startup_step}. {member.log_tail()}"
+                    f"{handle} did not start within `crew.timeout` = {self._config.timeout:g} s; it was "
+                    f"{handle.startup_step}. {handle.log_tail()}"
                 )
-        return self._call.stall_error(passed, self._config.timeout)
+        return self._call.stall_error(elapsed, self._config.timeout)
 
-    def _activity_of(self, member: RankHandle) -> str:
-        if not member.ready:
-            return member.startup_step
-        return f"in {self._call.what}" if self._call.pending else "answering questions, or waiting for some"
+    def _activity_of(self, handle: RankHandle) -> str:
+        if not handle.ready:
+            return handle.startup_step
+        return f"in {self._call.name}" if self._call.pending else "answering questions, or waiting for some"
 
-    def _forward_log(self, member: RankHandle, said: RankLogRecord) -> None:
+    def _forward_log(self, handle: RankHandle, record: RankLogRecord) -> None:
         """Pass on what a rank warns of; what all of them say, once."""
         with self._lock:
-            first = self._texts.setdefault(said.text, member.rank)
-        if first == member.rank:
-            logging.getLogger(said.name).log(said.level, "rank %d: %s", member.rank, said.text)
+            first = self._first_ranks.setdefault(record.text, handle.rank)
+        if first == handle.rank:
+            logging.getLogger(record.name).log(record.level, "rank %d: %s", handle.rank, record.text)
 
 
 class _CrewCall:
     """A call that every rank was asked to make."""
 
-    def __init__(self, what: str, owed: Mapping[RankHandle, Future[Any]]) -> None:
-        self.what, self.replies = what, owed
-        self._lasted = self._awaited = self._failed = 0.0
+    def __init__(self, name: str, replies: Mapping[RankHandle, Future[Any]]) -> None:
+        self.name, self.replies = name, replies
+        self._total_seconds = self._since_first_end = self._since_failure = 0.0
 
     @property
     def pending(self) -> list[RankHandle]:
         """Those whose answers are still to come."""
-        return [member for member, future in self.replies.items() if not future.done()]
+        return [handle for handle, future in self.replies.items() if not future.done()]
 
     @property
     def first_failure(self) -> RankFailure | None:
@@ -377,61 +377,65 @@ class _CrewCall:
         done = [future for future in self.replies.values() if future.done() and future.exception() is None]
         return next((future.result() for future in done if isinstance(future.result(), RankFailure)), None)
 
-    def stall_error(self, passed: float, timeout: float) -> Exception | None:
+    def stall_error(self, elapsed: float, timeout: float) -> Exception | None:
         """Why nobody need wait for the call any more, if there is a reason: some ranks have raised an error or ended it
         and others have not since, or it has lasted longer than any call does."""
-        late, raised = self.pending, self.first_failure
-        if not late:
+        pending, failure = self.pending, self.first_failure
+        if not pending:
             return None
-        self._lasted += passed
-        self._awaited += passed if len(late) < len(self.replies) else 0.0
-        self._failed += passed if raised is not None else 0.0
-        if raised is not None and self._failed > GRACE:
+        self._total_seconds += elapsed
+        self._since_first_end += elapsed if len(pending) < len(self.replies) else 0.0
+        self._since_failure += elapsed if failure is not None else 0.0
+        if failure is not None and self._since_failure > GRACE_SECONDS:
             return _with_note(
-                raised.to_exception(self.what),
-                f"{_names(late)} had not ended it {GRACE:g} s later. {_dump_stacks(late)}",
+                failure.to_exception(self.name),
+                f"{_names(pending)} had not ended it {GRACE_SECONDS:g} s later. {_dump_stacks(pending)}",
             )
-        if self._awaited > timeout + GRACE:
+        if self._since_first_end > timeout + GRACE_SECONDS:
             return CrewError(
-                f"{_names(late)} did not end {self.what} within `crew.timeout` = {timeout:g} s after another rank had. "
-                f"{_dump_stacks(late)} {RESTART_HINT} Ranks that take so much longer than each other want a longer "
-                "`crew.timeout`."
+                f"{_names(pending)} did not end {self.name} within `crew.timeout` = {timeout:g} s after another rank "
+                f"had. {_dump_stacks(pending)} {RESTART_HINT} Ranks that take so much longer than each "
+                "other want a longer `crew.timeout`."
             )
-        if self._lasted > (longest := max(LONGEST, TIMES * timeout)):
+        if self._total_seconds > (limit := max(MIN_CALL_LIMIT, CALL_LIMIT_TIMEOUTS * timeout)):
             return CrewError(
-                f"No rank has ended {self.what} in {format_seconds(longest)}. {_dump_stacks(late)} {RESTART_HINT} A "
-                f"call that does take so long wants a longer `crew.timeout`: it may last {TIMES:g} times that."
+                f"No rank has ended {self.name} in {format_seconds(limit)}. {_dump_stacks(pending)} {RESTART_HINT} "
+                f"A call that does take so long wants a longer `crew.timeout`: it may last "
+                f"{CALL_LIMIT_TIMEOUTS:g} times that."
             )
         return None
 
 
-def _in_parallel(members: Sequence[RankHandle], do: Callable[[RankHandle], None]) -> None:
+def _in_parallel(handles: Sequence[RankHandle], action: Callable[[RankHandle], None]) -> None:
     """Do this to all of them side by side: where one's node does not answer, the others do not wait for it."""
-    threads = [threading.Thread(target=do, args=(m,), name=f"etude-end-{m.rank}", daemon=True) for m in members]
+    threads = [
+        threading.Thread(target=action, args=(handle,), name=f"etude-end-{handle.rank}", daemon=True)
+        for handle in handles
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _kill_and_wait(member: RankHandle) -> None:
+def _kill_and_wait(handle: RankHandle) -> None:
     """End a rank, and see it gone."""
     try:
-        member.kill()
+        handle.kill()
     except Exception as error:  # whatever it is: those that wait were told, and nobody is left to raise it to
-        get_logger("dispatch").warning("%s could not be ended: %r", member, error)
-    member.wait()
+        get_logger("dispatch").warning("%s could not be ended: %r", handle, error)
+    handle.wait()
 
 
-def _names(members: Sequence[RankHandle]) -> str:
-    return " and ".join(map(str, members)).replace(" and Rank", " and rank")
+def _names(handles: Sequence[RankHandle]) -> str:
+    return " and ".join(map(str, handles)).replace(" and Rank", " and rank")
 
 
-def _dump_stacks(late: Sequence[RankHandle]) -> str:
+def _dump_stacks(handles: Sequence[RankHandle]) -> str:
     """Have ranks that hang write down where each of their threads stands; a sentence that says where that is."""
-    _in_parallel(late, lambda member: member.dump_stacks())
+    _in_parallel(handles, lambda handle: handle.dump_stacks())
     time.sleep(TICK)
-    return f"What was under way there is at the end of {', '.join(str(member.log) for member in late)}."
+    return f"What was under way there is at the end of {', '.join(str(handle.log) for handle in handles)}."
 
 
 def _with_note(error: Exception, note: str) -> Exception:

@@ -62,18 +62,18 @@ class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
         `share` says which rollouts each of them gets, `logs` is where each writes what it says, `threads` is with how
         many it computes, and `repeats` how many ranks in a row get the same rollouts.
         """
-        members = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
+        handles = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
         super().__init__(
-            members, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
+            handles, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
         )
         self._start(make, *args)
 
     def _spawn(self) -> Rendezvous:
         """Start every process; the first of them keeps the socket at which they meet."""
-        with socket.create_server(("127.0.0.1", 0)) as meeting:
-            for member in self._members:
-                member.start(*([meeting.fileno()] if member.rank == 0 else []))
-            return Rendezvous("127.0.0.1", meeting.getsockname()[1], meeting.fileno())
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for handle in self._handles:
+                handle.start(*([listener.fileno()] if handle.rank == 0 else []))
+            return Rendezvous("127.0.0.1", listener.getsockname()[1], listener.fileno())
 
 
 class ProcessRankHandle(RankHandle):
@@ -95,10 +95,10 @@ class ProcessRankHandle(RankHandle):
 
     def start(self, *descriptors: int) -> None:
         """Start the process. It ends with the thread that calls this, if not before."""
-        ours, theirs = Pipe()
+        connection, rank_connection = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        given = (theirs.fileno(), *descriptors)
-        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)]
+        inherited = (rank_connection.fileno(), *descriptors)
+        command = [sys.executable, "-c", _BOOT, str(rank_connection.fileno()), json.dumps(sys.path)]
         with self.log.open("ab") as log:
             # In a session of its own: Ctrl-C is the controller's to answer, and killing it ends what it started.
             self._process = Popen(
@@ -106,12 +106,12 @@ class ProcessRankHandle(RankHandle):
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=STDOUT,
-                pass_fds=given,
+                pass_fds=inherited,
                 start_new_session=True,
                 env=build_single_machine_env(),
             )
-        theirs.close()
-        self._channel = PipeChannel(ours)
+        rank_connection.close()
+        self._channel = PipeChannel(connection)
         threading.Thread(target=self._read, name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:

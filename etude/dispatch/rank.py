@@ -54,16 +54,16 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 def main(descriptor: int) -> None:
     """Be the rank that the first message through the pipe of this descriptor speaks of, until the pipe ends."""
-    line = PipeChannel(Connection(descriptor))
-    begin = line.receive()
-    assert isinstance(begin, RankSetup), "the pipe ended before it began"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_send_heartbeats, args=(line, begin.heartbeat_s), daemon=True).start()
+    channel = PipeChannel(Connection(descriptor))
+    setup = channel.receive()
+    assert isinstance(setup, RankSetup), "the pipe ended before it began"
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
+    threading.Thread(target=_send_heartbeats, args=(channel, setup.heartbeat_s), daemon=True).start()
     jobs: SimpleQueue[CallRequest] = SimpleQueue()
-    asked = AsyncCallRunner(line)
-    threading.Thread(target=_receive, args=(line, jobs, asked), daemon=True).start()
-    serve(line, begin, jobs, asked)
+    async_calls = AsyncCallRunner(channel)
+    threading.Thread(target=_receive, args=(channel, jobs, async_calls), daemon=True).start()
+    serve(channel, setup, jobs, async_calls)
 
 
 def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
@@ -76,8 +76,8 @@ def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], as
         channel.send(StartupStatus("meeting the other ranks"))
         _init_process_group(setup)
         channel.send(StartupStatus("building its worker"))
-        make, *args = channel.deserialize(setup.body)
-        worker = async_calls.worker = make(*args)
+        factory, *args = channel.deserialize(setup.body)
+        worker = async_calls.worker = factory(*args)
     except BaseException as error:
         channel.send(_to_call_error(0, error))
         threading.Event().wait()  # until the crew, which knows why, ends this process
@@ -90,9 +90,9 @@ def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult 
     """Make a call."""
     try:
         method, args, kwargs = channel.deserialize(job.body)
-        answer = method(worker, *args, **kwargs)
+        result = method(worker, *args, **kwargs)
         return CallResult(
-            job.number, channel.serialize(answer, keep=job.keep) if job.wants_result else channel.serialize(None)
+            job.number, channel.serialize(result, keep=job.keep) if job.wants_result else channel.serialize(None)
         )
     except BaseException as error:
         return _to_call_error(job.number, error)
@@ -102,31 +102,31 @@ def _init_process_group(setup: RankSetup) -> None:
     """Join the group of all ranks."""
     torch.set_num_threads(setup.threads)
     if setup.device == "cuda":
-        there = torch.cuda.device_count()
-        if there <= setup.gpu:
+        visible_gpus = torch.cuda.device_count()
+        if visible_gpus <= setup.gpu:
             raise ConfigError(
-                f"{setup.ranks} ranks need {setup.ranks} GPUs, one each, and there are {there}. Lower `ranks`, or make "
-                f"more of them visible."
+                f"{setup.ranks} ranks need {setup.ranks} GPUs, one each, and there are {visible_gpus}. Lower `ranks`, "
+                f"or make more of them visible."
             )
         torch.cuda.set_device(setup.gpu)
-    bound = timedelta(seconds=setup.timeout)
+    timeout = timedelta(seconds=setup.timeout)
     store = TCPStore(
         setup.host,
         setup.port,
         setup.ranks,
         is_master=setup.listener is not None,
-        timeout=bound,
+        timeout=timeout,
         master_listen_fd=setup.listener,
     )
     backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.ranks, timeout=bound)
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.ranks, timeout=timeout)
 
 
-def _send_heartbeats(channel: PipeChannel, every: float) -> None:
+def _send_heartbeats(channel: PipeChannel, interval: float) -> None:
     """Give signs of life, whatever the other threads do."""
     while True:
         channel.send(HeartbeatMessage())
-        time.sleep(every)
+        time.sleep(interval)
 
 
 def _receive(channel: PipeChannel, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
@@ -156,22 +156,22 @@ class AsyncCallRunner:
         elif isinstance(message, CancelAsyncCall):
             self._loop.call_soon_threadsafe(self._end, message.number)
 
-    def _begin(self, asked: AsyncCallRequest) -> None:
-        self._tasks[asked.number] = self._loop.create_task(self._answer(asked))
+    def _begin(self, request: AsyncCallRequest) -> None:
+        self._tasks[request.number] = self._loop.create_task(self._answer(request))
 
     def _end(self, number: int) -> None:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    async def _answer(self, asked: AsyncCallRequest) -> None:
+    async def _answer(self, request: AsyncCallRequest) -> None:
         try:
-            method, *args = self._channel.deserialize(asked.body)
-            answer = await method(self.worker, *args, on_start=lambda: self._channel.send(CallStarted(asked.number)))
-            self._channel.send(CallResult(asked.number, self._channel.serialize(answer)))
+            method, *args = self._channel.deserialize(request.body)
+            result = await method(self.worker, *args, on_start=lambda: self._channel.send(CallStarted(request.number)))
+            self._channel.send(CallResult(request.number, self._channel.serialize(result)))
         except Exception as error:
-            self._channel.send(_to_call_error(asked.number, error))
+            self._channel.send(_to_call_error(request.number, error))
         finally:
-            del self._tasks[asked.number]
+            del self._tasks[request.number]
 
 
 class _ForwardHandler(logging.Handler):
@@ -190,8 +190,8 @@ class _ForwardHandler(logging.Handler):
 def _to_call_error(number: int, error: BaseException) -> CallError:
     """What went wrong, with the error itself where it is one of ours and can travel."""
     get_logger("dispatch").error("This call failed:", exc_info=error)
-    told = f"{type(error).__name__}: {error}{_raised_at(error)}"
-    return CallError(number, error if isinstance(error, EtudeError) and _is_picklable(error) else None, told)
+    description = f"{type(error).__name__}: {error}{_raised_at(error)}"
+    return CallError(number, error if isinstance(error, EtudeError) and _is_picklable(error) else None, description)
 
 
 def _is_picklable(error: EtudeError) -> bool:
@@ -204,6 +204,7 @@ def _is_picklable(error: EtudeError) -> bool:
 def _raised_at(error: BaseException) -> str:
     """Where it was raised: the last line of Etude's, and the very last one."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.filename != __file__]
-    places = [f"{Path(at.filename).name}:{at.lineno} in {at.name}" for at in (*ours[-1:], *frames[-1:])]
-    return f" ({', '.join(dict.fromkeys(places))})" if places else ""
+    etude_frames = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.filename != __file__]
+    shown = (*etude_frames[-1:], *frames[-1:])
+    locations = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in shown]
+    return f" ({', '.join(dict.fromkeys(locations))})" if locations else ""

@@ -16,21 +16,21 @@ __all__ = ["EXIT_TIMEOUT", "RankFailure", "RankHandle", "read_log_tail"]
 
 EXIT_TIMEOUT = 10.0
 """Seconds that the end of a rank may take once it was ended."""
-_LINES, _WIDTH = 5, 300
+_TAIL_LINES, _LINE_WIDTH = 5, 300
 
 
 class RankFailure:
     """What came of a call that went wrong in a rank."""
 
-    def __init__(self, rank: RankHandle, failed: CallError) -> None:
-        self.rank, self.failed = rank, failed
+    def __init__(self, rank: RankHandle, error: CallError) -> None:
+        self.rank, self.call_error = rank, error
 
-    def to_exception(self, what: str) -> Exception:
+    def to_exception(self, operation: str) -> Exception:
         """The error to raise for it: ours as it was raised, any other told in a sentence."""
-        if self.failed.error is not None:
-            self.failed.error.add_note(f"Raised in {self.rank}: {self.failed.description}")
-            return self.failed.error
-        return CrewError(f"{self.rank} failed in {what}: {self.failed.description}. Its log: {self.rank.log}")
+        if self.call_error.error is not None:
+            self.call_error.error.add_note(f"Raised in {self.rank}: {self.call_error.description}")
+            return self.call_error.error
+        return CrewError(f"{self.rank} failed in {operation}: {self.call_error.description}. Its log: {self.rank.log}")
 
 
 class RankHandle:
@@ -43,7 +43,7 @@ class RankHandle:
         self.ready = False
         self.silent = 0.0
         """Seconds since it was last heard; none have passed before it first was."""
-        self._heard = self._known = False
+        self._heard = self._heard_ever = False
         self.closed = threading.Event()
         """Nothing more comes from it."""
         self._replies: dict[int, Future[Any]] = {}
@@ -120,12 +120,12 @@ class RankHandle:
 
     def pass_time(self, seconds: float) -> None:
         """So many seconds have passed in which it may have been heard, or not."""
-        self.silent = self.silent + seconds if self._known and not self._heard else 0.0
+        self.silent = self.silent + seconds if self._heard_ever and not self._heard else 0.0
         self._heard = False
 
     def on_message(self, message: object = None) -> None:
         """It lives, and says this, on the thread that listens to it."""
-        self._heard = self._known = True
+        self._heard = self._heard_ever = True
         match message:
             case StartupStatus(what):
                 self.startup_step = what
@@ -134,31 +134,31 @@ class RankHandle:
             case CallError(number):
                 self._settle(number, RankFailure(self, message))
             case CallStarted(number):
-                begun = self._on_start.pop(number, None)
-                if begun is not None:
-                    begun()
+                on_start = self._on_start.pop(number, None)
+                if on_start is not None:
+                    on_start()
             case RankLogRecord():
                 self._on_log(self, message)
 
-    def _settle(self, number: int, came: PayloadRef | RankFailure | Exception) -> None:
+    def _settle(self, number: int, result: PayloadRef | RankFailure | Exception) -> None:
         future = self._replies.pop(number, None)
         self._on_start.pop(number, None)
         if future is None:
             return
         with suppress(InvalidStateError):  # whoever waited has left
-            if isinstance(came, Exception):
-                future.set_exception(came)
+            if isinstance(result, Exception):
+                future.set_exception(result)
             else:
-                future.set_result(came)
+                future.set_result(result)
 
 
 def read_log_tail(log: Path) -> str:
     """The last lines of a log, as a sentence."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 2 * _LINES * _WIDTH))
+            file.seek(max(0, log.stat().st_size - 2 * _TAIL_LINES * _LINE_WIDTH))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         lines = []
-    told = [line.strip()[:_WIDTH] for line in lines if line.strip()][-_LINES:]
-    return f"Its last lines, in {log}: " + " | ".join(told) if told else f"It wrote nothing to {log}."
+    tail = [line.strip()[:_LINE_WIDTH] for line in lines if line.strip()][-_TAIL_LINES:]
+    return f"Its last lines, in {log}: " + " | ".join(tail) if tail else f"It wrote nothing to {log}."

@@ -35,7 +35,7 @@ from etude.observe import get_logger
 
 __all__ = ["RayCluster"]
 
-STORE = 512 * 2**20
+OBJECT_STORE_BYTES = 512 * 2**20
 """Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
 START_TIMEOUT = 600.0
 """Seconds that a Ray of our own may take to start."""
@@ -43,12 +43,15 @@ CONNECT_TIMEOUT = 10.0
 """Seconds that a Ray to be joined may take to answer the door."""
 MAX_STARTS = 4
 """How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
-SLOW = {"agent_register_timeout_ms": int(1000 * START_TIMEOUT), "worker_register_timeout_seconds": int(START_TIMEOUT)}
+LONG_TIMEOUTS = {
+    "agent_register_timeout_ms": int(1000 * START_TIMEOUT),
+    "worker_register_timeout_seconds": int(START_TIMEOUT),
+}
 """How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
 
-FLAG = "--gcs-address="
+ADDRESS_FLAG = "--gcs-address="
 """Ray's own argument that tells a process where the others are."""
-PREFIX, LONGEST_RELATIVE_PATH = (
+DIRECTORY_PREFIX, LONGEST_RELATIVE_PATH = (
     "etude-ray-",
     "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
 )
@@ -70,11 +73,11 @@ class RayCluster:
         """`cpus` is what a Ray of our own offers at least, whatever the machine has."""
         self._directory: TemporaryDirectory[str] | None = None
         self._lock: BinaryIO | None = None
-        self._joined, self._guarded = not ray.is_initialized(), False
+        self._is_connected, self._has_token = not ray.is_initialized(), False
         self.logs = "the folder `logs` of its session"
-        if self._joined and (address := ray_address()):
+        if self._is_connected and (address := ray_address()):
             self._join(address)
-        elif self._joined:
+        elif self._is_connected:
             self._start(cpus)
 
     @property
@@ -84,9 +87,9 @@ class RayCluster:
 
     def close(self) -> None:
         """Leave it; one of our own ends."""
-        if self._joined:
+        if self._is_connected:
             ray.shutdown()
-        if self._guarded:
+        if self._has_token:
             _reload_tokens()
         if self._directory is not None:
             _kill_processes(self._directory.name)
@@ -94,7 +97,7 @@ class RayCluster:
             RayCluster._is_own = False
         if self._lock is not None:
             self._lock.close()
-        self._joined, self._guarded, self._directory, self._lock = False, False, None, None
+        self._is_connected, self._has_token, self._directory, self._lock = False, False, None, None
 
     def _join(self, address: str) -> None:
         get_logger("dispatch").info("Joining the Ray at `RAY_ADDRESS` = %s.", address)
@@ -111,25 +114,26 @@ class RayCluster:
 
     def _start(self, cpus: int) -> None:
         get_logger("dispatch").info("Starting Ray on this machine. `RAY_ADDRESS` would have joined another.")
-        where = _short_directory(tempfile.gettempdir())
-        _remove_stale_directories(Path(where))
-        self._directory = TemporaryDirectory(prefix=PREFIX, dir=where, ignore_cleanup_errors=True)
+        parent = _short_directory(tempfile.gettempdir())
+        _remove_stale_directories(Path(parent))
+        self._directory = TemporaryDirectory(prefix=DIRECTORY_PREFIX, dir=parent, ignore_cleanup_errors=True)
         self._lock = _lock_directory(Path(self._directory.name))
-        place = f"{self._directory.name}/r"
-        self.logs = f"{place}/session_latest/logs"
+        directory = f"{self._directory.name}/r"
+        self.logs = f"{directory}/session_latest/logs"
         try:
-            with generate_ray_token() as self._guarded:
-                if self._guarded:
+            with generate_ray_token() as self._has_token:
+                if self._has_token:
                     _reload_tokens()
-                self._begin(place, cpus)
+                self._begin(directory, cpus)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, place: str, cpus: int) -> None:
-        own = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": STORE}
-        own |= {"include_dashboard": False, "_temp_dir": place, "_system_config": SLOW}
-        options, begun, until = own, 1, time.monotonic() + START_TIMEOUT
+    def _begin(self, directory: str, cpus: int) -> None:
+        own_options = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+        own_options |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": directory}
+        own_options |= {"_system_config": LONG_TIMEOUTS}
+        options, starts, deadline = own_options, 1, time.monotonic() + START_TIMEOUT
         while True:
             try:
                 _init(**options)
@@ -137,17 +141,17 @@ class RayCluster:
                 return
             except Exception as error:  # whatever Ray raises
                 ray.shutdown()
-                address = _address(place)
-                begun += address is None
-                if begun > MAX_STARTS or time.monotonic() > until:
-                    told = _log_tails(Path(self.logs))
+                address = _address(directory)
+                starts += address is None
+                if starts > MAX_STARTS or time.monotonic() > deadline:
+                    log_tails = _log_tails(Path(self.logs))
                     raise CrewError(
-                        f"Ray did not start on this machine ({error}).{told} `cluster=local` does without it."
+                        f"Ray did not start on this machine ({error}).{log_tails} `cluster=local` does without it."
                     ) from error
                 if address is None:
-                    _kill_processes(place)
+                    _kill_processes(directory)
                 get_logger("dispatch").info("Ray is still starting.")
-                options = {"address": address} if address else own
+                options = {"address": address} if address else own_options
 
 
 def _check_reachable(address: str) -> None:
@@ -159,24 +163,25 @@ def _check_reachable(address: str) -> None:
 
 def _short_directory(directory: str) -> str:
     """Where to make our directory: here, unless the paths of Ray's sockets would be too long for the system."""
-    return directory if len(os.fsencode(f"{directory}/{PREFIX}{LONGEST_RELATIVE_PATH}")) <= MAX_SOCKET_PATH else "/tmp"
+    longest = os.fsencode(f"{directory}/{DIRECTORY_PREFIX}{LONGEST_RELATIVE_PATH}")
+    return directory if len(longest) <= MAX_SOCKET_PATH else "/tmp"
 
 
-def _lock_directory(place: Path) -> BinaryIO:
+def _lock_directory(directory: Path) -> BinaryIO:
     """Say that somebody is there: until what is returned is closed, or we end, however that is."""
-    new = place / f"{LOCK_FILE}.new"
-    held = new.open("wb")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    new.rename(place / LOCK_FILE)  # who finds it finds it locked
-    return held
+    draft = directory / f"{LOCK_FILE}.new"
+    lock = draft.open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    draft.rename(directory / LOCK_FILE)  # who finds it finds it locked
+    return lock
 
 
-def _remove_stale_directories(where: Path) -> None:
+def _remove_stale_directories(parent: Path) -> None:
     """Remove what controllers that were killed have left there."""
-    for held in where.glob(f"{PREFIX}*/{LOCK_FILE}"):
-        with suppress(OSError), held.open("rb") as file:  # somebody is there, it is somebody else's, or is gone by now
+    for lock in parent.glob(f"{DIRECTORY_PREFIX}*/{LOCK_FILE}"):
+        with suppress(OSError), lock.open("rb") as file:  # somebody is there, it is somebody else's, or is gone by now
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(held.parent, ignore_errors=True)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _reload_tokens() -> None:
@@ -191,40 +196,41 @@ def _init(**options: Any) -> None:
     processes have to say it would print on our standard output: what matters of it is in our errors."""
     untyped: Any = ray
     untyped._private.worker._worker_logs_enabled = False
-    ours = threading.current_thread() is threading.main_thread()
-    asked = signal.getsignal(signal.SIGTERM) if ours else None
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if on_main_thread else None
     try:
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, asked)
+        if on_main_thread:
+            signal.signal(signal.SIGTERM, handler)
 
 
-def _processes(place: str) -> dict[int, list[str]]:
+def _processes(directory: str) -> dict[int, list[str]]:
     """The processes that Ray was started with in this directory, with their arguments, where the system tells."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if int(entry.name) != os.getpid() and any(place in word for word in words):
-                found[int(entry.name)] = words
-    return found
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if int(entry.name) != os.getpid() and any(directory in argument for argument in arguments):
+                processes[int(entry.name)] = arguments
+    return processes
 
 
-def _address(place: str) -> str | None:
+def _address(directory: str) -> str | None:
     """Where a Ray is to be reached that is starting in this directory; None where none is."""
-    raylets = (words for words in _processes(place).values() if words[0].endswith("raylet"))
-    return next((each.partition("=")[2] for words in raylets for each in words if each.startswith(FLAG)), None)
+    raylets = (arguments for arguments in _processes(directory).values() if arguments[0].endswith("raylet"))
+    flags = (argument for arguments in raylets for argument in arguments if argument.startswith(ADDRESS_FLAG))
+    return next((flag.partition("=")[2] for flag in flags), None)
 
 
-def _kill_processes(place: str) -> None:
+def _kill_processes(directory: str) -> None:
     """End whatever Ray has started in this directory and left behind."""
-    for pid in _processes(place):
+    for pid in _processes(directory):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _log_tails(logs: Path) -> str:
     """The last that Ray's own processes have said."""
-    told = [read_log_tail(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
-    return "".join(f" {each}" for each in told)
+    tails = [read_log_tail(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
+    return "".join(f" {tail}" for tail in tails)

@@ -33,7 +33,7 @@ from etude.config.env import build_remote_rank_env
 from etude.dispatch.config import CrewConfig
 from etude.dispatch.machine import machine_id
 from etude.dispatch.messages import BatchFactory, Payload, PayloadRef, RankLogRecord, deserialize, serialize
-from etude.dispatch.multi_rank_crew import RESTART_HINT, TELL, TICK, MultiRankCrew, Rendezvous
+from etude.dispatch.multi_rank_crew import REPORT_INTERVAL, RESTART_HINT, TICK, MultiRankCrew, Rendezvous
 from etude.dispatch.rank_handle import EXIT_TIMEOUT, RankFailure, RankHandle, read_log_tail
 from etude.dispatch.ray_cluster import RayCluster
 from etude.dispatch.ray_rank import RankActor, RankLocation
@@ -49,11 +49,11 @@ __all__ = ["RayCrew"]
 
 R = TypeVar("R")
 
-LARGE = 64 * 1024
+MIN_STORED_BYTES = 64 * 1024
 """Bytes from which on a value lies in the object store; what is smaller travels with its message."""
 LOOPBACK = "127.0.0.1"
 """Where ranks meet that all stand on one machine."""
-WAIT = 1.0
+POLL_SECONDS = 1.0
 """Seconds that a rank is waited for before it is looked at whether anybody still wants to hear it."""
 _ray: Any = ray
 """What has no types there, or others than are true."""
@@ -63,19 +63,19 @@ _GROUPS = {"serve": 1, "deliver": 1, "take_messages": 1}
 class RayObjectStore:
     """Ray's object store."""
 
-    def put(self, body: Payload, *, always: bool = False) -> PayloadRef:
+    def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
         """Leave it there, if it is large, or anyhow: on this node, as long as anybody holds what is returned."""
-        return ray.put(body) if always or body.size >= LARGE else body
+        return ray.put(payload) if always or payload.size >= MIN_STORED_BYTES else payload
 
-    def get(self, sent: PayloadRef) -> Payload:
+    def get(self, payload_ref: PayloadRef) -> Payload:
         """Look at it: in place where it lies on this node, else in a copy that is fetched."""
-        body: Payload = sent if isinstance(sent, Payload) else _ray.get(sent)
-        return body
+        payload: Payload = payload_ref if isinstance(payload_ref, Payload) else _ray.get(payload_ref)
+        return payload
 
-    def get_all(self, sent: Sequence[PayloadRef]) -> list[Payload]:
+    def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
         """The same of several that were put there anyhow, which are fetched side by side."""
-        bodies: list[Payload] = _ray.get(list(sent)) if sent else []
-        return bodies
+        payloads: list[Payload] = _ray.get(list(payload_refs)) if payload_refs else []
+        return payloads
 
 
 class RayCrew(MultiRankCrew["RayRankHandle"]):
@@ -85,7 +85,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
 
     def __init__(
         self,
-        make: Callable[..., object],
+        factory: Callable[..., object],
         *args: object,
         ranks: int,
         share: Partitioner,
@@ -103,12 +103,12 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         As `ProcessCrew`; `logs` is on each rank's own node. `role` names who works here, and `placed` the places that
         it shares with other roles; by default it has its own.
         """
-        members = [
+        handles = [
             RayRankHandle(rank, role, logs / f"{_log_prefix(role)}rank-{rank}.log", self._forward_log)
             for rank in range(ranks)
         ]
         super().__init__(
-            members, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
+            handles, share=share, config=config, threads=threads, device=device, level=level, repeats=repeats
         )
         self._role, self._placed, self._own = role, placed, placed is None
         self._object_store = RayObjectStore()
@@ -117,7 +117,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             if placed is None:
                 pool = ResourcePool((role,), ranks, threads, float(device == "cuda"))
                 self._placed = PoolReservation(pool, fixed_size=self._cluster.is_own)
-            self._start(make, *args)
+            self._start(factory, *args)
         except BaseException:
             self.close()
             raise
@@ -125,34 +125,34 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
     @property
     def nodes(self) -> list[str]:
         """The nodes that they stand on."""
-        return [member.location.node for member in self._members]
+        return [handle.location.node for handle in self._handles]
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """As `call`, and the batch stays with the ranks: what is returned is a `RemoteBatch`."""
-        division = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
-        assert division.batch_split is not None, "a batch that is held was cut from one"
-        stays: Any = gather_remote_batch(
-            *division.batch_split, self._call_ranks(method, division, keep=True)[:: self._repeats]
+        split = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
+        assert split.batch_split is not None, "a batch that is held was cut from one"
+        remote: Any = gather_remote_batch(
+            *split.batch_split, self._call_ranks(method, split, keep=True)[:: self._repeats]
         )
-        return stays  # type: ignore[no-any-return]
+        return remote  # type: ignore[no-any-return]
 
     def put(self, value: object) -> PayloadRef:
         """Lay a value into the object store, for as long as anybody has what is returned."""
         return self._store(value, always=True)
 
     def build_batch(
-        self, outline: BatchMeta, refs: Sequence[PayloadRef], make: BatchFactory, metadata: Sequence[Any]
+        self, meta: BatchMeta, refs: Sequence[PayloadRef], factory: BatchFactory, metadata: Sequence[Any]
     ) -> Batch:
         """A batch of values that were kept, which each rank makes of those that it is given."""
-        stays: Any = compose_remote_batch(outline, refs, make, metadata)
-        return stays  # type: ignore[no-any-return]
+        remote: Any = compose_remote_batch(meta, refs, factory, metadata)
+        return remote  # type: ignore[no-any-return]
 
     def fetch(self, batch: Batch) -> Batch:
         """A batch that stayed with the ranks, here."""
-        stays: Any = batch
-        if not isinstance(stays, RemoteBatch):
+        remote: Any = batch
+        if not isinstance(remote, RemoteBatch):
             return batch
-        return load_batch(stays.to_ref(), lambda sent: [self._deserialize(each) for each in sent])
+        return load_batch(remote.to_ref(), lambda payload_refs: [self._deserialize(ref) for ref in payload_refs])
 
     def close(self) -> None:
         """End every rank, whatever it is at; and Ray, where it was started for this crew."""
@@ -175,15 +175,15 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
                 f"{_describe_ray_error(error)}. Its own logs say more: {self._cluster.logs}"
             ) from error
 
-    def _deserialize(self, sent: PayloadRef) -> Any:
+    def _deserialize(self, payload_ref: PayloadRef) -> Any:
         """The value that came from a rank. One that cannot be had any more since the rank is lost is what the keeper
         says of that."""
-        until = time.monotonic() + self._config.timeout
+        deadline = time.monotonic() + self._config.timeout
         try:
-            while not isinstance(sent, Payload) and not ray.wait([sent], timeout=WAIT)[0]:
-                if self._failure_announced.is_set() or time.monotonic() > until:
+            while not isinstance(payload_ref, Payload) and not ray.wait([payload_ref], timeout=POLL_SECONDS)[0]:
+                if self._failure_announced.is_set() or time.monotonic() > deadline:
                     raise GetTimeoutError("nobody hands it over")
-            return deserialize(self._object_store.get(sent))
+            return deserialize(self._object_store.get(payload_ref))
         except RayError as error:
             self._failure_announced.wait(EXIT_TIMEOUT)
             raise self._error or CrewError(
@@ -191,55 +191,56 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
                 f"{RESTART_HINT}"
             ) from error
 
-    def _handle_reply(self, came: Future[Any], read: Callable[[Future[Any]], None]) -> None:
+    def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
         """What lies in the object store may have to be fetched, and the thread that heard of it goes on hearing."""
-        if came.exception() is not None or isinstance(came.result(), (Payload, RankFailure)):
-            read(came)
+        if reply.exception() is not None or isinstance(reply.result(), (Payload, RankFailure)):
+            read(reply)
         else:
-            threading.Thread(target=read, args=(came,), name="etude-fetch", daemon=True).start()
+            threading.Thread(target=read, args=(reply,), name="etude-fetch", daemon=True).start()
 
     def _spawn(self) -> Rendezvous:
         """Start every actor on its place, and wait until all of them say where they came to stand."""
         assert self._placed is not None
-        until = time.monotonic() + self._config.timeout
+        deadline = time.monotonic() + self._config.timeout
         self._placed.wait(self._config.timeout, self._closing)
-        given = {} if self._cluster.is_own else build_remote_rank_env()
-        along = {"runtime_env": {"env_vars": given}} if given else {}
-        for member in self._members:
-            member.start(self._placed.options(self._role, member.rank) | along, self._object_store)
-        first: list[RankLocation] = self._get_answers([member.request_location() for member in self._members], until)
+        env = {} if self._cluster.is_own else build_remote_rank_env()
+        extra = {"runtime_env": {"env_vars": env}} if env else {}
+        for handle in self._handles:
+            handle.start(self._placed.options(self._role, handle.rank) | extra, self._object_store)
+        requests = [handle.request_location() for handle in self._handles]
+        locations: list[RankLocation] = self._get_answers(requests, deadline)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _ray.nodes()}
-        alone = len({here.machine for here in first}) == 1 and bool(first[0].machine)
-        for member, here in zip(self._members, first, strict=True):
-            member.location, member.address = here, addresses[here.node]
-            member.bind_address = LOOPBACK if alone else member.address
+        one_machine = len({location.machine for location in locations}) == 1 and bool(locations[0].machine)
+        for handle, location in zip(self._handles, locations, strict=True):
+            handle.location, handle.address = location, addresses[location.node]
+            handle.bind_address = LOOPBACK if one_machine else handle.address
         for node in dict.fromkeys(self.nodes):
-            stands = [str(member.rank) for member in self._members if member.location.node == node]
-            get_logger("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(stands))
-        host = self._members[0].bind_address
-        (told,) = self._get_answers([self._members[0].request_rendezvous(host)], until)
-        for member in self._members:
-            member.begin_work(min(1.0, self._config.heartbeat_timeout / 5))
-        return Rendezvous(host, *told)
+            ranks = [str(handle.rank) for handle in self._handles if handle.location.node == node]
+            get_logger("dispatch").info("Ranks of %s on node %s: %s.", self._role, addresses[node], ", ".join(ranks))
+        host = self._handles[0].bind_address
+        (rendezvous,) = self._get_answers([self._handles[0].request_rendezvous(host)], deadline)
+        for handle in self._handles:
+            handle.begin_work(min(1.0, self._config.heartbeat_timeout / 5))
+        return Rendezvous(host, *rendezvous)
 
-    def _get_answers(self, asked: list[Any], until: float) -> list[Any]:
+    def _get_answers(self, refs: list[Any], deadline: float) -> list[Any]:
         """What actors answer that are being started; each that cannot is named."""
-        log, began, told = get_logger("dispatch"), time.monotonic(), time.monotonic()
-        found: dict[Any, Any] = {}
-        while len(found) < len(asked):
-            for ref in ray.wait(asked, num_returns=len(asked), timeout=TICK)[0]:
-                if ref not in found:
-                    found[ref] = self._answered(ref, asked.index(ref))
+        log, start, last_report = get_logger("dispatch"), time.monotonic(), time.monotonic()
+        answers: dict[Any, Any] = {}
+        while len(answers) < len(refs):
+            for ref in ray.wait(refs, num_returns=len(refs), timeout=TICK)[0]:
+                if ref not in answers:
+                    answers[ref] = self._answered(ref, refs.index(ref))
             now = time.monotonic()
-            if len(found) < len(asked) and (now > until or self._closing.is_set()):
+            if len(answers) < len(refs) and (now > deadline or self._closing.is_set()):
                 raise CrewError(
-                    f"Ray did not start {len(asked) - len(found)} of {len(asked)} ranks of {self._role} within "
+                    f"Ray did not start {len(refs) - len(answers)} of {len(refs)} ranks of {self._role} within "
                     f"`crew.timeout` = {self._config.timeout:g} s. Its own logs say more: {self._cluster.logs}"
                 )
-            if now - told > TELL:
-                told = now
-                log.info("After %s: Ray is starting %s.", format_seconds(now - began), self._role)
-        return [found[ref] for ref in asked]
+            if now - last_report > REPORT_INTERVAL:
+                last_report = now
+                log.info("After %s: Ray is starting %s.", format_seconds(now - start), self._role)
+        return [answers[ref] for ref in refs]
 
     def _answered(self, ref: Any, rank: int) -> Any:
         """What one of them answered that is being started."""
@@ -277,8 +278,8 @@ class RayRankHandle(RankHandle):
 
     def start(self, options: dict[str, Any], object_store: RayObjectStore) -> None:
         """Have Ray start it."""
-        kind = _ray.remote(concurrency_groups=_GROUPS)(_RayRankActor)
-        self._actor = kind.options(max_restarts=0, **options).remote(self.log, sys.path, object_store)
+        actor_class = _ray.remote(concurrency_groups=_GROUPS)(_RayRankActor)
+        self._actor = actor_class.options(max_restarts=0, **options).remote(self.log, sys.path, object_store)
 
     def request_location(self) -> Any:
         """Where it stands, once that is known."""
@@ -288,10 +289,10 @@ class RayRankHandle(RankHandle):
         """Where it will wait for the others."""
         return self._actor.bind_rendezvous.remote(host)
 
-    def begin_work(self, every: float) -> None:
+    def begin_work(self, interval: float) -> None:
         """Have it begin, and hear what it says from now on."""
         self._work_ref = self._actor.serve.options(concurrency_group="serve").remote(self.bind_address)
-        threading.Thread(target=self._receive, args=(every,), name=f"etude-rank-{self.rank}", daemon=True).start()
+        threading.Thread(target=self._receive, args=(interval,), name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
         """Send a message, without waiting. An actor that has died gets nothing: that is noticed elsewhere."""
@@ -334,8 +335,8 @@ class RayRankHandle(RankHandle):
         """The last lines of its log, as a sentence; a log on another node is read there."""
         if self._is_here or self.log.exists():
             return super().log_tail()
-        told: str | None = self._run_on_node(read_log_tail, self.log)
-        return told or f"Its log, {self.log}, is on node {self.address}, which does not answer."
+        tail: str | None = self._run_on_node(read_log_tail, self.log)
+        return tail or f"Its log, {self.log}, is on node {self.address}, which does not answer."
 
     @property
     def _is_here(self) -> bool:
@@ -347,22 +348,22 @@ class RayRankHandle(RankHandle):
             return function(*args)
         strategy = NodeAffinitySchedulingStrategy(self.location.node, soft=False)
         with suppress(RayError, GetTimeoutError):
-            errand: Any = ray.remote(function)
-            return ray.get(errand.options(num_cpus=0, scheduling_strategy=strategy).remote(*args), timeout=EXIT_TIMEOUT)
+            task: Any = ray.remote(function)
+            return ray.get(task.options(num_cpus=0, scheduling_strategy=strategy).remote(*args), timeout=EXIT_TIMEOUT)
         return None
 
-    def _receive(self, every: float) -> None:
+    def _receive(self, interval: float) -> None:
         """Come for what it says, until it says nothing more; on a thread of its own."""
-        tell = self._actor.take_messages.options(concurrency_group="take_messages")
+        take_messages = self._actor.take_messages.options(concurrency_group="take_messages")
         try:
-            asked = tell.remote(every)
+            pending = take_messages.remote(interval)
             while True:
-                if not ray.wait([asked], timeout=WAIT)[0]:
+                if not ray.wait([pending], timeout=POLL_SECONDS)[0]:
                     if self._killed.is_set():
                         break
                     continue
-                messages: Sequence[object] = ray.get(asked)
-                asked = tell.remote(every)
+                messages: Sequence[object] = ray.get(pending)
+                pending = take_messages.remote(interval)
                 self.on_message()
                 for message in messages:
                     self.on_message(message)
@@ -386,13 +387,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def _describe_ray_error(error: Exception) -> str:
     """What Ray says of an end, without what it says each time."""
-    told = str(error)
-    _, found, detail = told.partition("Worker exit detail: ")
+    text = str(error)
+    _, marker, detail = text.partition("Worker exit detail: ")
     detail = detail.partition("Some common causes")[0].partition("There are some potential root causes")[0]
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    said = detail if found else lines[-1] if lines else type(error).__name__
-    said = " ".join(said.split())[:400].rstrip(".")
-    return f"its process is gone, as Ray tells: {said}" if found else said
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = detail if marker else lines[-1] if lines else type(error).__name__
+    reason = " ".join(reason.split())[:400].rstrip(".")
+    return f"its process is gone, as Ray tells: {reason}" if marker else reason
 
 
 def _log_prefix(role: str) -> str:

@@ -42,15 +42,15 @@ __all__ = ["ObjectStore", "RankActor", "RankLocation"]
 class ObjectStore(Protocol):
     """Where what is large lies until somebody takes it."""
 
-    def put(self, body: Payload, *, always: bool = False) -> PayloadRef:
+    def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
         """Leave it there, if it is large, or anyhow; what the other side needs to take it."""
         ...
 
-    def get(self, sent: PayloadRef) -> Payload:
+    def get(self, payload_ref: PayloadRef) -> Payload:
         """Look at it, wherever it lies."""
         ...
 
-    def get_all(self, sent: Sequence[PayloadRef]) -> list[Payload]:
+    def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
         """Look at all of these, which are fetched side by side."""
         ...
 
@@ -81,21 +81,21 @@ class _Outbox:
         assert isinstance(value, Batch), "only batches are held"
         return StoredBatch(self._object_store.put(serialize(value), always=True), BatchMeta.from_batch(value))
 
-    def deserialize(self, sent: PayloadRef) -> Any:
-        return deserialize(self._object_store.get(sent), lambda lent: load_batch(lent, self._pieces))
+    def deserialize(self, payload_ref: PayloadRef) -> Any:
+        return deserialize(self._object_store.get(payload_ref), lambda ref: load_batch(ref, self._pieces))
 
-    def _pieces(self, sent: Sequence[PayloadRef]) -> list[Any]:
-        return [deserialize(body) for body in self._object_store.get_all(sent)]
+    def _pieces(self, payload_refs: Sequence[PayloadRef]) -> list[Any]:
+        return [deserialize(payload) for payload in self._object_store.get_all(payload_refs)]
 
     def take_messages(self, seconds: float) -> list[object]:
         """All there is; where there is nothing, what comes within so many seconds."""
-        told: list[object] = []
+        messages: list[object] = []
         try:
-            told.append(self._messages.get(timeout=seconds))
+            messages.append(self._messages.get(timeout=seconds))
             while True:
-                told.append(self._messages.get_nowait())
+                messages.append(self._messages.get_nowait())
         except Empty:
-            return told
+            return messages
 
 
 class RankActor:
@@ -106,10 +106,10 @@ class RankActor:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: also a stopped rank ends with its node
         _redirect_output(log)
-        sys.path.extend(each for each in path if each not in sys.path)
+        sys.path.extend(entry for entry in path if entry not in sys.path)
         self._node = node
         self._outbox = _Outbox(object_store)
-        self._begin: SimpleQueue[RankSetup] = SimpleQueue()
+        self._setups: SimpleQueue[RankSetup] = SimpleQueue()
         self._jobs: SimpleQueue[CallRequest] = SimpleQueue()
         self._async_calls = AsyncCallRunner(self._outbox)
 
@@ -125,15 +125,15 @@ class RankActor:
 
     def serve(self, address: str) -> None:
         """Be the rank that `RankSetup` speaks of, for ever, and speak to the others through this address of its own."""
-        begin = self._begin.get()
+        setup = self._setups.get()
         set_gloo_interface(address)
-        serve(self._outbox, begin, self._jobs, self._async_calls)
+        serve(self._outbox, setup, self._jobs, self._async_calls)
 
     def deliver(self, message: object) -> None:
         """Take a message."""
         match message:
             case RankSetup():
-                self._begin.put(message)
+                self._setups.put(message)
             case CallRequest():
                 self._jobs.put(message)
             case AsyncCallRequest() | CancelAsyncCall():

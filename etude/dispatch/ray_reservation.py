@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from etude.dispatch.multi_rank_crew import TELL, TICK
+from etude.dispatch.multi_rank_crew import REPORT_INTERVAL, TICK
 from etude.dispatch.resource_pool import ResourcePool, count_bundles, describe_shortage
 from etude.errors import CrewError
 from etude.observe import format_seconds, get_logger
@@ -31,45 +31,48 @@ class PoolReservation:
 
     def wait(self, timeout: float, closing: threading.Event) -> None:
         """Wait until the places are free, and tell now and then what is lacking. Where they never will be, say so."""
-        log, began = get_logger("dispatch"), time.monotonic()
-        if self._fixed_size and self._possible < self.pool.ranks:
+        log, start = get_logger("dispatch"), time.monotonic()
+        if self._fixed_size and self._num_possible < self.pool.ranks:
             raise CrewError(
-                f"The cluster has no room for {self._named()}, and no other node joins it. {self._shortage()} Lower "
-                f"`ranks` or `threads`, or have `RAY_ADDRESS` name a larger cluster."
+                f"The cluster has no room for {self._description()}, and no other node joins it. {self._shortage()} "
+                f"Lower `ranks` or `threads`, or have `RAY_ADDRESS` name a larger cluster."
             )
-        ready, told = self._group.ready(), began
+        ready, last_report = self._group.ready(), start
         while not ray.wait([ready], timeout=TICK)[0]:
-            passed = time.monotonic() - began
-            if passed > timeout or closing.is_set():
+            elapsed = time.monotonic() - start
+            if elapsed > timeout or closing.is_set():
                 raise CrewError(
-                    f"The cluster has had no room for {self._named()} for {passed:.0f} s. {self._shortage()} Wait "
-                    "until others are done, add nodes, lower `ranks` or `threads`, or give it longer with "
+                    f"The cluster has had no room for {self._description()} for {elapsed:.0f} s. {self._shortage()} "
+                    "Wait until others are done, add nodes, lower `ranks` or `threads`, or give it longer with "
                     "`crew.timeout`."
                 )
-            if time.monotonic() - told > TELL:
-                told = time.monotonic()
+            if time.monotonic() - last_report > REPORT_INTERVAL:
+                last_report = time.monotonic()
                 log.info(
-                    "After %s, there is no room for %s. %s", format_seconds(passed), self._named(), self._shortage()
+                    "After %s, there is no room for %s. %s",
+                    format_seconds(elapsed),
+                    self._description(),
+                    self._shortage(),
                 )
 
     @property
-    def _possible(self) -> int:
+    def _num_possible(self) -> int:
         """How many such places its nodes have in all."""
         return count_bundles(self.pool, [node["Resources"] for node in _ray.nodes() if node["Alive"]])
 
     def _shortage(self) -> str:
-        told = describe_shortage(self.pool, _ray.cluster_resources(), _ray.available_resources())
-        told = told or "There is enough of everything, but not on single nodes that have a whole place."
-        if (possible := self._possible) < self.pool.ranks:
-            told += f" Were nothing else there, its nodes would have room for {possible}."
-        return told
+        sentence = describe_shortage(self.pool, _ray.cluster_resources(), _ray.available_resources())
+        sentence = sentence or "There is enough of everything, but not on single nodes that have a whole place."
+        if (possible := self._num_possible) < self.pool.ranks:
+            sentence += f" Were nothing else there, its nodes would have room for {possible}."
+        return sentence
 
     def options(self, role: str, rank: int) -> dict[str, Any]:
         """How an actor comes to stand on one of them."""
-        share = self.pool.role_resources(role)
+        resources = self.pool.role_resources(role)
         return {
-            "num_cpus": share.get("CPU", 0.0),
-            "num_gpus": share.get("GPU", 0.0),
+            "num_cpus": resources.get("CPU", 0.0),
+            "num_gpus": resources.get("GPU", 0.0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, rank),
         }
 
@@ -77,5 +80,5 @@ class PoolReservation:
         """Give them back."""
         remove_placement_group(self._group)
 
-    def _named(self) -> str:
+    def _description(self) -> str:
         return f"{self.pool.ranks} ranks of {' and '.join(self.pool.roles)}"

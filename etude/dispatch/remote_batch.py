@@ -50,22 +50,22 @@ class RemoteBatch:
 
     def select(self, rollouts: Sequence[int]) -> RemoteBatch:
         """These rollouts, in this order."""
-        told = tuple(self.metadata[each] for each in rollouts) if self.make is not None else ()
-        places = self.locations[np.asarray(rollouts, np.int64)]
-        return RemoteBatch(self.outline.select(rollouts), self.pieces, places, self.make, told)
+        metadata = tuple(self.metadata[index] for index in rollouts) if self.make is not None else ()
+        locations = self.locations[np.asarray(rollouts, np.int64)]
+        return RemoteBatch(self.outline.select(rollouts), self.pieces, locations, self.make, metadata)
 
     def split(self, parts: int, by: str = "rollout") -> list[RemoteBatch]:
         """So many parts, of the very rollouts that `Batch.split` would put into each."""
-        return [self.select(each.tolist()) for each in self.outline.partition(parts, by)]
+        return [self.select(rollouts.tolist()) for rollouts in self.outline.partition(parts, by)]
 
     def to_ref(self) -> BatchRef:
         """What a rank needs to look at it: the pieces that it has rollouts in."""
         used, part = np.unique(self.locations[:, 0], return_inverse=True)
-        pieces = tuple(self.pieces[int(each)] for each in used)
+        pieces = tuple(self.pieces[int(index)] for index in used)
         if not pieces and self.make is None:
             pieces = self.pieces[:1]  # it has the columns that a batch of no rollout has too
-        places = np.stack([part, self.locations[:, 1]], axis=1)
-        return BatchRef(pieces, places, self.outline.group.numpy(), self.make, self.metadata)
+        locations = np.stack([part, self.locations[:, 1]], axis=1)
+        return BatchRef(pieces, locations, self.outline.group.numpy(), self.make, self.metadata)
 
 
 def to_batch_ref(value: object) -> BatchRef | None:
@@ -74,42 +74,42 @@ def to_batch_ref(value: object) -> BatchRef | None:
 
 
 def gather_remote_batch(
-    batch: Batch | RemoteBatch, shares: Sequence[Sequence[int]], kept: Sequence[StoredBatch]
+    batch: Batch | RemoteBatch, shares: Sequence[Sequence[int]], stored: Sequence[StoredBatch]
 ) -> RemoteBatch:
     """What ranks have answered to the shares of a batch, in its order."""
-    places = np.zeros((batch.num_rollouts, 2), np.int64)
+    locations = np.zeros((batch.num_rollouts, 2), np.int64)
     lengths = np.zeros((2, batch.num_rollouts), np.int64)
-    for rank, (share, piece) in enumerate(zip(shares, kept, strict=True)):
-        places[share, 0], places[share, 1] = rank, np.arange(len(share))
-        lengths[:, share] = piece.outline.rollout_lengths.numpy(), piece.outline.prompt_lengths.numpy()
+    for rank, (share, part) in enumerate(zip(shares, stored, strict=True)):
+        locations[share, 0], locations[share, 1] = rank, np.arange(len(share))
+        lengths[:, share] = part.outline.rollout_lengths.numpy(), part.outline.prompt_lengths.numpy()
     group = batch.group if isinstance(batch, Batch) else batch.outline.group
     return RemoteBatch(
-        BatchMeta.from_lengths(lengths[0], lengths[1], group), tuple(piece.sent for piece in kept), places
+        BatchMeta.from_lengths(lengths[0], lengths[1], group), tuple(part.sent for part in stored), locations
     )
 
 
 def compose_remote_batch(
-    outline: BatchMeta, pieces: Sequence[PayloadRef], make: BatchFactory, metadata: Sequence[Any]
+    meta: BatchMeta, pieces: Sequence[PayloadRef], factory: BatchFactory, metadata: Sequence[Any]
 ) -> RemoteBatch:
     """A batch that is yet to be made: what each rollout is made of, and what else is known of it."""
-    places = np.stack([np.arange(outline.num_rollouts), np.zeros(outline.num_rollouts, np.int64)], axis=1)
-    return RemoteBatch(outline, tuple(pieces), places, make, tuple(metadata))
+    locations = np.stack([np.arange(meta.num_rollouts), np.zeros(meta.num_rollouts, np.int64)], axis=1)
+    return RemoteBatch(meta, tuple(pieces), locations, factory, tuple(metadata))
 
 
-def load_batch(ref: BatchRef, take: Callable[[Sequence[PayloadRef]], list[Any]]) -> Batch:
+def load_batch(ref: BatchRef, load: Callable[[Sequence[PayloadRef]], list[Any]]) -> Batch:
     """The batch, for a rank that was called with it. One that is a whole piece is not copied."""
     if ref.make is not None:
-        taken = take(ref.pieces)
-        whole = ref.make([taken[each] for each in ref.locations[:, 0].tolist()], ref.metadata)
+        values = load(ref.pieces)
+        batch = ref.make([values[index] for index in ref.locations[:, 0].tolist()], ref.metadata)
     else:
-        whole = _concat_pieces(take(ref.pieces), ref.locations)
-    return whole.replace(group=whole.group.new_tensor(ref.group)) if whole.num_rollouts else whole
+        batch = _concat_pieces(load(ref.pieces), ref.locations)
+    return batch.replace(group=batch.group.new_tensor(ref.group)) if batch.num_rollouts else batch
 
 
-def _concat_pieces(pieces: Sequence[Batch], places: NDArray[np.int64]) -> Batch:
+def _concat_pieces(pieces: Sequence[Batch], locations: NDArray[np.int64]) -> Batch:
     starts = np.cumsum([0, *(piece.num_rollouts for piece in pieces)])
-    order = starts[places[:, 0]] + places[:, 1]
-    whole = (
+    order = starts[locations[:, 0]] + locations[:, 1]
+    batch = (
         pieces[0] if len(pieces) == 1 else Batch.concat([piece for piece in pieces if piece.num_rollouts] or pieces[:1])
     )
-    return whole if np.array_equal(order, np.arange(whole.num_rollouts)) else whole.select(order.tolist())
+    return batch if np.array_equal(order, np.arange(batch.num_rollouts)) else batch.select(order.tolist())

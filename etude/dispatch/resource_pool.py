@@ -54,15 +54,15 @@ class ResourcePool:
 def describe_shortage(pool: ResourcePool, total: Mapping[str, float], free: Mapping[str, float]) -> str | None:
     """What a cluster has too little of for a pool, as a sentence: what is asked, what there is, and what of it is free.
     None where all of it is free, which does not say that it is so on one machine."""
-    short = [name for name, amount in pool.bundle.items() if amount * pool.ranks > free.get(name, 0.0)]
-    if not short:
+    lacking = [name for name, amount in pool.bundle.items() if amount * pool.ranks > free.get(name, 0.0)]
+    if not lacking:
         return None
-    told = "; ".join(
+    details = "; ".join(
         f"{name}: {pool.ranks} × {_number(pool.bundle[name])} are asked for, the cluster has "
         f"{_number(total.get(name, 0.0))}, of which {_number(free.get(name, 0.0))} are free"
-        for name in short
+        for name in lacking
     )
-    return f"{told}."
+    return f"{details}."
 
 
 def count_bundles(pool: ResourcePool, nodes: Iterable[Mapping[str, float]]) -> int:

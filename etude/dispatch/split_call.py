@@ -47,50 +47,50 @@ class SplitCall:
             return answers[0]()
         if self.gather is Gather.ALL:
             return [answer() for answer in answers]
-        told = [answer() for answer in answers[:: self.repeats]]
+        results = [answer() for answer in answers[:: self.repeats]]
         if self.gather is Gather.METRICS:
             metrics = Metrics()
-            for each in told:
-                metrics.merge(each)
+            for result in results:
+                metrics.merge(result)
             return metrics
         assert self.batch_split is not None, "answers are put in order by the one batch that the call was cut from"
-        batch, places = self.batch_split
-        order = [place for share in places for place in share]
-        joined = Batch.concat([each for each in told if each.num_rollouts] or told[:1])
-        back = sorted(range(len(order)), key=order.__getitem__)
+        batch, shares = self.batch_split
+        order = [rollout for share in shares for rollout in share]
+        joined = Batch.concat([result for result in results if result.num_rollouts] or results[:1])
+        inverse = sorted(range(len(order)), key=order.__getitem__)
         group = batch.group if isinstance(batch, Batch) else batch.outline.group
-        return joined.select(back).replace(group=group)
+        return joined.select(inverse).replace(group=group)
 
 
 def split_call(
-    spread: DispatchMode,
+    mode: DispatchMode,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     ranks: int,
-    share: Partitioner,
+    partition: Partitioner,
     repeats: int = 1,
 ) -> SplitCall:
     """The call of each rank. Batches are cut, also those in a list, one share for as many ranks in a row as `repeats`
     says; everything else goes to all."""
-    if spread.split is Split.SAME:
-        return SplitCall(spread.gather, [(args, kwargs)])
-    holders = ranks // repeats
-    by: Literal["rollout", "group"] = "rollout" if spread.split is Split.ROLLOUTS else "group"
-    cuts: list[tuple[Batch | RemoteBatch, Sequence[Sequence[int]]]] = []
+    if mode.split is Split.SAME:
+        return SplitCall(mode.gather, [(args, kwargs)])
+    num_shares = ranks // repeats
+    by: Literal["rollout", "group"] = "rollout" if mode.split is Split.ROLLOUTS else "group"
+    batch_splits: list[tuple[Batch | RemoteBatch, Sequence[Sequence[int]]]] = []
 
-    def parts(value: Any) -> list[Any]:
+    def split_value(value: Any) -> list[Any]:
         if isinstance(value, Batch | RemoteBatch):
-            places = share(value.outline if isinstance(value, RemoteBatch) else value, holders, by)
-            cuts.append((value, places))
-            return [value.select(each) for each in places]
-        if isinstance(value, list | tuple) and any(isinstance(each, Batch | RemoteBatch) for each in value):
-            return [list(each) for each in zip(*(parts(each) for each in value), strict=True)]
-        return [value] * holders
+            shares = partition(value.outline if isinstance(value, RemoteBatch) else value, num_shares, by)
+            batch_splits.append((value, shares))
+            return [value.select(item) for item in shares]
+        if isinstance(value, list | tuple) and any(isinstance(item, Batch | RemoteBatch) for item in value):
+            return [list(item) for item in zip(*(split_value(item) for item in value), strict=True)]
+        return [value] * num_shares
 
-    by_place = [parts(value) for value in args]
-    by_name = {name: parts(value) for name, value in kwargs.items()}
+    by_place = [split_value(value) for value in args]
+    by_name = {name: split_value(value) for name, value in kwargs.items()}
     arguments = [
-        ([each[holder] for each in by_place], {name: each[holder] for name, each in by_name.items()})
-        for holder in range(holders)
+        ([item[holder] for item in by_place], {name: item[holder] for name, item in by_name.items()})
+        for holder in range(num_shares)
     ]
-    return SplitCall(spread.gather, arguments, cuts[0] if len(cuts) == 1 else None, repeats)
+    return SplitCall(mode.gather, arguments, batch_splits[0] if len(batch_splits) == 1 else None, repeats)

@@ -13,7 +13,7 @@ from etude.dispatch import CrewConfig, LocalCrew, crew_of
 from etude.errors import TrainingError
 from etude.protocols import Crew
 from tests.batches import random_batch, same, with_extras
-from tests.dispatch.workers import Clerk, counted
+from tests.dispatch.workers import CountingWorker, counted
 
 RANKS = {"local": 1, "processes": 2, "ray": 2}
 KINDS = ["local", "processes", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))]
@@ -42,13 +42,13 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 
 def test_workers_keep_their_state_from_call_to_call(crew: Crew) -> None:
-    before = crew.call(Clerk.add, 0)
-    assert crew.call(Clerk.add, 2) == before + 2
-    assert crew.call(Clerk.add, 3, twice=True) == before + 8
+    before = crew.call(CountingWorker.add, 0)
+    assert crew.call(CountingWorker.add, 2) == before + 2
+    assert crew.call(CountingWorker.add, 3, twice=True) == before + 8
 
 
 def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
-    told = crew.call(Clerk.everyone)
+    told = crew.call(CountingWorker.everyone)
     assert len(set(told)) == len(told) == ranks
 
 
@@ -56,37 +56,37 @@ def test_what_every_rank_says_comes_as_a_list(crew: Crew, ranks: int) -> None:
 def test_a_batch_comes_back_in_its_order(crew: Crew, sizes: tuple[int, ...]) -> None:
     """However few its groups are: a rank may get none."""
     batch = with_extras(random_batch(0, sizes))
-    assert same(crew.call(Clerk.double, batch, by=3), batch.replace(reward=3 * batch.require("reward")))
-    assert same(crew.call(Clerk.centre, batch), Clerk().centre(batch))
+    assert same(crew.call(CountingWorker.double, batch, by=3), batch.replace(reward=3 * batch.require("reward")))
+    assert same(crew.call(CountingWorker.centre, batch), CountingWorker().centre(batch))
 
 
 def test_groups_that_stand_apart_in_the_batch_stay_whole(crew: Crew) -> None:
     batch = random_batch(1, (3, 3, 2))
     mixed = batch.select([0, 3, 6, 1, 4, 7, 2, 5])
-    assert same(crew.call(Clerk.centre, mixed), Clerk().centre(mixed))
+    assert same(crew.call(CountingWorker.centre, mixed), CountingWorker().centre(mixed))
 
 
 def test_metrics_are_merged_by_their_own_reduction(crew: Crew, ranks: int) -> None:
     parts = [random_batch(2, (4, 1, 2)), random_batch(3, (2,))]
-    found = crew.call(Clerk.measure, parts, 0.5).reduce()
-    wanted = Clerk().measure(parts, 0.5).reduce()
+    found = crew.call(CountingWorker.measure, parts, 0.5).reduce()
+    wanted = CountingWorker().measure(parts, 0.5).reduce()
     assert found.pop("whole") == pytest.approx(ranks * wanted.pop("whole"))
     assert found == pytest.approx(wanted)
 
 
 def test_ranks_hear_each_other(crew: Crew, ranks: int) -> None:
     wanted = sum(torch.arange(3) + 10 * rank for rank in range(ranks))
-    assert all(torch.equal(heard, wanted) for heard in crew.call(Clerk.exchange, 3))
+    assert all(torch.equal(heard, wanted) for heard in crew.call(CountingWorker.exchange, 3))
 
 
 def test_an_error_that_all_meet_is_raised_as_it_is_and_ends_nothing(crew: Crew) -> None:
-    before = crew.call(Clerk.add, 0)
+    before = crew.call(CountingWorker.add, 0)
     with pytest.raises(TrainingError) as raised:
-        crew.call(Clerk.refuse)
+        crew.call(CountingWorker.refuse)
     assert str(raised.value) == "The gradient is not finite."
-    assert crew.call(Clerk.add, 1) == before + 1
+    assert crew.call(CountingWorker.add, 1) == before + 1
 
 
 def test_an_undeclared_method_is_refused(crew: Crew) -> None:
-    with pytest.raises(AssertionError, match="does not say how it is spread"):
-        crew.call(Clerk.secret)
+    with pytest.raises(AssertionError, match="has no dispatch mode"):
+        crew.call(CountingWorker.secret)

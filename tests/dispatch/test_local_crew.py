@@ -42,7 +42,7 @@ def test_what_every_rank_says_comes_as_a_list() -> None:
 
 
 def test_an_undeclared_method_is_refused_on_a_laptop_too() -> None:
-    with pytest.raises(AssertionError, match="does not say how it is spread"):
+    with pytest.raises(AssertionError, match="has no dispatch mode"):
         LocalCrew(Counter()).call(Counter.secret)
 
 

@@ -21,12 +21,11 @@ from typing import Any
 import pytest
 
 from etude.data.partition import partition_rollouts
-from etude.dispatch import CrewConfig
-from etude.dispatch import multi_rank_crew as joint
-from etude.dispatch.multi_rank_crew import GRACE, LONGEST, TIMES
+from etude.dispatch import CrewConfig, multi_rank_crew
+from etude.dispatch.multi_rank_crew import CALL_LIMIT_TIMEOUTS, GRACE_SECONDS, MIN_CALL_LIMIT
 from etude.dispatch.process_crew import ProcessCrew, ProcessRankHandle
 from etude.errors import ConfigError, CrewError, TrainingError
-from tests.dispatch.workers import Clerk, counted, refusing, stopping
+from tests.dispatch.workers import CountingWorker, counted, refusing, stopping
 from tests.processes import gone
 
 SILENCE = 3.0
@@ -48,72 +47,74 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
 
 
 def test_questions_are_answered_side_by_side_by_the_rank_that_is_asked(crew: ProcessCrew) -> None:
-    begun: list[int] = []
-    began = time.perf_counter()
-    asked = [crew.submit(i % 2, Clerk.wonder, 0.5, on_start=lambda i=i: begun.append(i)) for i in range(20)]
-    told = [future.result(30) for future in asked]
-    assert time.perf_counter() - began < 5
-    assert told == [(i % 2, crew.pids[i % 2]) for i in range(20)] and sorted(begun) == list(range(20))
+    started: list[int] = []
+    start = time.perf_counter()
+    futures = [
+        crew.submit(i % 2, CountingWorker.wonder, 0.5, on_start=lambda i=i: started.append(i)) for i in range(20)
+    ]
+    results = [future.result(30) for future in futures]
+    assert time.perf_counter() - start < 5
+    assert results == [(i % 2, crew.pids[i % 2]) for i in range(20)] and sorted(started) == list(range(20))
 
 
 def test_a_question_is_answered_while_a_call_is_under_way_and_the_other_way_round(crew: ProcessCrew) -> None:
-    asked = crew.submit(1, Clerk.wonder, 0.3)
-    crew.call(Clerk.work, 1.0)
-    assert asked.done() and asked.result() == (1, crew.pids[1])
-    asked = crew.submit(0, Clerk.wonder, 60.0)
-    assert crew.call(Clerk.add, 0) >= 10 and not asked.done()
-    asked.cancel()
+    future = crew.submit(1, CountingWorker.wonder, 0.3)
+    crew.call(CountingWorker.work, 1.0)
+    assert future.done() and future.result() == (1, crew.pids[1])
+    future = crew.submit(0, CountingWorker.wonder, 60.0)
+    assert crew.call(CountingWorker.add, 0) >= 10 and not future.done()
+    future.cancel()
 
 
 def test_whoever_leaves_a_question_is_forgotten(crew: ProcessCrew) -> None:
     async def leave() -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(crew.submit(0, Clerk.wonder, 60.0)), 0.2)
+            await asyncio.wait_for(asyncio.wrap_future(crew.submit(0, CountingWorker.wonder, 60.0)), 0.2)
 
     asyncio.run(leave())
-    asked = crew.submit(0, Clerk.wonder, 60.0)
-    assert asked.cancel()
+    future = crew.submit(0, CountingWorker.wonder, 60.0)
+    assert future.cancel()
     with pytest.raises(CancelledError):
-        asked.result(1)
-    assert crew.submit(0, Clerk.wonder, 0.0).result(30)[0] == 0
+        future.result(1)
+    assert crew.submit(0, CountingWorker.wonder, 0.0).result(30)[0] == 0
 
 
 def test_what_goes_wrong_in_a_question_is_raised_where_it_was_asked(crew: ProcessCrew) -> None:
     with pytest.raises(ConfigError, match=r"Time goes on\."):
-        crew.submit(1, Clerk.wonder, -1.0).result(30)
-    with pytest.raises(CrewError, match=r"Rank 0 \(process \d+\) failed in Clerk.wonder: TypeError"):
-        crew.submit(0, Clerk.wonder).result(30)
+        crew.submit(1, CountingWorker.wonder, -1.0).result(30)
+    with pytest.raises(CrewError, match=r"Rank 0 \(process \d+\) failed in CountingWorker.wonder: TypeError"):
+        crew.submit(0, CountingWorker.wonder).result(30)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_long_call_is_no_silence(crew: ProcessCrew) -> None:
-    crew.call(Clerk.work, SILENCE + 1.5)
+    crew.call(CountingWorker.work, SILENCE + 1.5)
 
 
 def test_what_cannot_travel_is_told(crew: ProcessCrew) -> None:
-    with pytest.raises(CrewError, match=r"failed in Clerk\.generator: TypeError: cannot pickle"):
-        crew.call(Clerk.generator)
+    with pytest.raises(CrewError, match=r"failed in CountingWorker\.generator: TypeError: cannot pickle"):
+        crew.call(CountingWorker.generator)
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
-        crew.call(Clerk.add, lambda: 1)
-    assert crew.call(Clerk.add, 0) >= 10
+        crew.call(CountingWorker.add, lambda: 1)
+    assert crew.call(CountingWorker.add, 0) >= 10
 
 
 def test_warnings_are_passed_on_and_what_all_say_is_said_once(
     crew: ProcessCrew, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "etude"):
-        crew.call(Clerk.warn)
-        crew.submit(0, Clerk.wonder, 0.0).result(30)
-        crew.submit(1, Clerk.wonder, 0.0).result(30)
-    told = [record.message for record in caplog.records]
-    assert {"rank 0: and here it is rank 0", "rank 1: and here it is rank 1"} < set(told)
-    assert len(told) == 3 and sum(text.endswith("the weather is bad") for text in told) == 1
+        crew.call(CountingWorker.warn)
+        crew.submit(0, CountingWorker.wonder, 0.0).result(30)
+        crew.submit(1, CountingWorker.wonder, 0.0).result(30)
+    messages = [record.message for record in caplog.records]
+    assert {"rank 0: and here it is rank 0", "rank 1: and here it is rank 1"} < set(messages)
+    assert len(messages) == 3 and sum(text.endswith("the weather is bad") for text in messages) == 1
 
 
 def test_it_computes_with_as_many_threads_as_it_was_told(crew: ProcessCrew) -> None:
-    assert crew.call(Clerk.threads) == [1, 1]
+    assert crew.call(CountingWorker.threads) == [1, 1]
 
 
 def test_nobody_else_can_reach_the_ranks(crew: ProcessCrew) -> None:
@@ -133,15 +134,15 @@ def test_nobody_else_can_reach_the_ranks(crew: ProcessCrew) -> None:
 
 def failing(crew: ProcessCrew, method: Callable[..., Any], *args: Any) -> tuple[str, float]:
     """What a call that ends the crew raises, and how long that took. No process is left, and nothing can be asked."""
-    pids, asked, began = crew.pids, crew.submit(0, Clerk.wonder, 600.0), time.perf_counter()
+    pids, future, start = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), time.perf_counter()
     with closing(crew):
         with pytest.raises((CrewError, TrainingError)) as raised:
             crew.call(method, *args)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         with pytest.raises(type(raised.value)):
-            asked.result(10)
+            future.result(10)
         with pytest.raises(type(raised.value)):
-            crew.call(Clerk.add, 1)
+            crew.call(CountingWorker.add, 1)
         assert all(gone(pid) for pid in pids)
     return str(raised.value), seconds
 
@@ -160,19 +161,24 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
 ) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
     pid = crew.pids[1]
-    told, seconds = failing(crew, Clerk.end, 1, how)
-    assert told.startswith(f"Rank 1 (process {pid}) ") and "in Clerk.end" in told
-    assert re.search(sentence, told), told
-    assert (how == "crash" or "these are its last words" in told) and str(tmp_path / "rank-1.log") in told
+    error_text, seconds = failing(crew, CountingWorker.end, 1, how)
+    assert error_text.startswith(f"Rank 1 (process {pid}) ") and "in CountingWorker.end" in error_text
+    assert re.search(sentence, error_text), error_text
+    assert (how == "crash" or "these are its last words" in error_text) and str(tmp_path / "rank-1.log") in error_text
     assert seconds < within
 
 
 def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
     pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # they may have taken longer to start
-    told, seconds = failing(crew, Clerk.hang, 1)
-    assert told.startswith(f"Rank 1 (process {pid}) did not end Clerk.hang within `crew.timeout` = 2 s after another")
-    assert f"at the end of {tmp_path / 'rank-1.log'}. Start the run again" in told and 2 + GRACE <= seconds < 20
+    error_text, seconds = failing(crew, CountingWorker.hang, 1)
+    assert error_text.startswith(
+        f"Rank 1 (process {pid}) did not end CountingWorker.hang within `crew.timeout` = 2 s after another"
+    )
+    assert (
+        f"at the end of {tmp_path / 'rank-1.log'}. Start the run again" in error_text
+        and 2 + GRACE_SECONDS <= seconds < 20
+    )
     assert "in hang" in (tmp_path / "rank-1.log").read_text() and "in hang" not in (tmp_path / "rank-0.log").read_text()
 
 
@@ -180,35 +186,37 @@ def test_whoever_waits_is_told_before_ranks_are_ended_and_they_are_ended_side_by
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ending one comes to, be it an error, keeps neither the caller nor the others."""
-    told, together = threading.Event(), threading.Barrier(2, timeout=60)
+    released, together = threading.Event(), threading.Barrier(2, timeout=60)
     kill = ProcessRankHandle.kill
 
-    def slow(member: ProcessRankHandle) -> None:
-        assert told.wait(60)
+    def slow_kill(handle: ProcessRankHandle) -> None:
+        assert released.wait(60)
         together.wait()
-        kill(member)
+        kill(handle)
         raise OSError("and it cannot be ended")
 
     with closing(crew_of(tmp_path, heartbeat_timeout=60)) as crew:
-        monkeypatch.setattr(ProcessRankHandle, "kill", slow)
+        monkeypatch.setattr(ProcessRankHandle, "kill", slow_kill)
         pids = crew.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(CrewError, match=r"Rank 1 .* ended while it was answering questions"):
-            crew.submit(0, Clerk.wonder, 600.0).result(60)
+            crew.submit(0, CountingWorker.wonder, 600.0).result(60)
         assert not gone(pids[0], within=0)
-        told.set()
+        released.set()
     assert all(gone(pid, within=0) for pid in pids) and not together.broken
 
 
 @pytest.mark.soak
 def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LONGEST == 6 * 3600 and TIMES == 10, "as docs/processes.md says"
-    monkeypatch.setattr(joint, "LONGEST", 3.0)
+    assert MIN_CALL_LIMIT == 6 * 3600 and CALL_LIMIT_TIMEOUTS == 10, "as docs/processes.md says"
+    monkeypatch.setattr(multi_rank_crew, "MIN_CALL_LIMIT", 3.0)
     crew = crew_of(tmp_path)
     crew._config = CrewConfig(timeout=0.1)
-    told, seconds = failing(crew, Clerk.hang, 0, 1)
-    assert told.startswith("No rank has ended Clerk.hang in 3.0 s. What was under way there is at the end of")
-    assert "it may last 10 times that" in told and 3 <= seconds < 20
+    error_text, seconds = failing(crew, CountingWorker.hang, 0, 1)
+    assert error_text.startswith(
+        "No rank has ended CountingWorker.hang in 3.0 s. What was under way there is at the end of"
+    )
+    assert "it may last 10 times that" in error_text and 3 <= seconds < 20
     assert all("in hang" in (tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1))
 
 
@@ -217,24 +225,27 @@ def test_where_one_rank_raises_since_it_waited_for_another_that_other_is_named_t
     """What raises is whoever was waiting: here rank 0, whose exchange is given up."""
     crew = crew_of(tmp_path, timeout=25.0)
     pid = crew.pids[1]
-    told, _ = failing(crew, Clerk.late, 1)
-    assert told.startswith("Rank 0 (process ") and "failed in Clerk.late: RuntimeError" in told
-    assert f"Rank 1 (process {pid}) had not ended it 3 s later." in told
+    error_text, _ = failing(crew, CountingWorker.late, 1)
+    assert error_text.startswith("Rank 0 (process ") and "failed in CountingWorker.late: RuntimeError" in error_text
+    assert f"Rank 1 (process {pid}) had not ended it 3 s later." in error_text
     assert "in late" in (tmp_path / "rank-1.log").read_text()
 
 
 @pytest.mark.soak
 def test_an_error_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    told, seconds = failing(crew_of(tmp_path), Clerk.stumble, 1)
-    assert told.startswith("Rank 1 (process ") and "failed in Clerk.stumble: ZeroDivisionError: a slip" in told
-    assert "workers.py:" in told and GRACE - 1 < seconds < GRACE + 10
+    error_text, seconds = failing(crew_of(tmp_path), CountingWorker.stumble, 1)
+    assert (
+        error_text.startswith("Rank 1 (process ")
+        and "failed in CountingWorker.stumble: ZeroDivisionError: a slip" in error_text
+    )
+    assert "workers.py:" in error_text and GRACE_SECONDS - 1 < seconds < GRACE_SECONDS + 10
     assert "a slip" in (tmp_path / "rank-1.log").read_text()
 
 
 @pytest.mark.soak
 def test_an_error_of_ours_stays_what_it_is_also_on_one_rank(tmp_path: Path) -> None:
     with closing(crew_of(tmp_path, ranks=3)) as crew, pytest.raises(TrainingError) as raised:
-        crew.call(Clerk.refuse, 2)
+        crew.call(CountingWorker.refuse, 2)
     assert str(raised.value) == "The gradient is not finite." and "Rank 2" in raised.value.__notes__[0]
 
 
@@ -265,14 +276,14 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_closed_crew_works_no_more_and_leaves_nobody_behind(tmp_path: Path) -> None:
     crew = crew_of(tmp_path)
-    pids, asked = crew.pids, crew.submit(0, Clerk.wonder, 600.0)
+    pids, asked = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0)
     crew.close()
     crew.close()
     assert all(gone(pid, within=0) for pid in pids)
     with pytest.raises(CrewError, match="ended while something was still asked"):
         asked.result(1)
     with pytest.raises(AssertionError, match="closed"):
-        crew.call(Clerk.add, 1)
+        crew.call(CountingWorker.add, 1)
 
 
 # -- what can befall the controller -----------------------------------------------------------------------------------
@@ -281,10 +292,10 @@ CONTROLLER = """
 import json, sys
 from pathlib import Path
 from tests.dispatch.test_process_crew import crew_of
-from tests.dispatch.workers import Clerk
+from tests.dispatch.workers import CountingWorker
 crew = crew_of(Path(sys.argv[1]))
 print(json.dumps(crew.pids), flush=True)
-crew.call(Clerk.work, 600.0)
+crew.call(CountingWorker.work, 600.0)
 """
 
 

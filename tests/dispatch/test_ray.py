@@ -26,7 +26,7 @@ from etude.dispatch.split_call import split_call
 from etude.errors import ConfigError, CrewError, TrainingError
 from etude.protocols import get_dispatch_mode
 from tests.batches import random_batch, same
-from tests.dispatch.workers import WIDE, Clerk, Maker, counted, refusing
+from tests.dispatch.workers import WIDE, CountingWorker, Maker, counted, refusing
 from tests.processes import gone, rise_of
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
 def test_what_the_cluster_has_too_little_of_is_told(
     crew: RayCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from etude.dispatch import ray_crew as room
+    from etude.dispatch import ray_reservation
 
-    monkeypatch.setattr(room, "TELL", 0.2)
+    monkeypatch.setattr(ray_reservation, "REPORT_INTERVAL", 0.2)
     began = time.perf_counter()
     with caplog.at_level(logging.INFO, "etude"), pytest.raises(CrewError) as raised:
         ray_crew(tmp_path, ranks=2, threads=2, timeout=1.0)
@@ -210,7 +210,7 @@ def test_two_roles_share_the_places_of_a_pool(crew: RayCrew, tmp_path: Path) -> 
         crews = [ray_crew(tmp_path, role=role, placed=placed) for role in ("policy", "critic")]
         with closing(crews[0]), closing(crews[1]):
             assert crews[0].nodes == crews[1].nodes and not set(crews[0].pids) & set(crews[1].pids)
-            assert [each.call(Clerk.add, 1) for each in crews] == [11, 11]
+            assert [each.call(CountingWorker.add, 1) for each in crews] == [11, 11]
         assert sorted(path.name for path in tmp_path.glob("*.log")) == [
             *("critic-rank-0.log", "critic-rank-1.log", "rank-0.log", "rank-1.log")
         ]
@@ -225,9 +225,12 @@ def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path:
 # -- what can befall a rank -------------------------------------------------------------------------------------------
 
 HOW = [
-    pytest.param("kill", r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+", 20),
+    pytest.param("kill", r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+", 20),
     pytest.param(
-        "exit", r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+", 20, marks=pytest.mark.soak
+        "exit",
+        r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+",
+        20,
+        marks=pytest.mark.soak,
     ),
     pytest.param("stop", r"gave no sign of life for \d+\.\d s .*: it was stopped by a signal", SILENCE + 20),
 ]
@@ -240,20 +243,20 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     """By its role, its number, its process and its node, with the last that it said."""
     with caplog.at_level(logging.INFO, "etude"):
         crew = ray_crew(tmp_path)
-    pids, asked, node = crew.pids, crew.submit(0, Clerk.wonder, 600.0), crew._members[1].address
+    pids, asked, node = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0), crew._handles[1].address
     answers = crew._call_ranks(
-        Clerk.recite, split_call(get_dispatch_mode(Clerk.recite), [10**6], {}, 2, partition_rollouts)
+        CountingWorker.recite, split_call(get_dispatch_mode(CountingWorker.recite), [10**6], {}, 2, partition_rollouts)
     )
     crew._config = CrewConfig(heartbeat_timeout=SILENCE, timeout=2 * SLOW)  # they may have taken longer to start
     with closing(crew):
         began = time.perf_counter()
         with pytest.raises(CrewError) as raised:
-            crew.call(Clerk.end, 1, how)
+            crew.call(CountingWorker.end, 1, how)
         assert time.perf_counter() - began < within
         with pytest.raises(CrewError):
             asked.result(10)
         with pytest.raises(CrewError):
-            crew.call(Clerk.add, 1)
+            crew.call(CountingWorker.add, 1)
     told = str(raised.value)
     assert told.startswith(f"Rank 1 of policy (process {pids[1]} on node {node}) "), told
     assert re.search(sentence, told), told
@@ -268,7 +271,8 @@ def test_an_answer_that_is_lost_before_it_is_read_is_told_by_its_rank(tmp_path: 
     """And not by Ray's own error, whoever notices first."""
     with closing(ray_crew(tmp_path)) as crew:
         answers = crew._call_ranks(
-            Clerk.recite, split_call(get_dispatch_mode(Clerk.recite), [10**6], {}, 2, partition_rollouts)
+            CountingWorker.recite,
+            split_call(get_dispatch_mode(CountingWorker.recite), [10**6], {}, 2, partition_rollouts),
         )
         os.kill(crew.pids[1], signal.SIGKILL)
         told = r"Rank 1 of policy \(process \d+ on node .*\) ended while it was answering"
@@ -288,6 +292,6 @@ def lost(crew: RayCrew, sent: Any) -> CrewError:
 def test_an_error_on_one_rank_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     with closing(ray_crew(tmp_path)) as crew:
         with pytest.raises((CrewError, TrainingError), match=r"Rank 1 of policy .* ZeroDivisionError: a slip"):
-            crew.call(Clerk.stumble, 1)
+            crew.call(CountingWorker.stumble, 1)
         pids = crew.pids
     assert all(gone(pid) for pid in pids)

@@ -14,9 +14,9 @@ from tests.rays import a_head, program, told_by
 
 def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
     require("ray")
-    from etude.dispatch.ray_cluster import LONGEST_RELATIVE_PATH, MAX_SOCKET_PATH, PREFIX, _short_directory
+    from etude.dispatch.ray_cluster import DIRECTORY_PREFIX, LONGEST_RELATIVE_PATH, MAX_SOCKET_PATH, _short_directory
 
-    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}{LONGEST_RELATIVE_PATH}")
+    longest = MAX_SOCKET_PATH - len(f"/{DIRECTORY_PREFIX}{LONGEST_RELATIVE_PATH}")
     assert 15 < longest < 40
     for length in range(5, 60):
         directory = "/" + "d" * (length - 1)
@@ -27,9 +27,11 @@ def test_it_lies_where_the_paths_of_its_sockets_are_short_enough() -> None:
 def test_what_a_killed_controller_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """And nothing that somebody holds, or that is somebody else's."""
     require("ray")
-    from etude.dispatch.ray_cluster import PREFIX, _lock_directory, _remove_stale_directories
+    from etude.dispatch.ray_cluster import DIRECTORY_PREFIX, _lock_directory, _remove_stale_directories
 
-    here, left, starting, other = (tmp_path / name for name in (f"{PREFIX}1", f"{PREFIX}2", f"{PREFIX}3", "ray-4"))
+    here, left, starting, other = (
+        tmp_path / name for name in (f"{DIRECTORY_PREFIX}1", f"{DIRECTORY_PREFIX}2", f"{DIRECTORY_PREFIX}3", "ray-4")
+    )
     for place in (here, left, starting, other):
         (place / "r" / "session").mkdir(parents=True)
     with _lock_directory(here):

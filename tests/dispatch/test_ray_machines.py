@@ -36,20 +36,20 @@ from pathlib import Path
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of, ray_crew
 from etude.errors import CrewError
-from tests.dispatch.workers import Clerk, counted
+from tests.dispatch.workers import CountingWorker, counted
 
 ray_crew.EXIT_TIMEOUT = 120.0  # a machine that has much else to do takes its time
 logs, how, config = Path(sys.argv[1]), sys.argv[2], CrewConfig(heartbeat_timeout=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=logs, config=config)) as crew:
-    (far,) = (member for member in crew._members if not member._is_here)
+    (far,) = (member for member in crew._handles if not member._is_here)
     told = {"rank": far.rank, "pid": far.pid, "address": far.address, "log": str(far.log), "seen": far.log.exists()}
-    told |= {"rendezvous": [member.bind_address for member in crew._members]}
-    told |= {"heard": [each.tolist() for each in crew.call(Clerk.exchange, 2)]}
+    told |= {"rendezvous": [member.bind_address for member in crew._handles]}
+    told |= {"heard": [each.tolist() for each in crew.call(CountingWorker.exchange, 2)]}
     print(json.dumps(told), flush=True)
     sys.stdin.readline()
     crew._config = CrewConfig(heartbeat_timeout=15, timeout=5)
     try:
-        crew.call(Clerk.hang, far.rank) if how == "hang" else crew.call(Clerk.end, far.rank, how)
+        crew.call(CountingWorker.hang, far.rank) if how == "hang" else crew.call(CountingWorker.end, far.rank, how)
     except CrewError as error:
         print(json.dumps({"error": str(error)}), flush=True)
 """
@@ -84,9 +84,10 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 LAST = r" Its last lines, in .+these are its last words"
 HOW = {
-    "kill": r"ended while it was in Clerk\.end: its process is gone, as Ray tells: .+" + LAST,
-    "stop": r"gave no sign of life for \d+\.\d s while it was in Clerk\.end\." + LAST,
-    "hang": r"did not end Clerk\.hang within `crew\.timeout` = 5 s after another rank had\. What was under way there",
+    "kill": r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+" + LAST,
+    "stop": r"gave no sign of life for \d+\.\d s while it was in CountingWorker\.end\." + LAST,
+    "hang": r"did not end CountingWorker\.hang within `crew\.timeout` = 5 s after another rank had\. "
+    r"What was under way there",
 }
 """What can befall it, and what is said then."""
 

@@ -28,10 +28,10 @@ import ray
 from ray.cluster_utils import Cluster
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of
-from etude.dispatch.ray_cluster import SLOW
+from etude.dispatch.ray_cluster import LONG_TIMEOUTS
 from etude.errors import CrewError
 from tests.batches import random_batch, same
-from tests.dispatch.workers import Clerk, Maker, counted
+from tests.dispatch.workers import CountingWorker, Maker, counted
 from tests.rays import agents
 
 if __name__ == "__main__":
@@ -49,13 +49,13 @@ if __name__ == "__main__":
         found = crew.call(Maker.narrow, crew.hold(Maker.widen, batch))
         told["same"] = same(found, Maker().narrow(Maker().widen(batch)))
     crew = crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]) / "b", config=config)
-    lost = next(m for m in crew._members if m.here.node == other.node_id)
+    lost = next(handle for handle in crew._handles if handle.location.node == other.node_id)
     told["lost"] = [lost.rank, lost.pid]
-    crew.call(Clerk.add, 1)
+    crew.call(CountingWorker.add, 1)
     threading.Timer(1.0, cluster.remove_node, (other,), {"allow_graceful": False}).start()
     began = time.monotonic()
     try:
-        crew.call(Clerk.hang, 0, 1)
+        crew.call(CountingWorker.hang, 0, 1)
     except CrewError as error:
         told["error"], told["after"] = str(error), time.monotonic() - began
     pids = crew.pids
@@ -72,15 +72,15 @@ from pathlib import Path
 from contextlib import closing
 from etude.data.partition import partition_rollouts
 from etude.dispatch import CrewConfig, crew_of
-from tests.dispatch.workers import Clerk, Maker, counted
+from tests.dispatch.workers import CountingWorker, Maker, counted
 
 config = CrewConfig(heartbeat_timeout=300, timeout=600)
 with closing(crew_of("ray")(counted, ranks=2, share=partition_rollouts, logs=Path(sys.argv[1]), config=config)) as crew:
-    told = {"count": crew.call(Clerk.add, 1), "pids": crew.pids, "nodes": crew.nodes}
-    told["given"] = crew.call(Clerk.given, "HF_HOME", "HF_TOKEN")
+    told = {"count": crew.call(CountingWorker.add, 1), "pids": crew.pids, "nodes": crew.nodes}
+    told["given"] = crew.call(CountingWorker.given, "HF_HOME", "HF_TOKEN")
     print(json.dumps(told), flush=True)
     if len(sys.argv) > 2:
-        crew.call(Clerk.stop_here)
+        crew.call(CountingWorker.stop_here)
 """
 
 
@@ -91,7 +91,7 @@ def test_ranks_on_two_nodes_and_one_node_that_is_killed(tmp_path: Path) -> None:
     assert len(set(told["nodes"])) == 2 and told["same"]
     rank, pid = told["lost"]
     assert told["error"].startswith(f"Rank {rank} of policy (process {pid} on node "), told["error"]
-    assert "ended while it was in Clerk.hang" in told["error"] and told["after"] < ENDS
+    assert "ended while it was in CountingWorker.hang" in told["error"] and told["after"] < ENDS
     assert all(gone(each, 30) for each in told["pids"])
 
 

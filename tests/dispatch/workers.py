@@ -27,7 +27,7 @@ def total(values: Tensor) -> Tensor:
     return values
 
 
-class Clerk:
+class CountingWorker:
     """Counts, marks, measures, and goes wrong in every way."""
 
     def __init__(self, start: int = 0) -> None:
@@ -166,21 +166,21 @@ class Clerk:
         return (number for number in range(3))
 
 
-def refusing(_: int) -> Clerk:
+def refusing(_: int) -> CountingWorker:
     """A worker that cannot be made."""
     raise ConfigError("No worker can be made of this.")
 
 
-def stopping(rank: int) -> Clerk:
+def stopping(rank: int) -> CountingWorker:
     """One of the ranks never comes."""
     if dist.get_rank() == rank:
         time.sleep(600)
-    return Clerk()
+    return CountingWorker()
 
 
-def counted() -> Clerk:
+def counted() -> CountingWorker:
     """One that has counted already."""
-    return Clerk(10)
+    return CountingWorker(10)
 
 
 WIDE = 4096
