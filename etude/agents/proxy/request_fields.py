@@ -101,7 +101,7 @@ class RequestFields:
 
     def __init__(self, body: Any, where: str = "", ignored_fields: IgnoredFields | None = None) -> None:
         if not isinstance(body, Mapping):
-            raise APIError(f"{where or 'The body'} must be a JSON object; it is a {_kind(body)}.", param=where or None)
+            raise APIError(f"{where or 'The body'} must be a JSON object; it is {_kind(body)}.", param=where or None)
         self._body = {name: value for name, value in body.items() if value is not None}
         self._where = f"{where}." if where else ""
         self._ignored = ignored_fields or IgnoredFields()
@@ -231,9 +231,16 @@ def _bias(fields: RequestFields) -> dict[int, float]:
 
 def _brief(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 40 else f"a {_kind(value)}"
+    return text if len(text) <= 40 else _kind(value)
 
 
 def _kind(value: Any) -> str:
-    kinds = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return kinds.get(type(value), "null")
