@@ -1,4 +1,4 @@
-"""A desk with tasks on it, and a runner that plays them: what most tests of agents are about."""
+"""A rollout queue with tasks, and a runner that plays them: used by most tests of agents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from etude.store.rollout_queue import RolloutLimits, RolloutRequest
 QUICK = RunnerTimeouts(heartbeat_s=0.05, poll_s=1.0, drain_s=5.0, cancel_s=0.5, patience_s=5.0, setup_s=5.0)
 ONCE = RolloutLimits(timeout_s=20.0, max_attempts=1)
 AWAY = {"base_url": "http://127.0.0.1:1/v1", "model": "policy"}
-"""An endpoint where nobody listens."""
+"""An endpoint without a server."""
 
 
 def _listened_to() -> str:
-    """An address where somebody listens, and says nothing, until the tests end."""
+    """An address that accepts and closes connections until the tests end."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -37,7 +37,7 @@ ENDPOINT = {"base_url": _listened_to(), "model": "policy"}
 
 
 def wanted(count: int, limits: RolloutLimits = ONCE, fields: Mapping[str, Any] | None = None) -> list[RolloutRequest]:
-    """So many rollouts, each of a task of its own."""
+    """This many rollouts, each with its own task."""
     return [RolloutRequest(Task(ordinal, {"n": ordinal, **(fields or {})}), limits=limits) for ordinal in range(count)]
 
 
@@ -53,7 +53,7 @@ async def ends(queue: LocalRolloutQueue, count: int, timeout_s: float = 20.0) ->
 
 
 class Played:
-    """What came of it."""
+    """The results."""
 
     def __init__(self) -> None:
         self.states: list[RolloutState] = []

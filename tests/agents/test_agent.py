@@ -62,7 +62,7 @@ def test_a_function_is_given_what_its_parameters_name() -> None:
     assert seen["resources"]["endpoint"] == ENDPOINT and seen["more"] == 3
 
 
-def test_a_field_that_a_task_does_not_have_is_told() -> None:
+def test_a_missing_task_field_is_named_in_the_error() -> None:
     with pytest.raises(KeyError, match=r"task 4 has no field 'question'; it has n, m"):
         Task(4, {"n": 1, "m": 2})["question"]
 
@@ -92,7 +92,7 @@ def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "message"),
     [
         (float("nan"), "returned nan; a reward is finite"),
         ("0.5", "returned '0.5' of type str"),
@@ -103,13 +103,13 @@ def test_what_is_returned_is_the_reward(returned: Any, reward: float | None) -> 
         ([1.0], "of type list"),
     ],
 )
-def test_what_is_no_reward_fails_the_attempt_with_a_sentence(returned: Any, told: str) -> None:
+def test_what_is_no_reward_fails_the_attempt_with_a_sentence(returned: Any, message: str) -> None:
     @etude.agent
     async def agent(task: Task) -> Any:
         return returned
 
     result = played(agent, wanted(1))
-    assert result.only.status is Status.FAILED and told in result.error, result.error
+    assert result.only.status is Status.FAILED and message in result.error, result.error
 
 
 def test_a_class_is_set_up_once_and_torn_down() -> None:
@@ -118,7 +118,7 @@ def test_a_class_is_set_up_once_and_torn_down() -> None:
     assert agent.calls == ["setup", "run", "run", "run", "teardown"]
 
 
-def test_what_nobody_gives_is_refused_where_it_is_written() -> None:
+def test_an_unknown_parameter_is_refused_at_definition() -> None:
     with pytest.raises(
         AgentError, match=r"takes `question`, which no runner provides\. An agent.s parameters are among task, llm"
     ):
@@ -206,7 +206,7 @@ def test_agents_of_a_file_go_to_other_processes_by_that_file(tmp_path: Path) -> 
     assert done.stdout.decode().split("\n")[:-1] == [agent.title for agent in result]
 
 
-def test_no_client_is_loaded_before_it_is_asked_for() -> None:
+def test_no_client_is_imported_before_it_is_used() -> None:
     code = "import etude, sys; etude.agent; etude.command; etude.emit; import etude.agents.runner; "
     code += "print(*({'openai', 'fastapi', 'sqlalchemy', 'rich', 'httpx2'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -222,7 +222,7 @@ def test_a_client_that_is_ready_has_the_attempts_key() -> None:
         _ = llm.async_client
 
 
-def test_without_the_package_the_text_is_there_and_the_client_is_told_of() -> None:
+def test_without_the_package_the_url_is_there_and_the_client_raises() -> None:
     code = """
 import sys
 sys.modules["openai"] = None

@@ -1,4 +1,4 @@
-"""Commands: programs in whatever language, their limits, and that nothing is left of them."""
+"""Commands: programs in any language, their limits, and their complete end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_a_line_of_shell_is_an_agent() -> None:
+def test_a_shell_command_line_is_an_agent() -> None:
     result = ran("""read -r task; echo "saw $task"; echo '{"reward": {"a": 0.5, "b": 0.25}}'""", count=3)
     assert [state.status for state in result.states] == [Status.SUCCEEDED] * 3
     assert result.rewards == [0.75] * 3
@@ -59,7 +59,7 @@ def test_a_line_of_shell_is_an_agent() -> None:
         ("env", "json.loads(os.environ['ETUDE_TASK'])"),
     ],
 )
-def test_a_program_is_given_its_task_and_its_place(task: Any, reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_gets_its_task_and_its_attempt(task: Any, reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETUDE_STORE_KEY", "not for programs")
     code = f"""
 import json, os, sys
@@ -67,25 +67,25 @@ task = {reads}
 if {task!r} != "stdin":
     assert sys.stdin.read() == ""
 names = ("ETUDE_", "OPENAI_", "ANTHROPIC_", "MINE")
-told = {{name: value for name, value in os.environ.items() if name.startswith(names)}}
-print(json.dumps(told))
+variables = {{name: value for name, value in os.environ.items() if name.startswith(names)}}
+print(json.dumps(variables))
 print(json.dumps({{"reward": len(task["question"])}}))
 """
     result = ran(python(code), task=task, fields={"question": "wörtlich\n"}, environment={"MINE": "1"})
     assert result.only.status is Status.SUCCEEDED, result.error
     assert result.rewards == [9.0]
-    told = json.loads(result.events[0][0]["data"]["stdout"].splitlines()[0])
+    variables = json.loads(result.events[0][0]["data"]["stdout"].splitlines()[0])
     expected = {"ETUDE_ROLLOUT", "ETUDE_ATTEMPT", "ETUDE_MODEL", "MINE"}
     expected |= {f"{maker}_{what}" for maker in ("OPENAI", "ANTHROPIC") for what in ("BASE_URL", "API_KEY")}
-    assert set(told) - {"ETUDE_TASK", "ETUDE_TASK_FILE"} == expected
-    assert told["OPENAI_BASE_URL"] == ENDPOINT["base_url"] == told["ANTHROPIC_BASE_URL"] + "/v1"
-    if "ETUDE_TASK_FILE" in told:
-        assert not Path(told["ETUDE_TASK_FILE"]).exists()
+    assert set(variables) - {"ETUDE_TASK", "ETUDE_TASK_FILE"} == expected
+    assert variables["OPENAI_BASE_URL"] == ENDPOINT["base_url"] == variables["ANTHROPIC_BASE_URL"] + "/v1"
+    if "ETUDE_TASK_FILE" in variables:
+        assert not Path(variables["ETUDE_TASK_FILE"]).exists()
 
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[Mapping[str, str]]:
-    """An endpoint at which somebody listens."""
+    """An endpoint whose port accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield {"base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "model": "policy"}
 
@@ -98,7 +98,7 @@ def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Map
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (
             "echo 'error 400'; echo 'it broke' >&2; exit 3",
@@ -112,13 +112,13 @@ def test_a_program_that_fails_while_its_model_is_away_is_not_to_blame(there: Map
         ("""echo '{"reward": "much"}'""", "'much' of type str"),
     ],
 )
-def test_a_program_that_fails_says_how(line: str, told: str, there: Mapping[str, str]) -> None:
+def test_a_program_that_fails_says_how(line: str, message: str, there: Mapping[str, str]) -> None:
     result = ran(line, endpoint=there)
-    assert result.only.status is Status.FAILED and told in result.error, result.error
+    assert result.only.status is Status.FAILED and message in result.error, result.error
 
 
 @pytest.mark.parametrize("line", ["true", "echo 0.5", "echo '{\"score\": 1}'", "echo '{\"reward\": 1'", "echo '[1]'"])
-def test_a_last_line_that_speaks_of_no_reward_gives_none(line: str) -> None:
+def test_a_last_line_without_a_reward_gives_none(line: str) -> None:
     result = ran(line)
     assert result.only.status is Status.SUCCEEDED and result.rewards == [None]
 
@@ -151,7 +151,7 @@ def test_the_time_of_a_program_is_bounded_and_all_of_it_ends(tmp_path: Path) -> 
 
 
 def test_a_program_that_takes_longer_than_its_rollout_allows_says_how_far_it_came() -> None:
-    """Its runner stops it, and the desk waits for what the runner has to tell."""
+    """The runner stops it, and the queue waits for the runner's report."""
     limits = RolloutLimits(timeout_s=0.5, max_attempts=1)
     result = played(etude.command("echo asking; echo waits >&2; sleep 60"), wanted(1, limits))
     assert result.only.status is Status.TIMED_OUT
@@ -178,9 +178,9 @@ def test_an_agent_may_bound_the_time_of_a_program_itself() -> None:
     assert result.only.status is Status.SUCCEEDED and result.rewards == [1.0], result.error
 
 
-def test_a_program_that_is_asked_to_end_may_tidy_up(tmp_path: Path) -> None:
-    result = ran(f"trap 'echo tidied > {tmp_path}/told; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
-    assert result.only.status is Status.TIMED_OUT and (tmp_path / "told").read_text() == "tidied\n"
+def test_a_terminated_program_may_clean_up(tmp_path: Path) -> None:
+    result = ran(f"trap 'echo tidied > {tmp_path}/log; exit 0' TERM; sleep 60 & wait", timeout_s=0.4)
+    assert result.only.status is Status.TIMED_OUT and (tmp_path / "log").read_text() == "tidied\n"
 
 
 def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         etude.command("true", output_kb=1 << 20)
     with pytest.raises(AgentError, match="ETUDE_ are set by Etude"):
         etude.command("true", environment={"ETUDE_REWARD_KEY": "mine"})
-    for agent, told in (
+    for agent, message in (
         (etude.command(["no-such-program-at-all"]), "no-such-program-at-all was not found"),
         (etude.command("true", directory=tmp_path / "nowhere"), "does not exist"),
     ):
-        with pytest.raises(AgentError, match=told):
+        with pytest.raises(AgentError, match=message):
             played(agent, wanted(1))
 
 

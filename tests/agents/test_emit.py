@@ -1,4 +1,4 @@
-"""What agents say on the way: from anywhere inside an attempt, and from nowhere else."""
+"""Emissions of agents: from any code within an attempt, and from no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etude.store.states import Status
 from tests.agents.rollout_queues import played, wanted
 
 
-def test_a_reward_is_said_by_a_function_or_a_coroutine() -> None:
+def test_functions_and_coroutines_emit_rewards() -> None:
     @etude.agent
     def threaded(task: Task) -> None:
         etude.emit.reward({"right": 1.0, "short": 0.5})
@@ -74,10 +74,10 @@ def test_many_attempts_at_once_keep_their_own() -> None:
 
     result = played(agent, wanted(30), max_concurrency=10)
     assert result.rewards == [float(n) for n in range(30)]
-    assert [[each["data"] for each in events] for events in result.events] == [[n] for n in range(30)]
+    assert [[event["data"] for event in events] for events in result.events] == [[n] for n in range(30)]
 
 
-def test_a_thread_that_an_agent_began_belongs_to_the_only_attempt_or_is_told_to_say_to_which() -> None:
+def test_a_thread_of_an_agent_belongs_to_the_only_active_attempt() -> None:
     errors: list[str] = []
     together = threading.Barrier(2)
 
@@ -133,7 +133,7 @@ def test_a_number_that_no_float_holds_is_no_reward() -> None:
         parse_reward(10**400, "it returned")
 
 
-def test_a_final_reward_is_said_once() -> None:
+def test_a_final_reward_is_emitted_once() -> None:
     @etude.agent
     async def twice(task: Task) -> None:
         etude.emit.reward(1.0)
@@ -160,7 +160,7 @@ def test_a_final_reward_is_said_once() -> None:
         (lambda: etude.emit.event("", 1), "a name is a string"),
     ],
 )
-def test_what_cannot_be_said_is_refused_where_it_is_said(say: Any, message: str) -> None:
+def test_an_invalid_emission_is_refused_at_the_call(say: Any, message: str) -> None:
     @etude.agent
     async def agent(task: Task) -> None:
         say()
@@ -178,7 +178,7 @@ def test_a_turn_that_there_is_not_fails_the_attempt() -> None:
     assert result.only.status is Status.FAILED and "were not stored" in result.error, result.error
 
 
-def test_outside_of_any_attempt_it_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emission_outside_of_any_attempt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AgentError, match="not part of an attempt"):
         etude.emit.reward(1.0)
     monkeypatch.setenv("ETUDE_STORE_URL", "http://127.0.0.1:1")

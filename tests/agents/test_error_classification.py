@@ -1,4 +1,4 @@
-"""Whose failure it is when a client raises, asked of real clients and a real server that answers what it is told to."""
+"""The classification of client errors, with real clients and a real server."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def by_requests(base: str) -> None:
     requests.post(f"{base}/v1/completions", json={}, timeout=5).raise_for_status()
 
 
-def blamed(call: Callable[[str], None], asked: str, given: str) -> Outcome:
-    """What comes of asking one address where another was given."""
+def blamed(call: Callable[[str], None], called_url: str, endpoint_url: str) -> Outcome:
+    """The outcome of a call to one address, if the endpoint has another."""
     with pytest.raises(Exception) as raised:
-        call(asked)
-    return classify_error(raised.value, {"endpoint": {"base_url": f"{given}/v1", "model": "policy"}})
+        call(called_url)
+    return classify_error(raised.value, {"endpoint": {"base_url": f"{endpoint_url}/v1", "model": "policy"}})
 
 
 @pytest.mark.parametrize("call", [by_openai, by_anthropic, by_httpx, by_requests])
-def test_what_the_endpoint_does_not_answer_blames_nobody(call: Callable[[str], None], root: str) -> None:
+def test_a_failure_of_the_endpoint_is_an_infrastructure_error(call: Callable[[str], None], root: str) -> None:
     assert blamed(call, DEAD, DEAD) is BLAMELESS
     for status in (429, 500, 503):
         assert blamed(call, f"{root}/{status}", f"{root}/{status}") is BLAMELESS
@@ -79,7 +79,7 @@ def test_what_the_endpoint_does_not_answer_blames_nobody(call: Callable[[str], N
 
 
 @pytest.mark.parametrize("call", [by_openai, by_anthropic, by_httpx, by_requests])
-def test_what_somebody_else_does_not_answer_is_the_agents_to_handle(call: Callable[[str], None], root: str) -> None:
+def test_a_failure_of_another_server_is_the_agents(call: Callable[[str], None], root: str) -> None:
     assert blamed(call, DEAD, root) is Outcome.FAILED
     assert blamed(call, f"{root}/503", DEAD) is Outcome.FAILED
 

@@ -1,4 +1,4 @@
-"""What docs/agents.md says of faults names tests that there are."""
+"""The tests that docs/agents.md names for faults exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_fault_is_held_by_a_test() -> None:
     rows = [line for line in lines if line.startswith("| ") and not line.endswith("| held by |")]
     held = [re.fullmatch(r"\| .+ \| .+ \| `(tests/[\w/]+\.py)::(test_\w+)` \|", row) for row in rows]
     assert len(rows) > 25 and all(held)
-    for found in held:
-        assert found is not None
-        file, name = found.groups()
-        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), found[0]
+    for match in held:
+        assert match is not None
+        file, name = match.groups()
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), match[0]

@@ -1,4 +1,4 @@
-"""Runners: whatever an agent does, its attempt ends, and the desk is told how."""
+"""Runners: every attempt ends and is reported, whatever its agent does."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def test_what_the_machine_breaks_is_not_the_agents_failure() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_model_that_cannot_be_reached_is_not_the_agents_failure(waits: bool) -> None:
-    asked = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}]}
+    request = {"model": "policy", "messages": [{"role": "user", "content": "2+2?"}]}
 
     @etude.agent
     def calls(llm: LLM, rollout: RolloutInfo) -> None:
         if rollout.attempt == 0:
-            llm.client.with_options(max_retries=0).chat.completions.create(**asked)  # type: ignore[call-overload]
+            llm.client.with_options(max_retries=0).chat.completions.create(**request)  # type: ignore[call-overload]
 
     @etude.agent
     async def asks(llm: LLM, rollout: RolloutInfo) -> None:
         if rollout.attempt == 0:
             client = llm.async_client.with_options(max_retries=0)
-            await client.chat.completions.create(**asked)  # type: ignore[call-overload]
+            await client.chat.completions.create(**request)  # type: ignore[call-overload]
 
     result = played(asks if waits else calls, wanted(1))
     assert [attempt.status for attempt in result.only.attempts] == [Status.INFRA_ERROR, Status.SUCCEEDED]
@@ -127,12 +127,12 @@ def test_what_takes_too_long_is_timed_out(threaded: bool) -> None:
     result = played(hangs if threaded else sleeps, wanted(3), max_concurrency=1)
     release.set()
     assert [state.status for state in result.states] == [Status.TIMED_OUT, Status.SUCCEEDED, Status.SUCCEEDED]
-    told = last_error(result.states[0])
-    assert "0.6 s" in told
-    assert threaded or (f"It was at {__file__}:" in told and told.endswith(", in sleeps."))
+    message = last_error(result.states[0])
+    assert "0.6 s" in message
+    assert threaded or (f"It was at {__file__}:" in message and message.endswith(", in sleeps."))
 
 
-def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:
+def test_a_coroutine_that_will_not_be_cancelled_is_abandoned_and_counted() -> None:
     left: list[int] = []
     release = threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_coroutine_that_will_not_be_cancelled_is_left_and_counted() -> None:
     assert result.only.status is Status.TIMED_OUT and left == [1, 0]
 
 
-def test_a_runner_that_leaves_too_much_behind_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_with_too_many_abandoned_attempts_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.agents.runner.MAX_ABANDONED", 2)
     release = threading.Event()
 
@@ -228,12 +228,12 @@ def test_a_loop_that_is_blocked_falls_silent_and_another_tries_again(caplog: pyt
         return result
 
     (state,) = asyncio.run(scene())
-    assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
+    assert [attempt.status for attempt in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
     assert "its event loop was blocked" in caplog.text
 
 
-@pytest.mark.parametrize("asked", [1, 2])
-def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_twice(asked: int) -> None:
+@pytest.mark.parametrize("stops", [1, 2])
+def test_a_stopped_runner_lets_attempts_end_unless_it_is_stopped_twice(stops: int) -> None:
     began = threading.Event()
 
     @etude.agent
@@ -249,7 +249,7 @@ def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_
         running = asyncio.create_task(runner.run())
         await asyncio.to_thread(began.wait, 10)
         since = time.monotonic()
-        for _ in range(asked):
+        for _ in range(stops):
             runner.stop()
         await running
         took = time.monotonic() - since
@@ -258,7 +258,7 @@ def test_a_runner_that_is_stopped_lets_end_what_is_under_way_unless_it_is_asked_
         return state, took
 
     state, _ = asyncio.run(scene())
-    if asked == 1:
+    if stops == 1:
         assert state.status is Status.SUCCEEDED
     else:
         assert state.status is Status.QUEUED and state.attempts[0].status is Status.INFRA_ERROR
@@ -282,7 +282,7 @@ def test_a_runner_plays_so_many_at_once_and_no_more() -> None:
     assert most == [3]
 
 
-def test_a_set_up_that_fails_or_hangs_is_told() -> None:
+def test_a_set_up_that_fails_or_hangs_is_reported() -> None:
     class Fails(etude.Agent):
         def setup(self) -> None:
             raise OSError("no index")
@@ -321,7 +321,7 @@ def test_runners_share_the_work() -> None:
         running = [asyncio.create_task(runner.run()) for runner in runners]
         result = await ends(queue, 40)
         assert {state.status for state in result} == {Status.SUCCEEDED}
-        assert sorted(each.name for each in await queue.runners()) == ["r0", "r1", "r2"]
+        assert sorted(runner.name for runner in await queue.runners()) == ["r0", "r1", "r2"]
         for runner in runners:
             runner.stop()
         await asyncio.gather(*running)

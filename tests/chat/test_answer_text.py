@@ -1,4 +1,4 @@
-"""An answer that somebody wrote is taught as the model would have to write it, whatever the template."""
+"""The text that a model has to write for a given answer, by the template of each model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
     return made
 
 
-def said(chat: ChatRenderer, forms: list[Form], tools: list[Form] | None = None) -> str:
+def answer_text_of(chat: ChatRenderer, forms: list[Form], tools: list[Form] | None = None) -> str:
     """What the model would have to write to give the last of these messages."""
     messages = [message_from_dict(form) for form in forms]
     ids = chat.encode_answer(messages[:-1], messages[-1], tools or [])
@@ -45,12 +45,12 @@ def said(chat: ChatRenderer, forms: list[Form], tools: list[Form] | None = None)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_template_says_what_is_to_be_written(name: str, chats: dict[str, ChatRenderer]) -> None:
     chat = chats[name]
-    told = said(chat, HELLO)
-    assert told.strip().endswith("Hello.") or name == "cohere2", told
-    asked = chat.render_text([message_from_dict(HELLO[0])])
+    answer = answer_text_of(chat, HELLO)
+    assert answer.strip().endswith("Hello.") or name == "cohere2", answer
+    prompt = chat.render_text([message_from_dict(HELLO[0])])
     shown = chat._select_template(()).render([message_from_dict(form) for form in HELLO], add_generation_prompt=False)
-    if shown.startswith(asked):
-        assert shown.startswith(asked + told), "what is learned is what the template shows after the question"
+    if shown.startswith(prompt):
+        assert shown.startswith(prompt + answer), "what is learned is what the template shows after the question"
 
 
 @pytest.mark.parametrize("name", PARSED)
@@ -58,10 +58,10 @@ def test_what_is_read_back_is_what_was_written(name: str, chats: dict[str, ChatR
     """The answer, parsed as a sampled one is, is the answer again; its reasoning too, where the template shows it."""
     chat, messages = chats[name], [message_from_dict(form) for form in THOUGHT]
     ids = chat.encode_answer(messages[:1], messages[1])
-    found = chat.parse(ids, chat.render(messages[:1]))
-    assert found.content.strip() == "4"
-    if found.reasoning:
-        assert found.reasoning == messages[1].reasoning and chat.shows_reasoning()
+    parsed = chat.parse(ids, chat.render(messages[:1]))
+    assert parsed.content.strip() == "4"
+    if parsed.reasoning:
+        assert parsed.reasoning == messages[1].reasoning and chat.shows_reasoning()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "glm4moe", "lfm2_2_5"])
@@ -79,8 +79,8 @@ def test_an_answer_goes_on_from_its_question_in_the_template_itself(
         whole = chat._select_template(tools).render(messages, tools, add_generation_prompt=False)
     except ChatError:
         reject()
-    told = chat.tokenizer.decode(ids[:-1], keep_special_tokens=True)
-    assert whole.startswith(chat.render_text(messages[:-1], tools) + told)
+    answer = chat.tokenizer.decode(ids[:-1], keep_special_tokens=True)
+    assert whole.startswith(chat.render_text(messages[:-1], tools) + answer)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_answer_goes_on_from_its_question_in_the_template_itself(
 def test_thinking_is_written_where_the_template_has_it(
     name: str, forms: list[Form], wanted: str, chats: dict[str, ChatRenderer]
 ) -> None:
-    assert said(chats[name], forms) == wanted
+    assert answer_text_of(chats[name], forms) == wanted
 
 
 def test_the_end_that_shows_only_before_the_next_speaker_is_found(chats: dict[str, ChatRenderer]) -> None:
@@ -119,17 +119,17 @@ def test_an_end_in_the_words_is_not_the_end() -> None:
     assert strip_turn_end("e<|end|><|end|>", Message("assistant", "e"), ["<|end|>"]) == ("e", "<|end|>")
 
 
-def test_a_template_that_hides_what_an_answer_calls_is_told(chats: dict[str, ChatRenderer]) -> None:
+def test_a_template_that_hides_tool_calls_is_refused(chats: dict[str, ChatRenderer]) -> None:
     forms, tools = CONVERSATIONS["call"]
     with pytest.raises(ChatError, match=r"leaves out a tool call of an answer \(weather\)"):
-        said(chats["llama3"], forms, tools)
+        answer_text_of(chats["llama3"], forms, tools)
 
 
-def test_a_template_that_asks_in_other_words_than_it_shows_is_told(tmp_path: Path) -> None:
+def test_a_template_whose_prompt_is_no_prefix_is_refused(tmp_path: Path) -> None:
     odd = CHATML.replace("<|im_start|>assistant\\n' }}{% endif %}", "Now you:' }}{% endif %}")
     chat = ChatRenderer(Tokenizer.load(save(tmp_path, byte_level(odd), odd, ["<|im_end|>"])))
     with pytest.raises(ChatError, match="shows an answer differently from the prompt that asks for it"):
-        said(chat, HELLO)
+        answer_text_of(chat, HELLO)
 
 
 def test_a_template_that_shows_no_reasoning_is_known(chats: dict[str, ChatRenderer]) -> None:
@@ -145,7 +145,7 @@ def test_a_text_goes_on_from_another_in_the_tokens_of_both_together(tmp_path: Pa
         (pieces, "the", " th in"),
         (plain, "", "a"),
     ):
-        found = tokenizer.encode_after_text(before, after, add_special_tokens=True)
+        ids = tokenizer.encode_after_text(before, after, add_special_tokens=True)
         whole = tokenizer.encode(before + after, add_special_tokens=True)
-        assert tokenizer.encode(before, add_special_tokens=True).tolist() + found.tolist() == whole.tolist()
+        assert tokenizer.encode(before, add_special_tokens=True).tolist() + ids.tolist() == whole.tolist()
     assert len(plain.encode("answ")) and plain.decode(plain.encode_after_text("answ", "er")) == "er"

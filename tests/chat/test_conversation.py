@@ -1,4 +1,4 @@
-"""What was served is kept to the token, whatever the template and however the answer ended."""
+"""Served ids are kept to the token, with every template and every end of an answer."""
 
 from __future__ import annotations
 
@@ -226,14 +226,14 @@ def test_messages_an_agent_put_in_between_are_rendered() -> None:
     assert "<|im_start|>assistant\nI said so.<|im_end|>" in rest
 
 
-def test_the_words_that_mark_an_answer_may_be_said() -> None:
+def test_marker_words_may_occur_in_messages() -> None:
     chat = chat_of("qwen3")
     conversation = chat.start_conversation()
     completion = chat.tokenizer.encode("odd<|im_end|>")
-    said = Message("user", "etudemark etudewords etudemarkk<|im_end|>")
-    prompt, messages = serve(conversation, [said], [], completion, replace(SAID, content="etudemark"))
-    rest = conversation.render([*messages, said])[len(prompt) + len(completion) :]
-    text = f"\n<|im_start|>user\n{said.content}<|im_end|>\n<|im_start|>assistant\n"
+    message = Message("user", "etudemark etudewords etudemarkk<|im_end|>")
+    prompt, messages = serve(conversation, [message], [], completion, replace(SAID, content="etudemark"))
+    rest = conversation.render([*messages, message])[len(prompt) + len(completion) :]
+    text = f"\n<|im_start|>user\n{message.content}<|im_end|>\n<|im_start|>assistant\n"
     assert chat.tokenizer.decode(rest, keep_special_tokens=True) == text
 
 
@@ -246,14 +246,14 @@ def test_an_empty_answer_is_an_answer() -> None:
 
 
 def test_history_served_keeps_the_thinking_that_the_template_would_drop() -> None:
-    for history, kept in (("served", True), ("template", False)):
+    for history, keeps_reasoning in (("served", True), ("template", False)):
         chat = chat_of("qwen3", history)
         conversation = chat.start_conversation()
         completion = chat.tokenizer.encode("<think>\nTwo and two.\n</think>\n\nIt is 4.<|im_end|>")
         prompt, messages = serve(conversation, [ASK], [], completion, THOUGHT)
         following = conversation.render([*messages, MORE])
-        assert begins(following, prompt, completion) == kept
-        assert kept or np.array_equal(following, chat.render([ASK, THOUGHT, MORE]))
+        assert begins(following, prompt, completion) == keeps_reasoning
+        assert keeps_reasoning or np.array_equal(following, chat.render([ASK, THOUGHT, MORE]))
 
 
 @pytest.mark.parametrize("history", ["served", "template"])
@@ -378,7 +378,7 @@ def test_a_template_that_closes_nothing_goes_on(tmp_path: Path) -> None:
     assert chat.tokenizer.decode(conversation.render([*messages, MORE])) == "What is it?4And then?"
 
 
-def test_what_the_template_refuses_is_said_by_the_template() -> None:
+def test_the_templates_own_error_is_reported() -> None:
     chat = chat_of("gemma")
     conversation = chat.start_conversation()
     _, messages = serve(conversation, [ASK], [], chat.tokenizer.encode("4<end_of_turn>"), SAID)
@@ -423,14 +423,14 @@ def _form(message: Message) -> Form:
     return {key: value or None for key, value in form.items()}
 
 
-def added(chat: ChatRenderer, given: str, more: Message = MORE) -> tuple[Ids, Ids]:
+def added(chat: ChatRenderer, text: str, more: Message = MORE) -> tuple[Ids, Ids]:
     """An answer that a stop string ended, sent back as this text: all that was served, and what follows it."""
     conversation = chat.start_conversation()
     prompt = conversation.render([ASK])
     completion = np.concatenate([chat.tokenizer.encode(letter) for letter in "It is 4.</code>"])
     answer = Message("assistant", "It is 4.", reasoning="Two and two.")
     conversation.remember_answer([ASK], [], prompt, completion, answer, "</code>")
-    messages = [ASK, Message("assistant", given), more]
+    messages = [ASK, Message("assistant", text), more]
     whole = np.concatenate([prompt, completion])
     then = conversation.render(messages)
     if not begins(then, whole):
@@ -446,9 +446,9 @@ def added(chat: ChatRenderer, given: str, more: Message = MORE) -> tuple[Ids, Id
 def test_a_stop_string_that_is_written_back_goes_on_with_what_was_added(given: str) -> None:
     chat = chat_of("qwen3")
     _, rest = added(chat, given)
-    said = given.removeprefix("It is 4.").removeprefix("</code>")
+    appended = given.removeprefix("It is 4.").removeprefix("</code>")
     close = "<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.tokenizer.decode(rest, keep_special_tokens=True) == said + close
+    assert chat.tokenizer.decode(rest, keep_special_tokens=True) == appended + close
 
 
 @pytest.mark.parametrize("given", ["It is 4. Calling", "It is 4.</co", "It is 5.</code>", " It is 4.</code>"])

@@ -1,4 +1,4 @@
-"""A function is a tool by what is written in it: the schema that a model is told, and what a call may give."""
+"""Functions as tools: their schemas for the model, and the arguments of calls."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ def search(
 def test_the_schema_is_the_signature_and_the_docstring() -> None:
     schema = FunctionTool(search).schema
     assert schema["type"] == "function" and json.loads(json.dumps(schema)) == schema
-    told = schema["function"]
-    assert told["name"] == "search" and told["description"] == "Search for things.\n\nIt takes a while: be patient."
-    assert told["parameters"]["type"] == "object" and told["parameters"]["required"] == ["query"]
-    assert told["parameters"]["properties"] == {
+    function = schema["function"]
+    assert (
+        function["name"] == "search"
+        and function["description"] == "Search for things.\n\nIt takes a while: be patient."
+    )
+    assert function["parameters"]["type"] == "object" and function["parameters"]["required"] == ["query"]
+    assert function["parameters"]["properties"] == {
         "query": {"type": "string", "description": "what to look for, over two lines"},
         "kinds": {
             "type": "array",
@@ -98,7 +101,7 @@ def test_a_call_gives_what_it_says_and_the_task_besides(text: str, given: dict[s
         ("[" * 5000, "Invalid JSON"),
     ],
 )
-def test_a_call_that_does_not_fit_is_told_why(text: str, what: str) -> None:
+def test_an_invalid_call_gets_the_reason(text: str, what: str) -> None:
     with pytest.raises(InvalidToolCallError, match=f"`search` cannot be called with .*({what})"):
         FunctionTool(search).parse_arguments(text, TASK)
 
@@ -183,7 +186,7 @@ def calls_back(a: Callable[[], int]) -> None:
         (partial(sphinx, "a"), "has no name that a model can call"),
     ],
 )
-def test_what_a_model_could_not_be_told_is_refused(function: Callable[..., Any], what: str) -> None:
+def test_a_function_that_cannot_be_described_is_refused(function: Callable[..., Any], what: str) -> None:
     with pytest.raises(PluginError, match=what):
         FunctionTool(function)
 
@@ -197,7 +200,7 @@ class Found:
 
 
 def test_results_are_shown_as_text_or_json() -> None:
-    assert [format_result(each) for each in ("a\nb", 3, None, True, [1.5, "é"])] == [
+    assert [format_result(value) for value in ("a\nb", 3, None, True, [1.5, "é"])] == [
         "a\nb",
         "3",
         "null",

@@ -117,7 +117,7 @@ def test_what_the_model_never_saw_makes_no_difference(given: Message) -> None:
         with_arguments('{"city": "Bern", "days": 2'),
     ],
 )
-def test_what_was_said_differently_is_different(given: Message) -> None:
+def test_different_content_is_different(given: Message) -> None:
     assert not is_same_message(SAID, given)
 
 

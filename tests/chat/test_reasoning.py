@@ -8,12 +8,12 @@ from etude.chat.reasoning import split_reasoning
 from etude.chat.streaming import TextStreamParser
 
 
-def told(text: str, opened: bool | None) -> tuple[str, str]:
+def parse(text: str, opened: bool | None) -> tuple[str, str]:
     """The reasoning in a text, and its content."""
-    teller = TextStreamParser(None, supports_reasoning=True, reasoning_opened=opened)
-    teller.push(text)
-    teller.finish()
-    return teller.message.reasoning, str(teller.message.content)
+    parser = TextStreamParser(None, supports_reasoning=True, reasoning_opened=opened)
+    parser.push(text)
+    parser.finish()
+    return parser.message.reasoning, str(parser.message.content)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def told(text: str, opened: bool | None) -> tuple[str, str]:
         ("<think> a \n b </think> c ", False, " a \n b ", " c "),
     ],
 )
-def test_thinking_is_told_apart(text: str, opened: bool | None, reasoning: str, answer: str) -> None:
-    assert told(text, opened) == (reasoning, answer)
+def test_reasoning_is_separated(text: str, opened: bool | None, reasoning: str, answer: str) -> None:
+    assert parse(text, opened) == (reasoning, answer)
     if opened is None:
         assert split_reasoning(text) == (reasoning, answer)
 
@@ -52,4 +52,4 @@ def test_thinking_is_told_apart(text: str, opened: bool | None, reasoning: str, 
 @given(st.text(alphabet="ab \n<"), st.text(alphabet="ab \n<"))
 def test_what_a_template_wrote_is_read_back(reasoning: str, answer: str) -> None:
     text = f"<think>\n{reasoning}\n</think>\n\n{answer}"
-    assert split_reasoning(text) == told(text, None) == (reasoning.strip("\n"), answer.lstrip("\n"))
+    assert split_reasoning(text) == parse(text, None) == (reasoning.strip("\n"), answer.lstrip("\n"))

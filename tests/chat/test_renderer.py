@@ -102,8 +102,8 @@ def test_reasoning_that_the_prompt_opened_is_known_by_the_prompt(tmp_path: Path)
 def test_calls_have_the_types_of_the_tools_that_were_offered(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, published()["qwen3_6"])
     call = ToolCall("c", "weather", '{"city": "12", "days": 3}')
-    asked = [*HI, Message("assistant", "", reasoning="hm", tool_calls=(call,))]
-    written = chat.render_text(asked, [WEATHER]).rpartition("</think>")[2].partition("<|im_end|>")[0]
+    messages = [*HI, Message("assistant", "", reasoning="hm", tool_calls=(call,))]
+    written = chat.render_text(messages, [WEATHER]).rpartition("</think>")[2].partition("<|im_end|>")[0]
     (read,) = chat.parse(chat.tokenizer.encode(written), tools=[WEATHER]).tool_calls
     assert (read.name, read.arguments) == (call.name, call.arguments)
 
@@ -127,7 +127,7 @@ def test_the_configuration_makes_a_chat(tmp_path: Path) -> None:
         ChatConfig(template=tmp_path / "gone.jinja").build_renderer(tokenizer)
 
 
-def test_a_model_without_a_template_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_model_without_a_template_gets_instructions(tmp_path: Path) -> None:
     chat = chat_of(tmp_path, None)
     with pytest.raises(ConfigError, match=r"no chat template, so .* write one into chat_template\.jinja there"):
         chat.render(HI)

@@ -1,4 +1,4 @@
-"""Stop strings found wherever the pieces are cut."""
+"""Stop strings in texts that arrive in pieces of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Told piece by piece or read at once, an answer is the same message; and nothing is told too early, or too late."""
+"""Parsed piece by piece or at once, an answer is the same message; and no delta comes too early or too late."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
 
 
 def message(pieces: list[MessageDelta]) -> Message:
-    """What they say together."""
+    """The message that the deltas form."""
     calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
     assert [call.index for call in calls] == list(range(len(calls)))
     return Message(
@@ -55,10 +55,10 @@ def message(pieces: list[MessageDelta]) -> Message:
 
 @pytest.mark.parametrize("form", [*TOOL_PARSERS, None])
 @given(text=answers, opened=st.sampled_from([True, False, None]), reasons=st.booleans(), data=st.data())
-def test_bits_of_any_size_are_told_as_the_whole_is(
+def test_pieces_of_any_size_parse_as_the_whole(
     form: str | None, text: str, opened: bool | None, reasons: bool, data: st.DataObject
 ) -> None:
-    def teller() -> TextStreamParser:
+    def parser() -> TextStreamParser:
         return TextStreamParser(
             TOOL_PARSERS[form] if form else None,
             [WEATHER],
@@ -67,51 +67,51 @@ def test_bits_of_any_size_are_told_as_the_whole_is(
             seed=b"asked",
         )
 
-    whole, letters, bits = teller(), teller(), teller()
+    whole, letters, bits = parser(), parser(), parser()
     at_once = whole.push(text)
     assert message(at_once + whole.finish()) == whole.message
-    told = [piece for letter in text for piece in letters.push(letter)] + letters.finish()
-    assert message(told) == letters.message == whole.message
+    deltas = [piece for letter in text for piece in letters.push(letter)] + letters.finish()
+    assert message(deltas) == letters.message == whole.message
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
-    told = [piece for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for piece in bits.push(text[a:b])]
-    assert message(told + bits.finish()) == whole.message
+    deltas = [piece for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for piece in bits.push(text[a:b])]
+    assert message(deltas + bits.finish()) == whole.message
     # What belongs together is one piece, and each piece says something.
     for one, other in pairwise(at_once):
         assert type(one) is not type(other) or isinstance(one, ToolCallDelta)
-    assert all(isinstance(piece, ToolCallDelta) or piece.text for piece in at_once + told)
+    assert all(isinstance(piece, ToolCallDelta) or piece.text for piece in at_once + deltas)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(text=answers, ends=st.booleans(), opens=st.booleans(), stop=st.sampled_from([(), ("f",), ("1\n", "}")]))
-def test_ids_are_told_as_chat_reads_them(
+def test_streamed_ids_parse_as_the_renderer_parses_them(
     name: str, text: str, ends: bool, opens: bool, stop: tuple[str, ...], chats: dict[str, ChatRenderer]
 ) -> None:
     chat = chats[name]
     prompt = chat.tokenizer.encode("?<think>\n" if opens else "?")
     ids = chat.tokenizer.encode(text + (next(iter(chat.tokenizer.eos_tokens)) if ends else ""))
     sampling = SamplingParams(stop=stop, stop_ids=(int(chat.tokenizer.encode("g")[0]),))
-    reader = chat.stream_parser(prompt, [WEATHER], sampling)
-    told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
-    assert message(told) == reader.message == chat.parse(ids, prompt, [WEATHER], sampling)
+    parser = chat.stream_parser(prompt, [WEATHER], sampling)
+    deltas = [piece for id in ids for piece in parser.push([id])] + parser.finish()
+    assert message(deltas) == parser.message == chat.parse(ids, prompt, [WEATHER], sampling)
 
 
 @given(ids=st.lists(st.integers(0, 400), max_size=40))
-def test_garbage_is_told_as_it_is_read(ids: list[int], chats: dict[str, ChatRenderer]) -> None:
+def test_garbage_streams_as_it_is_parsed(ids: list[int], chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3"]
-    reader = chat.stream_parser(None)
-    told = [piece for id in ids for piece in reader.push([id])] + reader.finish()
-    assert message(told) == chat.parse(ids)
+    parser = chat.stream_parser(None)
+    deltas = [piece for id in ids for piece in parser.push([id])] + parser.finish()
+    assert message(deltas) == chat.parse(ids)
 
 
-def told_of(form: str | None, text: str, **how: bool) -> tuple[str, str]:
-    """What was told of a text that goes on: the reasoning and the content."""
-    teller = TextStreamParser(TOOL_PARSERS[form] if form else None, **how)
-    said = message([piece for letter in text for piece in teller.push(letter)])
-    return said.reasoning, str(said.content)
+def parse_letters(form: str | None, text: str, **how: bool) -> tuple[str, str]:
+    """The reasoning and the content so far of a text that is parsed letter by letter."""
+    parser = TextStreamParser(TOOL_PARSERS[form] if form else None, **how)
+    parsed = message([piece for letter in text for piece in parser.push(letter)])
+    return parsed.reasoning, str(parsed.content)
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "told"),
+    ("form", "text", "content"),
     [
         (None, "a <tool_call>", "a <tool_call>"),
         ("hermes", "a <b", "a <b"),
@@ -143,12 +143,12 @@ def told_of(form: str | None, text: str, **how: bool) -> tuple[str, str]:
         ("lfm2", "a <|tool_call_start|>f", "a <|tool_call_start|>f"),
     ],
 )
-def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | None, text: str, told: str) -> None:
-    assert told_of(form, text) == ("", told)
+def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | None, text: str, content: str) -> None:
+    assert parse_letters(form, text) == ("", content)
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "told"),
+    ("text", "opened", "parts"),
     [
         ("<thi", False, ("", "")),
         ("<the", False, ("", "<the")),
@@ -159,15 +159,15 @@ def test_content_is_held_back_while_it_may_be_a_call_and_no_longer(form: str | N
         ("hm</think>\n\na", True, ("hm", "a")),
     ],
 )
-def test_thinking_is_told_as_it_is_thought(text: str, opened: bool, told: tuple[str, str]) -> None:
-    assert told_of("hermes", text, supports_reasoning=True, reasoning_opened=opened) == told
+def test_reasoning_streams_as_it_comes(text: str, opened: bool, parts: tuple[str, str]) -> None:
+    assert parse_letters("hermes", text, supports_reasoning=True, reasoning_opened=opened) == parts
 
 
-def test_calls_are_told_whole_at_their_last_character() -> None:
-    teller = TextStreamParser(TOOL_PARSERS["mistral"])
+def test_calls_are_emitted_whole_at_their_last_character() -> None:
+    parser = TextStreamParser(TOOL_PARSERS["mistral"])
     text = 'Look.[TOOL_CALLS]f[ARGS]{"a": [1, {}]}[TOOL_CALLS]g[ARGS]{}'
-    told = [[piece for piece in teller.push(letter) if isinstance(piece, ToolCallDelta)] for letter in text]
-    assert [(at, piece.call.name, piece.call.arguments) for at, new in enumerate(told) for piece in new] == [
+    calls = [[piece for piece in parser.push(letter) if isinstance(piece, ToolCallDelta)] for letter in text]
+    assert [(at, piece.call.name, piece.call.arguments) for at, new in enumerate(calls) for piece in new] == [
         (text.index("[TOOL_CALLS]g") - 1, "f", '{"a": [1, {}]}'),
         (len(text) - 1, "g", "{}"),
     ]
@@ -177,8 +177,8 @@ def test_ids_tell_calls_of_other_prompts_and_after_other_thoughts_apart(chats: d
     chat = chats["qwen3"]
     block = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
-    def ids(text: str, asked: str) -> list[str]:
-        calls = chat.parse(chat.tokenizer.encode(text), chat.tokenizer.encode(asked)).tool_calls
+    def ids(text: str, prompt: str) -> list[str]:
+        calls = chat.parse(chat.tokenizer.encode(text), chat.tokenizer.encode(prompt)).tool_calls
         return [call.id for call in calls]
 
     one, two = ids(block + block, "?"), ids(f"<think>hm</think>{block}", "?")
@@ -199,15 +199,15 @@ def test_what_made_it_stop_is_no_text(chats: dict[str, ChatRenderer]) -> None:
     assert said(stop_ids=(int(ids[-1]),)) == chat.tokenizer.decode(ids[:-1])
 
 
-def test_a_reader_is_told_what_the_model_opened(chats: dict[str, ChatRenderer]) -> None:
+def test_a_parser_knows_the_prefill(chats: dict[str, ChatRenderer]) -> None:
     chat = chats["qwen3_6"]
     prompt = chat.render([Message("user", "Hi")])
-    reader = chat.stream_parser(prompt)
-    assert isinstance(reader, TokenStreamParser)
-    assert reader.push(chat.tokenizer.encode("hm")) == [ReasoningDelta("hm")]
-    assert reader.push(chat.tokenizer.encode("\n</think>\n\nHello<|im_end|>")) == [ContentDelta("Hello")]
-    assert reader.finish() == []
-    assert reader.message == Message("assistant", "Hello", reasoning="hm")
+    parser = chat.stream_parser(prompt)
+    assert isinstance(parser, TokenStreamParser)
+    assert parser.push(chat.tokenizer.encode("hm")) == [ReasoningDelta("hm")]
+    assert parser.push(chat.tokenizer.encode("\n</think>\n\nHello<|im_end|>")) == [ContentDelta("Hello")]
+    assert parser.finish() == []
+    assert parser.message == Message("assistant", "Hello", reasoning="hm")
 
 
 WORDS = " ".join(f"word{index}" for index in range(2000))
@@ -232,11 +232,11 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
     bits = [text[at * len(text) // 4000 : (at + 1) * len(text) // 4000] for at in range(4000)]
 
     def seconds(count: int) -> float:
-        teller = TextStreamParser(TOOL_PARSERS[form], supports_reasoning=True, reasoning_opened=False)
+        parser = TextStreamParser(TOOL_PARSERS[form], supports_reasoning=True, reasoning_opened=False)
         start = time.thread_time()
         for bit in bits[:count]:
-            teller.push(bit)
-        teller.finish()
+            parser.push(bit)
+        parser.finish()
         return time.thread_time() - start
 
     whole, part = (min(seconds(count) for _ in range(3)) for count in (4000, 250))
@@ -245,9 +245,9 @@ def test_what_an_answer_costs_grows_with_its_length_and_not_with_the_square(form
 
 def round_trip(chat: ChatRenderer, answer: Message) -> Message:
     """The answer as the model would write it, read back."""
-    asked = [Message("user", "Hi")]
-    ids = chat.encode_answer(asked, answer, [WEATHER])
-    return chat.parse(ids, chat.render(asked, [WEATHER]), [WEATHER])
+    messages = [Message("user", "Hi")]
+    ids = chat.encode_answer(messages, answer, [WEATHER])
+    return chat.parse(ids, chat.render(messages, [WEATHER]), [WEATHER])
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "phi3"])
@@ -255,22 +255,22 @@ def round_trip(chat: ChatRenderer, answer: Message) -> Message:
     city=st.text(alphabet="aé🎉 ,:=()[]{}<>\n/", max_size=8),
     days=st.integers(),
     twice=st.booleans(),
-    said=st.booleans(),
+    has_content=st.booleans(),
 )
 def test_calls_go_through_templates_and_come_back(
-    name: str, city: str, days: int, twice: bool, said: bool, chats: dict[str, ChatRenderer]
+    name: str, city: str, days: int, twice: bool, has_content: bool, chats: dict[str, ChatRenderer]
 ) -> None:
     call = ToolCall("call00001", "weather", json.dumps({"city": city, "days": days}))
     single = name == "llama3_1"  # its template takes one call, in place of an answer
     calls = (call, ToolCall("call00002", "time", "{}")) if twice and not single else (call,)
-    content = "Look." if said and name not in ("llama3_1", "llama4", "mistral_list") else ""
+    content = "Look." if has_content and name not in ("llama3_1", "llama4", "mistral_list") else ""
     read = round_trip(chats[name], Message("assistant", content, tool_calls=calls))
     assert str(read.content).strip() == content
-    assert [(each.name, json.loads(each.arguments)) for each in read.tool_calls] == [
-        (each.name, json.loads(each.arguments)) for each in calls
+    assert [(call.name, json.loads(call.arguments)) for call in read.tool_calls] == [
+        (call.name, json.loads(call.arguments)) for call in calls
     ]
     again = Message("assistant", read.content, tool_calls=read.tool_calls)
-    assert [each.arguments for each in round_trip(chats[name], again).tool_calls], "its ids are fine with the template"
+    assert [call.arguments for call in round_trip(chats[name], again).tool_calls], "its ids are fine with the template"
 
 
 def test_the_tools_that_llama_brings_along_come_back(chats: dict[str, ChatRenderer]) -> None:
@@ -286,14 +286,14 @@ def test_a_conversation_of_mistral_goes_on_with_the_ids_of_its_calls(
     chats: dict[str, ChatRenderer], tmp_path: Path
 ) -> None:
     chat = chats["mistral_args"]
-    asked = [Message("user", "Hi")]
-    prompt = chat.render(asked, [WEATHER])
+    messages = [Message("user", "Hi")]
+    prompt = chat.render(messages, [WEATHER])
     ids = chat.tokenizer.encode('[TOOL_CALLS]weather[ARGS]{"city":  "Bern"}</s>')
     conversation = chat.start_conversation()
     answer = chat.parse(ids, prompt, [WEATHER])
-    conversation.remember_answer(asked, [WEATHER], prompt, ids, answer)
+    conversation.remember_answer(messages, [WEATHER], prompt, ids, answer)
     result = Message("tool", "rain", tool_call_id=answer.tool_calls[0].id)
-    shown = conversation.render([*asked, answer, result], [WEATHER])
+    shown = conversation.render([*messages, answer, result], [WEATHER])
     assert shown[: len(prompt) + len(ids)].tolist() == [*prompt.tolist(), *ids.tolist()]
     assert chat.tokenizer.decode(shown, keep_special_tokens=True).endswith(
         '"Bern"}</s>[TOOL_RESULTS]rain[/TOOL_RESULTS]'

@@ -78,12 +78,12 @@ def test_messages_take_the_form_that_the_template_reads() -> None:
     parts = ChatTemplate("{% for m in messages %}{{ m.content[0].text }}{% endfor %}")
     assert parts.render(HI) == "Hi"
     call = ToolCall("c", "f", '{"a":  1}')
-    asked = [*HI, Message("assistant", "", tool_calls=(call,))]
+    messages = [*HI, Message("assistant", "", tool_calls=(call,))]
     loop = "{% for m in messages %}{% for c in m.tool_calls %}[[ARGS]]{% endfor %}{{ m.content }}{% endfor %}"
     as_value = ChatTemplate(loop.replace("[[ARGS]]", "{{ c.function.arguments | tojson }}"))
     as_text = ChatTemplate(loop.replace("[[ARGS]]", "{{ '' + c.function.arguments }}"))
-    assert as_value.render(asked) == 'Hi{"a": 1}'
-    assert as_text.render(asked) == 'Hi{"a":  1}'
+    assert as_value.render(messages) == 'Hi{"a": 1}'
+    assert as_text.render(messages) == 'Hi{"a":  1}'
 
 
 def test_reasoning_has_every_name_that_templates_know() -> None:

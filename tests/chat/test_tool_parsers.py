@@ -34,10 +34,10 @@ scribbles = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=12).
 
 def read(form: str, text: str, tools: Tools = ()) -> Read:
     """The content of a text and its calls."""
-    teller = TextStreamParser(TOOL_PARSERS[form], tools)
-    teller.push(text)
-    teller.finish()
-    return str(teller.message.content), [(call.name, call.arguments) for call in teller.message.tool_calls]
+    parser = TextStreamParser(TOOL_PARSERS[form], tools)
+    parser.push(text)
+    parser.finish()
+    return str(parser.message.content), [(call.name, call.arguments) for call in parser.message.tool_calls]
 
 
 def hermes(text: str) -> Read:
@@ -53,11 +53,11 @@ def qwen_xml(text: str, tools: Tools = ()) -> Read:
 
 
 class Ledger:
-    """What became of each character of a text."""
+    """Records the kind of each character of a text."""
 
     def __init__(self) -> None:
         self.written, self.rest = "", ""
-        self.found: list[tuple[str, str]] = []
+        self.parsed_calls: list[tuple[str, str]] = []
 
     def content(self, text: str) -> None:
         """Kept until it is clear on which side of a call it stands."""
@@ -67,11 +67,11 @@ class Ledger:
         """There is none in these."""
         raise AssertionError(text)
 
-    def calls(self, found: ParsedCalls, written: str) -> None:
+    def calls(self, calls: ParsedCalls, text: str) -> None:
         """All up to here is accounted for, the content before it in its place."""
-        assert written.startswith(self.rest)
-        self.written, self.rest = self.written + written, ""
-        self.found += found
+        assert text.startswith(self.rest)
+        self.written, self.rest = self.written + text, ""
+        self.parsed_calls += calls
 
 
 @pytest.mark.parametrize("form", TOOL_PARSERS)
@@ -82,28 +82,28 @@ def test_whatever_is_written_every_character_is_text_or_of_a_call(form: str, tex
     feed.text, feed.is_complete = text, True
     assert not list(TOOL_PARSERS[form](feed, [WEATHER]))
     assert ledger.written + ledger.rest == text and not feed.text
-    for name, arguments in ledger.found:
+    for name, arguments in ledger.parsed_calls:
         assert name and isinstance(json.loads(arguments), dict)
         assert (name + arguments).encode()
-    if not ledger.found:
+    if not ledger.parsed_calls:
         assert read(form, text) == (text, [])
 
 
 @given(text=scribbles)
 def test_hermes_is_what_a_reader_of_whole_texts_would_say(text: str) -> None:
     """Restated without streaming: at each mark, whatever json reads, up to the mark that closes it."""
-    said, calls, rest = "", [], text
+    content, calls, rest = "", [], text
     while (at := rest.find("<tool_call>")) >= 0:
         inner = rest[at + len("<tool_call>") :]
         call = read_by_json(inner)
         if call is None:
-            said, rest = said + rest[: at + len("<tool_call>")], inner
+            content, rest = content + rest[: at + len("<tool_call>")], inner
             continue
-        said += rest[:at].removesuffix("\n")
+        content += rest[:at].removesuffix("\n")
         calls.append(call[:2])
         rest = call[2]
-    said += rest
-    assert hermes(text) == ("" if calls and not said.strip() else said, calls)
+    content += rest
+    assert hermes(text) == ("" if calls and not content.strip() else content, calls)
 
 
 def read_by_json(text: str) -> tuple[str, str, str] | None:
@@ -177,12 +177,12 @@ def test_llama3_calls_are_all_of_the_text() -> None:
 
 
 @given(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=4), values, max_size=3), st.text(max_size=8))
-def test_any_call_is_read_back(name: str, arguments: dict[str, object], said: str) -> None:
+def test_any_call_is_read_back(name: str, arguments: dict[str, object], content: str) -> None:
     written = json.dumps(arguments)
     block = '<tool_call>\n{"name": ' + json.dumps(name) + ', "arguments": ' + written + "}\n</tool_call>"
-    rest, calls = hermes(said + "\n" + block)
+    rest, calls = hermes(content + "\n" + block)
     assert calls == [(name, written)]
-    assert rest == (said if said.strip() else "")
+    assert rest == (content if content.strip() else "")
 
 
 def test_a_call_after_one_that_is_not_closed_is_read() -> None:
@@ -200,7 +200,7 @@ def test_a_name_with_half_a_character_is_none() -> None:
     text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
     assert hermes(text) == (text, [])
     half = '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>'
-    assert hermes(half) == (half, []), "nobody could send it on"
+    assert hermes(half) == (half, []), "it cannot be encoded"
     whole = '<tool_call>{"name": "a", "arguments": {"x": "\\ud83d\\ude00"}}</tool_call>'
     assert hermes(whole) == ("", [("a", '{"x": "\\ud83d\\ude00"}')])
 
@@ -343,7 +343,7 @@ def test_a_malformed_function_stays_text(block: str) -> None:
     assert qwen_xml(text) == (text, [])
 
 
-def test_types_may_be_said_in_other_ways() -> None:
+def test_types_may_have_other_forms() -> None:
     integer = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     text = {"oneOf": [{"type": "integer"}, {"$ref": "#/x"}]}
     tool = {"name": "f", "parameters": {"properties": {"a": integer, "b": text, "c": True, "d": {"type": 3}}}}
@@ -376,7 +376,7 @@ def test_any_parameters_are_read_back(parameters: dict[str, str]) -> None:
     assert json.loads(call[1]) == parameters
 
 
-def test_the_form_of_call_is_told_by_the_template() -> None:
+def test_the_tool_format_is_detected_from_the_template() -> None:
     known = {name: form for name, source in published().items() if (form := detect_tool_format(source))}
     assert set(known.values()) | {"mistral", "pythonic"} == set(TOOL_PARSERS)
     assert {name for name, form in known.items() if form == "llama3"} == {"llama3_1", "llama3_2"}
@@ -395,8 +395,8 @@ def test_the_page_shows_every_form_as_it_is_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|[^|]+\| (.*) \|$", page, flags=re.MULTILINE)
     assert [form for form, _ in rows] == list(TOOL_PARSERS)
-    for form, told in rows:
-        examples = [example.replace("\\|", "|") for example in re.findall(r"`([^`]+)`", told)]
+    for form, cell in rows:
+        examples = [example.replace("\\|", "|") for example in re.findall(r"`([^`]+)`", cell)]
         tag = "<|python_tag|>" if "<|python_tag|>" in examples else ""
         for example in examples:
             if example != tag:

@@ -1,4 +1,4 @@
-"""Whatever a function does, the model is told of it, in time, and the run goes on."""
+"""The model gets the error of any function in time, and the run continues."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from etude.chat import CallThread, Toolbox
-from etude.chat import toolbox as calls
+from etude.chat import CallThread, Toolbox, toolbox
 from etude.errors import EnvError, PluginError
 from etude.records import Message, Task, ToolCall
 
@@ -62,42 +61,42 @@ def which(task: Task) -> int:
 FUNCTIONS: list[Callable[..., Any]] = [add, fails, leaves, hangs, awaits, which]
 
 
-def told(*asked: tuple[str, str], timeout: float = 5.0, parallel: bool = True) -> list[str]:
-    """What the model is told of some calls."""
-    wanted = [ToolCall(f"call_{place}", name, arguments) for place, (name, arguments) in enumerate(asked)]
+def run_calls(*calls: tuple[str, str], timeout: float = 5.0, parallel: bool = True) -> list[str]:
+    """The results of some calls, as the model gets them."""
+    wanted = [ToolCall(f"call_{place}", name, arguments) for place, (name, arguments) in enumerate(calls)]
     results = asyncio.run(Toolbox(FUNCTIONS, timeout, parallel=parallel).run_calls(wanted, Task(7, {})))
-    assert [(each.role, each.tool_call_id, each.name) for each in results] == [
+    assert [(message.role, message.tool_call_id, message.name) for message in results] == [
         ("tool", call.id, call.name) for call in wanted
     ]
-    return [str(each.content) for each in results]
+    return [str(message.content) for message in results]
 
 
-def test_each_call_is_answered_in_its_place() -> None:
-    assert told(("add", '{"a": 2, "b": 3}'), ("which", ""), ("add", '{"a": 1, "b": "4"}')) == ["5", "7", "5"]
+def test_calls_are_answered_in_order() -> None:
+    assert run_calls(("add", '{"a": 2, "b": 3}'), ("which", ""), ("add", '{"a": 1, "b": "4"}')) == ["5", "7", "5"]
 
 
-def test_what_goes_wrong_is_told_to_the_model() -> None:
-    assert told(("fails", '{"why": "no luck"}')) == ["Error: `fails` raised ValueError: no luck"]
-    assert told(("leaves", "{}"))[0].startswith("Error: `leaves` raised RuntimeError: SystemExit")
-    assert told(("add", '{"a": 2}')) == ['Error: `add` cannot be called with {"a": 2}: b: Field required']
-    assert told(("subtract", "{}"))[0].startswith("Error: there is no tool `subtract`. The tools are: add, fails")
+def test_errors_are_reported_to_the_model() -> None:
+    assert run_calls(("fails", '{"why": "no luck"}')) == ["Error: `fails` raised ValueError: no luck"]
+    assert run_calls(("leaves", "{}"))[0].startswith("Error: `leaves` raised RuntimeError: SystemExit")
+    assert run_calls(("add", '{"a": 2}')) == ['Error: `add` cannot be called with {"a": 2}: b: Field required']
+    assert run_calls(("subtract", "{}"))[0].startswith("Error: there is no tool `subtract`. The tools are: add, fails")
 
 
 @pytest.mark.parametrize("name", ["hangs", "awaits"])
 def test_a_call_that_takes_too_long_is_given_up(name: str) -> None:
     began = time.monotonic()
-    (text,) = told((name, '{"seconds": 20}'), timeout=0.2)
+    (text,) = run_calls((name, '{"seconds": 20}'), timeout=0.2)
     assert text == f"Error: `{name}` took longer than 0.2 s and was cancelled." and time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["hangs", "awaits"])
 def test_calls_are_made_at_once_or_one_after_the_other(name: str) -> None:
-    asked = [(name, '{"seconds": 0.2}')] * 4
+    calls = [(name, '{"seconds": 0.2}')] * 4
     began = time.monotonic()
-    assert told(*asked) == ["there"] * 4
+    assert run_calls(*calls) == ["there"] * 4
     at_once = time.monotonic() - began
     began = time.monotonic()
-    assert told(*asked, parallel=False) == ["there"] * 4
+    assert run_calls(*calls, parallel=False) == ["there"] * 4
     assert at_once < 0.8 <= time.monotonic() - began
 
 
@@ -134,7 +133,7 @@ def test_one_thread_makes_all_calls_of_one_and_the_loop_goes_on_meanwhile() -> N
     in_a_loop(act)
 
 
-def test_a_thread_that_is_left_makes_its_last_call_and_ends() -> None:
+def test_an_abandoned_thread_makes_its_last_call_and_ends() -> None:
     closed: list[str] = []
 
     async def act() -> threading.Thread:
@@ -154,18 +153,18 @@ def test_a_thread_that_is_left_makes_its_last_call_and_ends() -> None:
 
 
 def test_too_many_threads_that_hang_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_ABANDONED_THREADS", 3)
-    asked = [("hangs", '{"seconds": 20}')] * 4
+    monkeypatch.setattr(toolbox, "MAX_ABANDONED_THREADS", 3)
+    calls = [("hangs", '{"seconds": 20}')] * 4
     with pytest.raises(EnvError, match=r"calls of environments or tools took too long"):
         for _ in range(2):
-            told(*asked, timeout=0.05)
+            run_calls(*calls, timeout=0.05)
     stop.set()
     deadline = time.monotonic() + 5
-    while any(thread.is_alive() for thread in calls._abandoned) and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in toolbox._abandoned) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert told(("add", '{"a": 2, "b": 3}')) == ["5"], "those that ended hold nobody up"
+    assert run_calls(("add", '{"a": 2, "b": 3}')) == ["5"], "threads that have ended do not count"
 
 
 def test_a_result_is_a_message_by_the_tool() -> None:
-    (found,) = asyncio.run(Toolbox([add], 1.0).run_calls([ToolCall("x", "add", '{"a": 2, "b": 3}')]))
-    assert found == Message("tool", "5", tool_call_id="x", name="add")
+    (message,) = asyncio.run(Toolbox([add], 1.0).run_calls([ToolCall("x", "add", '{"a": 2, "b": 3}')]))
+    assert message == Message("tool", "5", tool_call_id="x", name="add")

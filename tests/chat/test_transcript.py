@@ -1,4 +1,4 @@
-"""What a rollout of several turns shows its model is exact: what was written stays, only what is new is rendered."""
+"""The prompts of a rollout of several turns are exact: answers keep their ids, and only new text is rendered."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def played(
     transcript, turns = Transcript(chat, first), []
     for index, (ids, end, shown) in enumerate(script):
         prompt = transcript.ids
-        said = completion(chat, ids, end)
-        answer = transcript.add_answer(prompt, said)
+        sampled = completion(chat, ids, end)
+        answer = transcript.add_answer(prompt, sampled)
         assert answer.role == "assistant"
-        turns.append(Turn(prompt, said, index))
+        turns.append(Turn(prompt, sampled, index))
         transcript.add_observation(shown)
     return turns
 
@@ -79,9 +79,9 @@ def test_a_conversation_keeps_what_was_written(
     end = chat.tokenizer.eos_ids[0]
     for (_, ended, shown), before, after in zip(script, turns, turns[1:], strict=False):
         new = after.prompt[len(before.prompt) + len(before.completion.ids) :]
-        told = chat.tokenizer.decode(new, keep_special_tokens=True)
+        text = chat.tokenizer.decode(new, keep_special_tokens=True)
         close = "\n" if ended else "<|im_end|>\n"
-        assert told == f"{close}<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+        assert text == f"{close}<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
         assert end in after.prompt
 
 
@@ -99,7 +99,7 @@ def test_text_is_continued_as_it_stands(
 def test_text_after_an_end_gets_no_space_of_its_own(pieces: ChatRenderer) -> None:
     first, second = played(pieces, "a", [([280], True, "b"), ([280], True, "")])
     new = second.prompt[len(first.prompt) + 2 :]
-    assert [pieces.tokenizer.id_to_token(int(each)) for each in new][-1] == "b"
+    assert [pieces.tokenizer.id_to_token(int(id)) for id in new][-1] == "b"
     assert np.array_equal(pieces.tokenizer.encode("</s>b")[-len(new) :], new)
     goes_on([first, second])
 
@@ -114,15 +114,15 @@ def test_a_call_and_its_result_go_on(tmp_path: Path) -> None:
         ("weather", '{"a":  1}')
     ]
     transcript.add_observation((Message("tool", "rain", tool_call_id=answer.tool_calls[0].id),))
-    told = transcript.ids
-    assert np.array_equal(told[: len(prompt) + len(written)], np.concatenate([prompt, written]))
+    ids = transcript.ids
+    assert np.array_equal(ids[: len(prompt) + len(written)], np.concatenate([prompt, written]))
     assert (
-        chat.tokenizer.decode(told[len(prompt) + len(written) :], keep_special_tokens=True)
+        chat.tokenizer.decode(ids[len(prompt) + len(written) :], keep_special_tokens=True)
         == "<end><tool>rain<end><model>"
     )
 
 
-def test_what_does_not_fit_is_told(chat: ChatRenderer) -> None:
+def test_content_that_does_not_fit_is_refused(chat: ChatRenderer) -> None:
     with pytest.raises(ChatError, match="A rollout that began with text got messages"):
         Transcript(chat, "a").add_observation((Message("user", "b"),))
     with pytest.raises(ChatError, match="A rollout that begins with text has tools"):
@@ -145,11 +145,11 @@ def test_what_is_shown_is_text_or_messages() -> None:
         check_observation("\ud800")
 
 
-def test_a_rollout_is_retold(chat: ChatRenderer) -> None:
+def test_a_rollout_is_decoded(chat: ChatRenderer) -> None:
     a, b = chat.tokenizer.encode("one").tolist(), chat.tokenizer.encode("two").tolist()
     turns = played(chat, (Message("user", "?"),), [(a, True, "more"), (b, True, "")])
-    said = [(each["by"], each["text"].strip()) for each in decode_conversation(chat.tokenizer, turns)]
-    assert said == [("model", "one"), ("environment", "user\nmore\nassistant"), ("model", "two")]
+    entries = [(entry["by"], entry["text"].strip()) for entry in decode_conversation(chat.tokenizer, turns)]
+    assert entries == [("model", "one"), ("environment", "user\nmore\nassistant"), ("model", "two")]
     other = Turn(chat.render([Message("user", "anew")]), turns[1].completion, 1)
     assert "anew" in decode_conversation(chat.tokenizer, [turns[0], other])[1]["text"], (
         "a rewritten history is shown whole"

@@ -26,8 +26,8 @@ PATIENCE_S = 900.0
 
 def versions() -> dict[str, str]:
     """The pinned packages, and the version of each."""
-    found: dict[str, str] = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"]
-    return found
+    dependencies: dict[str, str] = json.loads((HERE / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    return dependencies
 
 
 def place() -> Path | None:
@@ -35,8 +35,8 @@ def place() -> Path | None:
     if shutil.which("node") is None or shutil.which("npm") is None:
         return None
     node = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    told = [node, platform.system(), platform.machine(), *(HERE.joinpath(name).read_text() for name in FILES)]
-    key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    contents = [node, platform.system(), platform.machine(), *(HERE.joinpath(name).read_text() for name in FILES)]
+    key = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:12]
     return cache_directory() / "environments" / f"npm-clients-{key}"
 
 

@@ -57,10 +57,12 @@ def table_of(name: str, arguments: Mapping[str, Any]) -> Table:
 def playing(name: str, arguments: Mapping[str, Any]) -> Iterator[World]:
     """An endpoint whose model calls this tool."""
     opens = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
-    told = f"{{%- if messages | selectattr('role', 'equalto', 'tool') | list %}}{{{{- '{AGAIN}' }}}}{{%- endif %}}"
+    instruction = (
+        f"{{%- if messages | selectattr('role', 'equalto', 'tool') | list %}}{{{{- '{AGAIN}' }}}}{{%- endif %}}"
+    )
     template = published()["qwen3"]
     assert opens in template
-    template = template.replace(opens, opens.replace("\n    {%- if", f"\n    {told}\n    {{%- if"))
+    template = template.replace(opens, opens.replace("\n    {%- if", f"\n    {instruction}\n    {{%- if"))
     table = table_of(name, arguments)
     with TemporaryDirectory(prefix="etude-clients-") as directory:
         tokenizer = tokenizer_of(table, template, Path(directory), corpus=corpus(), size=4000)
@@ -99,9 +101,9 @@ def assert_exact(world: World, turns: list[Turn]) -> None:
     assert np.array_equal(second.prompt[: len(whole)], whole)
     assert SECRET in decode(second.prompt[len(whole) :]) and SECRET not in decode(whole)
     assert second.completion.text == ANSWER
-    told = world.endpoint.metrics()
-    assert told["endpoint/turns_continued"] == len(turns) - 1 and "endpoint/turns_branched" not in told
-    assert told["endpoint/tokens_rerendered"] > 0, "rendered anew, it would have been other tokens"
+    metrics = world.endpoint.metrics()
+    assert metrics["endpoint/turns_continued"] == len(turns) - 1 and "endpoint/turns_branched" not in metrics
+    assert metrics["endpoint/tokens_rerendered"] > 0, "rendered anew, it would have been other tokens"
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_codex(notes: Path) -> None:
             CODEX_HOME=str(notes / "codex"),
             OPENAI_API_KEY=claim.model_key,
         )
-        items = [told["item"] for line in printed.splitlines() if "item" in (told := json.loads(line))]
+        items = [event["item"] for line in printed.splitlines() if "item" in (event := json.loads(line))]
         assert items[-1]["type"] == "agent_message" and items[-1]["text"] == ANSWER
         assert_exact(world, world.turns(claim.attempt_id))
 

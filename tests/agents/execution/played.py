@@ -40,17 +40,17 @@ def starts(task: Task) -> None:
 @etude.agent
 async def waits(task: Task) -> None:
     """Goes on until it is cancelled, and writes that down."""
-    note(task["told"], "began\n")
+    note(task["log"], "began\n")
     try:
         await asyncio.sleep(60)
     finally:
-        note(task["told"], "cancelled\n")
+        note(task["log"], "cancelled\n")
 
 
 @etude.agent
 async def slow(task: Task) -> float:
     """Takes half a second."""
-    Path(task["told"]).write_text("began")
+    Path(task["log"]).write_text("began")
     await asyncio.sleep(0.5)
     return 1.0
 
@@ -58,7 +58,7 @@ async def slow(task: Task) -> float:
 @etude.agent
 def stops(task: Task) -> None:
     """Stops its process, so that nothing but a kill ends it."""
-    note(task["told"], "began\n")
+    note(task["log"], "began\n")
     os.kill(os.getpid(), 19)
 
 
@@ -76,7 +76,7 @@ def forks(task: Task) -> None:
 @etude.agent
 async def stubborn(task: Task) -> None:
     """Goes on when it is cancelled."""
-    note(task["told"], "began\n")
+    note(task["log"], "began\n")
     for _ in range(1000):
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.05)
@@ -85,7 +85,7 @@ async def stubborn(task: Task) -> None:
 @etude.agent
 async def hangs_in_a_thread(task: Task) -> None:
     """Waits for a thread that Python waits for too."""
-    note(task["told"], "began\n")
+    note(task["log"], "began\n")
     await asyncio.to_thread(time.sleep, 60)
 
 

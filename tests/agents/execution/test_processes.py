@@ -33,7 +33,7 @@ from tests.processes import gone
 
 
 class Place:
-    """A desk that is served."""
+    """A rollout queue with a server."""
 
     def __init__(self, queue: LocalRolloutQueue, url: str) -> None:
         self.queue, self.url = queue, url
@@ -94,13 +94,13 @@ def test_a_runner_that_is_killed_is_replaced_and_its_attempt_tried_again(
 
 
 def test_what_is_under_way_is_cancelled_when_there_is_no_more_time(place: Place, tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    file = tmp_path / "log"
     pace = replace(QUICK, drain_s=0.3)
     with ProcessRunners(played.waits, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
-        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
-        until(lambda: read(told))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"log": str(file)})))
+        until(lambda: read(file))
         pids = runners.pids
-    assert read(told) == ["began", "cancelled"] and all(gone(pid) for pid in pids)
+    assert read(file) == ["began", "cancelled"] and all(gone(pid) for pid in pids)
     assert place.queue.journal.rollout(id).status is Status.QUEUED
 
 
@@ -108,11 +108,11 @@ def test_a_process_that_hangs_is_killed_in_the_end(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("etude.agents.execution.processes.MARGIN", 0.2)
-    told = tmp_path / "told"
+    file = tmp_path / "log"
     pace = replace(QUICK, drain_s=0.2, cancel_s=0.1)
     with ProcessRunners(played.stops, place.url, place.key, logs=tmp_path, timeouts=pace) as runners:
-        asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
-        until(lambda: read(told))
+        asyncio.run(place.queue.enqueue(wanted(1, fields={"log": str(file)})))
+        until(lambda: read(file))
         (pid,) = runners.pids
         began = time.monotonic()
     assert time.monotonic() - began < 5 and gone(pid)
@@ -137,8 +137,8 @@ def test_an_agent_that_no_process_can_load_is_tried_once(place: Place, tmp_path:
     file.write_text("def solve(task):\n    return 1.0\n")
     agent = load_agent(f"{file}:solve")
     file.write_text("raise RuntimeError('it is broken now')\n")
-    told = pytest.raises(AgentError, match=r"exit code 113.* it is broken now")
-    with ProcessRunners(agent, place.url, place.key, 1, logs=tmp_path, timeouts=QUICK) as runners, told as raised:
+    failing = pytest.raises(AgentError, match=r"exit code 113.* it is broken now")
+    with ProcessRunners(agent, place.url, place.key, 1, logs=tmp_path, timeouts=QUICK) as runners, failing as raised:
         until(lambda: runners.check())
     assert str(raised.value).count("it is broken now") == 1 and "It restarts" not in str(raised.value)
 
@@ -238,11 +238,11 @@ def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(
         "from etude.agents.execution.runner_process import join_store; join_store('tests.agents.execution.played:slow')"
     )
     environment = {**os.environ, "ETUDE_STORE_URL": place.url, "ETUDE_STORE_KEY": place.key}
-    told = tmp_path / "told"
+    file = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
-        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
-        until(lambda: read(told))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"log": str(file)})))
+        until(lambda: read(file))
         runner.send_signal(signal.SIGTERM)
         assert runner.wait(15) == 0
     finally:
@@ -251,7 +251,7 @@ def test_a_runner_joins_from_elsewhere_by_name_and_drains_when_it_is_terminated(
     assert place.queue.journal.rollout(id).status is Status.SUCCEEDED
 
 
-def test_a_runner_that_is_not_told_where_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_STORE_URL", raising=False)
     with pytest.raises(ConfigError, match=r"ETUDE_STORE_URL.* not set\."):
         join_store("tests.agents.execution.played:who", key="key")
@@ -274,10 +274,10 @@ async def first(task):
 
 async def main():
     global runner
-    desk = connect_queue({place.url!r}, {place.key!r})
-    runner = Runner(desk, first, max_concurrency=1)
+    queue = connect_queue({place.url!r}, {place.key!r})
+    runner = Runner(queue, first, max_concurrency=1)
     await runner.run()
-    await desk.close()
+    await queue.close()
 
 asyncio.run(main())
 print(*loaded)

@@ -1,4 +1,4 @@
-"""Agents that will not end, or begin what nobody knows of: whoever runs them ends all the same, and nothing is left."""
+"""Agents that do not end, or start hidden processes: their runners end all the same, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes
     place: Place, tmp_path: Path
 ) -> None:
     """Stopped by SIGSTOP, it falls silent; let go on, it hears that its attempt is over."""
-    told = tmp_path / "told"
+    file = tmp_path / "log"
     limits = RolloutLimits(timeout_s=30, unresponsive_s=1.0, max_attempts=2)
     with ProcessRunners(
         played.slow, place.url, place.key, 2, logs=tmp_path, timeouts=QUICK, max_concurrency=1
     ) as runners:
         until(lambda: len(asyncio.run(place.queue.runners())) == 2)
-        (id,) = asyncio.run(place.queue.enqueue(wanted(1, limits, {"told": str(told)})))
-        until(lambda: read(told))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, limits, {"log": str(file)})))
+        until(lambda: read(file))
         name = place.queue.journal.rollout(id).attempts[0].runner
         hung = next(runner.info["pid"] for runner in asyncio.run(place.queue.runners()) if runner.name == name)
         os.kill(hung, signal.SIGSTOP)
@@ -78,7 +78,7 @@ def test_a_runner_that_hangs_loses_its_work_to_another_and_its_late_word_changes
         until(lambda: place.queue.journal.rollout(id).attempts[0].late)
         assert hung in runners.pids
     state = place.queue.journal.rollout(id)
-    assert [each.status for each in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
+    assert [attempt.status for attempt in state.attempts] == [Status.UNRESPONSIVE, Status.SUCCEEDED]
     assert state.attempts[1].runner != name and state.last is not None and state.last.total == 1.0
 
 
@@ -90,11 +90,11 @@ def test_a_runner_from_elsewhere_ends_whatever_its_agent_does(place: Place, tmp_
         "from etude.agents.execution.runner_process import join_store; from tests.agents.rollout_queues import QUICK; "
         f"join_store('tests.agents.execution.played:{agent}', {place.url!r}, {place.key!r}, timeouts=QUICK)"
     )
-    told = tmp_path / "told"
+    file = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", code])
     try:
-        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"told": str(told)})))
-        until(lambda: read(told))
+        (id,) = asyncio.run(place.queue.enqueue(wanted(1, fields={"log": str(file)})))
+        until(lambda: read(file))
         runner.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         runner.send_signal(signal.SIGTERM)
@@ -124,10 +124,10 @@ def test_a_runner_on_a_thread_that_gives_up_is_replaced_though_its_agents_go_on(
 
     pace = replace(QUICK, cancel_s=0.1)
     with open_queue() as queue, ThreadRunners(queue, stubborn, timeouts=pace, max_concurrency=1) as runners:
-        found = through(queue, wanted(2))
+        states = through(queue, wanted(2))
         runners.check()
     release.set()
-    assert [state.status for state in found] == [Status.TIMED_OUT, Status.SUCCEEDED]
+    assert [state.status for state in states] == [Status.TIMED_OUT, Status.SUCCEEDED]
 
 
 def test_a_thread_of_asyncio_that_hangs_keeps_no_program_from_ending(tmp_path: Path) -> None:

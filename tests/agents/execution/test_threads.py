@@ -44,7 +44,7 @@ class Alone(etude.Agent):
 
 @contextmanager
 def open_queue(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
-    """A desk, closed in the end."""
+    """A rollout queue that is closed at the end."""
     journal = open_store(path)
     local_queue = LocalRolloutQueue(journal)
     try:
@@ -55,7 +55,7 @@ def open_queue(path: Path | None = None) -> Iterator[LocalRolloutQueue]:
 
 
 def through(queue: LocalRolloutQueue, rollouts: list[RolloutRequest]) -> list[RolloutState]:
-    """What came of these, as whoever trains sees it: on a loop of its own."""
+    """The results of these rollouts, on a separate event loop, as a trainer sees them."""
 
     async def waited() -> list[RolloutState]:
         return await ends(queue, len(await queue.enqueue(rollouts)))
@@ -120,7 +120,7 @@ def test_stopping_is_bounded_whatever_an_agent_does(caplog: pytest.LogCaptureFix
         began = time.monotonic()
         runners.stop()
         assert time.monotonic() - began < 5
-        assert queue.journal.rollout(id).status is Status.QUEUED  # nobody's failure: another may try it
+        assert queue.journal.rollout(id).status is Status.QUEUED  # an infrastructure error: another runner may try it
         assert runners.abandoned == 1
     release.set()
 

@@ -1,9 +1,9 @@
 """Models whose weights are a table: what comes next depends on the last token alone, and is drawn by chance.
 
-They are real models in a real engine, sampled like any other, and they call tools in the form of Qwen 3 without having
-been trained for it: what stands in a table are the pieces of such answers, each a token of its own, with what may
-follow it and how often. Some pieces are spaced as nobody would space them, and some are letters that the tokenizer
-joins: nothing that is rendered anew has the tokens that were sampled.
+They are real models in a real engine, sampled like any other. They call tools in Qwen 3's format without training: a
+table has the pieces of such answers, each as a token, with its followers and their probabilities. Some pieces have
+unusual spacing, and some are letters that the tokenizer joins. So a new rendering never has the tokens that were
+sampled.
 """
 
 from __future__ import annotations

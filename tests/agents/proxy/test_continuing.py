@@ -59,19 +59,19 @@ def test_an_answer_goes_on_from_the_words_that_an_agent_gives(world: World, stre
     claim, before = world.attempt(), branches(world)
     begun = {"role": "assistant", "content": "It is rain"}
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
-        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
         if streamed:
-            with client.messages.stream(**given) as stream:
+            with client.messages.stream(**request) as stream:
                 answer = stream.get_final_message()
         else:
-            answer = client.messages.create(**given)
+            answer = client.messages.create(**request)
         (block,) = answer.content
         assert block.type == "text" and block.text == "ing, 🌧 and the sky is grey."
         whole = {"role": "assistant", "content": "It is rain" + block.text}
-        client.messages.create(**given | {"messages": [*ASK, whole, {"role": "user", "content": "So?"}]})
+        client.messages.create(**request | {"messages": [*ASK, whole, {"role": "user", "content": "So?"}]})
     turns = world.turns(claim.attempt_id)
     shown = world.endpoint.chat.tokenizer.decode(turns[0].prompt, keep_special_tokens=True)
-    assert shown.endswith("<|im_start|>assistant\nIt is rain"), "and no thinking that nobody thought"
+    assert shown.endswith("<|im_start|>assistant\nIt is rain"), "and no reasoning is added"
     assert goes_on(turns) == [True] and branches(world) == before
 
 
@@ -84,27 +84,27 @@ def test_an_answer_that_was_cut_off_goes_on_with_its_very_ids(world: World, most
         first = client.messages.create(model="policy", max_tokens=most, messages=ASK)
         assert first.stop_reason == "max_tokens"
         begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
-        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": [*ASK, begun]}
         if streamed:
-            with client.messages.stream(**given) as stream:
+            with client.messages.stream(**request) as stream:
                 second = stream.get_final_message()
         else:
-            second = client.messages.create(**given)
+            second = client.messages.create(**request)
     turns = world.turns(claim.attempt_id)
     assert goes_on(turns) == [True] and branches(world) == before
     assert np.array_equal(turns[1].prompt, np.concatenate([turns[0].prompt, turns[0].completion.ids]))
     texts = [block.text for message in (first, second) for block in message.content if block.type == "text"]
-    said = "It is raining, 🌧 and the sky is grey."
-    assert "".join(texts) == said or ("�" in texts[0] and texts[1] in said)
+    text = "It is raining, 🌧 and the sky is grey."
+    assert "".join(texts) == text or ("�" in texts[0] and texts[1] in text)
 
 
 def test_an_answer_that_had_ended_goes_on_without_its_end(world: World) -> None:
     claim = world.attempt()
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
-        given: dict[str, Any] = {"model": "policy", "max_tokens": 300}
-        first = client.messages.create(**given, messages=ASK)
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300}
+        first = client.messages.create(**request, messages=ASK)
         begun = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
-        client.messages.create(**given, messages=[*ASK, begun])
+        client.messages.create(**request, messages=[*ASK, begun])
     one, other = world.turns(claim.attempt_id)
     assert np.array_equal(other.prompt, np.concatenate([one.prompt, one.completion.ids[:-1]]))
 
@@ -112,14 +112,14 @@ def test_an_answer_that_had_ended_goes_on_without_its_end(world: World) -> None:
 def test_chat_completions_may_go_on_from_a_message(world: World) -> None:
     claim = world.attempt()
     begun = {"role": "assistant", "content": "It is "}
-    given: dict[str, Any] = {"model": "policy", "messages": [*ASK, begun], "tools": [WEATHER]}
+    request: dict[str, Any] = {"model": "policy", "messages": [*ASK, begun], "tools": [WEATHER]}
     more = {"continue_final_message": True, "add_generation_prompt": False}
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-        said = client.chat.completions.create(**given, extra_body=more).choices[0].message
-        assert said.content == "raining, 🌧 and the sky is grey."
+        message = client.chat.completions.create(**request, extra_body=more).choices[0].message
+        assert message.content == "raining, 🌧 and the sky is grey."
         with pytest.raises(openai.BadRequestError, match="cannot require a call"):
-            client.chat.completions.create(**given, extra_body=more, tool_choice="required")
-        client.chat.completions.create(**given)
+            client.chat.completions.create(**request, extra_body=more, tool_choice="required")
+        client.chat.completions.create(**request)
     decode = world.endpoint.chat.tokenizer.decode
     assert decode(world.turns(claim.attempt_id)[-1].prompt, keep_special_tokens=True).endswith("assistant\n"), (
         "another answer, as before"
@@ -153,17 +153,17 @@ THINKING: dict[str, Any] = {"type": "thinking", "thinking": "I must\nlook. "}
 def test_thinking_is_signed(world: World, streamed: bool) -> None:
     claim, before = world.attempt(), branches(world)
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
-        given: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": ASK}
+        request: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": ASK}
         if streamed:
-            with client.messages.stream(**given) as stream:
+            with client.messages.stream(**request) as stream:
                 answer = stream.get_final_message()
         else:
-            answer = client.messages.create(**given)
+            answer = client.messages.create(**request)
         thinking, text = (block.model_dump() for block in answer.content)
         assert len(thinking["signature"]) > 20 and thinking["thinking"] == " I must\nlook. "
         for changed in (thinking, thinking | {"signature": ""}, thinking | {"thinking": "I must act."}):
             messages = [*ASK, {"role": "assistant", "content": [changed, text]}, *ASK]
-            response = client.messages.with_raw_response.create(**given | {"messages": messages})
+            response = client.messages.with_raw_response.create(**request | {"messages": messages})
             assert ("x-etude-ignored" in response.headers) == (changed != thinking)
     turns = world.turns(claim.attempt_id)
     assert [goes_on([turns[0], turn]) for turn in turns[1:]] == [[True]] * 3 and branches(world) == before
@@ -194,24 +194,24 @@ def test_items_may_be_named_alone(streamed: bool) -> None:
     with serving(upstream, chat, train=SamplingParams(max_tokens=300)) as world:
         claim, other = world.attempt(), world.attempt()
         with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-            given: dict[str, Any] = {"model": "policy", "input": ASK, "tools": [FLAT]}
+            request: dict[str, Any] = {"model": "policy", "input": ASK, "tools": [FLAT]}
             if streamed:
-                with client.responses.stream(**given) as stream:
+                with client.responses.stream(**request) as stream:
                     answer = stream.get_final_response()
             else:
-                answer = client.responses.create(**given)
+                answer = client.responses.create(**request)
             assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
             names: list[Any] = [{"type": "item_reference", "id": item.id} for item in answer.output]
             call = json.loads(answer.output[-1].model_dump_json())["call_id"]
             result = {"type": "function_call_output", "call_id": call, "output": "rain"}
-            last = client.responses.create(**given | {"input": [*ASK, *names, result]})
+            last = client.responses.create(**request | {"input": [*ASK, *names, result]})
             assert last.output_text == "Rain." and goes_on(world.turns(claim.attempt_id)) == [True]
             for id in ("msg_resp_0-0-99", "rs_none", f"fc_{answer.id}_call7", f"{answer.id}_call" + "9" * 5000):
                 with pytest.raises(openai.NotFoundError, match="has no item"):
-                    client.responses.create(**given | {"input": [*ASK, {"type": "item_reference", "id": id}]})
+                    client.responses.create(**request | {"input": [*ASK, {"type": "item_reference", "id": id}]})
         response = httpx2.post(
             f"{world.url}/responses",
-            json=given | {"input": [*ASK, *names]},
+            json=request | {"input": [*ASK, *names]},
             headers={"authorization": f"Bearer {other.model_key}"},
         )
         assert response.status_code == 404, "another attempt's"
@@ -232,15 +232,15 @@ def test_answers_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("thinks", [None, True, False])
-def test_a_call_that_has_to_be_made_begins_without_thinking_that_nobody_thought(thinks: bool | None) -> None:
+def test_a_required_call_adds_no_reasoning(thinks: bool | None) -> None:
     variables = {} if thinks is None else {"enable_thinking": thinks}
     chat = ChatRenderer(chat_of("qwen3").tokenizer, template_kwargs=variables)
     upstream = Scripted(chat.tokenizer, lambda _: '{"city": "Bern"}}\n</tool_call><|im_end|>')
     with serving(upstream, chat, train=SamplingParams(max_tokens=100)) as world:
         claim = world.attempt()
         with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
-            given: dict[str, Any] = {"model": "policy", "max_tokens": 99, "messages": ASK, "tools": [CLAUDE]}
-            answer = client.messages.create(**given, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+            request: dict[str, Any] = {"model": "policy", "max_tokens": 99, "messages": ASK, "tools": [CLAUDE]}
+            answer = client.messages.create(**request, tool_choice={"type": "any", "disable_parallel_tool_use": True})
         (block,) = answer.content
         assert block.type == "tool_use" and block.input == {"city": "Bern"}
         shown = chat.tokenizer.decode(world.turns(claim.attempt_id)[0].prompt, keep_special_tokens=True)

@@ -55,12 +55,12 @@ def test_routes_and_metrics() -> None:
             assert f"{' '.join(methods)} {route.path}`" in PAGE  # type: ignore[attr-defined]
         world.endpoint._metrics.record_call(1.0, 0.5)
         world.endpoint._metrics.record_external_call(1.0)
-        told = set(world.endpoint.metrics())
+        metrics = set(world.endpoint.metrics())
     source = Path(create_router.__code__.co_filename).parent
     counted = {name for path in source.glob("*.py") for name in re.findall(r'counts\["(\w+)"\]', path.read_text())}
-    told |= {f"endpoint/{name}" for name in counted} | {
+    metrics |= {f"endpoint/{name}" for name in counted} | {
         f"endpoint/turns_{how}" for how in ("begun", "continued", "branched")
     }
     rows = re.findall(r"^\| (`endpoint/.*?) \|", PAGE, flags=re.MULTILINE)
-    said = {name.replace("_p50", "_p") for row in rows for name in re.findall(r"`(endpoint/\w+)`", row)}
-    assert said == {re.sub(r"_p\d\d$", "_p", name) for name in told}
+    documented = {name.replace("_p50", "_p") for row in rows for name in re.findall(r"`(endpoint/\w+)`", row)}
+    assert documented == {re.sub(r"_p\d\d$", "_p", name) for name in metrics}

@@ -1,4 +1,5 @@
-"""Calls whose attempt is over, and clients that drip, go or read nothing: each is let go of, at once or in time."""
+"""Calls of attempts that end, and clients that are slow, disconnect or read nothing: each is dropped at once or in
+time."""
 
 from __future__ import annotations
 
@@ -47,11 +48,11 @@ def test_an_attempt_that_ends_is_forgotten_at_once_and_its_calls_with_it() -> No
                 world.do(world.queue.cancel([claim.attempt_id.rollout], "nobody wants it"))
             answer = call.result(10)
             assert answer.status_code == 403 and "has ended" in answer.text
-        told = world.endpoint.metrics()
-        assert told["endpoint/running"] == told["endpoint/attempts"] == 0
+        metrics = world.endpoint.metrics()
+        assert metrics["endpoint/running"] == metrics["endpoint/attempts"] == 0
 
 
-def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_notifications_ended_attempts_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.agents.proxy.endpoint.UNNOTIFIED_SWEEP_S", 0.3)
     with (
         serving(scripted("so " * 900, pause=30), chat_of(), notified=False) as world,
@@ -66,7 +67,7 @@ def test_where_nobody_tells_of_ends_they_are_soon_found_out(monkeypatch: pytest.
 
 
 def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
-    """Whoever leaves passes over a call that was cancelled a moment before, and has not yet heard of it."""
+    """A call that leaves skips one that was cancelled a moment before, and does not know it yet."""
 
     async def scene() -> None:
         gate, release = SlotQueue(1, 4), asyncio.Event()
@@ -83,8 +84,8 @@ def test_a_call_that_is_cancelled_as_another_leaves_ends_as_cancelled() -> None:
         assert (gate.running, gate.waiting) == (1, 3)
         release.set()  # the first leaves, and then the second hears that it is cancelled
         waits[0].cancel()
-        told = await asyncio.gather(first, *waits, return_exceptions=True)
-        assert [type(each).__name__ for each in told] == ["NoneType", "CancelledError", "NoneType", "NoneType"]
+        results = await asyncio.gather(first, *waits, return_exceptions=True)
+        assert [type(result).__name__ for result in results] == ["NoneType", "CancelledError", "NoneType", "NoneType"]
         assert (gate.running, gate.waiting) == (0, 0)
 
     asyncio.run(scene())
@@ -104,21 +105,21 @@ def test_a_request_that_drips_or_breaks_off_is_let_go_of(
             "content-length: 1000\r\n\r\n"
         )
         for breaks in (False, True):
-            with socket.create_connection((host, int(port))) as line:
-                line.settimeout(10)
-                line.sendall(head.encode() + b'{"model"')
+            with socket.create_connection((host, int(port))) as connection:
+                connection.settimeout(10)
+                connection.sendall(head.encode() + b'{"model"')
                 if not breaks:
-                    assert b"did not arrive within 0.5 seconds" in _whole(line)
+                    assert b"did not arrive within 0.5 seconds" in _whole(connection)
         assert posted(world, "/v1/chat/completions", CHAT, claim.model_key).status_code == 200
         time.sleep(0.1)
     assert not caplog.records
 
 
-def _whole(line: socket.socket) -> bytes:
-    heard = b""
-    while not heard.endswith(b"}"):
-        heard += line.recv(4096)
-    return heard
+def _whole(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"}"):
+        received += connection.recv(4096)
+    return received
 
 
 class Endless(Scripted):
@@ -140,11 +141,11 @@ def test_a_client_that_reads_nothing_of_a_stream_is_let_go_of(monkeypatch: pytes
         claim = world.attempt()
         host, _, port = world.root.removeprefix("http://").partition(":")
         body = json.dumps({**CHAT, "stream": True})
-        with socket.socket() as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            line.connect((host, int(port)))
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claim.model_key}\r\n"
-            line.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
             (turn,) = _until(lambda: world.turns(claim.attempt_id), 60)
             assert turn.completion.finish_reason == "abort"
             _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
@@ -187,7 +188,7 @@ def test_a_key_of_the_store_opens_no_model_and_a_key_of_the_model_no_store() -> 
 
 def test_the_endpoint_and_the_store_behind_one_port_read_what_is_long_on_one_thread() -> None:
     def threads() -> set[threading.Thread]:
-        return {each for each in threading.enumerate() if each.name.startswith("etude-aside")}
+        return {thread for thread in threading.enumerate() if thread.name.startswith("etude-aside")}
 
     with serving(scripted(), chat_of()) as world:
         claim, before = world.attempt(), threads()
@@ -222,8 +223,10 @@ def test_calls_of_many_attempts_leave_no_task_and_no_thread_behind() -> None:
                 if number % 2:
                     assert client.post(f"{world.url}/chat/completions", json=CHAT).status_code == 200
                 else:
-                    with client.stream("POST", f"{world.url}/chat/completions", json={**CHAT, "stream": True}) as told:
-                        next(told.iter_raw())
+                    with client.stream(
+                        "POST", f"{world.url}/chat/completions", json={**CHAT, "stream": True}
+                    ) as response:
+                        next(response.iter_raw())
             world.do(world.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED)))
 
         async def tasks() -> int:

@@ -62,12 +62,12 @@ def test_chat_completions(world: World, streamed: bool) -> None:
     messages: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Weather?"}]
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         for n in range(4):
-            given: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [WEATHER]}
+            request: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [WEATHER]}
             if streamed:
-                with client.chat.completions.stream(**given) as stream:
+                with client.chat.completions.stream(**request) as stream:
                     answer = stream.get_final_completion().choices[0]
             else:
-                answer = client.chat.completions.create(**given).choices[0]
+                answer = client.chat.completions.create(**request).choices[0]
             assert answer.finish_reason == ("tool_calls" if n < 2 else "stop")
             sent = answer.message.model_dump(exclude_none=True)
             if n % 2:
@@ -84,26 +84,30 @@ def test_chat_completions(world: World, streamed: bool) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
             else:
                 messages.append({"role": "user", "content": "Thanks."})
-    turns, told = world.turns(claim.attempt_id), world.endpoint.metrics()
+    turns, metrics = world.turns(claim.attempt_id), world.endpoint.metrics()
     assert_exact(world, turns)
     assert answer.message.content == "Bye."
-    assert told["endpoint/turns_continued"] - before.get("endpoint/turns_continued", 0) == 3
-    assert told["endpoint/turns_begun"] - before.get("endpoint/turns_begun", 0) == 1
-    assert told["endpoint/tokens_rerendered"] - before.get("endpoint/tokens_rerendered", 0) > 100
+    assert metrics["endpoint/turns_continued"] - before.get("endpoint/turns_continued", 0) == 3
+    assert metrics["endpoint/turns_begun"] - before.get("endpoint/turns_begun", 0) == 1
+    assert metrics["endpoint/tokens_rerendered"] - before.get("endpoint/tokens_rerendered", 0) > 100
 
 
 def test_what_is_streamed_is_what_is_answered_whole(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-        given: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "tools": [WEATHER]}
-        whole = client.chat.completions.create(**given).choices[0].message
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**given, stream=True)]
-    thoughts = [each.reasoning_content for each in deltas if getattr(each, "reasoning_content", None)]  # type: ignore[attr-defined]
-    texts = [each.content for each in deltas if each.content]
+        request: dict[str, Any] = {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [WEATHER],
+        }
+        whole = client.chat.completions.create(**request).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**request, stream=True)]
+    thoughts = [delta.reasoning_content for delta in deltas if getattr(delta, "reasoning_content", None)]  # type: ignore[attr-defined]
+    texts = [delta.content for delta in deltas if delta.content]
     assert len(thoughts) > 5 and len(texts) > 5, "as they come, and not at the end"
     assert "".join(thoughts) == whole.reasoning_content == "I must look. "  # type: ignore[attr-defined]
     assert "".join(texts) == whole.content == "Let me look.\n"
-    calls = [call for each in deltas for call in each.tool_calls or []]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
     assert whole.tool_calls is not None and calls[0].function is not None
     assert calls[0].function.arguments == whole.tool_calls[0].function.arguments  # type: ignore[union-attr]
 
@@ -117,19 +121,19 @@ def test_responses(world: World, streamed: bool, named: bool) -> None:
     previous: str | None = None
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         for _ in range(4):
-            given: dict[str, Any] = {"model": "policy", "instructions": "Be kind.", "tools": [FLAT], "input": items}
+            request: dict[str, Any] = {"model": "policy", "instructions": "Be kind.", "tools": [FLAT], "input": items}
             if named and previous is not None:
-                given["previous_response_id"] = previous
+                request["previous_response_id"] = previous
             if streamed:
-                with client.responses.stream(**given) as stream:
+                with client.responses.stream(**request) as stream:
                     answer = stream.get_final_response()
             else:
-                answer = client.responses.create(**given)
+                answer = client.responses.create(**request)
             previous = answer.id
-            kept = [] if named else [*items, *(item.model_dump(exclude_none=True) for item in answer.output)]
+            history = [] if named else [*items, *(item.model_dump(exclude_none=True) for item in answer.output)]
             calls = [item for item in answer.output if item.type == "function_call"]
             items = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
-            items = [*kept, *(items or [{"role": "user", "content": "Thanks."}])]
+            items = [*history, *(items or [{"role": "user", "content": "Thanks."}])]
     assert answer.output_text == "Bye."
     assert_exact(world, world.turns(claim.attempt_id))
 
@@ -140,12 +144,12 @@ def test_anthropic(world: World, streamed: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
     with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as client:
         for n in range(4):
-            given: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": messages, "tools": [CLAUDE]}
+            request: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": messages, "tools": [CLAUDE]}
             if streamed:
-                with client.messages.stream(**given, system="Be kind.") as stream:
+                with client.messages.stream(**request, system="Be kind.") as stream:
                     answer = stream.get_final_message()
             else:
-                answer = client.messages.create(**given, system="Be kind.")
+                answer = client.messages.create(**request, system="Be kind.")
             assert answer.stop_reason == ("tool_use" if n < 2 else "end_turn")
             messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
             calls = [block for block in answer.content if block.type == "tool_use"]
@@ -166,9 +170,9 @@ def test_async_clients_stream_tools(world: World) -> None:
         async with openai.AsyncOpenAI(base_url=world.url, api_key=key) as client:
             for _ in range(4):
                 async with client.chat.completions.stream(model="policy", messages=messages, tools=[WEATHER]) as stream:
-                    said = (await stream.get_final_completion()).choices[0].message
-                messages.append({"role": "assistant", "content": said.content})
-                calls = [call.to_dict() for call in said.tool_calls or []]
+                    message = (await stream.get_final_completion()).choices[0].message
+                messages.append({"role": "assistant", "content": message.content})
+                calls = [call.to_dict() for call in message.tool_calls or []]
                 for call in calls:
                     call["function"].pop("parsed_arguments", None)  # type: ignore[attr-defined]
                 messages[-1] |= {"tool_calls": calls} if calls else {}
@@ -180,25 +184,25 @@ def test_async_clients_stream_tools(world: World) -> None:
         async with openai.AsyncOpenAI(base_url=world.url, api_key=key) as client:
             for _ in range(4):
                 async with client.responses.stream(model="policy", input=items, tools=[FLAT]) as stream:  # type: ignore[list-item]
-                    said = await stream.get_final_response()
-                items += [item.model_dump(exclude_none=True) for item in said.output if item.type != "reasoning"]
-                calls = [item for item in said.output if item.type == "function_call"]
+                    response = await stream.get_final_response()
+                items += [item.model_dump(exclude_none=True) for item in response.output if item.type != "reasoning"]
+                calls = [item for item in response.output if item.type == "function_call"]
                 results = [
                     {"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls
                 ]
                 items += results or [{"role": "user", "content": "Thanks."}]
 
     async def messages(key: str) -> None:
-        given: list[Any] = [{"role": "user", "content": "Weather?"}]
+        history: list[Any] = [{"role": "user", "content": "Weather?"}]
         async with anthropic.AsyncAnthropic(base_url=world.root, api_key=key) as client:
             for _ in range(4):
-                told: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": given, "tools": [CLAUDE]}
-                async with client.messages.stream(**told) as stream:
-                    said = await stream.get_final_message()
-                given.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
-                calls = [block for block in said.content if block.type == "tool_use"]
+                request: dict[str, Any] = {"model": "policy", "max_tokens": 400, "messages": history, "tools": [CLAUDE]}
+                async with client.messages.stream(**request) as stream:
+                    message = await stream.get_final_message()
+                history.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
+                calls = [block for block in message.content if block.type == "tool_use"]
                 results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
-                given.append({"role": "user", "content": results or "Thanks."})
+                history.append({"role": "user", "content": results or "Thanks."})
 
     async def all_of_them() -> None:
         kinds = (chat, responses, messages)
@@ -213,17 +217,17 @@ def test_async_clients_stream_tools(world: World) -> None:
 
 def test_a_history_that_an_agent_rewrote_branches(world: World) -> None:
     claim, before = world.attempt(), dict(world.endpoint.metrics())
-    asked: list[Any] = [{"role": "user", "content": "?"}]
+    messages: list[Any] = [{"role": "user", "content": "?"}]
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-        client.chat.completions.create(model="policy", messages=asked)
-        rewritten = [*asked, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "!"}]
+        client.chat.completions.create(model="policy", messages=messages)
+        rewritten = [*messages, {"role": "assistant", "content": "Nothing."}, {"role": "user", "content": "!"}]
         client.chat.completions.create(model="policy", messages=rewritten)
     first, second = world.turns(claim.attempt_id)
     assert not np.array_equal(second.prompt[: len(first.prompt) + 5], np.append(first.prompt, first.completion.ids[:5]))
     assert np.array_equal(second.prompt, world.endpoint.chat.prompt_ids(rewritten))
     assert first.observed == second.observed == 0, "it goes on from no answer of the model"
-    told = world.endpoint.metrics()
-    assert told["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
+    metrics = world.endpoint.metrics()
+    assert metrics["endpoint/turns_branched"] - before.get("endpoint/turns_branched", 0) == 1
 
 
 def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None:
@@ -238,15 +242,15 @@ def test_the_beginning_of_an_answer_is_not_what_the_environment_showed() -> None
         claim = world.attempt()
         messages: list[Any] = [{"role": "user", "content": "Weather?"}]
         with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-            given: dict[str, Any] = {"model": "policy", "tools": [WEATHER]}
+            request: dict[str, Any] = {"model": "policy", "tools": [WEATHER]}
             for _ in range(2):
-                call = client.chat.completions.create(**given, messages=messages, tool_choice="required").choices[0]
+                call = client.chat.completions.create(**request, messages=messages, tool_choice="required").choices[0]
                 sent = call.message.model_dump(exclude_none=True)
                 result = {"role": "tool", "tool_call_id": sent["tool_calls"][0]["id"], "content": "rain"}
                 messages += [sent, result]
             more = {"continue_final_message": True, "add_generation_prompt": False}
             begun = {"role": "assistant", "content": "It is "}
-            client.chat.completions.create(**given, messages=[*messages, begun], extra_body=more)
+            client.chat.completions.create(**request, messages=[*messages, begun], extra_body=more)
         turns = world.turns(claim.attempt_id)
     decode = partial(chat.tokenizer.decode, keep_special_tokens=True)
     shown = "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -266,12 +270,12 @@ def test_a_call_is_forced(world: World) -> None:
         messages: list[Any] = [{"role": "user", "content": "Weather?"}]
         choice = {"type": "function", "function": {"name": "weather"}}
         with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-            given: dict[str, Any] = {"model": "policy", "tools": [WEATHER], "tool_choice": choice}
-            whole = client.chat.completions.create(**given, messages=messages).choices[0].message
+            request: dict[str, Any] = {"model": "policy", "tools": [WEATHER], "tool_choice": choice}
+            whole = client.chat.completions.create(**request, messages=messages).choices[0].message
             assert whole.tool_calls is not None
             messages += [whole.model_dump(exclude_none=True)]
             messages += [{"role": "tool", "tool_call_id": whole.tool_calls[0].id, "content": "rain"}]
-            chunks = list(client.chat.completions.create(**given, messages=messages, stream=True))
+            chunks = list(client.chat.completions.create(**request, messages=messages, stream=True))
         first, second = world.turns(claim.attempt_id)
         decode = world.endpoint.chat.tokenizer.decode
         assert decode(first.prompt, keep_special_tokens=True).endswith('<tool_call>\n{"name": "weather", "arguments": ')

@@ -58,12 +58,12 @@ def written(world: World, claim: Claim, count: int) -> list[dict[str, Any]]:
     """The calls to other models that are recorded of an attempt, once there are so many."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        found = [each["data"] for each in world.notes(claim.attempt_id) if each["name"] == "external"]
-        if len(found) >= count:
+        notes = [note["data"] for note in world.notes(claim.attempt_id) if note["name"] == "external"]
+        if len(notes) >= count:
             break
         time.sleep(0.02)
-    assert len(found) == count
-    return found
+    assert len(notes) == count
+    return notes
 
 
 def test_chat_whole_and_streamed(world: World) -> None:
@@ -71,16 +71,16 @@ def test_chat_whole_and_streamed(world: World) -> None:
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         mine = client.chat.completions.create(model="policy", messages=ASK)
         whole = client.chat.completions.create(model="judge", messages=ASK, extra_headers={"x-etude-tags": "strict"})
-        given: dict[str, Any] = {"model": "judge", "messages": ASK, "stream_options": {"include_usage": True}}
-        chunks = list(client.chat.completions.create(**given, stream=True))
-        assert [each["outcome"] for each in written(world, claim, 2)] == ["answered"] * 2, "before the end was given"
-        asked = [{"role": "user", "content": "Weather?"}]
-        called = client.chat.completions.create(model="judge", messages=asked, tools=[WEATHER])  # type: ignore[list-item]
-        with client.chat.completions.stream(model="judge", messages=asked, tools=[WEATHER]) as stream:  # type: ignore[list-item]
+        request: dict[str, Any] = {"model": "judge", "messages": ASK, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**request, stream=True))
+        assert [chunk["outcome"] for chunk in written(world, claim, 2)] == ["answered"] * 2, "before the end was given"
+        messages = [{"role": "user", "content": "Weather?"}]
+        called = client.chat.completions.create(model="judge", messages=messages, tools=[WEATHER])  # type: ignore[list-item]
+        with client.chat.completions.stream(model="judge", messages=messages, tools=[WEATHER]) as stream:  # type: ignore[list-item]
             streamed = stream.get_final_completion().choices[0].message
     assert mine.choices[0].message.content == "Mine."
     assert whole.choices[0].message.content == "It is\u2028so 🌧." and whole.model == "their-model"
-    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == "It is\u2028so 🌧."
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "It is\u2028so 🌧."
     assert called.choices[0].message.tool_calls and streamed.tool_calls
     assert [turn.completion.text for turn in world.turns(claim.attempt_id)] == ["Mine."], "nothing else is learned from"
     first, second, third, fourth = written(world, claim, 4)
@@ -89,46 +89,46 @@ def test_chat_whole_and_streamed(world: World) -> None:
     assert first["finish"] == second["finish"] == "stop" and first["tags"] == ["strict"] and first["seconds"] > 0
     assert whole.usage is not None and first["usage"] == second["usage"] == whole.usage.to_dict()
     assert third["said"] == fourth["said"] == 'weather({"city": "Bern"})'
-    told = world.endpoint.metrics()
-    assert told["endpoint/external_calls"] == told["endpoint/external_answered"] == 4
-    assert told["endpoint/calls"] == told["endpoint/turns"] == 1, "they are counted apart"
-    assert told["endpoint/external_completion_tokens"] >= 2 * whole.usage.completion_tokens
-    assert 0 < told["endpoint/external_latency_p50"] <= told["endpoint/external_latency_p99"]
+    metrics = world.endpoint.metrics()
+    assert metrics["endpoint/external_calls"] == metrics["endpoint/external_answered"] == 4
+    assert metrics["endpoint/calls"] == metrics["endpoint/turns"] == 1, "they are counted apart"
+    assert metrics["endpoint/external_completion_tokens"] >= 2 * whole.usage.completion_tokens
+    assert 0 < metrics["endpoint/external_latency_p50"] <= metrics["endpoint/external_latency_p99"]
 
 
 def test_responses_and_completions(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-        given: dict[str, Any] = {"model": "judge", "input": "What?", "instructions": "Be kind.", "tools": [FLAT]}
-        whole = client.responses.create(**given)
-        with client.responses.stream(**given) as stream:
+        request: dict[str, Any] = {"model": "judge", "input": "What?", "instructions": "Be kind.", "tools": [FLAT]}
+        whole = client.responses.create(**request)
+        with client.responses.stream(**request) as stream:
             final = stream.get_final_response()
-        called = client.responses.create(**given | {"input": "Weather?"})
+        called = client.responses.create(**request | {"input": "Weather?"})
         text = client.completions.create(model="judge", prompt="It", max_tokens=50)
         pieces = list(client.completions.create(model="judge", prompt="It", max_tokens=50, stream=True))
     assert whole.output_text == final.output_text == "It is\u2028so 🌧."
     assert called.output[0].type == "function_call"
-    assert text.choices[0].text == "".join(each.choices[0].text for each in pieces if each.choices)
-    found = written(world, claim, 5)
-    assert [each["said"] for each in found[:3]] == ["It is\u2028so 🌧."] * 2 + ['weather({"city": "Bern"})']
-    assert found[3]["said"] == found[4]["said"] == text.choices[0].text
-    assert [each["finish"] for each in found] == ["completed"] * 3 + ["stop"] * 2
-    assert json.loads(found[0]["asked"]) == {"input": "What?", "instructions": "Be kind."}
-    assert all(each["usage"] for each in found[:4])
+    assert text.choices[0].text == "".join(record.choices[0].text for record in pieces if record.choices)
+    records = written(world, claim, 5)
+    assert [record["said"] for record in records[:3]] == ["It is\u2028so 🌧."] * 2 + ['weather({"city": "Bern"})']
+    assert records[3]["said"] == records[4]["said"] == text.choices[0].text
+    assert [record["finish"] for record in records] == ["completed"] * 3 + ["stop"] * 2
+    assert json.loads(records[0]["asked"]) == {"input": "What?", "instructions": "Be kind."}
+    assert all(record["usage"] for record in records[:4])
 
 
 def test_async(world: World) -> None:
     claim = world.attempt()
 
-    async def asked() -> str:
+    async def call() -> str:
         async with openai.AsyncOpenAI(base_url=world.url, api_key=claim.model_key) as client:
             stream = await client.chat.completions.create(model="judge", messages=ASK, stream=True)
-            return "".join([each.choices[0].delta.content or "" async for each in stream])
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    assert asyncio.run(asked()) == written(world, claim, 1)[0]["said"]
+    assert asyncio.run(call()) == written(world, claim, 1)[0]["said"]
 
 
-def test_models_are_listed_and_other_dialects_are_told(world: World) -> None:
+def test_models_are_listed_and_other_dialects_are_refused(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         assert [model.id for model in client.models.list()] == ["policy", "judge"]
@@ -162,8 +162,8 @@ def troubled() -> FastAPI:
         wanted = (await request.json())["model"]
         seen = request.headers.get("authorization", "")
         if wanted.isdecimal():
-            told = {"error": {"message": f"no, {seen}", "type": "x"}}
-            return Response(json.dumps(told), int(wanted), {"retry-after": "7"} if wanted == "429" else None)
+            error_body = {"error": {"message": f"no, {seen}", "type": "x"}}
+            return Response(json.dumps(error_body), int(wanted), {"retry-after": "7"} if wanted == "429" else None)
         if wanted == "slow":
             await asyncio.sleep(20)
 
@@ -217,7 +217,7 @@ def trouble() -> Iterator[World]:
         ("gone", 502, "server_error", "could not be reached"),
     ],
 )
-def test_what_goes_wrong_there_is_told_here(
+def test_errors_of_a_provider_are_passed_on(
     trouble: World, caplog: pytest.LogCaptureFixture, name: str, status: int, kind: str, says: str, streamed: bool
 ) -> None:
     claim = trouble.attempt()
@@ -229,22 +229,22 @@ def test_what_goes_wrong_there_is_told_here(
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == kind and says in error["message"]
     assert response.headers.get("retry-after") == ("7" if name == "429" else None)
-    (told,) = written(trouble, claim, 1)
-    assert told["outcome"] == "failed" and says in told["error"]
-    assert SECRET not in response.text + json.dumps(told) + caplog.text
+    (record,) = written(trouble, claim, 1)
+    assert record["outcome"] == "failed" and says in record["error"]
+    assert SECRET not in response.text + json.dumps(record) + caplog.text
 
 
 @pytest.mark.parametrize("name", ["hangs", "breaks"])
 def test_a_stream_that_fails_under_way(trouble: World, name: str) -> None:
     claim = trouble.attempt()
     with openai.OpenAI(base_url=trouble.url, api_key=claim.model_key, max_retries=0) as client:
-        said = ""
+        text = ""
         with pytest.raises(openai.APIError, match="The provider of"):
             for chunk in client.chat.completions.create(model=name, messages=ASK, stream=True):
-                said += chunk.choices[0].delta.content or ""
-    assert said == "0 1 2 "
-    (told,) = written(trouble, claim, 1)
-    assert (told["outcome"], told["said"]) == ("failed", said)
+                text += chunk.choices[0].delta.content or ""
+    assert text == "0 1 2 "
+    (record,) = written(trouble, claim, 1)
+    assert (record["outcome"], record["said"]) == ("failed", text)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -255,8 +255,8 @@ def test_an_answer_without_an_end_is_cut_off(trouble: World, monkeypatch: pytest
     headers = {"authorization": f"Bearer {claim.model_key}"}
     response = CLIENT.post(f"{trouble.url}/chat/completions", json=body, headers=headers)
     assert "sent more than 1 MiB" in response.text and len(response.text) < 1000
-    (told,) = written(trouble, claim, 1)
-    assert told["outcome"] == "failed" and "more than 1 MiB" in told["error"]
+    (record,) = written(trouble, claim, 1)
+    assert record["outcome"] == "failed" and "more than 1 MiB" in record["error"]
 
 
 @given(
@@ -290,11 +290,11 @@ def test_a_stream_that_its_client_drops_is_recorded(trouble: World) -> None:
         stream = client.chat.completions.create(model="long", messages=ASK, stream=True)
         next(stream)
         stream.close()
-    (told,) = written(trouble, claim, 1)
-    assert told["outcome"] == "aborted" and told["said"].startswith("0 ")
+    (record,) = written(trouble, claim, 1)
+    assert record["outcome"] == "aborted" and record["said"].startswith("0 ")
 
 
-def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_calls_are_refused_with_retry_after(provider: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(troubled()) as url:
         config = EndpointConfig(external={"slow": ExternalModel(url=url)}, max_running=1, max_waiting=0, timeout_s=1)
         with serving(Scripted(chat_of().tokenizer, lambda _: "Mine.<|im_end|>"), chat_of(), config=config) as world:
@@ -305,10 +305,10 @@ def test_too_many_calls_are_told_to_come_again(provider: World, monkeypatch: pyt
                     body = {"model": "slow", "messages": ASK}
                     calls = [client.post("/chat/completions", json=body) for _ in range(3)]
                     calls.append(client.post("/chat/completions", json=body | {"model": "policy"}))
-                    return [each.status_code for each in await asyncio.gather(*calls)]
+                    return [response.status_code for response in await asyncio.gather(*calls)]
 
-            found = asyncio.run(statuses())
-            assert sorted(found[:3]) == [429, 429, 504] and found[3] == 200, "the model's own places are its own"
+            codes = asyncio.run(statuses())
+            assert sorted(codes[:3]) == [429, 429, 504] and codes[3] == 200, "the model's own places are its own"
 
 
 # -- how it is set up -------------------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ def test_models_are_read_from_a_file(tmp_path: Path) -> None:
     file.write_text(
         "judge:\n  url: https://example.org/v1\n  model: large\n  api_key_env: THEIR_KEY\nuser: {url: http://h/v1}\n"
     )
-    found = external_models(file)
-    assert found == {
+    models = external_models(file)
+    assert models == {
         "judge": ExternalModel(url="https://example.org/v1", model="large", api_key_env="THEIR_KEY"),
         "user": ExternalModel(url="http://h/v1"),
     }

@@ -1,4 +1,5 @@
-"""Bad input, wrong keys, clients that go, engines that die: each is told in its dialect's words, and recorded."""
+"""Bad input, wrong keys, clients that disconnect, engines that die: each gets an error of its dialect, and is
+recorded."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def posted(world: World, path: str, body: Any, key: str | None, **more: Any) -> 
     return CLIENT.post(world.root + path, content=content, headers=headers, timeout=30, **more)
 
 
-def told(path: str, response: httpx2.Response) -> tuple[str, str]:
+def error_of(path: str, response: httpx2.Response) -> tuple[str, str]:
     """The message and the type of an error, in the shape that the dialect's clients read."""
     body = response.json()
     if path.startswith("/v1/messages"):
@@ -86,10 +87,10 @@ def test_keys(world: World, path: str) -> None:
     others = [claim.reward_key, ring.admin, ring.runner, ring.model_key(AttemptId(10**6, 0), 60)]
     for key in wrong:
         response = posted(world, path, CALLS[path], key)
-        assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
+        assert response.status_code == 401 and error_of(path, response)[1] == "authentication_error"
     for key in others:
         response = posted(world, path, CALLS[path], key)
-        assert response.status_code == 403 and told(path, response)[1] == "permission_error"
+        assert response.status_code == 403 and error_of(path, response)[1] == "permission_error"
     assert posted(world, path, CALLS[path], claim.model_key).status_code == 200
     assert CLIENT.get(f"{world.url}/models", headers={"x-api-key": claim.reward_key}).status_code == 403
     by_header = CLIENT.post(world.root + path, json=CALLS[path], headers={"x-api-key": claim.model_key})
@@ -115,13 +116,13 @@ def test_keys(world: World, path: str) -> None:
 )
 def test_bodies_that_are_none(world: World, path: str, body: Any, status: int, says: str) -> None:
     response = posted(world, path, body, world.attempt().model_key)
-    assert response.status_code == status and says in told(path, response)[0]
+    assert response.status_code == status and says in error_of(path, response)[0]
 
 
 @each_dialect
 def test_an_unknown_model(world: World, path: str) -> None:
     response = posted(world, path, {**CALLS[path], "model": "gpt-9"}, world.attempt().model_key)
-    assert response.status_code == 404 and told(path, response) == (
+    assert response.status_code == 404 and error_of(path, response) == (
         "This endpoint has no model 'gpt-9'. Its models are: 'policy'.",
         "not_found_error",
     )
@@ -181,7 +182,7 @@ def test_what_cannot_be_had_is_refused(world: World, path: str) -> None:
         response = posted(world, path, {**CALLS[path], **change}, claim.model_key)
         if says or response.status_code != 200:
             assert response.status_code == 400, f"{change}: {response.text}"
-            assert says in told(path, response)[0], change
+            assert says in error_of(path, response)[0], change
             assert len(world.turns(claim.attempt_id)) == before, change
 
 
@@ -254,7 +255,7 @@ def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, p
     claim = world.attempt()
     began = time.monotonic()
     response = posted(world, path, {**CALLS[path], **LONGEST[path]}, claim.model_key)
-    assert response.status_code == 400 and "maximum context length is 200 tokens" in told(path, response)[0]
+    assert response.status_code == 400 and "maximum context length is 200 tokens" in error_of(path, response)[0]
     assert time.monotonic() - began < 5.0
     assert [note["name"] for note in world.notes(claim.attempt_id)] == ["context_length_exceeded"]
 
@@ -262,7 +263,7 @@ def test_what_no_context_holds_is_refused_before_it_is_tokenised(world: World, p
 @each_dialect
 def test_a_stranger_with_a_long_body_hears_of_the_key_in_the_dialects_words(world: World, path: str) -> None:
     response = posted(world, path, b" " * 100_000, "sk-none")
-    assert response.status_code == 401 and told(path, response)[1] == "authentication_error"
+    assert response.status_code == 401 and error_of(path, response)[1] == "authentication_error"
 
 
 @pytest.mark.slow
@@ -328,8 +329,8 @@ def test_stop_strings() -> None:
         assert whole.message.content == "One, two" and whole.finish_reason == "stop"
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "One, two"
         with anthropic.Anthropic(base_url=world.root, api_key=claim.model_key) as claude:
-            said = claude.messages.create(**CLAUDE | {"max_tokens": 99}, stop_sequences=[", th"])
-        assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", ", th")
+            message = claude.messages.create(**CLAUDE | {"max_tokens": 99}, stop_sequences=[", th"])
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ", th")
         decode = world.endpoint.chat.tokenizer.decode
         assert [decode(turn.completion.ids) for turn in world.turns(claim.attempt_id)] == ["One, two, th"] * 3
 
@@ -362,7 +363,7 @@ def test_the_agents_parameters_hold_where_they_are_not_forced() -> None:
         refused = posted(world, "/v1/chat/completions", {**CHAT, "presence_penalty": 1}, key)
         assert refused.status_code == 400 and "presence_penalty" in refused.text
     one, other, cool = upstream.asked
-    assert [(each.top_p, each.top_k, each.seed) for each in (one, other)] == [(0.5, 7, 5), (0.5, 7, 6)]
+    assert [(sampling.top_p, sampling.top_k, sampling.seed) for sampling in (one, other)] == [(0.5, 7, 5), (0.5, 7, 6)]
     assert cool.temperature == 0.3
 
 
@@ -375,7 +376,7 @@ def test_seeds_are_derived() -> None:
             one, other = world.attempt().model_key, world.attempt().model_key
             for key, body in ((one, CHAT), (one, CHAT), (other, CHAT), (one, {**CHAT, "messages": [*ASK, *ASK]})):
                 posted(world, "/v1/chat/completions", body, key)
-        seeds.append([each.seed for each in upstream.asked])
+        seeds.append([sampling.seed for sampling in upstream.asked])
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 4
 
 
@@ -385,15 +386,15 @@ def test_a_stream_that_its_client_drops_is_recorded() -> None:
     ) as world:
         claim = world.attempt()
         with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
-            said = ""
+            text = ""
             with client.chat.completions.create(**CHAT, stream=True) as stream:
                 for chunk in stream:
-                    said += chunk.choices[0].delta.content or ""
-                    if len(said) > 10:
+                    text += chunk.choices[0].delta.content or ""
+                    if len(text) > 10:
                         break
             turn = _until(lambda: world.turns(claim.attempt_id))[0]
         assert turn.completion.finish_reason == "abort"
-        assert turn.completion.text.startswith(said) and 10 < len(turn.completion.ids) < 1500
+        assert turn.completion.text.startswith(text) and 10 < len(turn.completion.ids) < 1500
         assert set(turn.completion.version) == {7} and len(turn.completion.logp) == len(turn.completion.ids)
         _until(lambda: world.endpoint.metrics().get("endpoint/turns_aborted") == 1)
         _until(lambda: world.endpoint.metrics()["endpoint/running"] == 0)
@@ -435,15 +436,15 @@ def test_a_call_that_takes_too_long(streamed: bool) -> None:
         assert world.endpoint.metrics()["endpoint/timed_out"] == 1
 
 
-def test_too_many_calls_are_told_to_come_again() -> None:
+def test_too_many_calls_are_refused_with_retry_after() -> None:
     config = EndpointConfig(max_running=1, max_waiting=1)
     with serving(scripted(pause=0.5), chat_of(), config=config) as world:
         key = world.attempt().model_key
         with ThreadPoolExecutor(4) as pool:
             responses = list(pool.map(lambda _: posted(world, "/v1/messages", CLAUDE, key), range(4)))
-        assert sorted(each.status_code for each in responses) == [200, 200, 429, 429]
-        busy = next(each for each in responses if each.status_code == 429)
-        assert int(busy.headers["retry-after"]) >= 1 and told("/v1/messages", busy)[1] == "rate_limit_error"
+        assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
+        busy = next(response for response in responses if response.status_code == 429)
+        assert int(busy.headers["retry-after"]) >= 1 and error_of("/v1/messages", busy)[1] == "rate_limit_error"
         assert posted(world, "/v1/messages", CLAUDE, key).status_code == 200
 
 
@@ -455,10 +456,10 @@ class Dying(Scripted):
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
         count = 0
-        async for each in super().stream(prompt, sampling):
+        async for chunk in super().stream(prompt, sampling):
             if (count := count + 1) > 4:
                 raise EngineError("The engine has gone.")
-            yield each
+            yield chunk
 
 
 def test_an_engine_that_dies() -> None:
@@ -477,7 +478,7 @@ def test_an_engine_that_dies() -> None:
             claude.messages.stream(**CLAUDE) as stream,
         ):
             list(stream)
-        turns = _until(lambda: len(found := world.turns(claim.attempt_id)) == 3 and found)
+        turns = _until(lambda: len(recorded := world.turns(claim.attempt_id)) == 3 and recorded)
         assert {(turn.completion.finish_reason, turn.completion.text) for turn in turns} == {("abort", "It i")}
         assert [note["name"] for note in world.notes(claim.attempt_id)] == ["upstream_failed"] * 4
 
@@ -485,8 +486,8 @@ def test_an_engine_that_dies() -> None:
 def test_calls_of_one_attempt_at_once() -> None:
     """Each is a turn of its own, and each conversation continues exactly."""
     chat = chat_of()
-    said = Scripted(chat.tokenizer, lambda prompt: f"It is {len(prompt)}.<|im_end|>", pause=0.001)
-    with serving(said, chat) as world:
+    upstream = Scripted(chat.tokenizer, lambda prompt: f"It is {len(prompt)}.<|im_end|>", pause=0.001)
+    with serving(upstream, chat) as world:
         claim = world.attempt()
 
         async def conversation(client: openai.AsyncOpenAI, n: int) -> None:
@@ -501,20 +502,20 @@ def test_calls_of_one_attempt_at_once() -> None:
                 await asyncio.gather(*(conversation(client, n) for n in range(5)))
 
         asyncio.run(all_of_them())
-        turns, told = world.turns(claim.attempt_id), world.endpoint.metrics()
+        turns, metrics = world.turns(claim.attempt_id), world.endpoint.metrics()
         assert [turn.index for turn in turns] == list(range(15))
-        assert (told["endpoint/turns_begun"], told["endpoint/turns_continued"]) == (5, 10)
-        assert "endpoint/turns_branched" not in told
+        assert (metrics["endpoint/turns_begun"], metrics["endpoint/turns_continued"]) == (5, 10)
+        assert "endpoint/turns_branched" not in metrics
         for name in ("latency", "overhead"):
-            assert 0 < told[f"endpoint/{name}_p50"] <= told[f"endpoint/{name}_p99"]
+            assert 0 < metrics[f"endpoint/{name}_p50"] <= metrics[f"endpoint/{name}_p99"]
         wholes = {np.concatenate([turn.prompt, turn.completion.ids]).tobytes() for turn in turns}
         assert len(wholes) == 15
 
 
-def _until(found: Callable[[], Any], seconds: float = 10) -> Any:
+def _until(condition: Callable[[], Any], seconds: float = 10) -> Any:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if value := found():
+        if value := condition():
             return value
         time.sleep(0.02)
     raise AssertionError(f"nothing came within {seconds} s")
@@ -561,9 +562,9 @@ def test_a_text_that_goes_on_behind_an_end_of_turn_has_that_end_once() -> None:
     with serving(scripted(f"Hello{ends}"), chat_of()) as world:
         claim = world.attempt()
         ask = {"model": "policy", "prompt": "a"}
-        said = posted(world, "/v1/completions", ask, claim.model_key).json()["choices"][0]["text"]
-        assert said == "Hello"
-        posted(world, "/v1/completions", {**ask, "prompt": f"a{said}{ends}\nb"}, claim.model_key)
+        text = posted(world, "/v1/completions", ask, claim.model_key).json()["choices"][0]["text"]
+        assert text == "Hello"
+        posted(world, "/v1/completions", {**ask, "prompt": f"a{text}{ends}\nb"}, claim.model_key)
         first, second = world.turns(claim.attempt_id)
         whole = np.concatenate([first.prompt, first.completion.ids])
         assert np.array_equal(second.prompt[: len(whole)], whole)

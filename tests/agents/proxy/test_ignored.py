@@ -18,7 +18,7 @@ from etude.agents.proxy.request_fields import FieldRule
 from etude.agents.proxy.responses import RESPONSES
 from etude.records import SamplingParams
 from tests.agents.proxy.test_exact import CLAUDE
-from tests.agents.proxy.test_faults import CALLS, CHAT, CLIENT, posted, scripted, told
+from tests.agents.proxy.test_faults import CALLS, CHAT, CLIENT, error_of, posted, scripted
 from tests.agents.proxy.world import World, chat_of, serving
 from tests.chat.conversations import WEATHER
 from tests.sweeps import sweep
@@ -35,10 +35,10 @@ BY_TREATMENT = [(path, name, rule) for path, table in TABLES.items() for name, r
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Mapping[bool, World]]:
     """By whether they are strict."""
-    given: dict[str, Any] = {"train": SamplingParams(max_tokens=50)}
+    options: dict[str, Any] = {"train": SamplingParams(max_tokens=50)}
     with (
-        serving(scripted(), chat_of(), **given) as world,
-        serving(scripted(), chat_of(), config=EndpointConfig(strict=True), **given) as strict,
+        serving(scripted(), chat_of(), **options) as world,
+        serving(scripted(), chat_of(), config=EndpointConfig(strict=True), **options) as strict,
     ):
         yield {False: world, True: strict}
 
@@ -68,7 +68,7 @@ def test_each_field_is_treated_as_its_table_says(worlds: Mapping[bool, World], s
         for name in rules.keys() - set(accepted):
             response = posted(world, path, body_with(path, {name: "anything"}), key)
             assert response.status_code == 400, f"{path} {name}: {response.text}"
-            assert f"'{name}' {rules[name].reason}" in told(path, response)[0]
+            assert f"'{name}' {rules[name].reason}" in error_of(path, response)[0]
         response = posted(world, path, body_with(path, dict.fromkeys(accepted, "anything")), key)
         assert response.status_code == 200 and sorted(named(response)) == sorted(accepted), f"{path}: {response.text}"
         for place in range(max(len(rule.neutral) for rule in rules.values())):
@@ -87,7 +87,7 @@ def test_a_field_that_no_table_knows(worlds: Mapping[bool, World], path: str) ->
     assert response.status_code == 200 and "set-cookie" not in response.headers
     assert named(response)[:2] == ["another", "f0"] and len(named(response)) == 32
     response = posted(worlds[True], path, {**CALLS[path], "brand_new": 1}, worlds[True].attempt().model_key)
-    assert response.status_code == 400 and "'brand_new' is not supported" in told(path, response)[0]
+    assert response.status_code == 400 and "'brand_new' is not supported" in error_of(path, response)[0]
 
 
 NAMESPACE = {"type": "namespace", "name": "agents", "tools": []}
@@ -121,7 +121,7 @@ def test_parts_that_cannot_be_served_are_left_out(
     shown = chat_of().tokenizer.decode(worlds[False].turns(claim.attempt_id)[0].prompt)
     assert "I know." not in shown and "namespace" not in shown
     response = posted(worlds[True], path, {**CALLS[path], **change}, strict.model_key)
-    assert response.status_code == 400 and told(path, response)[0]
+    assert response.status_code == 400 and error_of(path, response)[0]
     assert not worlds[True].turns(strict.attempt_id)
 
 

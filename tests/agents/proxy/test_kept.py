@@ -1,4 +1,4 @@
-"""What an attempt keeps at the endpoint, and where its conversations are rendered."""
+"""The memory of an attempt at the endpoint, and the threads that render its conversations."""
 
 from __future__ import annotations
 
@@ -150,18 +150,18 @@ def test_an_attempt_keeps_the_newest_answers_alone(monkeypatch: pytest.MonkeyPat
         return [(await attempt.build_prompt(request(*messages), count_rerendered=False)).how for messages in goes_on]
 
     assert asyncio.run(played()) == ["begun"] * 2 + ["branched"] * 3, "the texts came last: only their ids are known"
-    kept = (attempt._known_prefixes, attempt._texts, attempt._prompt_counts, attempt._conversation._answers)
-    assert [len(each) for each in kept] == [3, 3, 3, 3]
+    caches = (attempt._known_prefixes, attempt._texts, attempt._prompt_counts, attempt._conversation._answers)
+    assert [len(cache) for cache in caches] == [3, 3, 3, 3]
 
 
 def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_index, "MAX_IDS", 100)
     chat = chat_of()
-    conversation, said = chat.start_conversation(), completion()
+    conversation, answer = chat.start_conversation(), completion()
     for n in range(6):
         messages = [Message("user", f"{n} " + "b" * (200 if n == 5 else 10))]
         conversation.remember_answer(
-            messages, [], conversation.render(messages), said.ids, Message("assistant", "Yes.")
+            messages, [], conversation.render(messages), answer.ids, Message("assistant", "Yes.")
         )
         assert len(conversation._answers) == 1 or conversation._answers._num_ids <= 100
     assert len(conversation._answers) == 1, "the newest is kept, however long it is"
@@ -170,13 +170,13 @@ def test_a_conversation_is_bounded_by_its_ids(monkeypatch: pytest.MonkeyPatch) -
 def test_a_look_up_compares_with_the_answers_to_the_same_messages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     monkeypatch.setattr(answer_index, "is_same_message", lambda one, other: compared.append(one) or one == other)
-    chat, conversation, said = chat_of(), chat_of().start_conversation(), completion()
+    chat, conversation, answer = chat_of(), chat_of().start_conversation(), completion()
     for n in range(200):
         messages = [Message("user", str(n))]
-        conversation.remember_answer(messages, [], chat.render(messages), said.ids, Message("assistant", f"{n}!"))
+        conversation.remember_answer(messages, [], chat.render(messages), answer.ids, Message("assistant", f"{n}!"))
     compared.clear()
     more = [Message("user", "150"), Message("assistant", "150!"), Message("user", "So?")]
-    assert conversation.render(more).tolist()[: len(said.ids)] and len(compared) < 10
+    assert conversation.render(more).tolist()[: len(answer.ids)] and len(compared) < 10
 
 
 def test_recent_entries() -> None:

@@ -55,20 +55,20 @@ def test_an_answer_whose_items_are_named_is_read_once(ended: dict[str, Any]) -> 
     """A streamed answer has an item with text before each call, and one after the last."""
     ids = [f"rs_{NAME}_0", f"msg_{NAME}_1", f"fc_{NAME}_call0", f"rs_{NAME}_3", f"msg_{NAME}_4", f"fc_{NAME}_call1"]
     names = [{"type": "item_reference", "id": id} for id in ids]
-    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *names, ended]})
-    assert asked.messages[1] == SAID and len(asked.messages) == 3
+    request = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *names, ended]})
+    assert request.messages[1] == SAID and len(request.messages) == 3
 
 
 def test_items_that_are_sent_are_read_in_their_order() -> None:
     texts = [{"type": "message", "role": "assistant", "id": f"msg_{NAME}_{n}", "content": f"{n}."} for n in range(3)]
-    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *texts, USER]})
-    assert asked.messages[1] == Message("assistant", "0.1.2.")
+    request = read(ResponsesDialect(), {**RESPONSE, "input": [USER, *texts, USER]})
+    assert request.messages[1] == Message("assistant", "0.1.2.")
 
 
 def test_thinking_that_cannot_be_read_is_no_message_alone() -> None:
     thought = {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "x"}
-    asked = read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, USER]})
-    assert [message.role for message in asked.messages] == ["user", "user"]
+    request = read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, USER]})
+    assert [message.role for message in request.messages] == ["user", "user"]
     silent = {"type": "message", "role": "assistant", "content": ""}
     assert len(read(ResponsesDialect(), {**RESPONSE, "input": [USER, thought, silent, USER]}).messages) == 3
 
@@ -82,11 +82,11 @@ def tools(*names: str) -> list[dict[str, Any]]:
 
 def among(mode: str, *names: str) -> dict[str, Any]:
     """The same choice as each dialect has it: what it chooses, and whether it is said to be ignored."""
-    given = {"tools": tools("a", "b", "c")}
+    fields = {"tools": tools("a", "b", "c")}
     flat = {"mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
     nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
-    one = read(ResponsesDialect(), {**RESPONSE, **given, "tool_choice": {"type": "allowed_tools", **flat}})
-    forms = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in given["tools"]]
+    one = read(ResponsesDialect(), {**RESPONSE, **fields, "tool_choice": {"type": "allowed_tools", **flat}})
+    forms = [{"type": "function", "function": {k: v for k, v in t.items() if k != "type"}} for t in fields["tools"]]
     choice = {"type": "allowed_tools", "allowed_tools": nested}
     other = read(ChatCompletionsDialect(), {**CHAT, "tools": forms, "tool_choice": choice})
     assert (one.tool_choice, one.tool_name, one.ignored) == (other.tool_choice, other.tool_name, other.ignored)
@@ -112,15 +112,15 @@ FOREIGN = {"type": "thinking", "thinking": "x", "signature": "of another"}
 
 @pytest.mark.parametrize("block", [SEARCH, FOREIGN])
 def test_an_assistants_message_of_which_nothing_is_read_is_left_out(block: dict[str, Any]) -> None:
-    said = {"role": "assistant", "content": [block]}
-    assert [m.role for m in read(AnthropicDialect(), {**CLAUDE, "messages": [USER, said, USER]}).messages] == [
+    message = {"role": "assistant", "content": [block]}
+    assert [m.role for m in read(AnthropicDialect(), {**CLAUDE, "messages": [USER, message, USER]}).messages] == [
         "user",
         "user",
     ]
-    last = read(AnthropicDialect(), {**CLAUDE, "messages": [USER, said]})
+    last = read(AnthropicDialect(), {**CLAUDE, "messages": [USER, message]})
     assert len(last.messages) == 1 and last.prefill is None
     with pytest.raises(APIError, match="has no message to answer"):
-        read(AnthropicDialect(), {**CLAUDE, "messages": [said]})
+        read(AnthropicDialect(), {**CLAUDE, "messages": [message]})
     beside = {"role": "assistant", "content": [block, {"type": "text", "text": "It is."}]}
     assert len(read(AnthropicDialect(), {**CLAUDE, "messages": [USER, beside, USER]}).messages) == 3
     silent = {"role": "assistant", "content": [{"type": "text", "text": ""}]}

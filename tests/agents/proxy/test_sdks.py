@@ -40,7 +40,7 @@ def test_chat_whole_streamed_sync_and_async(world: World) -> None:
             )
         )
 
-    async def asked() -> tuple[str, str]:
+    async def call() -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=world.url, api_key=claim.model_key) as client:
             one = await client.chat.completions.create(model="policy", messages=ASK)
             stream = await client.chat.completions.create(model="policy", messages=ASK, stream=True)
@@ -48,10 +48,10 @@ def test_chat_whole_streamed_sync_and_async(world: World) -> None:
                 [chunk.choices[0].delta.content or "" async for chunk in stream]
             )
 
-    one, streamed = asyncio.run(asked())
+    one, streamed = asyncio.run(call())
     turns = world.turns(claim.attempt_id)
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert [turn.completion.text for turn in turns] == [whole.choices[0].message.content, said, one, streamed]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert [turn.completion.text for turn in turns] == [whole.choices[0].message.content, text, one, streamed]
     assert [turn.index for turn in turns] == [0, 1, 2, 3]
     first = turns[0]
     assert np.array_equal(first.prompt, world.endpoint.chat.prompt_ids(ASK))
@@ -66,18 +66,18 @@ def test_several_answers_are_several_turns(world: World) -> None:
     claim = world.attempt()
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         whole = client.chat.completions.create(model="policy", messages=ASK, n=3, logprobs=True, top_logprobs=2)
-        told: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for chunk in client.chat.completions.create(model="policy", messages=ASK, n=2, stream=True):
             choice = chunk.choices[0]
-            told[choice.index] = told.get(choice.index, "") + (choice.delta.content or "")
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
     turns = world.turns(claim.attempt_id)
     assert len(turns) == 5
     assert [choice.message.content for choice in whole.choices] == [turn.completion.text for turn in turns[:3]]
-    assert sorted(told.values()) == sorted(turn.completion.text for turn in turns[3:])
+    assert sorted(texts.values()) == sorted(turn.completion.text for turn in turns[3:])
     for choice, turn in zip(whole.choices, turns, strict=False):
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert np.allclose([each.logprob for each in choice.logprobs.content], turn.completion.logp)
-        assert [len(each.top_logprobs) for each in choice.logprobs.content] == [2] * len(turn.completion.ids)
+        assert np.allclose([token.logprob for token in choice.logprobs.content], turn.completion.logp)
+        assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * len(turn.completion.ids)
 
 
 def test_a_text_goes_on_with_the_ids_it_was_served(world: World) -> None:
@@ -85,14 +85,14 @@ def test_a_text_goes_on_with_the_ids_it_was_served(world: World) -> None:
     with openai.OpenAI(base_url=world.url, api_key=claim.model_key) as client:
         prompt = "The weather in Paris"
         for _ in range(3):
-            said = client.completions.create(model="policy", prompt=prompt, max_tokens=6, logprobs=1)
-            prompt += said.choices[0].text + " and then"
+            completion = client.completions.create(model="policy", prompt=prompt, max_tokens=6, logprobs=1)
+            prompt += completion.choices[0].text + " and then"
         streamed = client.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=4, stream=True)
         text = "".join(chunk.choices[0].text for chunk in streamed)
     turns = world.turns(claim.attempt_id)
     for before, after in pairwise(turns[:3]):
-        whole = np.concatenate([before.prompt, before.completion.ids])
-        assert np.array_equal(after.prompt[: len(whole)], whole)
+        served = np.concatenate([before.prompt, before.completion.ids])
+        assert np.array_equal(after.prompt[: len(served)], served)
     assert turns[3].prompt.tolist() == [5, 6, 7] and turns[3].completion.text == text
 
 
@@ -110,11 +110,11 @@ def test_responses_whole_streamed_and_continued(world: World) -> None:
         final = last.response
     turns = world.turns(claim.attempt_id)
     assert first.output_text == turns[0].completion.text and second.output_text == turns[1].completion.text
-    whole = np.concatenate([turns[0].prompt, turns[0].completion.ids])
-    assert np.array_equal(turns[1].prompt[: len(whole)], whole)
+    served = np.concatenate([turns[0].prompt, turns[0].completion.ids])
+    assert np.array_equal(turns[1].prompt[: len(served)], served)
     assert final.output_text == turns[2].completion.text
-    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == final.output_text
-    assert [each.sequence_number for each in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == final.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     assert first.usage is not None and first.usage.output_tokens == len(turns[0].completion.ids)
 
 
@@ -124,19 +124,19 @@ def test_anthropic_whole_streamed_sync_and_async(world: World) -> None:
         whole = client.messages.create(model="policy", max_tokens=8, system="Be brief.", messages=ASK)
         counted = client.messages.count_tokens(model="policy", system="Be brief.", messages=ASK)
         with client.messages.stream(model="policy", max_tokens=8, messages=ASK) as stream:
-            said = "".join(stream.text_stream)
+            text = "".join(stream.text_stream)
             final = stream.get_final_message()
 
-    async def asked() -> str:
+    async def call() -> str:
         async with anthropic.AsyncAnthropic(base_url=world.root, api_key=claim.model_key) as client:
             answer = await client.messages.create(model="policy", max_tokens=8, messages=ASK)
             return "".join(block.text for block in answer.content if block.type == "text")
 
-    last = asyncio.run(asked())
+    last = asyncio.run(call())
     turns = world.turns(claim.attempt_id)
     assert len(turns) == 3, "counting tokens is no turn"
-    texts = ["".join(each.text for each in message.content if each.type == "text") for message in (whole, final)]
-    assert [turn.completion.text for turn in turns] == [*texts, last] and said == texts[1]
+    texts = ["".join(block.text for block in message.content if block.type == "text") for message in (whole, final)]
+    assert [turn.completion.text for turn in turns] == [*texts, last] and text == texts[1]
     assert counted.input_tokens == whole.usage.input_tokens == len(turns[0].prompt)
     assert final.usage.output_tokens == len(turns[1].completion.ids)
     assert whole.stop_reason in ("max_tokens", "end_turn")

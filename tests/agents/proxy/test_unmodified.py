@@ -40,15 +40,18 @@ def continued(turns: list[Turn]) -> int:
     """How many turns begin with all that another showed and sampled, id for id."""
     wholes = [np.concatenate([turn.prompt, turn.completion.ids]) for turn in turns]
     return sum(
-        any(len(each) <= len(turn.prompt) and np.array_equal(turn.prompt[: len(each)], each) for each in wholes[:place])
+        any(
+            len(earlier) <= len(turn.prompt) and np.array_equal(turn.prompt[: len(earlier)], earlier)
+            for earlier in wholes[:place]
+        )
         for place, turn in enumerate(turns)
     )
 
 
 def counted(world: World) -> dict[str, float]:
-    told = world.endpoint.metrics()
+    metrics = world.endpoint.metrics()
     names = ("turns", "turns_begun", "turns_continued", "turns_branched", "tokens_rerendered")
-    return {name: told.get(f"endpoint/{name}", 0.0) for name in names}
+    return {name: metrics.get(f"endpoint/{name}", 0.0) for name in names}
 
 
 def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]) -> dict[str, float]:
@@ -56,11 +59,11 @@ def assert_linear(world: World, runs: list[list[Turn]], before: dict[str, float]
     linear = sum(len(turns) - 1 for turns in runs)
     assert linear >= RUNS, "agents that hardly speak show nothing"
     assert sum(map(continued, runs)) >= LINEAR * linear
-    told = {name: count - before[name] for name, count in counted(world).items()}
-    assert told["turns"] == linear + len(runs) and told["turns_begun"] == len(runs)
-    assert told["turns_continued"] >= LINEAR * linear
-    assert told["tokens_rerendered"] > 5 * linear, "rendered anew, these conversations are other tokens"
-    return told
+    counts = {name: count - before[name] for name, count in counted(world).items()}
+    assert counts["turns"] == linear + len(runs) and counts["turns_begun"] == len(runs)
+    assert counts["turns_continued"] >= LINEAR * linear
+    assert counts["tokens_rerendered"] > 5 * linear, "rendered anew, these conversations are other tokens"
+    return counts
 
 
 def played(world: World, play: Callable[[str, str], Awaitable[Any]], runs: int = RUNS) -> list[list[Turn]]:
@@ -91,8 +94,8 @@ def test_langgraph(caller: World, streamed: bool) -> None:
 @pytest.mark.parametrize("responses", [False, True])
 def test_openai_agents(caller: World, responses: bool, streamed: bool) -> None:
     before = counted(caller)
-    given: dict[str, Any] = {"responses": responses, "streamed": streamed}
-    runs = played(caller, lambda url, key: unmodified.openai_agents(url, key, **given))
+    options: dict[str, Any] = {"responses": responses, "streamed": streamed}
+    runs = played(caller, lambda url, key: unmodified.openai_agents(url, key, **options))
     assert_linear(caller, runs, before)
 
 
@@ -107,8 +110,8 @@ def test_requests(caller: World, streamed: bool) -> None:
 def test_smolagents(coder: World, streamed: bool) -> None:
     """It writes what it cut off back, and words of its own after it: they are context of the same conversation."""
     before = counted(coder)
-    given: dict[str, Any] = {"kind": smolagents.CodeAgent, "streamed": streamed}
-    runs = played(coder, lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, **given))
+    options: dict[str, Any] = {"kind": smolagents.CodeAgent, "streamed": streamed}
+    runs = played(coder, lambda url, key: asyncio.to_thread(unmodified.smolagent, url, key, **options))
     assert_linear(coder, runs, before)
     decode = coder.endpoint.chat.tokenizer.decode
     assert all("</code>\nCalling tools:" in decode(turns[-1].prompt) for turns in runs if len(turns) > 1)
@@ -124,14 +127,14 @@ def test_an_agent_that_retells_its_calls_branches(caller: World) -> None:
         )
 
     runs = played(caller, play, 4)
-    told = {name: count - before[name] for name, count in counted(caller).items()}
+    counts = {name: count - before[name] for name, count in counted(caller).items()}
     assert {len(turns) for turns in runs} == {most + 1}, "as many as it may, and one to conclude"
-    assert told["turns"] == sum(map(len, runs)) and told["turns_branched"] >= len(runs)
-    assert told["turns_continued"] == sum(map(continued, runs))
+    assert counts["turns"] == sum(map(len, runs)) and counts["turns_branched"] >= len(runs)
+    assert counts["turns_continued"] == sum(map(continued, runs))
 
 
 def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World) -> None:
-    """As somebody finds them who renders each conversation anew and compares."""
+    """Compared with rendering each conversation anew."""
     before, wanted = counted(caller), 0
     for _ in range(4):
         claim = caller.attempt()
@@ -139,9 +142,12 @@ def test_the_tokens_that_a_template_would_have_changed_are_counted(caller: World
         turns = caller.turns(claim.attempt_id)
         ends = [at for at, message in enumerate(last) if at > 2 and message["role"] == "assistant"] + [len(last)]
         for turn, end in zip(turns[1:], ends, strict=False):
-            kept, anew = turn.prompt.tolist(), caller.endpoint.chat.prompt_ids(last[:end], [unmodified.LOOK]).tolist()
-            begin = alike(kept, anew)
-            wanted += max(len(kept), len(anew)) - begin - alike(kept[begin:][::-1], anew[begin:][::-1])
+            served, rerendered = (
+                turn.prompt.tolist(),
+                caller.endpoint.chat.prompt_ids(last[:end], [unmodified.LOOK]).tolist(),
+            )
+            begin = alike(served, rerendered)
+            wanted += max(len(served), len(rerendered)) - begin - alike(served[begin:][::-1], rerendered[begin:][::-1])
     assert counted(caller)["tokens_rerendered"] - before["tokens_rerendered"] == wanted > 0
 
 

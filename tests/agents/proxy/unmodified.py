@@ -51,9 +51,9 @@ def langgraph(url: str, key: str, *, streamed: bool) -> None:
     graph.add_edge(START, "speak")
     graph.add_conditional_edges("speak", tools_condition)
     graph.add_edge("tools", "speak")
-    asked: Any = {"messages": [("system", SYSTEM), ("user", QUESTION)]}
+    messages: Any = {"messages": [("system", SYSTEM), ("user", QUESTION)]}
     try:
-        graph.compile().invoke(asked, {"recursion_limit": 2 * MOST})
+        graph.compile().invoke(messages, {"recursion_limit": 2 * MOST})
     except GraphRecursionError:
         return
 
@@ -115,22 +115,22 @@ def plain(url: str, key: str, *, streamed: bool = False) -> list[dict[str, Any]]
     with requests.Session() as session:
         session.headers["authorization"] = f"Bearer {key}"
         for _ in range(MOST):
-            asked = {"model": "policy", "messages": messages, "tools": [LOOK], "stream": streamed}
-            response = session.post(f"{url}/chat/completions", json=asked, stream=streamed, timeout=60)
+            request = {"model": "policy", "messages": messages, "tools": [LOOK], "stream": streamed}
+            response = session.post(f"{url}/chat/completions", json=request, stream=streamed, timeout=60)
             response.raise_for_status()
-            said = _joined(response) if streamed else response.json()["choices"][0]["message"]
-            if not said.get("tool_calls"):
+            message = _joined(response) if streamed else response.json()["choices"][0]["message"]
+            if not message.get("tool_calls"):
                 break
             calls = [
                 {**call, "function": {**call["function"], "arguments": _again(call["function"]["arguments"])}}
-                for call in said["tool_calls"]
+                for call in message["tool_calls"]
             ]
             keys = [json.loads(call["function"]["arguments"])["key"] for call in calls]
             answers = [
                 {"role": "tool", "tool_call_id": call["id"], "content": found(key)}
                 for call, key in zip(calls, keys, strict=True)
             ]
-            messages = [*messages, {"role": "assistant", "content": said["content"], "tool_calls": calls}, *answers]
+            messages = [*messages, {"role": "assistant", "content": message["content"], "tool_calls": calls}, *answers]
     return messages
 
 
@@ -140,12 +140,12 @@ def _again(arguments: str) -> str:
 
 def _joined(response: requests.Response) -> dict[str, Any]:
     """A streamed answer as one message."""
-    said: dict[str, Any] = {"content": "", "tool_calls": []}
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
     for line in response.iter_lines():
         data = line.decode().removeprefix("data: ")
         if not data or data == "[DONE]":
             continue
         delta = json.loads(data)["choices"][0]["delta"]
-        said["content"] += delta.get("content") or ""
-        said["tool_calls"] += delta.get("tool_calls") or []
-    return said | {"content": said["content"] or None}
+        message["content"] += delta.get("content") or ""
+        message["tool_calls"] += delta.get("tool_calls") or []
+    return message | {"content": message["content"] or None}

@@ -1,4 +1,4 @@
-"""A model endpoint on a real socket: a desk, attempts with keys, and somebody who samples."""
+"""A model endpoint on a real socket: a rollout queue, attempts with keys, and an upstream."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def chat_of(name: str = "qwen3", history: str = "served") -> ChatRenderer:
 
 
 class Scripted:
-    """Says what it is told to say, in tokens that no tokenizer would make of it: character by character.
+    """Answers by a script, in tokens that no tokenizer would choose: character by character.
 
-    An upstream like any other, for answers that no small model gives. `says` is asked with the text of the prompt.
+    An upstream like any other, for answers that no small model gives. `says` is called with the text of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, says: Callable[[str], str], *, pause: float = 0.0) -> None:
@@ -115,7 +115,7 @@ class World:
 
     @property
     def url(self) -> str:
-        """What OpenAI's clients are pointed at."""
+        """The base URL for OpenAI's clients."""
         return f"{self.root}/v1"
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
@@ -136,11 +136,11 @@ class World:
         return self.do(claimed())
 
     def turns(self, attempt_id: AttemptId) -> list[Turn]:
-        """What is recorded of an attempt."""
+        """The recorded turns of an attempt."""
         return self.do(self.queue.turns(*attempt_id))
 
     def notes(self, attempt_id: AttemptId) -> list[dict[str, Any]]:
-        """What is noted of it."""
+        """The recorded notes of an attempt."""
         return self.do(self.queue.notes(*attempt_id))
 
     def _next(self) -> int:
