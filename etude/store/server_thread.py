@@ -127,9 +127,8 @@ def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens at this address alone."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(
-            family, kind, protocol
-        )  # asyncio sends without delay only where it sees that this is TCP
+        # asyncio disables Nagle's algorithm only if the socket's protocol says that it is TCP
+        listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)

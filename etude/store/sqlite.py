@@ -46,10 +46,8 @@ class SqliteDatabase:
     begin = "BEGIN IMMEDIATE"
     writer_setup: Sequence[str] = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
     reader_setup: Sequence[str] = ("PRAGMA query_only=ON",)
-    flush_setup = (
-        "PRAGMA synchronous=FULL",
-        "PRAGMA synchronous=NORMAL",
-    )  # a commit between them syncs every one before
+    # a commit between the two syncs all commits before it
+    flush_setup = ("PRAGMA synchronous=FULL", "PRAGMA synchronous=NORMAL")
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path

@@ -85,7 +85,7 @@ class WriterThread:
         """Ensures that no operation follows the one that closes the inbox."""
         self._closed = False
         self._broken: Exception | None = None
-        self._thread = Thread(target=self._work, name="etude desk", daemon=True)
+        self._thread = Thread(target=self._work, name="etude store writer", daemon=True)
         self._thread.start()
 
     async def call(self, operation: Callable[[Transaction, PendingResult], T]) -> T:
