@@ -1,4 +1,4 @@
-"""The desks that keep one contract, by name: each is opened anew for a test, and closed after it."""
+"""The rollout queues that share one contract, by name. Each is opened for a test, and closed after it."""
 
 from __future__ import annotations
 
@@ -26,64 +26,64 @@ LONGEST_S = 60.0
 
 @asynccontextmanager
 async def in_memory(_: Path) -> AsyncIterator[RolloutQueue]:
-    """A desk whose journal ends with the test."""
-    desk = LocalRolloutQueue(open_store())
+    """A queue whose journal ends with the test."""
+    queue = LocalRolloutQueue(open_store())
     try:
-        yield desk
+        yield queue
     finally:
-        await desk.close()
+        await queue.close()
 
 
 @asynccontextmanager
-async def on_sqlite(folder: Path) -> AsyncIterator[RolloutQueue]:
-    """A desk over a file."""
-    with closing(open_store(folder / "journal.sqlite")) as journal:
-        desk = LocalRolloutQueue(journal)
+async def on_sqlite(directory: Path) -> AsyncIterator[RolloutQueue]:
+    """A queue over a file."""
+    with closing(open_store(directory / "journal.sqlite")) as journal:
+        queue = LocalRolloutQueue(journal)
         try:
-            yield desk
+            yield queue
         finally:
-            await desk.close()
+            await queue.close()
 
 
 @asynccontextmanager
 async def on_postgres(_: Path) -> AsyncIterator[RolloutQueue]:
-    """A desk over a database of its own."""
+    """A queue over a separate database."""
     with closing(open_store(new_database())) as journal:
-        desk = LocalRolloutQueue(journal)
+        queue = LocalRolloutQueue(journal)
         try:
-            yield desk
+            yield queue
         finally:
-            await desk.close()
+            await queue.close()
 
 
 @asynccontextmanager
 async def over_http(_: Path) -> AsyncIterator[RolloutQueue]:
-    """A desk behind an app in this process, and a client of it."""
-    ring = Keyring()
-    here = LocalRolloutQueue(open_store(), ring)
-    desk = RemoteRolloutQueue("http://store", ring.admin, transport=httpx2.ASGITransport(create_app(here, ring)))
+    """A queue behind an app in this process, and a client of it."""
+    keyring = Keyring()
+    here = LocalRolloutQueue(open_store(), keyring)
+    queue = RemoteRolloutQueue("http://store", keyring.admin, transport=httpx2.ASGITransport(create_app(here, keyring)))
     try:
-        yield desk
+        yield queue
     finally:
-        await desk.close()
+        await queue.close()
         await here.close()
 
 
 @asynccontextmanager
-async def over_a_socket(folder: Path) -> AsyncIterator[RolloutQueue]:
-    """A desk over a file, served from a thread, and a client of it; opened twice in one folder, it goes on."""
-    ring = Keyring()
-    async with on_sqlite(folder) as here:
-        serving = serve(here, ring)
-        desk = RemoteRolloutQueue(serving.url, ring.admin)
+async def over_a_socket(directory: Path) -> AsyncIterator[RolloutQueue]:
+    """A queue over a file, served from a thread, and a client of it. Opened twice in one directory, it continues."""
+    keyring = Keyring()
+    async with on_sqlite(directory) as here:
+        serving = serve(here, keyring)
+        queue = RemoteRolloutQueue(serving.url, keyring.admin)
         try:
-            yield desk
+            yield queue
         finally:
-            await desk.close()
+            await queue.close()
             await asyncio.to_thread(serving.stop)
 
 
-DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[RolloutQueue]]] = {
+QUEUES: dict[str, Callable[[Path], AbstractAsyncContextManager[RolloutQueue]]] = {
     "memory": in_memory,
     "sqlite": on_sqlite,
     "http": over_http,
@@ -92,12 +92,12 @@ DESKS: dict[str, Callable[[Path], AbstractAsyncContextManager[RolloutQueue]]] = 
 }
 
 
-def play(name: str, folder: Path, story: Story) -> None:
-    """Open a desk, and live through a story at it."""
+def play(name: str, directory: Path, story: Story) -> None:
+    """Open a queue, and run a story on it."""
 
     async def whole() -> None:
-        async with DESKS[name](folder) as desk:
-            await asyncio.wait_for(story(desk), LONGEST_S)
+        async with QUEUES[name](directory) as queue:
+            await asyncio.wait_for(story(queue), LONGEST_S)
 
     asyncio.run(whole())
 
@@ -109,18 +109,18 @@ def wanted(task: int, size: int = 1, limits: RolloutLimits | None = None) -> lis
     return [RolloutRequest(asked, sample, task * size + sample, limits=limits) for sample in range(size)]
 
 
-async def claim(desk: RolloutQueue, n: int = 1, runner: str = "runner") -> list[Claim]:
+async def claim(queue: RolloutQueue, n: int = 1, runner: str = "runner") -> list[Claim]:
     """So many rollouts, which must be there."""
-    claims = await desk.claim(runner, n, 10)
+    claims = await queue.claim(runner, n, 10)
     assert len(claims) == n
     return claims
 
 
-async def ended(desk: RolloutQueue, count: int, cursor: int = 0) -> Sequence[int]:
+async def ended(queue: RolloutQueue, count: int, cursor: int = 0) -> Sequence[int]:
     """The next rollouts that come to their end."""
     ids: list[int] = []
     while len(ids) < count:
-        cursor, states = await desk.wait(cursor, 20)
+        cursor, states = await queue.wait(cursor, 20)
         assert states, f"only {ids} ended"
         ids += [state.id for state in states]
     return ids

@@ -102,7 +102,7 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(asked: Asked) -> 
         assert np.allclose(answer.logp, wanted, atol=2 * EXACT[asked.kind])
 
 
-def test_a_cut_distribution_is_told_as_it_is_or_refused(asked: Asked) -> None:
+def test_a_cut_distribution_is_reported_as_it_is_or_refused(asked: Asked) -> None:
     cut = SamplingParams(max_tokens=8, seed=2, top_k=3)
     prompts = prompts_of(4)
     if asked.kind == "sglang":
@@ -163,7 +163,7 @@ def test_a_stop_string_ends_it_and_is_not_shown(asked: Asked) -> None:
     assert asked.tokenizer.decode(ended.ids).endswith(text[3:5])
 
 
-def test_the_likeliest_tokens_are_told(asked: Asked) -> None:
+def test_the_likeliest_tokens_are_reported(asked: Asked) -> None:
     (prompt,) = prompts_of(1)
     (answer,) = asked.answers([prompt], SamplingParams(max_tokens=5, seed=3, top_logprobs=3))
     assert answer.top_ids is not None and answer.top_logp is not None and answer.top_ids.shape == (len(answer.ids), 3)
@@ -174,7 +174,7 @@ def test_the_likeliest_tokens_are_told(asked: Asked) -> None:
     )
 
 
-def test_what_cannot_be_computed_is_refused_and_harms_nobody(asked: Asked) -> None:
+def test_a_request_that_cannot_be_computed_is_refused_and_harms_no_other(asked: Asked) -> None:
     (prompt,) = prompts_of(1)
     for wrong in (np.array([5, 10**6], np.int32), np.array([-1], np.int32), np.empty(0, np.int32)):
         with pytest.raises(DataError):
@@ -268,7 +268,7 @@ def test_what_is_paused_stays_and_goes_on(asked: Asked) -> None:
     assert any(asyncio.run(scenario()) for _ in range(10)), "each time all had ended before it was heard"
 
 
-def test_new_weights_are_computed_with_and_told(asked: Asked) -> None:
+def test_new_weights_are_used_and_their_version_reported(asked: Asked) -> None:
     """With the second model's weights it draws as that does; with its own again, as before."""
     prompts = prompts_of(4)
     asked.bring(1, 1)

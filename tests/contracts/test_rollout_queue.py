@@ -1,4 +1,4 @@
-"""What every desk promises, wherever it keeps its journal and however one speaks to it."""
+"""The promises of every rollout queue, for any journal and any transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from etude.store.rollout_queue import (
     RolloutRequest,
 )
 from etude.store.states import Status
-from tests.contracts.rollout_queues import DESKS, Story, claim, ended, play, wanted
+from tests.contracts.rollout_queues import QUEUES, Story, claim, ended, play, wanted
 from tests.store.made import turn
 
 DONE = AttemptReport(Outcome.SUCCEEDED)
@@ -42,46 +42,46 @@ RUN = QueueOwner("run", "/runs/mine")
 
 
 TIERS = {"postgres": pytest.mark.smoke, "http": pytest.mark.slow, "socket": pytest.mark.slow}
-KINDS = [pytest.param(kind, marks=TIERS.get(kind, ())) for kind in DESKS]
+KINDS = [pytest.param(kind, marks=TIERS.get(kind, ())) for kind in QUEUES]
 
 
 @pytest.fixture(params=KINDS)
 def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], None]:
-    """Has a story happen at one of the desks."""
+    """Run a story on one of the queues."""
     return lambda story: play(request.param, tmp_path, story)
 
 
 def test_a_rollout_from_beginning_to_end(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+    async def story(queue: RolloutQueue) -> None:
         endpoint = {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"}
-        assert await desk.put_resource("endpoint", endpoint) == 1
+        assert await queue.put_resource("endpoint", endpoint) == 1
         limits = RolloutLimits(timeout_s=60, max_attempts=1)
         asked = RolloutRequest(Task(7, {"prompt": "2+2?", "row": 3}, "sums"), sample=2, use="val", limits=limits)
-        (id,) = await desk.enqueue([asked])
-        (got,) = await claim(desk)
+        (id,) = await queue.enqueue([asked])
+        (got,) = await claim(queue)
         assert got.attempt_id == AttemptId(id, 0) and (got.task, got.use, got.limits) == (asked.task, "val", limits)
         assert dict(got.resources) == {"endpoint": endpoint}
         assert got.model_key and got.reward_key and got.model_key != got.reward_key
-        assert await desk.heartbeat("runner", [got.attempt_id]) == {}
-        await desk.mark_ready(got.attempt_id)
+        assert await queue.heartbeat("runner", [got.attempt_id]) == {}
+        await queue.mark_ready(got.attempt_id)
         assert [
-            await desk.record_turn(got.attempt_id, turn(0, seed=9)),
-            await desk.record_turn(got.attempt_id, turn(0, seed=8)),
+            await queue.record_turn(got.attempt_id, turn(0, seed=9)),
+            await queue.record_turn(got.attempt_id, turn(0, seed=8)),
         ] == [0, 1]
-        await desk.record_reward(got.attempt_id, 0.5, turn=1)
-        await desk.record_note(got.attempt_id, "tool", {"name": "search", "took": 0.25})
+        await queue.record_reward(got.attempt_id, 0.5, turn=1)
+        await queue.record_note(got.attempt_id, "tool", {"name": "search", "took": 0.25})
         assert (
-            await desk.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 1.0, "short": -0.25}))
+            await queue.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 1.0, "short": -0.25}))
             is True
         )
-        cursor, (state,) = await desk.wait(0, 10)
+        cursor, (state,) = await queue.wait(0, 10)
         assert (state.id, state.task, state.sample, state.use, state.status) == (id, 7, 2, "val", Status.SUCCEEDED)
         last = state.last
         assert last is not None and (last.turns, last.reward, last.paid, last.total) == (2, 0.75, 0.5, 1.25)
         assert last.parts == {"right": 1.0, "short": -0.25} and last.runner == "runner"
-        assert await desk.wait(cursor, 0) == (cursor, [])
-        assert [told.reward for told in await desk.turns(id)] == [None, 0.5]
-        assert await desk.notes(id) == [{"name": "tool", "data": {"name": "search", "took": 0.25}, "attempt": 0}]
+        assert await queue.wait(cursor, 0) == (cursor, [])
+        assert [told.reward for told in await queue.turns(id)] == [None, 0.5]
+        assert await queue.notes(id) == [{"name": "tool", "data": {"name": "search", "took": 0.25}, "attempt": 0}]
 
     tell(story)
 
@@ -89,43 +89,43 @@ def test_a_rollout_from_beginning_to_end(tell: Callable[[Story], None]) -> None:
 # -- queueing ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_waited_longest_is_claimed_first(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue([*wanted(2, 3), *wanted(0, 3)])
-        await desk.enqueue(wanted(1, 3))
-        assert [got.attempt_id.rollout for got in await claim(desk, 4)] == [6, 7, 8, 0]
-        assert [got.attempt_id.rollout for got in await desk.claim("other", 100, 10)] == [1, 2, 3, 4, 5]
+def test_the_longest_queued_is_claimed_first(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue([*wanted(2, 3), *wanted(0, 3)])
+        await queue.enqueue(wanted(1, 3))
+        assert [got.attempt_id.rollout for got in await claim(queue, 4)] == [6, 7, 8, 0]
+        assert [got.attempt_id.rollout for got in await queue.claim("other", 100, 10)] == [1, 2, 3, 4, 5]
 
     tell(story)
 
 
 def test_a_claim_waits_for_work_and_not_forever(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+    async def story(queue: RolloutQueue) -> None:
         began = time.monotonic()
-        assert await desk.claim("runner", 1, 0.2) == [] and time.monotonic() - began > 0.15
-        waiting = [asyncio.create_task(desk.claim(f"runner {place}", 2, 20)) for place in range(3)]
+        assert await queue.claim("runner", 1, 0.2) == [] and time.monotonic() - began > 0.15
+        waiting = [asyncio.create_task(queue.claim(f"runner {place}", 2, 20)) for place in range(3)]
         await asyncio.sleep(0.1)
-        await desk.enqueue(wanted(0, 6))
+        await queue.enqueue(wanted(0, 6))
         got = [each.attempt_id.rollout for claims in await asyncio.gather(*waiting) for each in claims]
         assert sorted(got) == [0, 1, 2, 3, 4, 5]
 
     tell(story)
 
 
-def test_asked_for_twice_it_is_queued_once(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+def test_a_repeated_request_is_queued_once(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
         asked = [*wanted(0, 2), *wanted(0, 2)]
-        assert await desk.enqueue(asked) == [0, 1, 0, 1] and await desk.enqueue(asked[:2]) == [0, 1]
-        assert len(await desk.claim("runner", 10, 10)) == 2
-        assert await desk.enqueue(asked[:1]) == [0]
-        assert await desk.claim("runner", 10, 0) == []
+        assert await queue.enqueue(asked) == [0, 1, 0, 1] and await queue.enqueue(asked[:2]) == [0, 1]
+        assert len(await queue.claim("runner", 10, 10)) == 2
+        assert await queue.enqueue(asked[:1]) == [0]
+        assert await queue.claim("runner", 10, 0) == []
 
     tell(story)
 
 
-def test_asked_for_in_other_words_it_is_refused_and_nothing_is_queued(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
+def test_a_repeated_request_with_other_content_is_refused_and_nothing_is_queued(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
         task = wanted(0)[0].task
         for other, what in [
             (RolloutRequest(task, 1, 0), "Rollout 0 was queued before with other content"),
@@ -137,35 +137,35 @@ def test_asked_for_in_other_words_it_is_refused_and_nothing_is_queued(tell: Call
             (RolloutRequest(Task(0, {"prompt": "?"}, "sums"), 0, 5), "Task 0 was issued before with other content"),
         ]:
             with pytest.raises(IllegalTransitionError, match=what):
-                await desk.enqueue([*wanted(1), other])
-        assert [state.id for state in (await desk.find(RolloutQuery())).rollouts] == [0]
-        assert await desk.enqueue(wanted(1)) == [1]
+                await queue.enqueue([*wanted(1), other])
+        assert [state.id for state in (await queue.find(RolloutQuery())).rollouts] == [0]
+        assert await queue.enqueue(wanted(1)) == [1]
 
     tell(story)
 
 
-def test_the_desk_gives_names_that_nobody_gave(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+def test_the_queue_assigns_ids_that_were_not_given(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
         task = Task(0, {"prompt": "?"})
-        assert await desk.enqueue([RolloutRequest(task, 0), RolloutRequest(task, 1, 40), RolloutRequest(task, 2)]) == [
+        assert await queue.enqueue([RolloutRequest(task, 0), RolloutRequest(task, 1, 40), RolloutRequest(task, 2)]) == [
             0,
             40,
             41,
         ]
-        assert await desk.enqueue([RolloutRequest(task, 3, 7), RolloutRequest(task, 4)]) == [7, 42]
+        assert await queue.enqueue([RolloutRequest(task, 3, 7), RolloutRequest(task, 4)]) == [7, 42]
         with pytest.raises(DataError, match="The id of a rollout is -1"):
-            await desk.enqueue([RolloutRequest(task, 5, -1)])
+            await queue.enqueue([RolloutRequest(task, 5, -1)])
 
     tell(story)
 
 
-def test_what_waits_too_long_expires(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue([*wanted(0, limits=RolloutLimits(queue_timeout_s=0.2)), *wanted(1)])
-        _, (state,) = await desk.wait(0, 20)
+def test_a_rollout_that_waits_too_long_expires(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue([*wanted(0, limits=RolloutLimits(queue_timeout_s=0.2)), *wanted(1)])
+        _, (state,) = await queue.wait(0, 20)
         assert (state.id, state.status, state.attempts) == (0, Status.FAILED, ())
         assert state.why == "It waited in the queue for 0.2 s."
-        assert [got.attempt_id.rollout for got in await desk.claim("runner", 2, 10)] == [1]
+        assert [got.attempt_id.rollout for got in await queue.claim("runner", 2, 10)] == [1]
 
     tell(story)
 
@@ -173,179 +173,181 @@ def test_what_waits_too_long_expires(tell: Callable[[Story], None]) -> None:
 # -- ending -----------------------------------------------------------------------------------------------------------
 
 
-def test_handed_in_twice_it_was_handed_in_once(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
+def test_a_repeated_report_counts_once(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
         end = AttemptReport(Outcome.SUCCEEDED, reward=0.5)
-        assert [await desk.finish(got.attempt_id, end), await desk.finish(got.attempt_id, end)] == [True, True]
+        assert [await queue.finish(got.attempt_id, end), await queue.finish(got.attempt_id, end)] == [True, True]
         for other in (AttemptReport(Outcome.FAILED, "no"), AttemptReport(Outcome.SUCCEEDED, reward=0.25)):
             with pytest.raises(
                 IllegalTransitionError, match=r"Attempt 0 of rollout 0 was reported as succeeded .* and cannot become"
             ):
-                await desk.finish(got.attempt_id, other)
-        _, (state,) = await desk.wait(0, 10)
+                await queue.finish(got.attempt_id, other)
+        _, (state,) = await queue.wait(0, 10)
         assert state.last is not None and state.last.reward == 0.5
 
     tell(story)
 
 
 def test_a_reward_that_was_given_before_may_be_handed_in_with_the_end(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 2))
-        first, second = await claim(desk, 2)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 2))
+        first, second = await claim(queue, 2)
         for got in (first, second):
-            await desk.record_reward(got.attempt_id, {"right": 0.5})
-        assert await desk.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 0.5}))
+            await queue.record_reward(got.attempt_id, {"right": 0.5})
+        assert await queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward={"right": 0.5}))
         with pytest.raises(IllegalTransitionError, match=r"it has 0\.5, which is final"):
-            await desk.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=0.25))
-        assert await desk.finish(second.attempt_id, DONE)
+            await queue.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=0.25))
+        assert await queue.finish(second.attempt_id, DONE)
 
     tell(story)
 
 
-def test_what_takes_too_long_is_ended_and_its_late_result_kept(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3, max_attempts=1)))
-        (got,) = await claim(desk)
-        cursor, (state,) = await desk.wait(0, 20)
+def test_an_attempt_that_takes_too_long_ends_and_its_late_report_is_stored(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3, max_attempts=1)))
+        (got,) = await claim(queue)
+        cursor, (state,) = await queue.wait(0, 20)
         assert state.status is Status.TIMED_OUT and state.last is not None
         assert state.last.error == "It was not finished 0.3 s after it was claimed." == state.attempts[0].error
-        assert await desk.heartbeat("runner", [got.attempt_id]) == {got.attempt_id: state.last.error}
+        assert await queue.heartbeat("runner", [got.attempt_id]) == {got.attempt_id: state.last.error}
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is timed_out and cannot record a turn"):
-            await desk.record_turn(got.attempt_id, turn())
+            await queue.record_turn(got.attempt_id, turn())
         late = AttemptReport(Outcome.SUCCEEDED, reward=1.0)
-        assert [await desk.finish(got.attempt_id, late), await desk.finish(got.attempt_id, late)] == [False, False]
+        assert [await queue.finish(got.attempt_id, late), await queue.finish(got.attempt_id, late)] == [False, False]
         with pytest.raises(IllegalTransitionError, match="was reported late before, as succeeded"):
-            await desk.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        assert await desk.wait(cursor, 0) == (cursor, []), "a rollout ends once"
-        (after,) = (await desk.find(RolloutQuery(ids=(0,)))).rollouts
+            await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        assert await queue.wait(cursor, 0) == (cursor, []), "a rollout ends once"
+        (after,) = (await queue.find(RolloutQuery(ids=(0,)))).rollouts
         assert after.status is Status.TIMED_OUT and after.last is not None and after.last.reward is None
         assert after.last.late == {"outcome": "succeeded", "error": "", "reward": 1.0, "parts": {}}
-        assert (await desk.statistics())["late"] == 1
+        assert (await queue.statistics())["late"] == 1
 
     tell(story)
 
 
 def test_a_runner_that_falls_silent_loses_its_work(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=0.8, max_attempts=1)))
-        spoken_of, silent = await claim(desk, 2)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=0.8, max_attempts=1)))
+        spoken_of, silent = await claim(queue, 2)
         over: list[int] = []
         cursor, deadline = 0, time.monotonic() + 20
         while not over and time.monotonic() < deadline:
-            assert await desk.heartbeat("runner", [spoken_of.attempt_id]) == {}
-            cursor, states = await desk.wait(cursor, 0.1)
+            assert await queue.heartbeat("runner", [spoken_of.attempt_id]) == {}
+            cursor, states = await queue.wait(cursor, 0.1)
             over += [state.id for state in states]
         assert over == [silent.attempt_id.rollout]
-        (state,) = (await desk.find(RolloutQuery(statuses=(Status.UNRESPONSIVE,)))).rollouts
+        (state,) = (await queue.find(RolloutQuery(statuses=(Status.UNRESPONSIVE,)))).rollouts
         assert state.last is not None and state.last.error == "Its runner 'runner' sent nothing for 0.8 s."
-        assert await desk.finish(spoken_of.attempt_id, DONE)
+        assert await queue.finish(spoken_of.attempt_id, DONE)
 
     tell(story)
 
 
-def test_what_ended_badly_is_tried_again_as_its_limits_say(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+def test_a_failed_attempt_is_retried_by_its_limits(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
         limits = RolloutLimits(max_attempts=3, retry_on=(Outcome.FAILED,))
-        await desk.enqueue(wanted(0, 2, limits))
+        await queue.enqueue(wanted(0, 2, limits))
         for attempt in range(3):
-            first, *others = await desk.claim("runner", 2, 10)
+            first, *others = await queue.claim("runner", 2, 10)
             assert first.attempt_id == AttemptId(0, attempt)
-            assert await desk.finish(first.attempt_id, AttemptReport(Outcome.FAILED, f"failure {attempt}"))
+            assert await queue.finish(first.attempt_id, AttemptReport(Outcome.FAILED, f"failure {attempt}"))
             for other in others:
-                assert await desk.finish(other.attempt_id, AttemptReport(Outcome.TIMED_OUT, "slow"))
-        _, states = await desk.wait(0, 10)
+                assert await queue.finish(other.attempt_id, AttemptReport(Outcome.TIMED_OUT, "slow"))
+        _, states = await queue.wait(0, 10)
         assert [(state.id, state.status) for state in states] == [(1, Status.TIMED_OUT), (0, Status.FAILED)]
         assert [attempt.error for attempt in states[1].attempts] == ["failure 0", "failure 1", "failure 2"]
-        assert await desk.claim("runner", 1, 0) == [] and (await desk.statistics())["retries"] == 2
+        assert await queue.claim("runner", 1, 0) == [] and (await queue.statistics())["retries"] == 2
 
     tell(story)
 
 
-def test_an_infrastructure_error_is_nobodys_attempt_ten_times(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, limits=RolloutLimits(max_attempts=1)))
+def test_an_infrastructure_error_does_not_count_ten_times(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, limits=RolloutLimits(max_attempts=1)))
         for _ in range(11):
-            (got,) = await claim(desk)
-            assert await desk.finish(got.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "the node went away"))
-        _, (state,) = await desk.wait(0, 10)
+            (got,) = await claim(queue)
+            assert await queue.finish(got.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "the node went away"))
+        _, (state,) = await queue.wait(0, 10)
         assert state.status is Status.INFRA_ERROR and len(state.attempts) == 11
 
     tell(story)
 
 
 def test_a_result_of_an_attempt_that_was_retried_is_late(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3)))
-        (first,) = await claim(desk)
-        (second,) = await claim(desk, runner="other")
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, limits=RolloutLimits(timeout_s=0.3)))
+        (first,) = await claim(queue)
+        (second,) = await claim(queue, runner="other")
         assert (first.attempt_id, second.attempt_id) == (AttemptId(0, 0), AttemptId(0, 1))
-        assert await desk.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) is False
+        assert await queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) is False
         with pytest.raises(IllegalTransitionError, match="only one of attempt 1"):
-            await desk.record_reward(first.attempt_id, 1.0)
-        assert await desk.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=0.0)) is True
-        _, (state,) = await desk.wait(0, 10)
+            await queue.record_reward(first.attempt_id, 1.0)
+        assert await queue.finish(second.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=0.0)) is True
+        _, (state,) = await queue.wait(0, 10)
         assert state.last is not None and state.last.reward == 0.0 and state.attempts[0].late is not None
 
     tell(story)
 
 
-def test_what_is_cancelled_is_told_at_the_next_heartbeat(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 3))
-        done, running = await claim(desk, 2)
-        assert await desk.finish(done.attempt_id, DONE)
-        await desk.cancel([0, 1, 2, 1], "the step is full")
-        assert await desk.heartbeat("runner", [running.attempt_id]) == {running.attempt_id: "the step is full"}
-        assert await desk.claim("runner", 1, 0) == []
-        _, states = await desk.wait(0, 10)
+def test_a_cancellation_reaches_the_runner_at_its_next_heartbeat(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 3))
+        done, running = await claim(queue, 2)
+        assert await queue.finish(done.attempt_id, DONE)
+        await queue.cancel([0, 1, 2, 1], "the step is full")
+        assert await queue.heartbeat("runner", [running.attempt_id]) == {running.attempt_id: "the step is full"}
+        assert await queue.claim("runner", 1, 0) == []
+        _, states = await queue.wait(0, 10)
         status = {state.id: state.status for state in states}
         assert status == {0: Status.SUCCEEDED, 1: Status.CANCELLED, 2: Status.CANCELLED}
-        assert await desk.finish(running.attempt_id, DONE) is False
+        assert await queue.finish(running.attempt_id, DONE) is False
         with pytest.raises(IllegalTransitionError, match="Rollout 1 is cancelled and cannot be rewarded"):
-            await desk.record_reward(running.attempt_id, 1.0)
+            await queue.record_reward(running.attempt_id, 1.0)
         with pytest.raises(NotFoundError, match="rollout 9"):
-            await desk.cancel([9], "who?")
+            await queue.cancel([9], "who?")
         for nothing in ("", " "):
             with pytest.raises(DataError, match="The reason of the cancellation is empty"):
-                await desk.cancel([0], nothing)
+                await queue.cancel([0], nothing)
 
     tell(story)
 
 
-def test_a_runner_is_told_to_stop_what_is_not_its_own(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
-        told = await desk.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
+def test_a_runner_must_stop_attempts_that_it_has_no_lease_of(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
+        told = await queue.heartbeat("impostor", [got.attempt_id, AttemptId(0, 1), AttemptId(99, 0)])
         assert told[got.attempt_id] == "The runner 'runner' has the lease of this attempt."
         assert told[AttemptId(0, 1)] == told[AttemptId(99, 0)] == "The store does not know this attempt."
 
     tell(story)
 
 
-# -- who keeps it -----------------------------------------------------------------------------------------------------
+# -- the owner --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        assert await desk.acquire_lease(RUN) == 1
-        first = desk.with_epoch(1)
+def test_a_run_that_takes_a_queue_over_begins_another_epoch(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        assert await queue.acquire_lease(RUN) == 1
+        first = queue.with_epoch(1)
         await first.enqueue(wanted(0, 4))
-        under_way, done = await claim(desk, 2)
+        under_way, done = await claim(queue, 2)
         await first.record_turn(under_way.attempt_id, turn())
-        await desk.finish(done.attempt_id, DONE)
+        await queue.finish(done.attempt_id, DONE)
         assert "owner" not in under_way.resources
-        assert await desk.acquire_lease(RUN) == 2
-        second = desk.with_epoch(2)
-        assert await desk.heartbeat("runner", [under_way.attempt_id]) == {under_way.attempt_id: INTERRUPTED}
-        assert await desk.finish(under_way.attempt_id, DONE) is False, "its word comes too late"
-        assert await desk.claim("runner", 4, 0.1) == [], "nothing of it was asked for again"
-        assert (await desk.statistics())["queued"] == 3
+        assert await queue.acquire_lease(RUN) == 2
+        second = queue.with_epoch(2)
+        assert await queue.heartbeat("runner", [under_way.attempt_id]) == {under_way.attempt_id: INTERRUPTED}
+        assert await queue.finish(under_way.attempt_id, DONE) is False, "its word comes too late"
+        assert await queue.claim("runner", 4, 0.1) == [], "nothing of it was asked for again"
+        assert (await queue.statistics())["queued"] == 3
         assert await second.enqueue(wanted(0, 3)) == [0, 1, 2]
-        lent = await claim(desk, 2)
-        assert [got.attempt_id for got in lent] == [AttemptId(0, 1), AttemptId(2, 0)], "and the one that had ended has"
+        leased = await claim(queue, 2)
+        assert [got.attempt_id for got in leased] == [AttemptId(0, 1), AttemptId(2, 0)], (
+            "and the one that had ended has"
+        )
         words = [
             first.enqueue(wanted(0, 4)),
             first.cancel([0], "it is mine"),
@@ -353,84 +355,84 @@ def test_a_run_that_takes_a_desk_up_begins_another_life_of_it(tell: Callable[[St
             first.put_resource("endpoint", {}),
             first.seal([1]),
             first.claim("runner", 1, 0.1),
-            first.record_turn(lent[0].attempt_id, turn()),
-            first.record_reward(lent[0].attempt_id, 1.0),
+            first.record_turn(leased[0].attempt_id, turn()),
+            first.record_reward(leased[0].attempt_id, 1.0),
             first.acquire_lease(RUN, 1, 60.0),
         ]
         for word in words:
             with pytest.raises(IllegalTransitionError, match=r"from epoch 1 of the run.* began epoch 2"):
                 await word
-        await second.record_turn(lent[0].attempt_id, turn())
+        await second.record_turn(leased[0].attempt_id, turn())
         assert await second.acquire_lease(RUN, 2) == 2
         for each in (first, second):
             await each.close()
-        await desk.statistics()
+        await queue.statistics()
 
     tell(story)
 
 
-def test_while_a_run_is_away_nothing_is_lent_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        life = await desk.acquire_lease(RUN, None, 60.0)
+def test_without_a_lease_nothing_is_assigned_and_nothing_is_lost(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        epoch = await queue.acquire_lease(RUN, None, 60.0)
         limits = RolloutLimits(max_attempts=1, queue_timeout_s=0.8)
-        await desk.enqueue([*wanted(0, limits=RolloutLimits(max_attempts=1)), *wanted(1, limits=limits)])
+        await queue.enqueue([*wanted(0, limits=RolloutLimits(max_attempts=1)), *wanted(1, limits=limits)])
         for number in range(8):
-            (got,) = await claim(desk)
+            (got,) = await claim(queue)
             assert got.attempt_id == AttemptId(number % 2, number // 2)
-            await desk.acquire_lease(RUN, life, 0.0)
-            while not (told := await desk.heartbeat("runner", [got.attempt_id])):
+            await queue.acquire_lease(RUN, epoch, 0.0)
+            while not (told := await queue.heartbeat("runner", [got.attempt_id])):
                 await asyncio.sleep(0.02)
             assert told == {got.attempt_id: INTERRUPTED}
-            assert await desk.claim("runner", 2, 0.0) == []
+            assert await queue.claim("runner", 2, 0.0) == []
             if number == 1:
                 await asyncio.sleep(1.0)  # nothing waits in vain meanwhile, either
-            await desk.acquire_lease(RUN, life, 60.0)
-        for got in await claim(desk, 2):
-            assert await desk.finish(got.attempt_id, DONE)
-        assert (await desk.statistics())["succeeded"] == 2
+            await queue.acquire_lease(RUN, epoch, 60.0)
+        for got in await claim(queue, 2):
+            assert await queue.finish(got.attempt_id, DONE)
+        assert (await queue.statistics())["succeeded"] == 2
 
     tell(story)
 
 
-def test_what_broke_down_is_lent_again_when_its_run_is_heard(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        life = await desk.acquire_lease(RUN, None, 60.0)
-        await desk.enqueue(wanted(0))
+def test_infrastructure_errors_are_retried_when_the_run_renews_its_lease(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        epoch = await queue.acquire_lease(RUN, None, 60.0)
+        await queue.enqueue(wanted(0))
         for number in range(2):
-            (got,) = await claim(desk)
+            (got,) = await claim(queue)
             assert got.attempt_id == AttemptId(0, number)
-            assert await desk.finish(
+            assert await queue.finish(
                 got.attempt_id, AttemptReport(Outcome.INFRA_ERROR, "nobody answers at the endpoint")
             )
-            assert await desk.claim("runner", 1, 0.1) == [] and (await desk.statistics())["queued"] == 1
-            await desk.acquire_lease(RUN, life, 60.0)
-        await claim(desk)
+            assert await queue.claim("runner", 1, 0.1) == [] and (await queue.statistics())["queued"] == 1
+            await queue.acquire_lease(RUN, epoch, 60.0)
+        await claim(queue)
 
     tell(story)
 
 
-def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+def test_a_queue_has_one_run_in_one_directory(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
         other, copied = QueueOwner("other", "/runs/other"), QueueOwner("run", "/runs/copied")
-        await desk.acquire_lease(RUN, None, 60.0)
+        await queue.acquire_lease(RUN, None, 60.0)
         with pytest.raises(IllegalTransitionError, match="another run, /runs/mine"):
-            await desk.acquire_lease(other)
-        await desk.acquire_lease(RUN, 1, 0.0)
-        assert await desk.acquire_lease(other) == 2, "the first asked for nothing, and has gone"
-        await desk.acquire_lease(other, 2, 0.0)
-        assert await desk.acquire_lease(RUN) == 3
-        await desk.enqueue(wanted(0))
-        await desk.acquire_lease(RUN, 3, 0.0)
+            await queue.acquire_lease(other)
+        await queue.acquire_lease(RUN, 1, 0.0)
+        assert await queue.acquire_lease(other) == 2, "the first asked for nothing, and has gone"
+        await queue.acquire_lease(other, 2, 0.0)
+        assert await queue.acquire_lease(RUN) == 3
+        await queue.enqueue(wanted(0))
+        await queue.acquire_lease(RUN, 3, 0.0)
         with pytest.raises(IllegalTransitionError, match="another run, /runs/mine"):
-            await desk.acquire_lease(other)
+            await queue.acquire_lease(other)
         with pytest.raises(
             IllegalTransitionError, match=r"active in /runs/mine, and was started in /runs/copied.*--give-over"
         ):
-            await desk.acquire_lease(copied)
+            await queue.acquire_lease(copied)
         with pytest.raises(DataError, match="records the queue's owner"):
-            await desk.put_resource("owner", {})
+            await queue.put_resource("owner", {})
         with pytest.raises(DataError, match="every wait must be bounded"):
-            await desk.acquire_lease(RUN, None, math.inf)
+            await queue.acquire_lease(RUN, None, math.inf)
 
     tell(story)
 
@@ -438,43 +440,43 @@ def test_a_desk_keeps_one_run_in_one_place(tell: Callable[[Story], None]) -> Non
 # -- reading what ended -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_sealed_earns_nothing_more(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 2))
-        got, other = await claim(desk, 2)
-        await desk.record_turn(got.attempt_id, turn())
+def test_a_sealed_rollout_takes_no_more_rewards(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 2))
+        got, other = await claim(queue, 2)
+        await queue.record_turn(got.attempt_id, turn())
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is running and cannot be sealed"):
-            await desk.seal([0])
-        await desk.finish(got.attempt_id, DONE)
-        await desk.record_reward(got.attempt_id, 0.25, turn=0)
+            await queue.seal([0])
+        await queue.finish(got.attempt_id, DONE)
+        await queue.record_reward(got.attempt_id, 0.25, turn=0)
         for _ in range(2):
-            (state,) = await desk.seal([0])
+            (state,) = await queue.seal([0])
             assert state.sealed and state.last is not None and (state.last.paid, state.last.reward) == (0.25, None)
-        for late in (desk.record_reward(got.attempt_id, 0.5, turn=0), desk.record_reward(got.attempt_id, 1.0)):
+        for late in (queue.record_reward(got.attempt_id, 0.5, turn=0), queue.record_reward(got.attempt_id, 1.0)):
             with pytest.raises(IllegalTransitionError, match="Rollout 0 is sealed, since its run has read it"):
                 await late
-        await desk.record_note(got.attempt_id, "afterwards", 1)
-        assert await desk.finish(got.attempt_id, DONE) is True, "as it was handed in before"
-        await desk.record_reward(other.attempt_id, 1.0)
+        await queue.record_note(got.attempt_id, "afterwards", 1)
+        assert await queue.finish(got.attempt_id, DONE) is True, "as it was handed in before"
+        await queue.record_reward(other.attempt_id, 1.0)
         with pytest.raises(NotFoundError, match="no rollout 9"):
-            await desk.seal([9])
+            await queue.seal([9])
 
     tell(story)
 
 
 def test_a_rollout_s_history_is_all_that_is_written_of_it(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
         said = turn(seed=3)
-        await desk.record_turn(got.attempt_id, said)
-        await desk.record_note(got.attempt_id, "tool", {"name": "search", "share": math.nan})
-        await desk.record_reward(got.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
-        await desk.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        (again,) = await claim(desk, runner="other")
-        await desk.cancel([0], "enough")
-        await desk.finish(again.attempt_id, DONE)
-        queued, began, turned, noted, paid, ended_, *rest = await desk.history(0)
+        await queue.record_turn(got.attempt_id, said)
+        await queue.record_note(got.attempt_id, "tool", {"name": "search", "share": math.nan})
+        await queue.record_reward(got.attempt_id, {"right": 0.5, "short": -0.25}, turn=0)
+        await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        (again,) = await claim(queue, runner="other")
+        await queue.cancel([0], "enough")
+        await queue.finish(again.attempt_id, DONE)
+        queued, began, turned, noted, paid, ended_, *rest = await queue.history(0)
         assert isinstance(queued, RolloutQueued) and queued.limits == RolloutLimits()
         assert isinstance(began, AttemptStarted) and began.runner == "runner" and abs(began.at - time.time()) < 60
         assert isinstance(turned, TurnRecorded) and abs(turned.at - time.time()) < 60
@@ -484,7 +486,7 @@ def test_a_rollout_s_history_is_all_that_is_written_of_it(tell: Callable[[Story]
         assert isinstance(ended_, AttemptEnded) and (ended_.error, ended_.retry) == ("no", True)
         assert [encode(each).kind for each in rest] == ["attempt_started", "rollout_cancelled", "late_result_recorded"]
         with pytest.raises(NotFoundError, match="no rollout 9"):
-            await desk.history(9)
+            await queue.history(9)
 
     tell(story)
 
@@ -493,36 +495,36 @@ def test_a_rollout_s_history_is_all_that_is_written_of_it(tell: Callable[[Story]
 
 
 def test_ends_are_waited_for_in_their_order_and_none_is_missed(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 6))
-        claims = await claim(desk, 6)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 6))
+        claims = await claim(queue, 6)
         order = [3, 0, 5, 1, 4, 2]
-        waiting = asyncio.create_task(ended(desk, 6))
+        waiting = asyncio.create_task(ended(queue, 6))
         for place in order:
-            assert await desk.finish(claims[place].attempt_id, DONE)
+            assert await queue.finish(claims[place].attempt_id, DONE)
         assert await waiting == order
         cursor, seen = 0, []
         for _ in range(3):
-            cursor, states = await desk.wait(cursor, 10, limit=2)
+            cursor, states = await queue.wait(cursor, 10, limit=2)
             seen.append([state.id for state in states])
         assert seen == [[3, 0], [5, 1], [4, 2]]
         began = time.monotonic()
-        assert await desk.wait(cursor, 0.2) == (cursor, []) and 0.15 < time.monotonic() - began < 10
+        assert await queue.wait(cursor, 0.2) == (cursor, []) and 0.15 < time.monotonic() - began < 10
 
     tell(story)
 
 
 def test_a_wait_has_a_bound_and_a_cursor_of_this_journal(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
+    async def story(queue: RolloutQueue) -> None:
         for seconds in (math.inf, -1.0):
             with pytest.raises(DataError, match="every wait must be bounded"):
-                await desk.wait(0, seconds)
+                await queue.wait(0, seconds)
             with pytest.raises(DataError, match="every wait must be bounded"):
-                await desk.claim("runner", 1, seconds)
+                await queue.claim("runner", 1, seconds)
         with pytest.raises(NotFoundError, match="it has no cursor 1000"):
-            await desk.wait(1000, 0)
+            await queue.wait(1000, 0)
         with pytest.raises(DataError, match="n is 0"):
-            await desk.claim("runner", 0, 0)
+            await queue.claim("runner", 0, 0)
 
     tell(story)
 
@@ -530,64 +532,64 @@ def test_a_wait_has_a_bound_and_a_cursor_of_this_journal(tell: Callable[[Story],
 # -- earning, and what is written -------------------------------------------------------------------------------------
 
 
-def test_what_an_attempt_earns_is_said_once_and_what_a_turn_earns_adds_up(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
-        await desk.record_turn(got.attempt_id, turn())
+def test_an_attempt_is_rewarded_once_and_rewards_of_a_turn_add_up(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
+        await queue.record_turn(got.attempt_id, turn())
         for reward in (0.5, {"a": 0.25, "b": -0.5}):
-            await desk.record_reward(got.attempt_id, reward, turn=0)
-        for _ in range(2):  # as one says it again who did not hear the answer
-            await desk.record_reward(got.attempt_id, 1.0)
+            await queue.record_reward(got.attempt_id, reward, turn=0)
+        for _ in range(2):  # as a client repeats it that lost the reply
+            await queue.record_reward(got.attempt_id, 1.0)
         with pytest.raises(IllegalTransitionError, match=r"cannot be rewarded 0\.5: it has 1\.0, which is final"):
-            await desk.record_reward(got.attempt_id, 0.5)
+            await queue.record_reward(got.attempt_id, 0.5)
         with pytest.raises(RewardError, match="beyond ±1e"):
-            await desk.record_reward(got.attempt_id, 1e308, turn=0)
+            await queue.record_reward(got.attempt_id, 1e308, turn=0)
         with pytest.raises(IllegalTransitionError, match="cannot be rewarded for turn 1: it has 1 turns"):
-            await desk.record_reward(got.attempt_id, 1.0, turn=1)
+            await queue.record_reward(got.attempt_id, 1.0, turn=1)
         for bad in (math.nan, {"right": math.inf}, {}):  # over the wire, what is no number never gets here
             with pytest.raises(RewardError):
-                await desk.record_reward(got.attempt_id, bad, turn=0)
-        await desk.finish(got.attempt_id, DONE)
-        await desk.record_reward(got.attempt_id, 0.125, turn=0)
-        _, (state,) = await desk.wait(0, 10)
+                await queue.record_reward(got.attempt_id, bad, turn=0)
+        await queue.finish(got.attempt_id, DONE)
+        await queue.record_reward(got.attempt_id, 0.125, turn=0)
+        _, (state,) = await queue.wait(0, 10)
         assert state.last is not None and (state.last.reward, state.last.paid) == (1.0, 0.375)
-        assert [told.reward for told in await desk.turns(0)] == [0.375]
+        assert [told.reward for told in await queue.turns(0)] == [0.375]
 
     tell(story)
 
 
 def test_turns_come_back_to_the_last_bit(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
         told = [turn(5, tokens, seed=tokens) for tokens in (1, 400, 30)]
-        assert [await desk.record_turn(got.attempt_id, each) for each in told] == [0, 1, 2]
-        for read, wrote in zip(await desk.turns(0), told, strict=True):
+        assert [await queue.record_turn(got.attempt_id, each) for each in told] == [0, 1, 2]
+        for read, wrote in zip(await queue.turns(0), told, strict=True):
             np.testing.assert_array_equal(read.prompt, wrote.prompt)
             for name in ("ids", "logp", "version", "raw_logp", "top_ids", "top_logp"):
                 np.testing.assert_array_equal(getattr(read.completion, name), getattr(wrote.completion, name))
             assert (read.model, read.tags, read.completion.text) == (wrote.model, wrote.tags, wrote.completion.text)
         with pytest.raises(DataError, match="already carries a reward"):
-            await desk.record_turn(got.attempt_id, turn(reward=0.5))
+            await queue.record_turn(got.attempt_id, turn(reward=0.5))
 
     tell(story)
 
 
 def test_every_attempt_has_turns_and_notes_of_its_own(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
         for attempt, outcome in enumerate((Outcome.FAILED, Outcome.SUCCEEDED)):
-            (got,) = await claim(desk)
-            await desk.record_turn(got.attempt_id, turn(seed=attempt))
-            await desk.record_note(got.attempt_id, "seed", attempt)
-            await desk.finish(got.attempt_id, AttemptReport(outcome, "" if outcome is Outcome.SUCCEEDED else "no"))
-        await desk.record_note(AttemptId(0, 0), "afterwards", None)
+            (got,) = await claim(queue)
+            await queue.record_turn(got.attempt_id, turn(seed=attempt))
+            await queue.record_note(got.attempt_id, "seed", attempt)
+            await queue.finish(got.attempt_id, AttemptReport(outcome, "" if outcome is Outcome.SUCCEEDED else "no"))
+        await queue.record_note(AttemptId(0, 0), "afterwards", None)
         for attempt, texts in ((None, "answer 1.0 ✓"), (1, "answer 1.0 ✓"), (0, "answer 0.0 ✓")):
-            assert [told.completion.text for told in await desk.turns(0, attempt)] == [texts]
-        assert [note["data"] for note in await desk.notes(0)] == [1]
-        assert [note["name"] for note in await desk.notes(0, 0)] == ["seed", "afterwards"]
-        for ask in (desk.turns, desk.notes):
+            assert [told.completion.text for told in await queue.turns(0, attempt)] == [texts]
+        assert [note["data"] for note in await queue.notes(0)] == [1]
+        assert [note["name"] for note in await queue.notes(0, 0)] == ["seed", "afterwards"]
+        for ask in (queue.turns, queue.notes):
             with pytest.raises(NotFoundError, match="no attempt 2"):
                 await ask(0, 2)
 
@@ -595,62 +597,62 @@ def test_every_attempt_has_turns_and_notes_of_its_own(tell: Callable[[Story], No
 
 
 def test_an_attempt_prepares_until_it_is_ready_or_does_something(tell: Callable[[Story], None]) -> None:
-    async def status(desk: RolloutQueue, id: int) -> Status:
-        (state,) = (await desk.find(RolloutQuery(ids=(id,)))).rollouts
+    async def status(queue: RolloutQueue, id: int) -> Status:
+        (state,) = (await queue.find(RolloutQuery(ids=(id,)))).rollouts
         assert state.status is Status.RUNNING
         return state.attempts[-1].status
 
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 4))
-        says, calls, earns, notes = (got.attempt_id for got in await claim(desk, 4))
-        assert [await status(desk, id) for id in range(4)] == [Status.PREPARING] * 4
-        await desk.mark_ready(says)
-        await desk.mark_ready(says)
-        await desk.record_turn(calls, turn())
-        await desk.record_reward(earns, 1.0)
-        await desk.record_note(notes, "loaded", {})
-        assert [await status(desk, id) for id in range(4)] == [Status.RUNNING] * 4
-        await desk.finish(says, DONE)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 4))
+        says, calls, earns, notes = (got.attempt_id for got in await claim(queue, 4))
+        assert [await status(queue, id) for id in range(4)] == [Status.PREPARING] * 4
+        await queue.mark_ready(says)
+        await queue.mark_ready(says)
+        await queue.record_turn(calls, turn())
+        await queue.record_reward(earns, 1.0)
+        await queue.record_note(notes, "loaded", {})
+        assert [await status(queue, id) for id in range(4)] == [Status.RUNNING] * 4
+        await queue.finish(says, DONE)
         with pytest.raises(IllegalTransitionError, match="Rollout 0 is succeeded and cannot be ready"):
-            await desk.mark_ready(says)
+            await queue.mark_ready(says)
 
     tell(story)
 
 
-def test_nobody_is_heard_who_speaks_of_what_is_not_there(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
+def test_unknown_ids_are_refused(tell: Callable[[Story], None]) -> None:
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
         for key in (AttemptId(0, 0), AttemptId(5, 0)):
             for ask in (
-                desk.mark_ready(key),
-                desk.record_turn(key, turn()),
-                desk.record_reward(key, 1.0),
-                desk.record_note(key, "x", 1),
-                desk.finish(key, DONE),
+                queue.mark_ready(key),
+                queue.record_turn(key, turn()),
+                queue.record_reward(key, 1.0),
+                queue.record_note(key, "x", 1),
+                queue.finish(key, DONE),
             ):
                 with pytest.raises(NotFoundError, match=f"ollout {key.rollout}"):
                     await ask
-        for read in (desk.turns, desk.notes):
+        for read in (queue.turns, queue.notes):
             with pytest.raises(NotFoundError, match="no rollout 5"):
                 await read(5)
             assert await read(0) == []
         with pytest.raises(NotFoundError, match="no resource 'endpoint'"):
-            await desk.get_resource("endpoint")
+            await queue.get_resource("endpoint")
 
     tell(story)
 
 
 def test_one_that_is_refused_spoils_nothing_beside_it(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 20))
-        claims = await claim(desk, 20)
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 20))
+        claims = await claim(queue, 20)
         asked = [
-            (desk.finish(got.attempt_id, DONE), desk.record_reward(AttemptId(got.attempt_id.rollout, 3), 1.0))
+            (queue.finish(got.attempt_id, DONE), queue.record_reward(AttemptId(got.attempt_id.rollout, 3), 1.0))
             for got in claims
         ]
         answers = await asyncio.gather(*(ask for pair in asked for ask in pair), return_exceptions=True)
         assert Counter(type(answer) for answer in answers) == {bool: 20, NotFoundError: 20}
-        assert (await desk.statistics())["succeeded"] == 20
+        assert (await queue.statistics())["succeeded"] == 20
 
     tell(story)
 
@@ -659,27 +661,27 @@ def test_one_that_is_refused_spoils_nothing_beside_it(tell: Callable[[Story], No
 
 
 def test_resources_have_versions(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        assert [await desk.put_resource("prompt", f"Think {n} times.") for n in (1, 2, 3)] == [1, 2, 3]
-        assert await desk.put_resource("endpoint", {"model": "policy"}) == 1
-        assert await desk.get_resource("prompt") == (3, "Think 3 times.")
-        assert await desk.get_resource("prompt", 2) == (2, "Think 2 times.")
+    async def story(queue: RolloutQueue) -> None:
+        assert [await queue.put_resource("prompt", f"Think {n} times.") for n in (1, 2, 3)] == [1, 2, 3]
+        assert await queue.put_resource("endpoint", {"model": "policy"}) == 1
+        assert await queue.get_resource("prompt") == (3, "Think 3 times.")
+        assert await queue.get_resource("prompt", 2) == (2, "Think 2 times.")
         with pytest.raises(NotFoundError, match="the versions 1 to 3, and no version 4"):
-            await desk.get_resource("prompt", 4)
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
+            await queue.get_resource("prompt", 4)
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
         assert dict(got.resources) == {"prompt": "Think 3 times.", "endpoint": {"model": "policy"}}
 
     tell(story)
 
 
 def test_runners_are_known_by_what_they_last_said(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk, runner="b")
-        await desk.heartbeat("a", [], {"host": "node-1", "slots": 4})
-        await desk.heartbeat("b", [got.attempt_id])
-        first, second = await desk.runners()
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue, runner="b")
+        await queue.heartbeat("a", [], {"host": "node-1", "slots": 4})
+        await queue.heartbeat("b", [got.attempt_id])
+        first, second = await queue.runners()
         assert (first.name, first.running, dict(first.info)) == ("a", (), {"host": "node-1", "slots": 4})
         assert (second.name, second.running) == ("b", (got.attempt_id,)) and 0 <= second.silent_s < 20
 
@@ -687,15 +689,15 @@ def test_runners_are_known_by_what_they_last_said(tell: Callable[[Story], None])
 
 
 def test_rollouts_are_found_a_page_at_a_time(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue([each for task in range(50) for each in wanted(task, 4)])
-        await desk.enqueue([RolloutRequest(Task(50, {"prompt": "?"}), 0, 900, "val")])
-        for place, got in enumerate(await claim(desk, 30)):
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue([each for task in range(50) for each in wanted(task, 4)])
+        await queue.enqueue([RolloutRequest(Task(50, {"prompt": "?"}), 0, 900, "val")])
+        for place, got in enumerate(await claim(queue, 30)):
             if place < 20:
-                await desk.finish(got.attempt_id, DONE if place % 2 else AttemptReport(Outcome.CANCELLED, "no"))
+                await queue.finish(got.attempt_id, DONE if place % 2 else AttemptReport(Outcome.CANCELLED, "no"))
 
         async def ids(what: RolloutQuery) -> tuple[list[int], bool]:
-            page = await desk.find(what)
+            page = await queue.find(what)
             return [state.id for state in page.rollouts], page.more
 
         assert await ids(RolloutQuery(limit=3)) == ([0, 1, 2], True)
@@ -716,12 +718,12 @@ def test_rollouts_are_found_a_page_at_a_time(tell: Callable[[Story], None]) -> N
 
 
 def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> None:
-    async def story(desk: RolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 5))
-        first, second, _ = await claim(desk, 3)
-        await desk.finish(first.attempt_id, DONE)
-        await desk.finish(second.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        told = await desk.statistics()
+    async def story(queue: RolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 5))
+        first, second, _ = await claim(queue, 3)
+        await queue.finish(first.attempt_id, DONE)
+        await queue.finish(second.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        told = await queue.statistics()
         assert 0 < told.pop("oldest_queued_s") < 60
         assert {name: count for name, count in told.items() if count} == {
             "queued": 3,
@@ -740,24 +742,24 @@ def test_statistics_say_how_much_stands_where(tell: Callable[[Story], None]) -> 
 def test_many_at_once_and_each_rollout_is_played_and_ends_once(tell: Callable[[Story], None]) -> None:
     total = 60
 
-    async def story(desk: RolloutQueue) -> None:
+    async def story(queue: RolloutQueue) -> None:
         played: list[AttemptId] = []
 
         async def produce() -> None:
             for task in range(total // 4):
-                await desk.enqueue(wanted(task, 4))
+                await queue.enqueue(wanted(task, 4))
 
         async def run(name: str) -> None:
             while len(played) < total:
-                for got in await desk.claim(name, 2, 0.2):
-                    await desk.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
-                    await desk.record_reward(got.attempt_id, float(got.attempt_id.rollout))
-                    assert await desk.finish(got.attempt_id, DONE)
+                for got in await queue.claim(name, 2, 0.2):
+                    await queue.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
+                    await queue.record_reward(got.attempt_id, float(got.attempt_id.rollout))
+                    assert await queue.finish(got.attempt_id, DONE)
                     played.append(got.attempt_id)
 
-        *_, ids = await asyncio.gather(produce(), *(run(f"runner {n}") for n in range(8)), ended(desk, total))
+        *_, ids = await asyncio.gather(produce(), *(run(f"runner {n}") for n in range(8)), ended(queue, total))
         assert sorted(played) == [AttemptId(id, 0) for id in range(total)] and sorted(ids) == list(range(total))
-        page = await desk.find(RolloutQuery(limit=total))
+        page = await queue.find(RolloutQuery(limit=total))
         assert all(state.last is not None and state.last.reward == state.id for state in page.rollouts)
 
     tell(story)

@@ -176,7 +176,7 @@ def test_a_story_leads_where_it_should(store: Journal) -> None:
     assert store.admitted() == {1: (1, 0)}
 
 
-def test_what_is_kept_is_what_a_replay_of_the_events_gives(store: Journal) -> None:
+def test_stored_states_equal_a_replay_of_the_events(store: Journal) -> None:
     for event in STORY:
         store.append([event])
         replayed = store.replay()
@@ -184,7 +184,7 @@ def test_what_is_kept_is_what_a_replay_of_the_events_gives(store: Journal) -> No
         assert [state for (kind, _), state in sorted(replayed.items()) if kind == "task"] == store.tasks()
 
 
-def test_work_is_found_by_what_is_still_to_be_done_with_it(store: Journal) -> None:
+def test_states_are_found_by_phase(store: Journal) -> None:
     def ids(*phases: Phase) -> list[int]:
         return [state.id for state in store.rollouts(*phases)]
 
@@ -224,7 +224,7 @@ def test_admissions_are_read_from_a_position(store: Journal) -> None:
     assert store.rollout(2).phase is Phase.DROPPED, "its task is settled without it"
 
 
-def test_a_name_nobody_knows_is_a_sentence(store: Journal) -> None:
+def test_an_unknown_id_is_a_sentence(store: Journal) -> None:
     for asked in (store.rollout, store.turns):
         with pytest.raises(StoreError, match=r"The journal has no rollout 5\."):
             asked(5)
@@ -363,7 +363,7 @@ REFUSED: list[tuple[str, list[Event], str]] = [
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_what_may_not_follow_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
+def test_an_illegal_event_is_refused_in_a_sentence(where: str, tmp_path: Path) -> None:
     for name, events, sentence in REFUSED:
         (tmp_path / name).mkdir()
         with closing(open_store(WHERE[where](tmp_path / name))) as store:

@@ -1,4 +1,4 @@
-"""A desk behind its app, asked in this process; and small words for the requests that the tests of the server make."""
+"""A rollout queue behind its app, called in this process, with helpers for the requests of the server's tests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SECRET = b"a secret of sixteen bytes or more"
 
 @dataclass
 class Served:
-    """A desk, its keys and the app before it."""
+    """A rollout queue, its keys and the app in front of it."""
 
     journal: Journal
-    ring: Keyring
-    desk: LocalRolloutQueue
+    keyring: Keyring
+    queue: LocalRolloutQueue
     app: FastAPI
 
     def ask(
@@ -47,7 +47,7 @@ class Served:
 
     def verb(self, name: str, body: Any = None, **headers: str) -> httpx2.Response:
         """One verb, with the admin key."""
-        return self.ask(f"/v1/store/{name}", {} if body is None else body, self.ring.admin, **headers)
+        return self.ask(f"/v1/store/{name}", {} if body is None else body, self.keyring.admin, **headers)
 
     def run(self, work: Callable[[httpx2.AsyncClient], Awaitable[T]]) -> T:
         """What is done with a client of the app."""
@@ -64,24 +64,24 @@ class Served:
 
         async def claim() -> list[Claim]:
             first = self.journal.position  # grows with each task, so that no ordinal is used twice
-            await self.desk.enqueue([RolloutRequest(Task(first + i, {"prompt": "2+2?"})) for i in range(n)])
-            return await self.desk.claim("runner", n, 1.0)
+            await self.queue.enqueue([RolloutRequest(Task(first + i, {"prompt": "2+2?"})) for i in range(n)])
+            return await self.queue.claim("runner", n, 1.0)
 
         return asyncio.run(claim())
 
     def ended(self, claim: Claim) -> None:
         """It succeeds."""
-        asyncio.run(self.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
+        asyncio.run(self.queue.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
 
 
 @contextmanager
 def served(**options: Any) -> Iterator[Served]:
-    """A desk over a journal in memory, behind an app with these options."""
-    ring = Keyring(SECRET)
+    """Serve a queue over a journal in memory from an app with these options."""
+    keyring = Keyring(SECRET)
     journal = open_store()
-    desk = LocalRolloutQueue(journal, ring)
+    queue = LocalRolloutQueue(journal, keyring)
     try:
-        yield Served(journal, ring, desk, create_app(desk, ring, **options))
+        yield Served(journal, keyring, queue, create_app(queue, keyring, **options))
     finally:
-        asyncio.run(desk.close())
+        asyncio.run(queue.close())
         journal.close()

@@ -43,7 +43,7 @@ def _host() -> str:
 
 @cache
 def _programs() -> Path:
-    """The server's programs: where the package is, or, if who runs them may not look there, a copy."""
+    """Return the directory of the server's programs: in the package, or a copy if its user may not read the package."""
     found = find_spec("pgserver")
     assert found is not None and found.origin is not None
     package = Path(found.origin).parent
@@ -59,7 +59,7 @@ def _programs() -> Path:
 
 
 def _somebody() -> dict[str, Any]:
-    """Who runs the server, which refuses to be run by root."""
+    """Return the user that runs the server, which root may not."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -69,31 +69,42 @@ def _somebody() -> dict[str, Any]:
 @contextmanager
 def server() -> Iterator[str]:
     """A server on a socket in a new folder, which is gone with it; its folder, which is its host."""
-    folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
+    directory = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
     programs = _programs()
     who, environment = _somebody(), _environment()
     if who:
-        os.chown(folder, who["user"], who["group"])
+        os.chown(directory, who["user"], who["group"])
     try:
-        making = [programs / "initdb", "-D", folder / "data", "-A", "trust", "-U", "etude", "-E", "utf8", "--no-sync"]
-        subprocess.run(making, check=True, capture_output=True, cwd=folder, env=environment, timeout=ROOM_S, **who)
+        making = [
+            programs / "initdb",
+            "-D",
+            directory / "data",
+            "-A",
+            "trust",
+            "-U",
+            "etude",
+            "-E",
+            "utf8",
+            "--no-sync",
+        ]
+        subprocess.run(making, check=True, capture_output=True, cwd=directory, env=environment, timeout=ROOM_S, **who)
         try:
-            begun(str(folder))
-            yield str(folder)
+            begun(str(directory))
+            yield str(directory)
         finally:
-            ended(str(folder), signal.SIGINT)  # at once, whoever is connected
+            ended(str(directory), signal.SIGINT)  # at once, whoever is connected
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
 
 def begun(host: str) -> None:
     """Start the server of this folder."""
-    folder = Path(host)
-    serving = [_programs() / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-F"]
-    with (folder / "log").open("ab") as log:
-        running = subprocess.Popen(serving, cwd=folder, env=_environment(), stdout=log, stderr=log, **_somebody())
+    directory = Path(host)
+    serving = [_programs() / "postgres", "-D", directory / "data", "-k", directory, "-c", "listen_addresses=", "-F"]
+    with (directory / "log").open("ab") as log:
+        running = subprocess.Popen(serving, cwd=directory, env=_environment(), stdout=log, stderr=log, **_somebody())
     _running[host] = running
-    _ready(folder, running)
+    _ready(directory, running)
 
 
 def ended(host: str, how: signal.Signals) -> None:
@@ -111,15 +122,15 @@ def _environment() -> dict[str, str]:
     return {"PATH": str(_programs()), "LC_ALL": "C"}
 
 
-def _ready(folder: Path, running: subprocess.Popen[bytes]) -> None:
+def _ready(directory: Path, running: subprocess.Popen[bytes]) -> None:
     import psycopg
 
     deadline = time.monotonic() + ROOM_S
     while True:
         try:
-            psycopg.connect(host=str(folder), user="etude", dbname="postgres").close()
+            psycopg.connect(host=str(directory), user="etude", dbname="postgres").close()
         except psycopg.OperationalError:
-            assert running.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            assert running.poll() is None and time.monotonic() < deadline, (directory / "log").read_text()
             time.sleep(0.05)
         else:
             return

@@ -13,8 +13,8 @@ from etude.store.server import serve
 from tests.store.served import SECRET
 
 if __name__ == "__main__":
-    ring = Keyring(SECRET)
-    desk = LocalRolloutQueue(open_store(Path(sys.argv[1])), ring)
-    with serve(desk, ring, port=int(sys.argv[2])):
+    keyring = Keyring(SECRET)
+    queue = LocalRolloutQueue(open_store(Path(sys.argv[1])), keyring)
+    with serve(queue, keyring, port=int(sys.argv[2])):
         print("ready", flush=True)
         threading.Event().wait(300)

@@ -34,15 +34,15 @@ from tests.contracts.rollout_queues import claim, wanted
 from tests.store.made import turn
 from tests.store.served import SECRET
 from tests.store.servers import begun, ended, made_database, server
-from tests.store.test_local_queue import DONE, at_a_desk
+from tests.store.test_local_queue import DONE, with_queue
 
 
-def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
-    """Those who asked before it went, and whose answer depends on what would have been asked later."""
+def test_calls_that_wait_on_a_queue_without_its_journal_fail() -> None:
+    """This includes calls made before the journal went, whose reply depends on later calls."""
     journal = open_store()
 
-    async def story(desk: LocalRolloutQueue) -> None:
-        waits = [asyncio.create_task(desk.claim("runner", 1, 60)), asyncio.create_task(desk.wait(0, 60))]
+    async def story(queue: LocalRolloutQueue) -> None:
+        waits = [asyncio.create_task(queue.claim("runner", 1, 60)), asyncio.create_task(queue.wait(0, 60))]
         await asyncio.sleep(0.1)
 
         def fails(*_: object) -> None:
@@ -51,23 +51,23 @@ def test_who_waits_at_a_desk_whose_journal_is_gone_is_told() -> None:
         for name in ("_commit", "iter_states"):
             setattr(journal, name, fails)
         with pytest.raises(StoreError, match="nothing any more"):
-            await desk.enqueue(wanted(0))
+            await queue.enqueue(wanted(0))
         async with asyncio.timeout(10):
             claimed, waited = await asyncio.gather(*waits, return_exceptions=True)
             assert isinstance(claimed, StoreError) and "nothing any more" in str(claimed)  # it was about to have it
             assert isinstance(waited, StoreError) and "The rollout queue stopped" in str(waited)
             with pytest.raises(StoreError, match="The rollout queue stopped"):
-                await desk.claim("runner", 1, 60)
+                await queue.claim("runner", 1, 60)
 
-    at_a_desk(journal, story)
+    with_queue(journal, story)
 
 
-def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
+def test_a_claim_that_is_cancelled_on_a_closed_queue_is_cancelled() -> None:
     async def story() -> None:
-        desk = LocalRolloutQueue(open_store())
-        waits = asyncio.create_task(desk.claim("runner", 1, 60))
+        queue = LocalRolloutQueue(open_store())
+        waits = asyncio.create_task(queue.claim("runner", 1, 60))
         await asyncio.sleep(0.1)
-        closing = asyncio.create_task(desk.close())
+        closing = asyncio.create_task(queue.close())
         await asyncio.sleep(0)
         waits.cancel()
         await closing
@@ -77,36 +77,36 @@ def test_a_claim_that_is_cancelled_at_a_closed_desk_is_cancelled() -> None:
     asyncio.run(story())
 
 
-def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_queue_that_a_run_takes_over_executes_rollouts_enqueued_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 
-    async def before(desk: LocalRolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 3))
-        (got,) = await claim(desk)
-        await desk.record_turn(got.attempt_id, turn())
+    async def before(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 3))
+        (got,) = await claim(queue)
+        await queue.record_turn(got.attempt_id, turn())
 
-    async def after(desk: LocalRolloutQueue) -> None:
-        assert await desk.claim("another", 3, 0) == []
-        assert (await desk.statistics())["queued"] == 3, "they wait, to be asked for again"
-        assert await desk.enqueue(wanted(0, 2)) == [0, 1]
-        first, second = await desk.claim("another", 3, 1.0)
+    async def after(queue: LocalRolloutQueue) -> None:
+        assert await queue.claim("another", 3, 0) == []
+        assert (await queue.statistics())["queued"] == 3, "they wait, to be asked for again"
+        assert await queue.enqueue(wanted(0, 2)) == [0, 1]
+        first, second = await queue.claim("another", 3, 1.0)
         assert (first.attempt_id, second.attempt_id) == (AttemptId(0, 1), AttemptId(1, 0))
-        assert not await desk.finish(first.attempt_id._replace(attempt=0), DONE), "its word comes too late"
+        assert not await queue.finish(first.attempt_id._replace(attempt=0), DONE), "its word comes too late"
         for each in (first, second):
-            assert await desk.finish(each.attempt_id, DONE)
-        assert desk.journal.rollout(2).status is Status.QUEUED
+            assert await queue.finish(each.attempt_id, DONE)
+        assert queue.journal.rollout(2).status is Status.QUEUED
 
     with closing(open_store(path)) as journal:
-        at_a_desk(journal, before)
+        with_queue(journal, before)
     with closing(open_store(path)) as journal:
 
         async def anew() -> None:
-            desk = LocalRolloutQueue(journal)
+            queue = LocalRolloutQueue(journal)
             try:
-                assert await desk.acquire_lease(QueueOwner("run", "here")) == 1
-                await after(desk)
+                assert await queue.acquire_lease(QueueOwner("run", "here")) == 1
+                await after(queue)
             finally:
-                await desk.close()
+                await queue.close()
 
         asyncio.run(anew())
         lost, played = journal.rollout(0).attempts
@@ -117,7 +117,7 @@ def test_a_desk_that_a_run_takes_up_does_what_it_is_asked_for_again(tmp_path: Pa
 
 
 @pytest.mark.integration
-def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_waiting() -> None:
+def test_a_database_server_that_dies_under_load_loses_nothing_and_ends_every_wait() -> None:
     """It dies as by a crash, and comes back; the journal is opened again, and the work goes on."""
     require("postgres")
     finished: set[int] = set()
@@ -125,20 +125,20 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_
         where = made_database(host, "run")
         journal = open_store(where)
 
-        async def plays(desk: RolloutQueue, name: str) -> None:
+        async def plays(queue: RolloutQueue, name: str) -> None:
             while True:
-                for got in await desk.claim(name, 4, 30):
-                    await desk.record_turn(got.attempt_id, turn())
-                    await desk.finish(got.attempt_id, DONE)
+                for got in await queue.claim(name, 4, 30):
+                    await queue.record_turn(got.attempt_id, turn())
+                    await queue.finish(got.attempt_id, DONE)
                     finished.add(got.attempt_id.rollout)
 
-        async def queues(desk: RolloutQueue, first: int) -> None:
+        async def queues(queue: RolloutQueue, first: int) -> None:
             for task in range(first, first + 100_000):
-                await desk.enqueue(wanted(task, 4))
+                await queue.enqueue(wanted(task, 4))
                 await asyncio.sleep(0.005)
 
-        async def loaded(desk: RolloutQueue) -> None:
-            works: list[Any] = [queues(desk, 0), *(plays(desk, name) for name in "abc")]
+        async def loaded(queue: RolloutQueue) -> None:
+            works: list[Any] = [queues(queue, 0), *(plays(queue, name) for name in "abc")]
             tasks = [asyncio.create_task(work) for work in works]
             while len(finished) < 20:
                 await asyncio.sleep(0.01)
@@ -147,23 +147,23 @@ def test_a_database_server_that_dies_under_load_loses_nothing_and_leaves_nobody_
                 for told in await asyncio.gather(*tasks, return_exceptions=True):
                     assert isinstance(told, StoreError)
             with pytest.raises(StoreError, match="Open the journal again"):
-                await desk.enqueue(wanted(10**6))
+                await queue.enqueue(wanted(10**6))
 
-        at_a_desk(journal, loaded)
+        with_queue(journal, loaded)
         begun(host)
         with pytest.raises(StoreError, match="Open the journal again"):  # the right to write went with the connection
             journal.rollouts()
         with closing(open_store(where)) as again:
             assert all(again.rollout(id).status is Status.SUCCEEDED for id in finished)
-            at_a_desk(again, lambda desk: desk.enqueue(wanted(10**6)))
+            with_queue(again, lambda queue: queue.enqueue(wanted(10**6)))
 
 
 # -- a full disk ------------------------------------------------------------------------------------------------------
 
 
-def test_a_runner_hands_in_what_it_played_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
-    """And whoever asks over HTTP meanwhile is told of the disk."""
-    ring = Keyring(SECRET)
+def test_a_runner_reports_its_attempts_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    """Clients that call over HTTP meanwhile get an error about the disk."""
+    keyring = Keyring(SECRET)
     with closing(open_store(tmp_path / "journal.db")) as journal:
         assert isinstance(journal, sql.SqlJournal)
         ask = journal._connection.exec_driver_sql
@@ -173,59 +173,60 @@ def test_a_runner_hands_in_what_it_played_once_a_full_disk_has_room_again(tmp_pa
             ask(f"PRAGMA max_page_count={ask('PRAGMA page_count').scalar()}")  # SQLite then meets its own full disk
             return 1.0
 
-        async def story(desk: LocalRolloutQueue) -> None:
-            await desk.enqueue([RolloutRequest(Task(0, {"prompt": "x" * 9000}), id=0)])
-            runner = Runner(desk, plays, timeouts=QUICK)
+        async def story(queue: LocalRolloutQueue) -> None:
+            await queue.enqueue([RolloutRequest(Task(0, {"prompt": "x" * 9000}), id=0)])
+            runner = Runner(queue, plays, timeouts=QUICK)
             running = asyncio.create_task(runner.run())
             while ask("PRAGMA max_page_count").scalar() > 10**6:
                 await asyncio.sleep(0.02)
-            with serve(desk, ring) as serving:
-                elsewhere = RemoteRolloutQueue(serving.url, ring.admin)
+            with serve(queue, keyring) as serving:
+                elsewhere = RemoteRolloutQueue(serving.url, keyring.admin)
                 with pytest.raises(StoreError, match="the disk is full: free some space and try again"):
                     while True:
                         await elsewhere.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 20_000}))])
                 await elsewhere.close()
             ask("PRAGMA max_page_count=10000000")
-            _, (state,) = await desk.wait(0, 20)
+            _, (state,) = await queue.wait(0, 20)
             assert state.status is Status.SUCCEEDED and state.last is not None and state.last.total == 1.0
             runner.stop()
             await running
 
-        at_a_desk(journal, story, ring)
+        with_queue(journal, story, keyring)
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jump", [-(10.0**7), 10.0**7])
-def test_a_clock_that_jumps_moves_no_limit_and_keys_alone_know_of_it(
-    monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
+def test_a_clock_that_jumps_affects_keys_alone_and_no_limit(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     """Limits are kept by a clock that nobody sets. A key says until when it is good by the clock on the wall, since it
     goes to other machines: set forward, that ends the keys of what is under way, and none that is made from then on."""
-    ring, real = Keyring(SECRET), time.time
+    keyring, real = Keyring(SECRET), time.time
 
-    async def story(desk: LocalRolloutQueue) -> None:
-        await desk.enqueue(
+    async def story(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(
             wanted(0, 2, RolloutLimits(timeout_s=30, unresponsive_s=0.6, queue_timeout_s=30, max_attempts=1))
         )
-        (got,) = await claim(desk)
+        (got,) = await claim(queue)
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         for _ in range(4):
             await asyncio.sleep(0.2)
-            assert await desk.heartbeat("runner", [got.attempt_id]) == {}
+            assert await queue.heartbeat("runner", [got.attempt_id]) == {}
         if jump > 0:
             for key in (got.model_key, got.reward_key):
                 with pytest.raises(InvalidKeyError, match="expired"):
-                    ring.read(key)
+                    keyring.read(key)
         else:
-            assert ring.read(got.model_key).attempt_id == got.attempt_id
-        (other,) = await claim(desk)
-        assert ring.read(other.model_key).attempt_id == other.attempt_id and ring.read(ring.runner).scope == "runner"
-        assert await desk.finish(got.attempt_id, DONE) and await desk.finish(other.attempt_id, DONE)
+            assert keyring.read(got.model_key).attempt_id == got.attempt_id
+        (other,) = await claim(queue)
+        assert (
+            keyring.read(other.model_key).attempt_id == other.attempt_id
+            and keyring.read(keyring.runner).scope == "runner"
+        )
+        assert await queue.finish(got.attempt_id, DONE) and await queue.finish(other.attempt_id, DONE)
 
     with closing(open_store()) as journal:
-        at_a_desk(journal, story, ring)
+        with_queue(journal, story, keyring)
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
@@ -233,15 +234,15 @@ def test_a_clock_that_jumps_moves_no_limit_and_keys_alone_know_of_it(
 
 @pytest.fixture
 def listening() -> Iterator[tuple[str, int, str]]:
-    ring, journal = Keyring(SECRET), open_store()
-    desk = LocalRolloutQueue(journal, ring)
-    with serve(desk, ring) as serving:
+    keyring, journal = Keyring(SECRET), open_store()
+    queue = LocalRolloutQueue(journal, keyring)
+    with serve(queue, keyring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
-        yield host, int(port), ring.admin
-    asyncio.run(desk.close())
+        yield host, int(port), keyring.admin
+    asyncio.run(queue.close())
 
 
-def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
+def test_a_client_that_drips_the_head_of_a_request_is_disconnected_and_no_other(
     monkeypatch: pytest.MonkeyPatch, listening: tuple[str, int, str]
 ) -> None:
     monkeypatch.setattr("etude.store.request_limits.HEAD_S", 0.5)
@@ -271,7 +272,7 @@ def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
                 except OSError:
                     open_.discard(line)
             time.sleep(0.05)
-        assert not open_, "who never ends a head is heard for ever"
+        assert not open_, "a client that never ends a head is read for ever"
         silent.settimeout(10)
         with suppress(ConnectionResetError):
             assert silent.recv(10) == b""
@@ -279,12 +280,12 @@ def test_who_drips_the_head_of_a_request_is_hung_up_on_and_nobody_else(
 
 
 def test_a_body_that_drips_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = Keyring(SECRET)
+    keyring = Keyring(SECRET)
     monkeypatch.setattr("etude.store.request_limits.DRAINED_S", 0.2)
 
     async def story() -> None:
-        desk = LocalRolloutQueue(open_store(), ring)
-        gate = RequestMiddleware(create_app(desk, ring), "life", ring.read_headers, read_s=0.3)  # type: ignore[arg-type]  # any app
+        queue = LocalRolloutQueue(open_store(), keyring)
+        middleware = RequestMiddleware(create_app(queue, keyring), "life", keyring.read_headers, read_s=0.3)  # type: ignore[arg-type]  # any app
         sent: list[Any] = []
 
         async def receive() -> dict[str, Any]:
@@ -294,19 +295,19 @@ def test_a_body_that_drips_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -
         async def send(message: Any) -> None:
             sent.append(message)
 
-        head = [(b"authorization", f"Bearer {ring.admin}".encode()), (b"transfer-encoding", b"chunked")]
+        head = [(b"authorization", f"Bearer {keyring.admin}".encode()), (b"transfer-encoding", b"chunked")]
         scope = {"type": "http", "method": "POST", "path": "/v1/store/statistics", "headers": head}
         async with asyncio.timeout(10):
-            await gate(scope, receive, send)
+            await middleware(scope, receive, send)
         assert sent[0]["status"] == 408
         assert "did not arrive within 0.3 seconds" in json.loads(sent[1]["body"])["error"]["message"]
-        await desk.close()
+        await queue.close()
 
     asyncio.run(story())
 
 
-def test_what_cannot_be_read_of_an_answer_is_told_to_who_wrote() -> None:
-    """Something that stands before a server answers for it, in words that nobody knows."""
+def test_an_unreadable_reply_is_an_error_of_the_write() -> None:
+    """A proxy in front of a server answers for it, with an unknown body."""
 
     class Odd:
         async def answer(self, verb: str, body: bytes) -> tuple[int, dict[str, Any]]:

@@ -32,12 +32,12 @@ HEALTH = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
-    ring = Keyring(SECRET)
-    desk = LocalRolloutQueue(open_store(), ring)
-    with serve(desk, ring) as serving:
+    keyring = Keyring(SECRET)
+    queue = LocalRolloutQueue(open_store(), keyring)
+    with serve(queue, keyring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
         yield host, int(port)
-    asyncio.run(desk.close())
+    asyncio.run(queue.close())
 
 
 def sent(place: Place, *parts: bytes, ends: bool = True) -> bytes:
@@ -77,7 +77,7 @@ def test_a_head_without_bounds_is_answered_431_and_others_do_not_wait(
     assert sent(place, HEALTH + b"connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
-def test_who_sends_a_head_for_ever_is_let_go_of_and_others_are_answered_meanwhile(
+def test_an_endless_head_is_cut_off_and_others_are_answered_meanwhile(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "DRAINED_BYTES", 2**24)
@@ -157,9 +157,9 @@ def statuses(line: socket.socket, count: int) -> list[int]:
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_long_bodies_and_short_ones_follow_each_other_on_one_connection(place: Place, pipelined: bool) -> None:
-    ring = Keyring(SECRET)
+    keyring = Keyring(SECRET)
     sizes = (30_000, 30_000, 100, 2**20, 100)
-    requests = [posted("statistics", b" " * size + b"{}", ring.admin) for size in sizes]
+    requests = [posted("statistics", b" " * size + b"{}", keyring.admin) for size in sizes]
     with socket.create_connection(place, timeout=20) as line:
         if pipelined:
             line.sendall(b"".join(requests))
@@ -174,12 +174,12 @@ def test_long_bodies_and_short_ones_follow_each_other_on_one_connection(place: P
 def roomed(monkeypatch: pytest.MonkeyPatch, most: int) -> Iterator[tuple[ServerThread, Place, str]]:
     """A server with room for so many connections, its place, and its admin key."""
     monkeypatch.setattr(bounds, "CONNECTIONS", most)
-    ring = Keyring(SECRET)
-    desk = LocalRolloutQueue(open_store(), ring)
-    with serve(desk, ring) as serving:
+    keyring = Keyring(SECRET)
+    queue = LocalRolloutQueue(open_store(), keyring)
+    with serve(queue, keyring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
-        yield serving, (host, int(port)), ring.admin
-    asyncio.run(desk.close())
+        yield serving, (host, int(port)), keyring.admin
+    asyncio.run(queue.close())
 
 
 def connections(serving: ServerThread) -> set[HttpConnection]:
@@ -215,7 +215,7 @@ def soon(is_so: Callable[[], bool]) -> bool:
     [b"", b"GET /", posted("find", b"")[:-4] + b"\r\nx-a: b", posted("find", b"x" * 60_000)[:-59_000]],
     ids=["nothing", "line", "head", "body"],
 )
-def test_strangers_make_room_whatever_they_do_and_go_before_who_has_a_key(
+def test_anonymous_connections_make_room_even_if_busy_and_before_those_with_a_key(
     monkeypatch: pytest.MonkeyPatch, sends: bytes
 ) -> None:
     with roomed(monkeypatch, 8) as (serving, place, admin), ExitStack() as stack:
@@ -233,10 +233,10 @@ def test_strangers_make_room_whatever_they_do_and_go_before_who_has_a_key(
             assert statuses(line, 1) == [200]
         for line in known:
             line.sendall(posted("statistics", b"{}", admin))
-            assert statuses(line, 1) == [200], "who has a key is let be"
+            assert statuses(line, 1) == [200], "a client with a key stays connected"
 
 
-def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anonymous_connections_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.store.http_connection.ANONYMOUS_GRACE_S", 0.0)
     with roomed(monkeypatch, 16) as (serving, place, _), ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(place, timeout=20)) for _ in range(12)]
@@ -247,7 +247,7 @@ def test_strangers_have_a_quarter_of_the_room(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["stranger", "with a key"])
-def test_who_does_not_read_its_answers_is_hung_up_on(
+def test_a_client_that_does_not_read_its_responses_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     with roomed(monkeypatch, 64) as (serving, place, admin), socket.socket() as line:
@@ -277,7 +277,7 @@ def test_who_does_not_read_its_answers_is_hung_up_on(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "it is no failure"
 
 
-def test_who_reads_slowly_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_slowly_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     with roomed(monkeypatch, 64) as (serving, place, _), socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.connect(place)

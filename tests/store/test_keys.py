@@ -15,32 +15,32 @@ from etude.errors import ConfigError, InvalidKeyError
 from etude.store.keys import Grant, Keyring
 from etude.store.rollout_queue import AttemptId
 
-RING = Keyring(b"0123456789abcdef0123456789abcdef")
-MODEL = RING.model_key(AttemptId(12, 3), 7 * 24 * 3600)
+KEYRING = Keyring(b"0123456789abcdef0123456789abcdef")
+MODEL = KEYRING.model_key(AttemptId(12, 3), 7 * 24 * 3600)
 
 
 def test_a_key_says_what_it_opens() -> None:
-    assert RING.read(RING.admin) == Grant("admin", None)
-    assert RING.read(RING.runner) == Grant("runner", None)
-    assert RING.read(MODEL) == Grant("model", AttemptId(12, 3))
-    assert RING.read(RING.reward_key(AttemptId(2**63 - 1, 0), 60)) == Grant("reward", AttemptId(2**63 - 1, 0))
+    assert KEYRING.read(KEYRING.admin) == Grant("admin", None)
+    assert KEYRING.read(KEYRING.runner) == Grant("runner", None)
+    assert KEYRING.read(MODEL) == Grant("model", AttemptId(12, 3))
+    assert KEYRING.read(KEYRING.reward_key(AttemptId(2**63 - 1, 0), 60)) == Grant("reward", AttemptId(2**63 - 1, 0))
     assert MODEL.startswith("etude.model.12.3.") and re.fullmatch(r"[A-Za-z0-9._-]+", MODEL), "fit for a header"
 
 
 def test_any_process_that_knows_the_secret_reads_them() -> None:
-    assert Keyring(b"0123456789abcdef0123456789abcdef").read(MODEL) == RING.read(MODEL)
+    assert Keyring(b"0123456789abcdef0123456789abcdef").read(MODEL) == KEYRING.read(MODEL)
 
 
-def test_whoever_has_the_admin_key_makes_and_reads_all_others() -> None:
-    other = Keyring(admin=RING.admin)
-    assert other.read(MODEL) == RING.read(MODEL) and other.runner == RING.runner and other.admin == RING.admin
-    assert RING.read(other.reward_key(AttemptId(12, 3), 60)).attempt_id == AttemptId(12, 3)
+def test_the_admin_key_makes_and_reads_all_other_keys() -> None:
+    other = Keyring(admin=KEYRING.admin)
+    assert other.read(MODEL) == KEYRING.read(MODEL) and other.runner == KEYRING.runner and other.admin == KEYRING.admin
+    assert KEYRING.read(other.reward_key(AttemptId(12, 3), 60)).attempt_id == AttemptId(12, 3)
     chosen = Keyring(admin="chosen-by-somebody-else")
     assert chosen.read("chosen-by-somebody-else") == Grant("admin", None)
     with pytest.raises(InvalidKeyError):
-        chosen.read(RING.runner)
-    with pytest.raises(InvalidKeyError):  # the word admin under the seal of other keys opens nothing
-        RING.read(RING._make_key("etude.admin"))
+        chosen.read(KEYRING.runner)
+    with pytest.raises(InvalidKeyError):  # the word admin with the signature of other keys opens nothing
+        KEYRING.read(KEYRING._make_key("etude.admin"))
 
 
 def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_directory_keeps_its_keys(tmp_path: Path) -> None:
 
 def test_of_another_secret_none_is_good() -> None:
     other = Keyring(b"fedcba9876543210fedcba9876543210")
-    for key in (RING.admin, RING.runner, MODEL):
+    for key in (KEYRING.admin, KEYRING.runner, MODEL):
         with pytest.raises(InvalidKeyError, match="was not made by this server"):
             other.read(key)
     assert Keyring().admin != Keyring().admin, "without a secret each makes up its own"
@@ -71,64 +71,66 @@ def test_of_another_secret_none_is_good() -> None:
         ("etude.", "etude.etude."),
     ],
 )
-def test_another_word_needs_another_seal(change: tuple[str, str]) -> None:
+def test_another_payload_needs_another_signature(change: tuple[str, str]) -> None:
     with pytest.raises(InvalidKeyError):
-        RING.read(MODEL.replace(*change))
+        KEYRING.read(MODEL.replace(*change))
 
 
-def test_a_longer_life_needs_another_seal() -> None:
-    *told, expires, seal = MODEL.split(".")
+def test_a_later_expiry_needs_another_signature() -> None:
+    *claims, expires, signature = MODEL.split(".")
     with pytest.raises(InvalidKeyError):
-        RING.read(".".join([*told, str(int(expires) + 1), seal]))
+        KEYRING.read(".".join([*claims, str(int(expires) + 1), signature]))
 
 
-def test_the_seal_of_one_key_fits_no_other() -> None:
-    seals = [key.rpartition(".")[2] for key in (RING.admin, RING.runner, RING.reward_key(AttemptId(12, 3), 60))]
-    for seal in seals:
+def test_the_signature_of_one_key_fits_no_other() -> None:
+    signatures = [
+        key.rpartition(".")[2] for key in (KEYRING.admin, KEYRING.runner, KEYRING.reward_key(AttemptId(12, 3), 60))
+    ]
+    for signature in signatures:
         with pytest.raises(InvalidKeyError):
-            RING.read(f"{MODEL.rpartition('.')[0]}.{seal}")
+            KEYRING.read(f"{MODEL.rpartition('.')[0]}.{signature}")
 
 
 @given(st.integers(0, len(MODEL) - 1), st.characters())
 def test_one_character_changed_is_no_key(place: int, character: str) -> None:
     changed = MODEL[:place] + character + MODEL[place + 1 :]
     if changed == MODEL:
-        assert RING.read(changed).scope == "model"
+        assert KEYRING.read(changed).scope == "model"
     else:
         with pytest.raises(InvalidKeyError):
-            RING.read(changed)
+            KEYRING.read(changed)
 
 
 @given(st.text() | st.text().map(lambda text: f"etude.admin.{text}"))
 def test_any_text_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(InvalidKeyError, match="was not made by this server"):
-        RING.read(text)
+        KEYRING.read(text)
 
 
-def test_the_seal_is_of_all_its_bits() -> None:
-    """Base64 has spare bits at its end: another text that decodes to the same seal is refused too."""
-    told, _, seal = MODEL.rpartition(".")
+def test_the_signature_covers_all_its_bits() -> None:
+    """Base64 has spare bits at its end: another text that decodes to the same signature is refused too."""
+    claims, _, signature = MODEL.rpartition(".")
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-    twin = seal[:-1] + alphabet[alphabet.index(seal[-1]) ^ 1]
-    assert base64.urlsafe_b64decode(twin + "=") == base64.urlsafe_b64decode(seal + "=") and twin != seal
+    twin = signature[:-1] + alphabet[alphabet.index(signature[-1]) ^ 1]
+    assert base64.urlsafe_b64decode(twin + "=") == base64.urlsafe_b64decode(signature + "=") and twin != signature
     with pytest.raises(InvalidKeyError):
-        RING.read(f"{told}.{twin}")
+        KEYRING.read(f"{claims}.{twin}")
 
 
 def test_a_key_is_good_until_its_time() -> None:
-    old = RING.reward_key(AttemptId(7, 1), -5)
+    old = KEYRING.reward_key(AttemptId(7, 1), -5)
     with pytest.raises(InvalidKeyError, match=r"The reward key of attempt 1 of rollout 7 expired \d+ s ago"):
-        RING.read(old)
-    short = RING.model_key(AttemptId(7, 1), 2)
-    assert RING.read(short).attempt_id == AttemptId(7, 1)
+        KEYRING.read(old)
+    short = KEYRING.model_key(AttemptId(7, 1), 2)
+    assert KEYRING.read(short).attempt_id == AttemptId(7, 1)
     deadline = time.monotonic() + 10
     with pytest.raises(InvalidKeyError, match="expired"):
         while time.monotonic() < deadline:
-            RING.read(short)
+            KEYRING.read(short)
             time.sleep(0.05)
 
 
 def test_a_secret_that_can_be_guessed_is_refused_and_none_is_shown() -> None:
     with pytest.raises(ConfigError, match="has 5 bytes, and one below 16 can be guessed"):
         Keyring(b"12345")
-    assert "0123456789abcdef" not in repr(RING)
+    assert "0123456789abcdef" not in repr(KEYRING)

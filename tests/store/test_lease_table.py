@@ -24,7 +24,7 @@ def test_a_reminder_comes_at_its_time_and_once() -> None:
     assert passed(work, over - 0.1) == [] and passed(work, over) == [("time", 2)] and work.next_deadline() is None
 
 
-def test_who_is_heard_is_looked_at_later() -> None:
+def test_a_heartbeat_postpones_the_deadline() -> None:
     work, key = LeaseTable(), AttemptId(2, 0)
     work.start_lease(key, "a", LIMITS, 0.0)
     for now in range(1, 96, 9):
@@ -36,7 +36,7 @@ def test_who_is_heard_is_looked_at_later() -> None:
     assert passed(work, over - 0.1) == [] and passed(work, over) == [("time", 2)]
 
 
-def test_where_nobody_could_be_heard_nobody_was_silent() -> None:
+def test_a_suspended_process_counts_no_silence() -> None:
     work = LeaseTable()
     work.start_lease(AttemptId(2, 0), "a", LIMITS, 0.0)
     work.extend_leases(60.0)

@@ -1,4 +1,4 @@
-"""The desk of a journal in this process: many threads, restarts, kills, full disks, and no more memory than is open."""
+"""The rollout queue of a journal in this process: many threads, restarts, kills, full disks, and bounded memory."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ DONE = AttemptReport(Outcome.SUCCEEDED, reward=1.0)
 T = TypeVar("T")
 
 
-def at_a_desk(
+def with_queue(
     journal: Journal, story: Callable[[LocalRolloutQueue], Awaitable[T]], keyring: Keyring | None = None
 ) -> T:
-    """Open a desk over a journal, live through a story, and close it."""
+    """Open a queue over a journal, run a story on it, and close it."""
 
     async def whole() -> T:
-        desk = LocalRolloutQueue(journal, keyring)
+        queue = LocalRolloutQueue(journal, keyring)
         try:
-            return await asyncio.wait_for(story(desk), 60)
+            return await asyncio.wait_for(story(queue), 60)
         finally:
-            await desk.close()
+            await queue.close()
 
     return asyncio.run(whole())
 
@@ -51,23 +51,23 @@ def at_a_desk(
 # -- threads, loops and coroutines ------------------------------------------------------------------------------------
 
 
-def test_loops_in_several_threads_share_a_desk(tmp_path: Path) -> None:
-    """A trainer's and two servers': each has its own loop, and all see one desk."""
+def test_loops_in_several_threads_share_a_queue(tmp_path: Path) -> None:
+    """A trainer and two servers: each has its own loop, and all see one queue."""
     total = 80
     with closing(open_store(tmp_path / "journal.db")) as journal:
-        desk = LocalRolloutQueue(journal)
+        queue = LocalRolloutQueue(journal)
         raised: list[BaseException] = []
 
         async def produce() -> None:
             for task in range(total // 4):
-                await desk.enqueue(wanted(task, 4))
-            assert sorted(await ended(desk, total)) == list(range(total))
+                await queue.enqueue(wanted(task, 4))
+            assert sorted(await ended(queue, total)) == list(range(total))
 
         async def run(name: str) -> None:
-            while (await desk.statistics())["succeeded"] < total:
-                for got in await desk.claim(name, 3, 0.2):
-                    await desk.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
-                    assert await desk.finish(got.attempt_id, DONE)
+            while (await queue.statistics())["succeeded"] < total:
+                for got in await queue.claim(name, 3, 0.2):
+                    await queue.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
+                    assert await queue.finish(got.attempt_id, DONE)
 
         def in_its_loop(story: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -81,21 +81,21 @@ def test_loops_in_several_threads_share_a_desk(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        asyncio.run(desk.close())
+        asyncio.run(queue.close())
         assert raised == []
         assert all(len(state.attempts) == 1 for state in journal.rollouts()) and len(journal.rollouts()) == total
 
 
-def test_a_claim_that_nobody_waits_for_any_more_takes_nothing() -> None:
+def test_an_abandoned_claim_takes_nothing() -> None:
     """Cancelled while it waits, and cancelled at the moment it is answered: the work is for another."""
 
-    async def story(desk: LocalRolloutQueue) -> None:
-        waiting = asyncio.create_task(desk.claim("gone", 4, 20))
+    async def story(queue: LocalRolloutQueue) -> None:
+        waiting = asyncio.create_task(queue.claim("gone", 4, 20))
         await asyncio.sleep(0.05)
         waiting.cancel()
-        await desk.enqueue(wanted(0, 2))
-        answered = asyncio.create_task(desk.claim("gone", 4, 20))
-        queueing = asyncio.create_task(desk.enqueue(wanted(1, 2)))
+        await queue.enqueue(wanted(0, 2))
+        answered = asyncio.create_task(queue.claim("gone", 4, 20))
+        queueing = asyncio.create_task(queue.enqueue(wanted(1, 2)))
         await asyncio.sleep(0)
         time.sleep(0.2)  # the answer is on its way, and this loop has not heard of it
         answered.cancel()
@@ -103,202 +103,202 @@ def test_a_claim_that_nobody_waits_for_any_more_takes_nothing() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await claiming
         await queueing
-        claims = await claim(desk, 4, "here")
+        claims = await claim(queue, 4, "here")
         assert {got.attempt_id.rollout for got in claims} == {0, 1, 2, 3}
-        assert max(got.attempt_id.attempt for got in claims) == 1, "some had been lent"
-        assert all([await desk.finish(got.attempt_id, DONE) for got in claims])
+        assert max(got.attempt_id.attempt for got in claims) == 1, "some had been assigned"
+        assert all([await queue.finish(got.attempt_id, DONE) for got in claims])
 
-    at_a_desk(open_store(), story)
+    with_queue(open_store(), story)
 
 
-def test_a_loop_that_ended_in_the_middle_harms_nobody() -> None:
+def test_a_loop_that_ended_in_the_middle_harms_no_other() -> None:
     journal = open_store()
-    desk = LocalRolloutQueue(journal)
+    queue = LocalRolloutQueue(journal)
 
     async def leave() -> None:
-        waiting = asyncio.ensure_future(desk.wait(0, 30))
+        waiting = asyncio.ensure_future(queue.wait(0, 30))
         await asyncio.sleep(0.05)
         assert not waiting.done()
 
     asyncio.run(leave())
 
     async def stay() -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
-        assert await desk.finish(got.attempt_id, DONE)
-        assert await ended(desk, 1) == [0]
-        await desk.close()
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
+        assert await queue.finish(got.attempt_id, DONE)
+        assert await ended(queue, 1) == [0]
+        await queue.close()
 
     asyncio.run(stay())
 
 
-def test_a_closed_desk_says_so_and_leaves_nobody_waiting() -> None:
+def test_a_closed_queue_says_so_and_ends_every_wait() -> None:
     journal = open_store()
 
     async def story() -> None:
-        desk = LocalRolloutQueue(journal)
-        waiting = [asyncio.create_task(desk.claim("runner", 1, 30)), asyncio.create_task(desk.wait(0, 30))]
+        queue = LocalRolloutQueue(journal)
+        waiting = [asyncio.create_task(queue.claim("runner", 1, 30)), asyncio.create_task(queue.wait(0, 30))]
         await asyncio.sleep(0.05)
-        acknowledged = asyncio.create_task(desk.put_resource("prompt", "Think."))
+        acknowledged = asyncio.create_task(queue.put_resource("prompt", "Think."))
         await asyncio.sleep(0)
-        await desk.close()
+        await queue.close()
         assert await acknowledged == 1, "what was asked before is done"
         for each in waiting:
             with pytest.raises(StoreError, match="The rollout queue is closed"):
                 await asyncio.wait_for(each, 10)
         with pytest.raises(StoreError, match="The rollout queue is closed"):
-            await desk.enqueue(wanted(1))
-        await desk.close()
+            await queue.enqueue(wanted(1))
+        await queue.close()
 
     asyncio.run(story())
 
 
 def test_a_reward_that_is_no_number_is_named() -> None:
-    async def story(desk: LocalRolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
-        (got,) = await claim(desk)
+    async def story(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
+        (got,) = await claim(queue)
         bad: Any
         for bad in ("good", None, {"right": "yes"}, [1.0]):
             with pytest.raises(RewardError, match=r"Attempt 0 of rollout 0: its reward is .*; it must be a number"):
-                await desk.record_reward(got.attempt_id, bad)
+                await queue.record_reward(got.attempt_id, bad)
         with pytest.raises(RewardError, match=r"its reward is beyond ±.*, so it cannot be added up"):
-            await desk.record_reward(got.attempt_id, 10**400)
+            await queue.record_reward(got.attempt_id, 10**400)
         with pytest.raises(RewardError, match="its reward of turn 3 has no parts"):
-            await desk.record_reward(got.attempt_id, {}, turn=3)
+            await queue.record_reward(got.attempt_id, {}, turn=3)
 
-    at_a_desk(open_store(), story)
+    with_queue(open_store(), story)
 
 
-def test_what_is_asked_while_a_desk_closes_is_done_or_refused() -> None:
-    """From many threads at the very moment: nobody is left waiting, and what was acknowledged is written."""
+def test_calls_while_a_queue_closes_are_executed_or_refused() -> None:
+    """Many threads call at that moment: every call returns, and acknowledged ones are written."""
     for _ in range(4):
         journal = open_store()
-        desk, told = LocalRolloutQueue(journal), list[int | StoreError]()
+        queue, told = LocalRolloutQueue(journal), list[int | StoreError]()
 
-        async def ask(desk: LocalRolloutQueue = desk, told: list[int | StoreError] = told) -> None:
+        async def ask(queue: LocalRolloutQueue = queue, told: list[int | StoreError] = told) -> None:
             while not (told and isinstance(told[-1], StoreError)):
                 try:
-                    told.append(await asyncio.wait_for(desk.put_resource("prompt", "?"), 20))
+                    told.append(await asyncio.wait_for(queue.put_resource("prompt", "?"), 20))
                 except StoreError as error:
                     told.append(error)
 
         threads = [Thread(target=lambda ask=ask: asyncio.run(ask())) for _ in range(3)]
         for thread in threads:
             thread.start()
-        asyncio.run(desk.close())
+        asyncio.run(queue.close())
         for thread in threads:
             thread.join()
         assert len([each for each in told if isinstance(each, int)]) == journal.position
 
 
-# -- who keeps it -----------------------------------------------------------------------------------------------------
+# -- the owner --------------------------------------------------------------------------------------------------------
 
 
-def test_a_desk_that_is_opened_again_knows_in_which_life_what_was_asked(tmp_path: Path) -> None:
-    """A store that is killed between a trainer's beginning and its first step lends nothing of the life before; and
-    what is under way in the present life goes on."""
+def test_a_reopened_queue_knows_the_epoch_of_each_rollout(tmp_path: Path) -> None:
+    """A store that is killed between a trainer's start and its first step assigns nothing of the epoch before; attempts
+    of the present epoch continue."""
     run, path = QueueOwner("run", "here"), tmp_path / "journal.db"
 
-    async def before(desk: LocalRolloutQueue) -> None:
-        await desk.acquire_lease(run, None, 60.0)
-        await desk.enqueue(wanted(0, 3))
-        await desk.acquire_lease(run, None, 60.0)
-        await desk.enqueue(wanted(0, 2))
-        await claim(desk)
+    async def before(queue: LocalRolloutQueue) -> None:
+        await queue.acquire_lease(run, None, 60.0)
+        await queue.enqueue(wanted(0, 3))
+        await queue.acquire_lease(run, None, 60.0)
+        await queue.enqueue(wanted(0, 2))
+        await claim(queue)
 
-    async def after(desk: LocalRolloutQueue) -> None:
-        assert await desk.heartbeat("runner", [AttemptId(0, 0)]) == {}
-        assert await desk.claim("runner", 3, 0.1) == [], "its run was not heard here yet, and may have gone"
-        await desk.acquire_lease(run, 2, 60.0)
-        assert await desk.heartbeat("runner", [AttemptId(0, 0)]) == {}
-        (second,) = await desk.claim("runner", 3, 0.1)
-        assert second.attempt_id == AttemptId(1, 0) and (await desk.statistics())["queued"] == 1
-        await desk.enqueue(wanted(0, 3))
-        assert [got.attempt_id for got in await claim(desk)] == [AttemptId(2, 0)]
+    async def after(queue: LocalRolloutQueue) -> None:
+        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == {}
+        assert await queue.claim("runner", 3, 0.1) == [], "its run was not heard here yet, and may have gone"
+        await queue.acquire_lease(run, 2, 60.0)
+        assert await queue.heartbeat("runner", [AttemptId(0, 0)]) == {}
+        (second,) = await queue.claim("runner", 3, 0.1)
+        assert second.attempt_id == AttemptId(1, 0) and (await queue.statistics())["queued"] == 1
+        await queue.enqueue(wanted(0, 3))
+        assert [got.attempt_id for got in await claim(queue)] == [AttemptId(2, 0)]
 
-    async def elsewhere(desk: LocalRolloutQueue) -> None:
-        await desk.release_owner()
-        assert await desk.claim("runner", 3, 0.0) == []
+    async def elsewhere(queue: LocalRolloutQueue) -> None:
+        await queue.release_owner()
+        assert await queue.claim("runner", 3, 0.0) == []
         with pytest.raises(IllegalTransitionError, match="from epoch 2"):
-            await desk.acquire_lease(run, 2)
+            await queue.acquire_lease(run, 2)
         with pytest.raises(IllegalTransitionError, match="another run"):
-            await desk.acquire_lease(QueueOwner("other", "there"))
-        assert await desk.acquire_lease(QueueOwner("run", "there"), None, 60.0) == 4
+            await queue.acquire_lease(QueueOwner("other", "there"))
+        assert await queue.acquire_lease(QueueOwner("run", "there"), None, 60.0) == 4
         with pytest.raises(IllegalTransitionError, match="already active in there"):
-            await desk.acquire_lease(run)
+            await queue.acquire_lease(run)
 
     for story in (before, after, elsewhere):
         with closing(open_store(path)) as journal:
-            at_a_desk(journal, story)
-            assert journal.replay() == {("task", 0): journal.task(0), **_kept(journal)}
+            with_queue(journal, story)
+            assert journal.replay() == {("task", 0): journal.task(0), **_expected_states(journal)}
 
 
-def _kept(journal: Journal) -> dict[tuple[str, int], Any]:
-    """The rollouts, and who keeps them, as they are known without a replay."""
-    keeper = journal.resource("owner")
-    assert keeper is not None
-    return {("rollout", state.id): state for state in journal.rollouts()} | {("resource", keeper.id): keeper}
+def _expected_states(journal: Journal) -> dict[tuple[str, int], Any]:
+    """Return the rollouts and the owner, as they are known without a replay."""
+    owner = journal.resource("owner")
+    assert owner is not None
+    return {("rollout", state.id): state for state in journal.rollouts()} | {("resource", owner.id): owner}
 
 
 # -- starting again ---------------------------------------------------------------------------------------------------
 
 
-def test_a_desk_takes_up_what_an_earlier_one_left(tmp_path: Path) -> None:
-    path, ring = tmp_path / "journal.db", Keyring(b"0123456789abcdef")
+def test_a_queue_resumes_the_work_of_an_earlier_one(tmp_path: Path) -> None:
+    path, keyring = tmp_path / "journal.db", Keyring(b"0123456789abcdef")
 
-    async def before(desk: LocalRolloutQueue) -> tuple[int, AttemptId]:
-        await desk.put_resource("endpoint", {"model": "policy"})
-        await desk.enqueue(wanted(0, 4, RolloutLimits(unresponsive_s=30.0)))
-        finished, failed, running = await claim(desk, 3)
-        await desk.record_turn(running.attempt_id, turn())
-        await desk.finish(failed.attempt_id, AttemptReport(Outcome.FAILED, "no"))
-        await desk.finish(finished.attempt_id, DONE)
-        cursor, _ = await desk.wait(0, 10)
+    async def before(queue: LocalRolloutQueue) -> tuple[int, AttemptId]:
+        await queue.put_resource("endpoint", {"model": "policy"})
+        await queue.enqueue(wanted(0, 4, RolloutLimits(unresponsive_s=30.0)))
+        finished, failed, running = await claim(queue, 3)
+        await queue.record_turn(running.attempt_id, turn())
+        await queue.finish(failed.attempt_id, AttemptReport(Outcome.FAILED, "no"))
+        await queue.finish(finished.attempt_id, DONE)
+        cursor, _ = await queue.wait(0, 10)
         return cursor, running.attempt_id
 
-    async def after(desk: LocalRolloutQueue) -> None:
-        assert await desk.heartbeat("runner", [running]) == {}, "its runner has it still"
-        assert await desk.record_turn(running, turn()) == 1
-        assert await desk.finish(running, DONE)
-        claims = await claim(desk, 2, "new")
+    async def after(queue: LocalRolloutQueue) -> None:
+        assert await queue.heartbeat("runner", [running]) == {}, "its runner has it still"
+        assert await queue.record_turn(running, turn()) == 1
+        assert await queue.finish(running, DONE)
+        claims = await claim(queue, 2, "new")
         assert [got.attempt_id for got in claims] == [AttemptId(1, 1), AttemptId(3, 0)]
         assert [dict(got.resources) for got in claims] == [{"endpoint": {"model": "policy"}}] * 2
-        assert ring.read(claims[0].reward_key) == Grant("reward", AttemptId(1, 1))
-        assert await desk.put_resource("endpoint", {"model": "other"}) == 2
-        assert await desk.enqueue([RolloutRequest(Task(9, {}))]) == [4]
+        assert keyring.read(claims[0].reward_key) == Grant("reward", AttemptId(1, 1))
+        assert await queue.put_resource("endpoint", {"model": "other"}) == 2
+        assert await queue.enqueue([RolloutRequest(Task(9, {}))]) == [4]
         for got in claims:
-            await desk.finish(got.attempt_id, DONE)
-        assert await ended(desk, 3, cursor) == [2, 1, 3], "the cursor is good still"
-        assert await ended(desk, 4) == [0, 2, 1, 3]
-        told = await desk.statistics()
+            await queue.finish(got.attempt_id, DONE)
+        assert await ended(queue, 3, cursor) == [2, 1, 3], "the cursor is good still"
+        assert await ended(queue, 4) == [0, 2, 1, 3]
+        told = await queue.statistics()
         assert (told["succeeded"], told["retries"], told["queued"]) == (4, 1, 1)
 
     with closing(open_store(path)) as journal:
-        cursor, running = at_a_desk(journal, before, ring)
+        cursor, running = with_queue(journal, before, keyring)
     with closing(open_store(path)) as journal:
-        at_a_desk(journal, after, ring)
+        with_queue(journal, after, keyring)
 
 
-def test_who_does_not_come_back_after_a_restart_loses_its_work(tmp_path: Path) -> None:
+def test_a_runner_that_does_not_return_after_a_restart_loses_its_work(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
 
-    async def before(desk: LocalRolloutQueue) -> None:
-        await desk.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=0.3, max_attempts=1)))
-        await claim(desk, 2)
+    async def before(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(wanted(0, 2, RolloutLimits(unresponsive_s=0.3, max_attempts=1)))
+        await claim(queue, 2)
 
-    async def after(desk: LocalRolloutQueue) -> None:
-        _, states = await desk.wait(0, 20)
+    async def after(queue: LocalRolloutQueue) -> None:
+        _, states = await queue.wait(0, 20)
         assert {state.status for state in states} == {Status.UNRESPONSIVE}
 
     with closing(open_store(path)) as journal:
-        at_a_desk(journal, before)
+        with_queue(journal, before)
         assert len(journal.rollouts(Phase.RUNNING)) == 2
     with closing(open_store(path)) as journal:
-        at_a_desk(journal, after)
+        with_queue(journal, after)
 
 
 def killed_while_working(path: Path, seconds: float) -> set[str]:
-    """Start a process that works at a desk, kill it, and return what it was acknowledged."""
+    """Start a process that works on a queue, kill it, and return what it was acknowledged."""
     code = [sys.executable, "-m", "tests.store.working", str(path)]
     worker = subprocess.Popen(code, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert worker.stdout is not None
@@ -341,20 +341,20 @@ def killed_again_and_again(path: Path, times: int) -> None:
         with closing(open_store(path)) as journal:
             acknowledged_is_there(journal, lines)
 
-    async def finish_all(desk: LocalRolloutQueue) -> None:
+    async def finish_all(queue: LocalRolloutQueue) -> None:
         """Nothing hangs: what was left running is handed in, and what was queued is played."""
-        page = await desk.find(RolloutQuery(statuses=(Status.RUNNING,), limit=10_000))
+        page = await queue.find(RolloutQuery(statuses=(Status.RUNNING,), limit=10_000))
         for state in page.rollouts:
-            assert await desk.finish(
+            assert await queue.finish(
                 AttemptId(state.id, len(state.attempts) - 1), AttemptReport(Outcome.CANCELLED, "over")
             )
-        while claims := await desk.claim("last", 100, 0):
-            await asyncio.gather(*(desk.finish(got.attempt_id, DONE) for got in claims))
-        told = await desk.statistics()
+        while claims := await queue.claim("last", 100, 0):
+            await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
+        told = await queue.statistics()
         assert told["queued"] == told["running"] == 0
 
     with closing(open_store(path)) as journal:
-        at_a_desk(journal, finish_all)
+        with_queue(journal, finish_all)
         assert journal.rollouts(Phase.QUEUED, Phase.RUNNING) == []
 
 
@@ -371,50 +371,50 @@ def test_nothing_acknowledged_is_lost_by_kill_9_under_load_twenty_times(tmp_path
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_to_who_asked_and_the_desk_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_call_and_the_queue_continues(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.db")) as journal:
         assert isinstance(journal, sql.SqlJournal)
         ask = journal._connection.exec_driver_sql
 
-        async def story(desk: LocalRolloutQueue) -> None:
-            await desk.enqueue(wanted(0, 3))
-            first, second = await claim(desk, 2)
+        async def story(queue: LocalRolloutQueue) -> None:
+            await queue.enqueue(wanted(0, 3))
+            first, second = await claim(queue, 2)
             ask(f"PRAGMA max_page_count={ask('PRAGMA page_count').scalar()}")  # SQLite then meets its own full disk
             for size in (4000, 400, 40, 4):
                 with pytest.raises(StoreError, match="the disk is full: free some space and try again"):
                     while True:
-                        await desk.record_note(first.attempt_id, "seen", "x" * size)
+                        await queue.record_note(first.attempt_id, "seen", "x" * size)
             with pytest.raises(StoreError, match="the disk is full"):
-                await desk.claim("runner", 1, 10)
+                await queue.claim("runner", 1, 10)
             with pytest.raises(StoreError, match="the disk is full"):
-                await desk.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)])
+                await queue.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)])
             ask("PRAGMA max_page_count=1000000")
-            assert await desk.heartbeat("runner", [first.attempt_id, second.attempt_id]) == {}
-            assert await desk.finish(first.attempt_id, DONE)
-            assert [got.attempt_id for got in await desk.claim("runner", 3, 10)] == [AttemptId(2, 0)]
-            assert await desk.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)]) == [50]
+            assert await queue.heartbeat("runner", [first.attempt_id, second.attempt_id]) == {}
+            assert await queue.finish(first.attempt_id, DONE)
+            assert [got.attempt_id for got in await queue.claim("runner", 3, 10)] == [AttemptId(2, 0)]
+            assert await queue.enqueue([RolloutRequest(Task(5, {"prompt": "x" * 9000}), 0, 50)]) == [50]
 
-        at_a_desk(journal, story)
+        with_queue(journal, story)
         assert journal.rollout(0).status is Status.SUCCEEDED
 
 
-def test_a_journal_that_is_gone_stops_the_desk_in_a_sentence(tmp_path: Path) -> None:
+def test_a_journal_that_is_gone_stops_the_queue_in_a_sentence(tmp_path: Path) -> None:
     journal = open_store(tmp_path / "journal.db")
 
-    async def story(desk: LocalRolloutQueue) -> None:
-        await desk.enqueue(wanted(0))
+    async def story(queue: LocalRolloutQueue) -> None:
+        await queue.enqueue(wanted(0))
         journal.close()
         with pytest.raises(StoreError, match="it is closed"):
-            await desk.enqueue(wanted(1))
-        for ask in (desk.enqueue(wanted(2)), desk.claim("runner", 1, 10), desk.statistics()):
+            await queue.enqueue(wanted(1))
+        for ask in (queue.enqueue(wanted(2)), queue.claim("runner", 1, 10), queue.statistics()):
             with pytest.raises(StoreError, match=r"The rollout queue stopped: .*it is closed"):
                 await ask
 
-    at_a_desk(journal, story)
+    with_queue(journal, story)
 
 
 @pytest.mark.integration
-def test_silence_is_held_against_nobody_while_the_process_stood_still(tmp_path: Path) -> None:
+def test_silence_does_not_count_while_the_process_was_suspended(tmp_path: Path) -> None:
     """Stopped for longer than a runner may be silent, and let go on: the runner, which is in that process too, was
     never heard, and has its work still."""
     code = f"""
@@ -426,14 +426,14 @@ from etude.store.local_queue import LocalRolloutQueue
 from tests.contracts.rollout_queues import claim, wanted
 async def story():
     journal = open_store(Path({str(tmp_path / "journal.db")!r}))
-    desk = LocalRolloutQueue(journal)
-    await desk.enqueue(wanted(0, 1, RolloutLimits(unresponsive_s=2.5, max_attempts=1)))
-    (got,) = await claim(desk)
+    queue = LocalRolloutQueue(journal)
+    await queue.enqueue(wanted(0, 1, RolloutLimits(unresponsive_s=2.5, max_attempts=1)))
+    (got,) = await claim(queue)
     print("claimed", flush=True)
     while time.monotonic() < float(sys.stdin.readline()): pass
     stood = await asyncio.to_thread(time.sleep, 0.5)
-    print(await desk.heartbeat("runner", [got.attempt_id]), (await desk.statistics())["running"], flush=True)
-    await desk.close()
+    print(await queue.heartbeat("runner", [got.attempt_id]), (await queue.statistics())["running"], flush=True)
+    await queue.close()
 asyncio.run(story())
 """
     worker = subprocess.Popen(
@@ -454,38 +454,38 @@ asyncio.run(story())
 # -- at length --------------------------------------------------------------------------------------------------------
 
 
-def test_a_desk_keeps_no_more_than_the_work_that_is_open(tmp_path: Path) -> None:
+def test_a_queue_keeps_only_open_work_in_memory(tmp_path: Path) -> None:
     """After hundreds of rollouts that ended, whether or not their tasks are settled, what is kept is what it was."""
 
-    async def story(desk: LocalRolloutQueue) -> None:
+    async def story(queue: LocalRolloutQueue) -> None:
         sizes = []
         for step in range(3):
             tasks = range(step * 15, (step + 1) * 15)
-            await desk.enqueue([each for task in tasks for each in wanted(task, 8)])
-            while claims := await desk.claim("runner", 100, 0):
-                await asyncio.gather(*(desk.finish(got.attempt_id, DONE) for got in claims))
+            await queue.enqueue([each for task in tasks for each in wanted(task, 8)])
+            while claims := await queue.claim("runner", 100, 0):
+                await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
             if step == 1:
                 journal.append([RolloutsAdmitted(step, tuple(range(step * 120, (step + 1) * 120)))])
             gc.collect()
-            sizes.append((len(journal._open), len(desk._state._work.leases), len(desk._state._work.queue)))
+            sizes.append((len(journal._open), len(queue._state._work.leases), len(queue._state._work.queue)))
         assert sizes == [(0, 0, 0)] * 3
 
     with closing(open_store(tmp_path / "journal.db")) as journal:
-        at_a_desk(journal, story)
+        with_queue(journal, story)
 
 
 @pytest.mark.soak
 def test_old_ends_are_read_from_the_journal(tmp_path: Path) -> None:
     total = MAX_RECENT_ENDS + 500
 
-    async def story(desk: LocalRolloutQueue) -> None:
+    async def story(queue: LocalRolloutQueue) -> None:
         for task in range(total // 50 + 1):
-            await desk.enqueue(wanted(task, 50))
-            claims = await claim(desk, 50)
-            await asyncio.gather(*(desk.finish(got.attempt_id, DONE) for got in claims))
-        assert len(desk._state._ends._ends) == MAX_RECENT_ENDS
-        ids = await ended(desk, total)
+            await queue.enqueue(wanted(task, 50))
+            claims = await claim(queue, 50)
+            await asyncio.gather(*(queue.finish(got.attempt_id, DONE) for got in claims))
+        assert len(queue._state._ends._ends) == MAX_RECENT_ENDS
+        ids = await ended(queue, total)
         assert len(set(ids)) == len(ids) >= total
 
     with closing(open_store(tmp_path / "journal.db")) as journal:
-        at_a_desk(journal, story)
+        with_queue(journal, story)

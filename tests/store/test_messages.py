@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DataError
 from etude.records import Outcome, Task
-from etude.store import messages as wire
+from etude.store import messages as messages
 from etude.store.blobs import pack_turn
 from etude.store.requests import EnqueueRequest, RecordTurnRequest
 from etude.store.rollout_queue import AttemptId, Claim, RolloutLimits, RolloutRequest, RunnerState
@@ -37,7 +37,7 @@ TASKS = st.builds(Task, st.integers(0, 2**63 - 1), st.dictionaries(st.text(), JS
 
 
 def sent(document: Any) -> Any:
-    return json.loads(wire.to_json(document))
+    return json.loads(messages.to_json(document))
 
 
 def same(left: Any, right: Any) -> bool:
@@ -49,7 +49,7 @@ def same(left: Any, right: Any) -> bool:
 def test_what_is_wanted_arrives(task: Task, sample: int, id: int | None, limits: RolloutLimits) -> None:
     wanted = RolloutRequest(task, sample, id, "val", limits)
     (arrived,) = EnqueueRequest.model_validate_json(
-        wire.to_json({"wanted": [wire.encode_rollout_request(wanted)]})
+        messages.to_json({"wanted": [messages.encode_rollout_request(wanted)]})
     ).wanted
     assert same(arrived.to_request(), wanted)
 
@@ -57,18 +57,18 @@ def test_what_is_wanted_arrives(task: Task, sample: int, id: int | None, limits:
 @given(TASKS, LIMITS, st.dictionaries(st.text(), JSON, max_size=3))
 def test_what_is_claimed_arrives(task: Task, limits: RolloutLimits, resources: dict[str, Any]) -> None:
     claim = Claim(AttemptId(1, 2), task, "train", limits, resources, "a", "b")
-    assert same(wire.decode_claim(sent(wire.encode_claim(claim))), claim)
+    assert same(messages.decode_claim(sent(messages.encode_claim(claim))), claim)
     runner = RunnerState("r", (AttemptId(1, 2), AttemptId(3, 4)), 0.5, resources)
-    assert same(wire.decode_runner(sent(wire.encode_runner(runner))), runner)
+    assert same(messages.decode_runner(sent(messages.encode_runner(runner))), runner)
 
 
 @given(st.integers(0, 20), st.integers(0, 2**31), st.none() | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_turn_arrives_to_the_last_bit(tokens: int, anchor: int, reward: float | None) -> None:
     for said in (turn(3, tokens, anchor=anchor, reward=reward), bare(turn(0, tokens))):
-        document = wire.encode_turn(said)
+        document = messages.encode_turn(said)
         told = {"rollout": 0, "attempt": 0, "turn": document}
-        read = RecordTurnRequest.model_validate_json(wire.to_json(told)).turn.model_dump()
-        for arrived in (wire.decode_turn(sent(document)), wire.decode_turn(read)):
+        read = RecordTurnRequest.model_validate_json(messages.to_json(told)).turn.model_dump()
+        for arrived in (messages.decode_turn(sent(document)), messages.decode_turn(read)):
             assert pack_turn(arrived) == pack_turn(said)
             names = ("index", "model", "tags", "reward", "anchor", "observed", "opened")
             assert [getattr(arrived, name) for name in names] == [getattr(said, name) for name in names]
@@ -82,21 +82,21 @@ def bare(said: Any) -> Any:
 
 @given(st.integers(0, 200), st.binary(max_size=40))
 def test_a_turn_that_was_cut_or_went_on_is_refused(at: int, more: bytes) -> None:
-    document = wire.encode_turn(turn())
+    document = messages.encode_turn(turn())
     whole = pack_turn(turn())
     broken = whole[: at % len(whole)] + more
     if broken == whole:
         return
     changed = document | {"arrays": base64.b64encode(broken).decode()}
     try:
-        arrived = wire.decode_turn(changed)
+        arrived = messages.decode_turn(changed)
     except DataError:
         return
     assert len(pack_turn(arrived)) == len(broken), "every byte is one of some array"
 
 
 def test_a_reward_is_a_finite_number_or_several() -> None:
-    assert wire.encode_reward({"a": 1, "b": 0.5}) == {"a": 1.0, "b": 0.5}
+    assert messages.encode_reward({"a": 1, "b": 0.5}) == {"a": 1.0, "b": 0.5}
     for reward in (math.nan, {"a": math.inf}):
         with pytest.raises(DataError):
-            wire.encode_reward(reward)
+            messages.encode_reward(reward)

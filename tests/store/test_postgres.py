@@ -1,4 +1,4 @@
-"""PostgreSQL as the keeper of a journal: what can go wrong with a server is said in a sentence, and loses nothing."""
+"""PostgreSQL as the database of a journal: every failure of the server is a sentence, and loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A desk that is elsewhere: what is lost on the way is asked again, and nothing is done twice."""
+"""A remote rollout queue: a lost request is repeated, and nothing is executed twice."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 
 
-class Road(httpx2.AsyncBaseTransport):
-    """A way to an app on which answers, or requests, get lost as often as is said."""
+class LossyTransport(httpx2.AsyncBaseTransport):
+    """A transport to an app that loses some replies or requests."""
 
     def __init__(self, to: Any) -> None:
-        self.way = httpx2.ASGITransport(to)
+        self.inner = httpx2.ASGITransport(to)
         self.lose_answers = self.lose_requests = 0
         self.arrives = True
         """Whether a request whose answer gets lost is done."""
@@ -53,117 +53,117 @@ class Road(httpx2.AsyncBaseTransport):
         if self.lose_answers and not self.arrives:
             self.lose_answers -= 1
             raise dead
-        answer = await self.way.handle_async_request(request)
+        answer = await self.inner.handle_async_request(request)
         if self.lose_answers:
             self.lose_answers -= 1
             raise dead
         return answer
 
 
-def visited(story: Callable[[Served, RemoteRolloutQueue, Road], Coroutine[Any, Any, T]], **options: Any) -> T:
-    """A story of a remote desk."""
+def visited(story: Callable[[Served, RemoteRolloutQueue, LossyTransport], Coroutine[Any, Any, T]], **options: Any) -> T:
+    """Run a story on a remote queue."""
     with served() as store:
-        road = Road(store.app)
-        desk = RemoteRolloutQueue("http://store", store.ring.admin, transport=road, **options)
+        transport = LossyTransport(store.app)
+        queue = RemoteRolloutQueue("http://store", store.keyring.admin, transport=transport, **options)
 
         async def told() -> T:
             try:
-                return await story(store, desk, road)
+                return await story(store, queue, transport)
             finally:
-                await desk.close()
+                await queue.close()
 
         return asyncio.run(told())
 
 
-async def claimed(desk: RolloutQueue, n: int = 1) -> list[AttemptId]:
-    await desk.enqueue([RolloutRequest(Task(place, {}), id=place) for place in range(n)])
-    return [claim.attempt_id for claim in await desk.claim("r", n, 1.0)]
+async def claimed(queue: RolloutQueue, n: int = 1) -> list[AttemptId]:
+    await queue.enqueue([RolloutRequest(Task(place, {}), id=place) for place in range(n)])
+    return [claim.attempt_id for claim in await queue.claim("r", n, 1.0)]
 
 
 # -- what is lost -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_lost_on_the_way_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_lost_on_the_way_is_executed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.store.store_client.FIRST_BACKOFF_S", 0.005)
 
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
         async def lossy(work: Awaitable[T]) -> T:
-            road.lose_answers, road.lose_requests = 2, 1
+            transport.lose_answers, transport.lose_requests = 2, 1
             return await work
 
-        ids = await lossy(desk.enqueue([RolloutRequest(Task(0, {})), RolloutRequest(Task(1, {}))]))
-        assert ids == [0, 1] and (await desk.statistics())["queued"] == 2
-        (first,) = await lossy(desk.claim("r", 1, 1.0))
-        assert first.attempt_id == AttemptId(0, 0) and (await desk.statistics())["running"] == 1
-        await lossy(desk.mark_ready(first.attempt_id))
-        assert await lossy(desk.record_turn(first.attempt_id, turn())) == 0
-        await lossy(desk.record_reward(first.attempt_id, 0.25, turn=0))
-        await lossy(desk.record_note(first.attempt_id, "seen", [1]))
-        assert await lossy(desk.put_resource("prompt", "hello")) == 1
-        assert await lossy(desk.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
-        (said,) = await lossy(desk.turns(0))
-        assert said.reward == 0.25 and len(await desk.notes(0)) == 1
-        assert (await lossy(desk.wait(0, 5.0)))[1][0].id == 0
+        ids = await lossy(queue.enqueue([RolloutRequest(Task(0, {})), RolloutRequest(Task(1, {}))]))
+        assert ids == [0, 1] and (await queue.statistics())["queued"] == 2
+        (first,) = await lossy(queue.claim("r", 1, 1.0))
+        assert first.attempt_id == AttemptId(0, 0) and (await queue.statistics())["running"] == 1
+        await lossy(queue.mark_ready(first.attempt_id))
+        assert await lossy(queue.record_turn(first.attempt_id, turn())) == 0
+        await lossy(queue.record_reward(first.attempt_id, 0.25, turn=0))
+        await lossy(queue.record_note(first.attempt_id, "seen", [1]))
+        assert await lossy(queue.put_resource("prompt", "hello")) == 1
+        assert await lossy(queue.finish(first.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)))
+        (said,) = await lossy(queue.turns(0))
+        assert said.reward == 0.25 and len(await queue.notes(0)) == 1
+        assert (await lossy(queue.wait(0, 5.0)))[1][0].id == 0
 
     visited(story)
 
 
-def test_what_was_lost_in_a_restart_is_not_added_again() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        (key,) = await claimed(desk)
+def test_a_request_lost_in_a_restart_is_not_executed_again() -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        (key,) = await claimed(queue)
 
         async def restarted(work: Coroutine[Any, Any, T]) -> T:
-            road.lose_answers = 1
+            transport.lose_answers = 1
             task = asyncio.create_task(work)
-            while road.lose_answers:
+            while transport.lose_answers:
                 await asyncio.sleep(0.001)
-            road.way = httpx2.ASGITransport(create_app(store.desk, store.ring))
+            transport.inner = httpx2.ASGITransport(create_app(store.queue, store.keyring))
             return await task
 
-        assert await desk.record_turn(key, turn(seed=1)) == 0
-        assert await restarted(desk.record_turn(key, turn(seed=2))) == 1, "known again by its tokens"
-        road.arrives = False
-        assert await restarted(desk.record_turn(key, turn(seed=3))) == 2, "that one never came"
-        road.arrives = True
-        assert len(await desk.turns(0)) == 3
+        assert await queue.record_turn(key, turn(seed=1)) == 0
+        assert await restarted(queue.record_turn(key, turn(seed=2))) == 1, "known again by its tokens"
+        transport.arrives = False
+        assert await restarted(queue.record_turn(key, turn(seed=3))) == 2, "that one never came"
+        transport.arrives = True
+        assert len(await queue.turns(0)) == 3
         with pytest.raises(StoreError, match="before the store was restarted"):
-            await restarted(desk.record_reward(key, 1.0, turn=0))
-        assert (await desk.turns(0))[0].reward == 1.0
-        assert await restarted(desk.finish(key, AttemptReport(Outcome.FAILED, "it broke", 0.0)))
-        assert (await desk.find(RolloutQuery())).rollouts[0].last is not None
+            await restarted(queue.record_reward(key, 1.0, turn=0))
+        assert (await queue.turns(0))[0].reward == 1.0
+        assert await restarted(queue.finish(key, AttemptReport(Outcome.FAILED, "it broke", 0.0)))
+        assert (await queue.find(RolloutQuery())).rollouts[0].last is not None
 
     visited(story)
 
 
 def test_the_first_of_all_may_get_lost_too() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        road.lose_requests, road.lose_answers = 1, 2  # that it is there, and what came of the first writing
-        assert await desk.enqueue([RolloutRequest(Task(0, {}))]) == [0]
-        assert (await desk.statistics())["queued"] == 1
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        transport.lose_requests, transport.lose_answers = 1, 2  # that it is there, and what came of the first writing
+        assert await queue.enqueue([RolloutRequest(Task(0, {}))]) == [0]
+        assert (await queue.statistics())["queued"] == 1
 
     visited(story)
 
 
-def test_what_never_arrived_is_sent_to_whoever_is_there_next() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        (key,) = await claimed(desk)
-        road.lose_requests = 2
-        road.way = httpx2.ASGITransport(create_app(store.desk, store.ring))
-        assert await desk.record_turn(key, turn()) == 0
+def test_a_request_that_never_arrived_is_sent_to_the_next_server() -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        (key,) = await claimed(queue)
+        transport.lose_requests = 2
+        transport.inner = httpx2.ASGITransport(create_app(store.queue, store.keyring))
+        assert await queue.record_turn(key, turn()) == 0
 
     visited(story)
 
 
 def test_patience_ends_with_a_sentence() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        road.lose_requests = 10**9
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        transport.lose_requests = 10**9
         start = time.monotonic()
-        for work in (desk.statistics(), desk.mark_ready(AttemptId(0, 0))):
+        for work in (queue.statistics(), queue.mark_ready(AttemptId(0, 0))):
             with pytest.raises(StoreError, match=r"could not be reached for 0\.3 seconds.*nobody is there"):
                 await work
         assert time.monotonic() - start < 2.0
-        road.lose_requests = 0
-        assert await desk.runners() == []
+        transport.lose_requests = 0
+        assert await queue.runners() == []
 
     visited(story, patience_s=0.3)
 
@@ -176,26 +176,26 @@ def test_a_server_that_does_not_answer_is_left() -> None:
 
         server = await asyncio.start_server(silent, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        desk = RemoteRolloutQueue(f"http://127.0.0.1:{port}", "etude.admin.x", patience_s=0.5, timeout_s=0.2)
+        queue = RemoteRolloutQueue(f"http://127.0.0.1:{port}", "etude.admin.x", patience_s=0.5, timeout_s=0.2)
         start = time.monotonic()
         with pytest.raises(StoreError, match=r"did not answer|broke"):
-            await desk.statistics()
+            await queue.statistics()
         assert time.monotonic() - start < 5.0
-        await desk.close()
+        await queue.close()
         server.close()
 
     asyncio.run(story())
 
 
-def test_a_server_of_others_is_told_from_ours() -> None:
+def test_a_server_that_is_no_store_is_detected() -> None:
     async def other(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/html")]})
         await send({"type": "http.response.body", "body": b"<html>"})
 
     async def story() -> None:
-        desk = RemoteRolloutQueue("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
+        queue = RemoteRolloutQueue("http://elsewhere", "k", transport=httpx2.ASGITransport(other))
         with pytest.raises(StoreError, match="its reply is not that of a store"):
-            await desk.statistics()
+            await queue.statistics()
 
     asyncio.run(story())
 
@@ -203,24 +203,24 @@ def test_a_server_of_others_is_told_from_ours() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_refusals_come_back_as_what_they_are() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        (key,) = await claimed(desk)
-        await desk.finish(key, AttemptReport(Outcome.SUCCEEDED))
+def test_a_refusal_raises_the_error_of_the_server() -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        (key,) = await claimed(queue)
+        await queue.finish(key, AttemptReport(Outcome.SUCCEEDED))
         with pytest.raises(IllegalTransitionError, match=r"succeeded.*failed"):
-            await desk.finish(key, AttemptReport(Outcome.FAILED))
+            await queue.finish(key, AttemptReport(Outcome.FAILED))
         with pytest.raises(NotFoundError):
-            await desk.turns(99)
+            await queue.turns(99)
         with pytest.raises(RewardError):
-            await desk.record_reward(key, float("nan"))
+            await queue.record_reward(key, float("nan"))
         with pytest.raises(RewardError):
-            await desk.record_reward(key, {})
+            await queue.record_reward(key, {})
         with pytest.raises(DataError, match="limit"):
-            await desk.find(RolloutQuery(limit=0))
+            await queue.find(RolloutQuery(limit=0))
         with pytest.raises(DataError, match="journal cannot store"):
-            await desk.record_note(key, "odd", object())
-        for bad in (store.ring.model_key(key, 60.0), "wrong", store.ring.reward_key(key, -1.0)):
-            refused = RemoteRolloutQueue("http://store", bad, transport=road)
+            await queue.record_note(key, "odd", object())
+        for bad in (store.keyring.model_key(key, 60.0), "wrong", store.keyring.reward_key(key, -1.0)):
+            refused = RemoteRolloutQueue("http://store", bad, transport=transport)
             for work in (refused.statistics(), refused.finish(key, AttemptReport(Outcome.SUCCEEDED))):
                 with pytest.raises(InvalidKeyError):
                     await work
@@ -248,27 +248,27 @@ def test_what_cannot_work_is_refused_at_once(url: str, key: str, options: Any, e
 # -- what travels together --------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_meanwhile_travels_together_and_large_bodies_are_compressed() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        keys = await claimed(desk, 200)
-        road.sent.clear()
-        ended = [desk.finish(key, AttemptReport(Outcome.SUCCEEDED, reward=float(key.rollout))) for key in keys]
-        assert all(await asyncio.gather(*ended)) and len(road.sent) <= 3
-        states = (await desk.find(RolloutQuery(limit=1000))).rollouts
+def test_concurrent_writes_are_batched_and_large_bodies_compressed() -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        keys = await claimed(queue, 200)
+        transport.sent.clear()
+        ended = [queue.finish(key, AttemptReport(Outcome.SUCCEEDED, reward=float(key.rollout))) for key in keys]
+        assert all(await asyncio.gather(*ended)) and len(transport.sent) <= 3
+        states = (await queue.find(RolloutQuery(limit=1000))).rollouts
         assert [state.last.reward for state in states if state.last] == [float(key.rollout) for key in keys]
-        road.sent.clear()
-        await desk.record_note(keys[0], "long", "word " * 100_000)
-        (sent,) = road.sent
+        transport.sent.clear()
+        await queue.record_note(keys[0], "long", "word " * 100_000)
+        (sent,) = transport.sent
         assert sent.headers["content-encoding"] == "gzip" and len(sent.content) < 50_000
-        assert len((await desk.notes(0))[0]["data"]) == 500_000
+        assert len((await queue.notes(0))[0]["data"]) == 500_000
 
     visited(story)
 
 
-def test_who_writes_as_soon_as_the_last_was_answered_is_not_forgotten() -> None:
+def test_a_write_right_after_the_last_reply_is_not_forgotten() -> None:
     """Both of those that sent have just heard, have nothing more to send, and are not over yet."""
 
-    class Together(Road):
+    class Together(LossyTransport):
         both = asyncio.Barrier(2)
         met = 0
 
@@ -279,44 +279,46 @@ def test_who_writes_as_soon_as_the_last_was_answered_is_not_forgotten() -> None:
                 await self.both.wait()
             return answer
 
-    async def story(store: Served, desk: RemoteRolloutQueue) -> None:
-        first, second = await claimed(desk, 2)
+    async def story(store: Served, queue: RemoteRolloutQueue) -> None:
+        first, second = await claimed(queue, 2)
 
         async def writes(key: AttemptId, times: int, after: float) -> None:
             await asyncio.sleep(after)  # so that each has a request of its own
             for _ in range(times):
-                await desk.record_note(key, "again", None)
+                await queue.record_note(key, "again", None)
 
         async with asyncio.timeout(20):
             await asyncio.gather(writes(first, 2, 0.0), writes(second, 1, 0.1))
-        await desk.close()
+        await queue.close()
 
     with served() as store:
-        asyncio.run(story(store, RemoteRolloutQueue("http://store", store.ring.admin, transport=Together(store.app))))
+        asyncio.run(
+            story(store, RemoteRolloutQueue("http://store", store.keyring.admin, transport=Together(store.app)))
+        )
 
 
 def test_one_that_is_ill_formed_does_not_fail_the_others() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        keys = await claimed(desk, 4)
-        works = [desk.record_note(key, "" if key.rollout == 2 else "fine", None) for key in keys]
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        keys = await claimed(queue, 4)
+        works = [queue.record_note(key, "" if key.rollout == 2 else "fine", None) for key in keys]
         done = await asyncio.gather(*works, return_exceptions=True)
         assert [type(one) for one in done] == [type(None), type(None), DataError, type(None)]
-        works = [desk.record_note(key, "x", "y" * 33 * 2**20 if key.rollout == 1 else None) for key in keys]
+        works = [queue.record_note(key, "x", "y" * 33 * 2**20 if key.rollout == 1 else None) for key in keys]
         done = await asyncio.gather(*works, return_exceptions=True)
         assert [type(one) for one in done] == [type(None), StoreError, type(None), type(None)]
-        assert [len(await desk.notes(key.rollout)) for key in keys] == [2, 1, 1, 2]
+        assert [len(await queue.notes(key.rollout)) for key in keys] == [2, 1, 1, 2]
 
     visited(story)
 
 
-def test_a_writing_goes_out_even_if_nobody_waits_for_it_any_more() -> None:
-    async def story(store: Served, desk: RemoteRolloutQueue, road: Road) -> None:
-        keys = await claimed(desk, 3)
-        tasks = [asyncio.create_task(desk.record_note(key, "seen", None)) for key in keys]
+def test_a_write_is_sent_even_if_its_caller_was_cancelled() -> None:
+    async def story(store: Served, queue: RemoteRolloutQueue, transport: LossyTransport) -> None:
+        keys = await claimed(queue, 3)
+        tasks = [asyncio.create_task(queue.record_note(key, "seen", None)) for key in keys]
         await asyncio.sleep(0)
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert [len(await desk.notes(key.rollout)) for key in keys] == [1, 1, 1]
+        assert [len(await queue.notes(key.rollout)) for key in keys] == [1, 1, 1]
 
     visited(story)
 
@@ -324,45 +326,45 @@ def test_a_writing_goes_out_even_if_nobody_waits_for_it_any_more() -> None:
 # -- over a socket ----------------------------------------------------------------------------------------------------
 
 
-def test_a_desk_serves_several_event_loops_and_survives_a_restart() -> None:
+def test_a_remote_queue_serves_several_event_loops_and_survives_a_restart() -> None:
     with served() as store:
-        first = serve(store.desk, store.ring)
+        first = serve(store.queue, store.keyring)
         port = int(first.url.rpartition(":")[2])
-        desk = RemoteRolloutQueue(first.url, store.ring.admin)
+        queue = RemoteRolloutQueue(first.url, store.keyring.admin)
 
         async def notes(n: int) -> None:
             for place in range(n):
-                await desk.record_note(AttemptId(0, 0), "seen", place)
+                await queue.record_note(AttemptId(0, 0), "seen", place)
                 await asyncio.sleep(0.01)
-            await desk.close()
+            await queue.close()
 
-        asyncio.run(claimed(desk))
+        asyncio.run(claimed(queue))
         threads = [threading.Thread(target=asyncio.run, args=(notes(30),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         time.sleep(0.1)
         first.stop()
         time.sleep(0.1)
-        with serve(store.desk, store.ring, port=port):
+        with serve(store.queue, store.keyring, port=port):
             for thread in threads:
                 thread.join(20)
-            assert len(asyncio.run(desk.notes(0))) >= 60
+            assert len(asyncio.run(queue.notes(0))) >= 60
 
 
 def test_a_claim_that_is_cancelled_takes_nothing() -> None:
-    with served() as store, serve(store.desk, store.ring) as serving:
+    with served() as store, serve(store.queue, store.keyring) as serving:
 
         async def story() -> dict[str, float]:
-            desk = RemoteRolloutQueue(serving.url, store.ring.runner)
+            queue = RemoteRolloutQueue(serving.url, store.keyring.runner)
             for _ in range(3):
-                claim = asyncio.create_task(desk.claim("r", 1, 20.0))
+                claim = asyncio.create_task(queue.claim("r", 1, 20.0))
                 await asyncio.sleep(0.1)
                 claim.cancel()
             await asyncio.sleep(0.2)
-            await store.desk.enqueue([RolloutRequest(Task(0, {}))])
+            await store.queue.enqueue([RolloutRequest(Task(0, {}))])
             await asyncio.sleep(0.2)
-            told = await store.desk.statistics()
-            await desk.close()
+            told = await store.queue.statistics()
+            await queue.close()
             return told
 
         told = asyncio.run(story())

@@ -1,4 +1,4 @@
-"""Answers are kept for a while, within a bound, and for as long as somebody waits."""
+"""Replies are cached for a while, within a quota, and for as long as a caller waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_asked_again_is_not_done_again() -> None:
     told(story)
 
 
-def test_it_is_done_to_its_end_though_who_asked_has_gone() -> None:
+def test_a_request_is_executed_to_its_end_without_its_caller() -> None:
     async def story() -> None:
         once, work = ReplyCache(), Work(0.05)
         asked = asyncio.create_task(once.get_or_run("a", work.do))
@@ -67,7 +67,7 @@ def test_what_failed_is_done_anew() -> None:
     told(story)
 
 
-def test_what_nobody_waits_for_is_cancelled_or_undone() -> None:
+def test_an_abandoned_request_is_cancelled_or_undone() -> None:
     async def story() -> None:
         once, work, undone = ReplyCache(), Work(0.05), list[HttpReply]()
 
@@ -77,7 +77,7 @@ def test_what_nobody_waits_for_is_cancelled_or_undone() -> None:
         asked = asyncio.create_task(once.get_or_run("a", work.do))
         await asyncio.sleep(0.01)
         await once.abandon("a", undo)
-        assert once.contains("a"), "somebody waits for it"
+        assert once.contains("a"), "a caller waits for it"
         asked.cancel()
         await asyncio.wait({asked})
         await once.abandon("a", undo)

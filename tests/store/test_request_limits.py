@@ -69,7 +69,7 @@ def test_what_would_take_long_to_parse_is_refused_soon(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[" * 90, b"]]]}", b'{"a', b"\\" * 70_000, b""])
-def test_what_is_no_json_is_left_to_who_parses_it(body: bytes) -> None:
+def test_malformed_json_is_left_to_the_parser(body: bytes) -> None:
     check_json_size(body)
 
 
@@ -87,7 +87,7 @@ def test_an_agent_hears_at_once_that_an_event_is_too_large() -> None:
         emit.event("many", [[]] * (NOTE_VALUES + 1))
 
 
-def test_the_answers_of_one_key_are_no_more_than_its_share_and_push_out_nobody_elses() -> None:
+def test_the_replies_of_one_key_stay_within_its_quota_and_displace_no_others() -> None:
     async def story() -> None:
         once, few = ReplyCache(), CacheQuota(answers=10, bytes=1000)
 
@@ -122,10 +122,10 @@ def test_runners_under_made_up_names_are_no_more_than_are_remembered() -> None:
 
 def test_of_one_owner_one_long_request_is_worked_on_at_a_time() -> None:
     async def story() -> None:
-        aside, order = BackgroundThread(), []
+        background, order = BackgroundThread(), []
 
         async def work(owner: str, size: int, name: str) -> None:
-            async with aside.slot(owner, size):
+            async with background.slot(owner, size):
                 order.append(name)
                 await asyncio.sleep(0.02)
                 order.append(name)
@@ -133,6 +133,6 @@ def test_of_one_owner_one_long_request_is_worked_on_at_a_time() -> None:
         long = bounds.INLINE_BYTES + 1
         await asyncio.gather(work("a", long, "1"), work("a", long, "2"), work("b", long, "3"), work("a", 10, "4"))
         assert order[:3] == ["1", "3", "4"] and order[-2:] == ["2", "2"]
-        assert not aside._semaphores
+        assert not background._semaphores
 
     asyncio.run(story())

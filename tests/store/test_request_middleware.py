@@ -1,4 +1,4 @@
-"""Every request passes one gate: what it skips for one route no other gets by, and no key takes more than its part."""
+"""Every request passes one middleware: no other route shares the exception of one, and no key exceeds its share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.store.rollout_queue import AttemptId
 from tests.store.served import SECRET, Served, served
 
 PROTOBUF = "application/x-protobuf"
-RING = Keyring(SECRET)
+KEYRING = Keyring(SECRET)
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +30,17 @@ def store() -> Iterator[Served]:
 @pytest.mark.parametrize("form", [PROTOBUF, "Application/X-Protobuf; charset=utf-8", "text/plain"])
 def test_a_content_type_gets_no_json_past_its_count(store: Served, path: str, form: str) -> None:
     many = b'{"data":[' + b"[]," * 300_000 + b"[]]}"
-    answer = store.ask(path, many, RING.admin, content_type=form)
+    answer = store.ask(path, many, KEYRING.admin, content_type=form)
     assert answer.status_code == 413 and "more than 262144 values" in answer.json()["error"]["message"]
     deep = b'{"data":' + b"[" * 150 + b"]" * 150 + b"}"
-    answer = store.ask(path, deep, RING.admin, content_type=form)
+    answer = store.ask(path, deep, KEYRING.admin, content_type=form)
     assert answer.status_code == 400 and "nested too deeply" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["content-type", "authorization", "x-api-key", "content-encoding"])
 @pytest.mark.parametrize("path", ["/v1/store/statistics", "/healthz"])
 def test_a_header_that_decides_something_comes_once(store: Served, name: str, path: str) -> None:
-    given = {"content-type": "application/json", "authorization": f"Bearer {RING.admin}", "x-api-key": RING.admin}
+    given = {"content-type": "application/json", "authorization": f"Bearer {KEYRING.admin}", "x-api-key": KEYRING.admin}
     value = given.get(name, "identity")
 
     async def asked(client: httpx2.AsyncClient) -> httpx2.Response:
@@ -57,15 +57,15 @@ def test_a_header_that_decides_something_comes_once(store: Served, name: str, pa
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"authorization": f"Bearer {RING.admin}", "x-api-key": "dummy"}, 200),
-        ({"authorization": "Bearer dummy", "x-api-key": RING.admin}, 200),
-        ({"x-api-key": RING.admin}, 200),
-        ({"authorization": f"Basic {RING.admin}"}, 401),
+        ({"authorization": f"Bearer {KEYRING.admin}", "x-api-key": "dummy"}, 200),
+        ({"authorization": "Bearer dummy", "x-api-key": KEYRING.admin}, 200),
+        ({"x-api-key": KEYRING.admin}, 200),
+        ({"authorization": f"Basic {KEYRING.admin}"}, 401),
         ({"authorization": "Bearer dummy", "x-api-key": "dummy"}, 401),
     ],
 )
 def test_the_first_good_key_of_a_request_counts_everywhere(store: Served, headers: dict[str, str], status: int) -> None:
-    for body in (b"{}", b" " * 70_000 + b"{}"):  # more than is read of strangers
+    for body in (b"{}", b" " * 70_000 + b"{}"):  # more than is read without a key
         answer = store.ask("/v1/store/statistics", body, **{"idempotency-key": "a", **headers})
         assert answer.status_code == status, answer.text
 
@@ -77,12 +77,12 @@ async def _answers(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-class Asked:
-    """A client of a gate before an app that only reads."""
+class MiddlewareClient:
+    """A client of the middleware in front of an app that only reads."""
 
     def __init__(self) -> None:
-        self.gate = RequestMiddleware(_answers, "life", RING.read_headers)
-        self.client = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.gate), base_url="http://gate")
+        self.middleware = RequestMiddleware(_answers, "life", KEYRING.read_headers)
+        self.client = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.middleware), base_url="http://middleware")
 
     def ask(self, key: str, content: bytes | AsyncIterator[bytes], **headers: str) -> asyncio.Task[int]:
         async def status() -> int:
@@ -109,28 +109,30 @@ def test_attempts_hold_half_of_the_memory_and_each_its_part_by_both_its_keys(mon
     monkeypatch.setattr(bounds, "DRAINED_S", 0.0)
 
     async def story() -> None:
-        asked, come = Asked(), asyncio.Event()
+        asked, come = MiddlewareClient(), asyncio.Event()
         waits = []
         for number in (0, 1):
-            for key in (RING.reward_key(AttemptId(0, number), 60.0), RING.model_key(AttemptId(0, number), 60.0)):
+            for key in (KEYRING.reward_key(AttemptId(0, number), 60.0), KEYRING.model_key(AttemptId(0, number), 60.0)):
                 waits.append(asked.held(key, 95 * kib, come))
         await asyncio.sleep(0.05)
-        assert await asked.ask(RING.model_key(AttemptId(0, 0), 60.0), b" " * 20 * kib) == 429, "both keys are one owner"
-        assert await asked.ask(RING.model_key(AttemptId(0, 2), 60.0), b" " * 30 * kib) == 429, (
+        assert await asked.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 20 * kib) == 429, (
+            "both keys are one owner"
+        )
+        assert await asked.ask(KEYRING.model_key(AttemptId(0, 2), 60.0), b" " * 30 * kib) == 429, (
             "half is all that attempts get"
         )
-        for key in (RING.admin, RING.runner):
+        for key in (KEYRING.admin, KEYRING.runner):
             assert await asked.ask(key, b" " * 300 * kib) == 200
-        other = asked.held(RING.admin, 410 * kib, come)
+        other = asked.held(KEYRING.admin, 410 * kib, come)
         await asyncio.sleep(0.05)
-        for key in (RING.admin, RING.runner):
+        for key in (KEYRING.admin, KEYRING.runner):
             assert await asked.ask(key, b" " * 20 * kib) == 200, "what is small is always read"
             assert await asked.ask(key, b" " * 300 * kib) == 429
         come.set()
         assert await asyncio.gather(*waits, other) == [200] * 5
-        held = asked.gate._buffered
+        held = asked.middleware._buffered
         assert (held.bytes, held.attempts, dict(held.by)) == (0, 0, {})
-        assert await asked.ask(RING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
+        assert await asked.ask(KEYRING.model_key(AttemptId(0, 0), 60.0), b" " * 150 * kib) == 200
 
     asyncio.run(story())
 
@@ -147,13 +149,14 @@ def test_of_each_attempt_one_body_at_a_time_waits_to_be_looked_through(encoding:
     body = b" " * 100_000 if encoding == "identity" else gzip.compress(b" " * 1_000_000)
 
     async def story() -> None:
-        asked, busy = Asked(), threading.Event()
-        thread = asked.gate._background._thread
+        asked, busy = MiddlewareClient(), threading.Event()
+        thread = asked.middleware._background._thread
         thread.submit(busy.wait)
         try:
-            keys = [RING.reward_key(AttemptId(0, number), 60.0) for number in (0, 1)]
+            keys = [KEYRING.reward_key(AttemptId(0, number), 60.0) for number in (0, 1)]
             waits = [
-                asked.ask(key, body, **{"content-encoding": encoding}) for key in [keys[0]] * 20 + [keys[1], RING.admin]
+                asked.ask(key, body, **{"content-encoding": encoding})
+                for key in [keys[0]] * 20 + [keys[1], KEYRING.admin]
             ]
             come = asyncio.Event()
             slow = asked.held(keys[1], 100_000, come)  # a body that arrives slowly holds no turn
@@ -176,15 +179,15 @@ def test_the_thread_beside_the_loop_ends_with_the_server() -> None:
     before = set(threads())
 
     async def story() -> None:
-        asked = Asked()
-        assert await asked.ask(RING.admin, b" " * 100_000) == 200
+        asked = MiddlewareClient()
+        assert await asked.ask(KEYRING.admin, b" " * 100_000) == 200
         (own,) = set(threads()) - before
 
         async def nothing(*_: Any) -> None:
             return
 
-        asked.gate.app = nothing
-        await asked.gate({"type": "lifespan"}, nothing, nothing)  # type: ignore[arg-type]  # it says nothing
+        asked.middleware.app = nothing
+        await asked.middleware({"type": "lifespan"}, nothing, nothing)  # type: ignore[arg-type]  # it says nothing
         await asyncio.to_thread(own.join, 5)
         assert not own.is_alive()
 

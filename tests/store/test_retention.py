@@ -1,4 +1,4 @@
-"""A desk keeps at hand the work that is open, and no more, however much it has seen."""
+"""A rollout queue holds only the open work in memory, however much it has seen."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FIRST, MORE, AT_ONCE = 1_000, 2_000, 50
 SAID = turn(seed=0)
 
 
-async def play(desk: LocalRolloutQueue, journal: Journal, first: int, count: int) -> None:
+async def play(queue: LocalRolloutQueue, journal: Journal, first: int, count: int) -> None:
     """Play so many to their end, with a turn and a note each, and train on them."""
     cursor = journal.position
     for start in range(first, first + count, AT_ONCE):
-        ids = await desk.enqueue(
+        ids = await queue.enqueue(
             [RolloutRequest(Task(n, {"prompt": "?" * 100})) for n in range(start, start + AT_ONCE)]
         )
-        claims = await desk.claim("runner", AT_ONCE, 10.0)
-        await asyncio.gather(*(desk.record_turn(each.attempt_id, SAID) for each in claims))
-        await asyncio.gather(*(desk.record_note(each.attempt_id, "seen", "!" * 100) for each in claims))
+        claims = await queue.claim("runner", AT_ONCE, 10.0)
+        await asyncio.gather(*(queue.record_turn(each.attempt_id, SAID) for each in claims))
+        await asyncio.gather(*(queue.record_note(each.attempt_id, "seen", "!" * 100) for each in claims))
         await asyncio.gather(
-            *(desk.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
+            *(queue.finish(each.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=1.0)) for each in claims)
         )
         ended = 0
         while ended < AT_ONCE:
-            cursor, states = await desk.wait(cursor, 10.0)
+            cursor, states = await queue.wait(cursor, 10.0)
             ended += len(states)
         journal.append([RolloutsAdmitted(start, tuple(ids))])
 
@@ -47,21 +47,21 @@ def at_hand() -> int:
 
 async def _grown(directory: Path) -> int:
     journal = open_store(directory / "journal.sqlite")
-    desk = LocalRolloutQueue(journal)
+    queue = LocalRolloutQueue(journal)
     tracemalloc.start()
     try:
-        await play(desk, journal, 0, FIRST)
+        await play(queue, journal, 0, FIRST)
         before = at_hand()
-        await play(desk, journal, FIRST, MORE)
+        await play(queue, journal, FIRST, MORE)
         return at_hand() - before
     finally:
         tracemalloc.stop()
-        await desk.close()
+        await queue.close()
         journal.close()
 
 
 def grown(directory: Path) -> int:
-    """Bytes by which a desk grows while it sees many more."""
+    """Return the bytes by which a queue grows while it sees many more rollouts."""
     waiting.MAX_RECENT_ENDS = 64  # so that these are kept before it is looked
     return asyncio.run(_grown(directory))
 

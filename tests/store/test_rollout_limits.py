@@ -16,9 +16,7 @@ ENDS = st.lists(st.sampled_from(sorted(RETRIED)), min_size=1, max_size=20)
 
 
 @given(ENDS, st.integers(1, 5), st.sets(st.sampled_from(sorted(RETRIED))))
-def test_attempts_are_counted_but_for_those_that_are_nobodys(
-    ends: list[Outcome], most: int, retry_on: set[Outcome]
-) -> None:
+def test_infrastructure_errors_do_not_count_as_attempts(ends: list[Outcome], most: int, retry_on: set[Outcome]) -> None:
     another = RolloutLimits(max_attempts=most, retry_on=tuple(retry_on)).allows_retry(ends)
     broken = ends.count(Outcome.INFRA_ERROR)
     if ends[-1] is Outcome.INFRA_ERROR:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from etude.errors import ConfigError, StoreError
 from etude.records import Task
-from etude.store import messages as wire
+from etude.store import messages as messages
 from etude.store import open_store
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
@@ -102,8 +102,8 @@ def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
     (claim,) = store.claimed()
     told = {
         "verb": "turn",
-        **wire.encode_attempt_id(claim.attempt_id),
-        "turn": wire.encode_turn(turn()) | {"arrays": arrays},
+        **messages.encode_attempt_id(claim.attempt_id),
+        "turn": messages.encode_turn(turn()) | {"arrays": arrays},
     }
     assert kind(store.verb("turn", told)) == (422, "DataError")
     store.ended(claim)
@@ -112,7 +112,7 @@ def test_a_turn_that_is_none_is_refused(store: Served, arrays: str) -> None:
 def test_an_illegal_move_names_both_states(store: Served) -> None:
     (claim,) = store.claimed()
     store.ended(claim)
-    told = wire.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
+    told = messages.encode_attempt_id(claim.attempt_id) | {"outcome": "failed"}
     answer = store.verb("finish", told)
     assert kind(answer) == (409, "IllegalTransitionError")
     assert "succeeded" in answer.text and "failed" in answer.text
@@ -149,14 +149,14 @@ def test_bodies_are_inflated_and_bounded(store: Served, body: bytes, encoding: s
 
 @pytest.mark.parametrize("body", [b" " * 70_000, packed(b" " * 1_000_000)], ids=["long", "packed"])
 @pytest.mark.parametrize("key", [None, "etude.admin.made-up"])
-def test_of_who_has_no_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
+def test_without_a_key_little_is_read(store: Served, body: bytes, key: str | None) -> None:
     encoding = "identity" if body[:1] == b" " else "gzip"
     answer = store.ask("/v1/store/statistics", body, key, content_encoding=encoding)
     assert kind(answer) == (401, "InvalidKeyError")
     assert store.ask("/v1/store/statistics", b"{}", key).status_code == 401
 
 
-def test_an_app_that_asks_for_no_key_reads_no_more_of_a_stranger() -> None:
+def test_an_app_that_asks_for_no_key_reads_no_more_without_one() -> None:
     async def told(scope: Any, receive: Any, send: Any) -> None:
         await Response(str(len(await Request(scope, receive).body())))(scope, receive, send)
 
@@ -164,7 +164,7 @@ def test_an_app_that_asks_for_no_key_reads_no_more_of_a_stranger() -> None:
         assert store.ask("/other/x", b" " * 60_000).text == "60000"
         answer = store.ask("/other/x", b" " * 70_000)
         assert answer.status_code == 401 and "at most 65536 bytes" in answer.json()["error"]["message"]
-        assert store.ask("/other/x", b" " * 70_000, store.ring.runner).text == "70000"
+        assert store.ask("/other/x", b" " * 70_000, store.keyring.runner).text == "70000"
 
 
 def test_a_path_writes_no_lines_of_its_own_into_the_log(store: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
             for _ in range(40):
                 yield bytes(MEGABYTE // 20)
 
-        headers = {"authorization": f"Bearer {store.ring.admin}"}
+        headers = {"authorization": f"Bearer {store.keyring.admin}"}
         return (await client.post("/v1/store/statistics", content=parts(), headers=headers)).status_code
 
     assert store.run(asked) == 413
@@ -191,7 +191,9 @@ def test_a_body_of_unsaid_length_is_bounded_too(store: Served) -> None:
 def test_a_large_answer_is_compressed(store: Served) -> None:
     (claim,) = store.claimed()
     for _ in range(30):
-        store.verb("turn", wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn(tokens=200))})
+        store.verb(
+            "turn", messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn(tokens=200))}
+        )
     answer = store.verb("turns", {"rollout": claim.attempt_id.rollout}, accept_encoding="gzip")
     assert answer.headers["content-encoding"] == "gzip" and len(answer.json()["turns"]) == 30
     assert (
@@ -214,24 +216,24 @@ def test_a_request_keeps_its_name_and_the_log_has_it(store: Served, caplog: pyte
 
 def test_what_is_sent_twice_under_one_name_is_done_once(store: Served) -> None:
     (claim,) = store.claimed()
-    told = wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn())}
+    told = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
     once = [store.verb("turn", told, idempotency_key="a").json() for _ in range(3)]
     assert once == [{"index": 0}] * 3
     assert store.verb("turn", told, idempotency_key="b").json() == {"index": 1}
     store.claimed()
     first, again = (store.verb("claim", {"runner": "r", "n": 5}, idempotency_key="c").json() for _ in range(2))
     assert first == again
-    other = store.ask("/v1/store/claim", {"runner": "r", "n": 5}, store.ring.runner, idempotency_key="c").json()
+    other = store.ask("/v1/store/claim", {"runner": "r", "n": 5}, store.keyring.runner, idempotency_key="c").json()
     assert other == {"claims": []}, "another key is another's name"
 
 
-def test_what_may_have_been_done_before_a_restart_is_not_added_again(store: Served) -> None:
+def test_a_request_that_may_have_run_before_a_restart_is_not_executed_again(store: Served) -> None:
     (claim,) = store.claimed()
-    told = wire.encode_attempt_id(claim.attempt_id) | {"turn": wire.encode_turn(turn())}
-    before = {"idempotency_key": "d", "x_sent_to": "another life"}
+    told = messages.encode_attempt_id(claim.attempt_id) | {"turn": messages.encode_turn(turn())}
+    before = {"idempotency_key": "d", "x_sent_to": "another instance"}
     assert store.verb("turn", told, **before).json() == {"index": 0}, "it never came"
     assert store.verb("turn", told, **before | {"idempotency_key": "e"}).json() == {"index": 0}, "it is known again"
-    pay = wire.encode_attempt_id(claim.attempt_id) | {"reward": 1.0}
+    pay = messages.encode_attempt_id(claim.attempt_id) | {"reward": 1.0}
     batch = {"writings": [{"verb": "turn"} | told, {"verb": "reward"} | pay | {"turn": 0}, {"verb": "reward"} | pay]}
     replies = store.verb("batch", batch, **before).json()["replies"]
     assert [reply.get("status", 200) for reply in replies] == [200, 412, 200] and replies[0]["done"] == {"index": 0}
@@ -258,7 +260,7 @@ def test_the_description_is_written_once_and_shown(monkeypatch: pytest.MonkeyPat
 def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
     description = store.ask("/openapi.json", method="GET").json()
     (claim,) = store.claimed()
-    own = wire.encode_attempt_id(claim.attempt_id)
+    own = messages.encode_attempt_id(claim.attempt_id)
     story: dict[str, Any] = {
         "put": {"resource": "endpoint", "value": {"base_url": "http://x"}},
         "resource": {"resource": "endpoint"},
@@ -266,7 +268,7 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
         "claim": {"runner": "r"},
         "heartbeat": {"runner": "r", "running": [own], "told": {"pid": 1}},
         "ready": own,
-        "turn": own | {"turn": wire.encode_turn(turn())},
+        "turn": own | {"turn": messages.encode_turn(turn())},
         "reward": own | {"reward": {"right": 1.0}},
         "note": own | {"event": "seen", "data": [1]},
         "finish": own | {"outcome": "succeeded"},
@@ -297,20 +299,20 @@ def test_what_is_answered_is_what_the_description_says(store: Served) -> None:
 
 
 class Broken(LocalRolloutQueue):
-    """A desk with a defect."""
+    """A queue with a defect."""
 
     async def statistics(self) -> dict[str, float]:
         raise RuntimeError("a defect of ours")
 
 
 def test_a_defect_is_a_sentence_with_the_name_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    ring, journal = Keyring(SECRET), open_store()
-    desk = Broken(journal, ring)
-    broken = Served(journal, ring, desk, create_app(desk, ring))
+    keyring, journal = Keyring(SECRET), open_store()
+    queue = Broken(journal, keyring)
+    broken = Served(journal, keyring, queue, create_app(queue, keyring))
     answer = broken.verb("statistics", x_request_id="mine-2")
     assert kind(answer) == (500, "Failed") and "a defect of ours" not in answer.text
     assert "mine-2" in caplog.text and "a defect of ours" in caplog.text
-    asyncio.run(desk.close())
+    asyncio.run(queue.close())
     assert kind(broken.verb("runners")) == (503, "StoreError")
 
 
@@ -328,20 +330,20 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
     async def hello() -> str:
         return "hello"
 
-    ring, journal = Keyring(SECRET), open_store()
-    desk = LocalRolloutQueue(journal, ring)
-    with serve(desk, ring, routers=[router], mounts={"/other": other}) as serving:
-        assert serving.admin_key == ring.admin and serving.url.startswith("http://127.0.0.1:")
+    keyring, journal = Keyring(SECRET), open_store()
+    queue = LocalRolloutQueue(journal, keyring)
+    with serve(queue, keyring, routers=[router], mounts={"/other": other}) as serving:
+        assert serving.admin_key == keyring.admin and serving.url.startswith("http://127.0.0.1:")
         assert httpx2.get(f"{serving.url}/healthz").json() == {"status": "ok"}
         assert httpx2.get(f"{serving.url}/v1/models").json() == ["policy"]
         assert httpx2.get(f"{serving.url}/other/hello").json() == "hello"
         assert "x-request-id" in httpx2.get(f"{serving.url}/other/hello").headers
         assert "/v1/models" in httpx2.get(f"{serving.url}/openapi.json").json()["paths"]
         with pytest.raises(StoreError, match="another port"):
-            serve(desk, ring, port=int(serving.url.rpartition(":")[2]))
+            serve(queue, keyring, port=int(serving.url.rpartition(":")[2]))
 
         async def polls() -> float:
-            headers = {"authorization": f"Bearer {ring.admin}"}
+            headers = {"authorization": f"Bearer {keyring.admin}"}
             async with httpx2.AsyncClient(base_url=serving.url, headers=headers, timeout=20.0) as client:
                 claim = asyncio.create_task(client.post("/v1/store/claim", json={"runner": "r", "wait_s": 20}))
                 wait = asyncio.create_task(client.post("/v1/store/wait", json={"timeout_s": 20}))
@@ -352,35 +354,37 @@ def test_serving_starts_and_stops_soon_and_others_are_served_beside_it() -> None
                 return time.monotonic() - start
 
         assert asyncio.run(polls()) < 1.5
-    asyncio.run(desk.close())
+    asyncio.run(queue.close())
 
 
 def test_a_server_that_others_can_reach_needs_a_key_that_was_given() -> None:
     shown: list[str] = []
-    desk = LocalRolloutQueue(open_store())
+    queue = LocalRolloutQueue(open_store())
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 .*127\.0\.0\.1"):
-        serve(desk, host="0.0.0.0", show=shown.append)
+        serve(queue, host="0.0.0.0", show=shown.append)
     assert shown == []
-    with serve(desk, show=shown.append) as serving:
+    with serve(queue, show=shown.append) as serving:
         assert len(shown) == 1 and serving.admin_key in shown[0]
         headers = {"authorization": f"Bearer {serving.admin_key}"}
         assert httpx2.post(f"{serving.url}/v1/store/statistics", json={}, headers=headers).status_code == 200
-    with serve(desk, Keyring(SECRET), host="0.0.0.0", show=shown.append):
+    with serve(queue, Keyring(SECRET), host="0.0.0.0", show=shown.append):
         assert len(shown) == 1
-    asyncio.run(desk.close())
+    asyncio.run(queue.close())
 
 
 @pytest.fixture(scope="module")
 def listening() -> Iterator[tuple[str, int, str, LocalRolloutQueue]]:
-    ring, journal = Keyring(SECRET), open_store()
-    desk = LocalRolloutQueue(journal, ring)
-    with serve(desk, ring) as serving:
+    keyring, journal = Keyring(SECRET), open_store()
+    queue = LocalRolloutQueue(journal, keyring)
+    with serve(queue, keyring) as serving:
         host, _, port = serving.url.removeprefix("http://").rpartition(":")
-        yield host, int(port), ring.admin, desk
-    asyncio.run(desk.close())
+        yield host, int(port), keyring.admin, queue
+    asyncio.run(queue.close())
 
 
-def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str, LocalRolloutQueue]) -> None:
+def test_a_body_of_fifty_megabytes_is_refused_with_the_reason(
+    listening: tuple[str, int, str, LocalRolloutQueue],
+) -> None:
     host, port, admin, _ = listening
     connection = http.client.HTTPConnection(host, port, timeout=20)
     body = bytes(50 * MEGABYTE)
@@ -393,7 +397,7 @@ def test_who_sends_fifty_megabytes_hears_why_not(listening: tuple[str, int, str,
 def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(
     listening: tuple[str, int, str, LocalRolloutQueue],
 ) -> None:
-    host, port, admin, desk = listening
+    host, port, admin, queue = listening
     body = json.dumps({"runner": "gone", "wait_s": 20}).encode()
     head = f"POST /v1/store/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {admin}\r\ncontent-length: {len(body)}"
     with socket.create_connection((host, port)) as line:
@@ -402,9 +406,9 @@ def test_a_runner_that_hangs_up_while_it_claims_is_given_nothing(
     time.sleep(0.3)
 
     async def counted() -> dict[str, float]:
-        await desk.enqueue([RolloutRequest(Task(0, {}))])
+        await queue.enqueue([RolloutRequest(Task(0, {}))])
         await asyncio.sleep(0.2)
-        return await desk.statistics()
+        return await queue.statistics()
 
     told = asyncio.run(counted())
     assert (told["queued"], told["running"], told["retries"]) == (1, 0, 0)

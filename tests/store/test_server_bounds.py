@@ -1,4 +1,4 @@
-"""What is in a body, and in a header, is bounded: by whoever it is sent."""
+"""The contents of bodies and headers are bounded for every client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from etude.store import messages as wire
+from etude.store import messages as messages
 from etude.store import request_limits as bounds
 from etude.store.remote_queue import RemoteRolloutQueue
 from etude.store.request_limits import NOTE_BYTES, NOTE_VALUES
@@ -44,19 +44,19 @@ def test_millions_of_values_are_refused_before_they_are_parsed(name: str) -> Non
 
 def test_a_note_of_an_attempt_is_small_and_its_others_are_kept(store: Served) -> None:
     (claim,) = store.claimed()
-    own = wire.encode_attempt_id(claim.attempt_id) | {"verb": "note", "event": "seen"}
+    own = messages.encode_attempt_id(claim.attempt_id) | {"verb": "note", "event": "seen"}
     large: list[Any] = ["x" * (NOTE_BYTES + 1), [[]] * (NOTE_VALUES + 1)]
     for data in large:
-        for key in (claim.reward_key, store.ring.runner):
+        for key in (claim.reward_key, store.keyring.runner):
             answer = store.ask("/v1/store/note", own | {"data": data}, key)
             assert answer.status_code == 422 and "Send less" in answer.json()["error"]["message"]
 
     async def written() -> list[Any]:
         transport = httpx2.ASGITransport(store.app)
-        desk = RemoteRolloutQueue("http://store", claim.reward_key, transport=transport)
-        notes = (desk.record_note(claim.attempt_id, "seen", data) for data in ("first", *large, "last"))
+        queue = RemoteRolloutQueue("http://store", claim.reward_key, transport=transport)
+        notes = (queue.record_note(claim.attempt_id, "seen", data) for data in ("first", *large, "last"))
         done = await asyncio.gather(*notes, return_exceptions=True)
-        await desk.close()
+        await queue.close()
         return done
 
     assert [type(each).__name__ for each in asyncio.run(written())] == [
@@ -91,18 +91,18 @@ def test_a_client_asks_for_more_than_one_request_may_in_several() -> None:
         claims = store.claimed(3)
 
         async def asked() -> None:
-            desk = RemoteRolloutQueue("http://store", store.ring.admin, transport=httpx2.ASGITransport(store.app))
+            queue = RemoteRolloutQueue("http://store", store.keyring.admin, transport=httpx2.ASGITransport(store.app))
             ids = (*range(5000, 8000), *(claim.attempt_id.rollout for claim in claims))
-            page = await desk.find(RolloutQuery(ids=ids, limit=2, sort="-id"))
+            page = await queue.find(RolloutQuery(ids=ids, limit=2, sort="-id"))
             assert [state.id for state in page.rollouts] == [2, 1] and page.more
-            assert len((await desk.find(RolloutQuery(ids=ids, tasks=tuple(range(1500))))).rollouts) == 3
-            stop = await desk.heartbeat(
+            assert len((await queue.find(RolloutQuery(ids=ids, tasks=tuple(range(1500))))).rollouts) == 3
+            stop = await queue.heartbeat(
                 "runner", [*(claim.attempt_id for claim in claims), *(AttemptId(9000, n) for n in range(2000))]
             )
             assert len(stop) == 2000 and not {claim.attempt_id for claim in claims} & stop.keys()
-            await desk.cancel([0, 1, 2] * 500, "enough")
-            assert (await desk.statistics())["cancelled"] == 3
-            await desk.close()
+            await queue.cancel([0, 1, 2] * 500, "enough")
+            assert (await queue.statistics())["cancelled"] == 3
+            await queue.close()
 
         asyncio.run(asked())
 
@@ -129,11 +129,11 @@ def test_what_one_key_has_in_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) 
             headers = {"authorization": f"Bearer {key}"}
             return (await client.post("/v1/store/resource", content=content, headers=headers)).status_code
 
-        first = asyncio.create_task(ask(slow(), store.ring.admin))
+        first = asyncio.create_task(ask(slow(), store.keyring.admin))
         await asyncio.sleep(0.1)
-        found = [await ask(body, store.ring.admin), await ask(body, store.ring.runner)]
+        found = [await ask(body, store.keyring.admin), await ask(body, store.keyring.runner)]
         came.set()
-        return [*found, await first, await ask(body, store.ring.admin)]
+        return [*found, await first, await ask(body, store.keyring.admin)]
 
     with served() as store:
         assert store.run(held) == [429, 422, 422, 422]
@@ -162,14 +162,14 @@ def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pyte
     span = {"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "one"}, {"name": "two"}]}]}]}
     with served() as store:
         own, other = store.claimed(2)
-        note = wire.encode_attempt_id(own.attempt_id) | {"verb": "note", "event": "seen", "data": "x" * 10_000}
+        note = messages.encode_attempt_id(own.attempt_id) | {"verb": "note", "event": "seen", "data": "x" * 10_000}
         traced = {"content_type": "application/json"}
         for token in ("a", "a", "a", "b"):  # what is asked again is not counted again
             assert store.ask("/v1/store/note", note, own.reward_key, idempotency_key=token).status_code == 200
         assert store.ask("/v1/traces", span, own.reward_key, **traced).json() == {}
-        paid = wire.encode_attempt_id(own.attempt_id) | {"verb": "reward", "reward": 1.0, "turn": 0}
+        paid = messages.encode_attempt_id(own.attempt_id) | {"verb": "reward", "reward": 1.0, "turn": 0}
         batch = {"writings": [note | {"data": 1}] * 3 + [paid] * 2}
-        store.verb("turn", wire.encode_attempt_id(own.attempt_id) | {"turn": wire.encode_turn(turn())})
+        store.verb("turn", messages.encode_attempt_id(own.attempt_id) | {"turn": messages.encode_turn(turn())})
         replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
         assert [each.get("status", 200) for each in replies] == [200] * 5
         store.ended(own)
@@ -180,8 +180,8 @@ def test_an_attempt_notes_so_much_with_its_own_key_and_no_more(monkeypatch: pyte
         refused = store.ask("/v1/traces", span, own.reward_key, **traced).json()["partialSuccess"]
         assert refused["rejectedSpans"] == "2"
         assert len(store.verb("events", {"rollout": own.attempt_id.rollout}).json()["events"]) == 8
-        for key in (other.reward_key, store.ring.runner):
-            about = wire.encode_attempt_id(other.attempt_id if key == other.reward_key else own.attempt_id)
+        for key in (other.reward_key, store.keyring.runner):
+            about = messages.encode_attempt_id(other.attempt_id if key == other.reward_key else own.attempt_id)
             assert store.ask("/v1/store/note", note | about, key).status_code == 200
 
 
@@ -190,7 +190,7 @@ def test_an_attempt_notes_so_many_bytes_and_pays_so_often(monkeypatch: pytest.Mo
     monkeypatch.setattr(bounds, "REWARDS", 5)
     with served() as store:
         (own,) = store.claimed()
-        about = wire.encode_attempt_id(own.attempt_id)
+        about = messages.encode_attempt_id(own.attempt_id)
         large, small = {"verb": "note", "event": "e", "data": "x" * 60_000}, {"verb": "note", "event": "e"}
         batch = {"writings": [about | large, *[about | small] * 99]}
         statuses = []
@@ -198,7 +198,7 @@ def test_an_attempt_notes_so_many_bytes_and_pays_so_often(monkeypatch: pytest.Mo
             replies = store.ask("/v1/store/batch", batch, own.reward_key).json()["replies"]
             statuses += [each.get("status", 200) for each in replies]
         assert statuses.count(422) >= 40, "the bytes of a batch are counted, however its notes share them"
-        store.verb("turn", about | {"turn": wire.encode_turn(turn())})
+        store.verb("turn", about | {"turn": messages.encode_turn(turn())})
         paid = [
             store.ask("/v1/store/reward", about | {"reward": 0.1, "turn": 0}, own.reward_key).status_code
             for _ in range(7)

@@ -15,7 +15,7 @@ from etude.store.requests import REQUESTS
 PAGE = (Path(__file__).parents[2] / "docs" / "store-http.md").read_text(encoding="utf-8")
 
 
-def test_the_verbs_and_their_keys_are_those_of_the_server() -> None:
+def test_the_requests_and_their_keys_are_those_of_the_server() -> None:
     opens = {verb.name: set(verb.scopes) for verb in REQUESTS}
     told = dict(re.findall(r"^\| `(\w+)` \|.*\| ([a-z, ]+) \|$", PAGE, re.MULTILINE))
     assert {name: set(keys.split(", ")) for name, keys in told.items()} == opens

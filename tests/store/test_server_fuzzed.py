@@ -53,6 +53,6 @@ def test_whatever_is_sent_is_answered_as_described(
                 if isinstance(case.body.get(name), int):
                     case.body[name] %= 3
             case.body |= {name: 0.01 for name in WAITS if isinstance(case.body.get(name), int | float)}
-        case.call_and_validate(headers={"authorization": f"Bearer {store.ring.admin}"}, checks=CHECKS)
+        case.call_and_validate(headers={"authorization": f"Bearer {store.keyring.admin}"}, checks=CHECKS)
 
     sent()

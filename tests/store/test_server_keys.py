@@ -1,4 +1,4 @@
-"""Who gets in where: every route with every kind of key."""
+"""The access of every kind of key to every route."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etude.store import messages as wire
+from etude.store import messages as messages
 from etude.store.keys import Keyring
 from etude.store.requests import REQUESTS
 from etude.store.rollout_queue import AttemptId
@@ -22,7 +22,7 @@ OPENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("claim", "heartbeat", "ready", "finish", "resource"), ("admin", "runner")),
     **dict.fromkeys(("reward", "note"), ("admin", "runner", "reward")),
 }
-"""Which keys open which verb, written down once more: this is what nobody may change by mistake."""
+"""The keys that open each request, written down again, so that no change happens by mistake."""
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +31,23 @@ def store() -> Iterator[Served]:
         yield made
 
 
-def keys_of(ring: Keyring, key: AttemptId) -> dict[str, str | None]:
+def keys_of(keyring: Keyring, key: AttemptId) -> dict[str, str | None]:
     return {
         "none": None,
         "garbage": "etude.admin.AAAA",
         "another store's": Keyring(b"another secret, not this one").admin,
-        "expired": ring.reward_key(key, -10.0),
-        "model": ring.model_key(key, 60.0),
-        "another attempt's": ring.reward_key(AttemptId(key.rollout, key.attempt + 1), 60.0),
-        "reward": ring.reward_key(key, 60.0),
-        "runner": ring.runner,
-        "admin": ring.admin,
+        "expired": keyring.reward_key(key, -10.0),
+        "model": keyring.model_key(key, 60.0),
+        "another attempt's": keyring.reward_key(AttemptId(key.rollout, key.attempt + 1), 60.0),
+        "reward": keyring.reward_key(key, 60.0),
+        "runner": keyring.runner,
+        "admin": keyring.admin,
     }
 
 
 def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
     """What each verb is asked, so that it would be done if the key allowed it."""
-    own = wire.encode_attempt_id(key)
+    own = messages.encode_attempt_id(key)
     bodies: dict[str, dict[str, Any]] = {
         "enqueue": {"wanted": []},
         "cancel": {"rollouts": [], "why": "nobody wants it"},
@@ -62,7 +62,7 @@ def body_of(verb: str, key: AttemptId) -> dict[str, Any]:
         "finish": own | {"outcome": "succeeded"},
         "reward": own | {"reward": 0.5, "turn": 0},
         "note": own | {"event": "seen"},
-        "turn": own | {"turn": wire.encode_turn(turn())},
+        "turn": own | {"turn": messages.encode_turn(turn())},
         "put": {"resource": "prompt", "value": 1},
         "resource": {"resource": "prompt"},
     }
@@ -80,7 +80,7 @@ def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: st
     (claim,) = store.claimed()
     assert store.verb("turn", body_of("turn", claim.attempt_id)).status_code == 200
     assert store.verb("put", body_of("put", claim.attempt_id)).status_code == 200
-    keys = keys_of(store.ring, claim.attempt_id)
+    keys = keys_of(store.keyring, claim.attempt_id)
     assert tuple(keys) == KEYS
     for name, key in keys.items():
         answer = store.ask(f"/v1/store/{verb}", body_of(verb, claim.attempt_id), key)
@@ -90,12 +90,12 @@ def test_every_key_opens_what_it_is_for_and_nothing_else(store: Served, verb: st
             assert answer.json()["error"]["kind"] == "InvalidKeyError"
 
 
-def test_the_writings_of_a_batch_are_each_held_to_the_key(store: Served) -> None:
+def test_each_write_of_a_batch_is_checked_against_the_key(store: Served) -> None:
     names = [verb for verb in OPENS if verb in ("ready", "reward", "note", "turn", "finish")]
     for name in KEYS:
         (claim,) = store.claimed()
         store.verb("turn", body_of("turn", claim.attempt_id))
-        key = keys_of(store.ring, claim.attempt_id)[name]
+        key = keys_of(store.keyring, claim.attempt_id)[name]
         body = {"writings": [{"verb": verb} | body_of(verb, claim.attempt_id) for verb in names]}
         answer = store.ask("/v1/store/batch", body, key)
         if name in STRANGERS or name == "model":
@@ -107,7 +107,7 @@ def test_the_writings_of_a_batch_are_each_held_to_the_key(store: Served) -> None
 
 def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> None:
     (claim,) = store.claimed()
-    for name, key in keys_of(store.ring, claim.attempt_id).items():
+    for name, key in keys_of(store.keyring, claim.attempt_id).items():
         answer = store.ask("/v1/traces", {"resourceSpans": []}, key, content_type="application/json")
         # A key of another attempt notes its spans there, which is its own.
         taken = name in ("admin", "reward", "another attempt's")
@@ -117,7 +117,7 @@ def test_spans_are_taken_from_an_attempt_and_from_the_admin(store: Served) -> No
 def test_what_tells_nothing_of_a_run_needs_no_key(store: Served) -> None:
     for path in ("/healthz", "/openapi.json"):
         assert store.ask(path, method="GET").status_code == 200
-    for header in ("Basic YTpi", "Bearer", "Bearer  ", store.ring.admin):
+    for header in ("Basic YTpi", "Bearer", "Bearer  ", store.keyring.admin):
         assert store.ask("/v1/store/statistics", {}, authorization=header).status_code == 401
 
 

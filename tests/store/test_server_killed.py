@@ -43,8 +43,8 @@ def ended(server: subprocess.Popen[str]) -> None:
 class Load:
     """Runners that play as fast as they can, and remember what they were told."""
 
-    def __init__(self, desk: RolloutQueue) -> None:
-        self.desk = desk
+    def __init__(self, remote: RolloutQueue) -> None:
+        self.remote = remote
         self.finished: dict[AttemptId, float] = {}
         self.turned: dict[AttemptId, int] = {}
         self.queued: set[int] = set()
@@ -54,7 +54,7 @@ class Load:
     async def queue(self) -> None:
         """Always a few that wait."""
         for first in range(0, 100_000, 8):
-            ids = await self.desk.enqueue(
+            ids = await self.remote.enqueue(
                 [RolloutRequest(Task(id, {}), id=id, limits=PATIENT) for id in range(first, first + 8)]
             )
             self.queued.update(ids)
@@ -64,20 +64,20 @@ class Load:
 
     async def play(self, claim: Claim) -> None:
         self.playing.add(claim.attempt_id)
-        self.turned[claim.attempt_id] = await self.desk.record_turn(claim.attempt_id, turn())
+        self.turned[claim.attempt_id] = await self.remote.record_turn(claim.attempt_id, turn())
         reward = float(claim.attempt_id.rollout)
-        if await self.desk.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
+        if await self.remote.finish(claim.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=reward)):
             self.finished[claim.attempt_id] = reward
         self.playing.discard(claim.attempt_id)
 
     async def run(self, name: str) -> None:
         while not self.over:
-            claims = await self.desk.claim(name, 8, 0.2)
+            claims = await self.remote.claim(name, 8, 0.2)
             await asyncio.gather(*(self.play(claim) for claim in claims))
 
     async def beat(self, name: str) -> None:
         while not self.over:
-            await self.desk.heartbeat(name, list(self.playing))
+            await self.remote.heartbeat(name, list(self.playing))
             await asyncio.sleep(0.3)
 
 
@@ -96,7 +96,7 @@ async def loaded(load: Load, kills: int, journal: Path, port: int) -> None:
         server = await asyncio.to_thread(started, journal, port)
     load.over = True
     await asyncio.gather(*tasks)
-    await load.desk.close()
+    await load.remote.close()
     ended(server)
 
 
@@ -116,10 +116,10 @@ def killed_again_and_again(directory: Path, kills: int) -> None:
             assert index == 0 and states[key.rollout].attempts[key.attempt].turns == 1, "a turn is written once"
 
 
-def test_what_was_acknowledged_survives_kill_9_of_the_server(tmp_path: Path) -> None:
+def test_acknowledged_calls_survive_kill_9_of_the_server(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 2)
 
 
 @pytest.mark.soak
-def test_what_was_acknowledged_survives_kill_9_of_the_server_twenty_times(tmp_path: Path) -> None:
+def test_acknowledged_calls_survive_kill_9_of_the_server_twenty_times(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path, 20)

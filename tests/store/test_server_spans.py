@@ -63,13 +63,15 @@ def document(claim: Claim | None, spans: int = 1) -> dict[str, Any]:
 
 
 def notes(store: Served, claim: Claim) -> list[dict[str, Any]]:
-    return asyncio.run(store.desk.notes(claim.attempt_id.rollout))
+    return asyncio.run(store.queue.notes(claim.attempt_id.rollout))
 
 
 def test_json_and_protobuf_say_the_same(store: Served) -> None:
     (claim,) = store.claimed()
     told = document(claim)
-    assert store.ask("/v1/traces", told, store.ring.admin, content_type="application/json; charset=utf-8").json() == {}
+    assert (
+        store.ask("/v1/traces", told, store.keyring.admin, content_type="application/json; charset=utf-8").json() == {}
+    )
     (noted,) = notes(store, claim)
     assert noted["name"] == "span" and noted["attempt"] == claim.attempt_id.attempt
     data = noted["data"]
@@ -93,7 +95,7 @@ def test_json_and_protobuf_say_the_same(store: Served) -> None:
     values.add().bytes_value = b"\0\1"
     span.status.code = 1
     body = gzip.compress(request.SerializeToString())
-    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=PROTOBUF, content_encoding="gzip")
+    answer = store.ask("/v1/traces", body, store.keyring.admin, content_type=PROTOBUF, content_encoding="gzip")
     assert answer.status_code == 200 and answer.headers["content-type"] == PROTOBUF
     assert not ExportTraceServiceResponse.FromString(answer.content).HasField("partial_success")
     assert notes(store, claim) == [noted, noted]
@@ -106,11 +108,11 @@ def test_a_reward_key_notes_on_its_own_attempt_whatever_is_said(store: Served) -
     assert len(notes(store, own)) == 2 and notes(store, other) == []
 
 
-def test_spans_of_nobody_are_counted_and_the_others_kept(store: Served) -> None:
+def test_spans_without_an_attempt_are_counted_and_the_others_stored(store: Served) -> None:
     (claim,) = store.claimed()
     told = document(claim, 3)
     told["resourceSpans"] += document(None, 2)["resourceSpans"]
-    answer = store.ask("/v1/traces", told, store.ring.admin, content_type=JSON).json()["partialSuccess"]
+    answer = store.ask("/v1/traces", told, store.keyring.admin, content_type=JSON).json()["partialSuccess"]
     assert answer["rejectedSpans"] == "2" and "etude.rollout" in answer["errorMessage"]
     assert len(notes(store, claim)) == 3
 
@@ -119,9 +121,9 @@ def test_more_spans_than_anybody_sends_are_refused_before_they_are_made(store: S
     empty = b"\x12\x00" * 5000  # 5000 spans in 10 kB
     scope = b"\x12" + varint(len(empty)) + empty
     body = b"\x0a" + varint(len(scope)) + scope
-    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=PROTOBUF)
+    answer = store.ask("/v1/traces", body, store.keyring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413 and "more than 4096 spans" in answer.json()["error"]["message"]
-    answer = store.ask("/v1/traces", bytes(5 * 2**20), store.ring.admin, content_type=PROTOBUF)
+    answer = store.ask("/v1/traces", bytes(5 * 2**20), store.keyring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413
 
 
@@ -160,7 +162,7 @@ HUGE = {
 
 @pytest.mark.parametrize("name", later(HUGE))
 def test_an_export_of_hundreds_of_thousands_of_parts_is_refused_before_it_is_parsed(store: Served, name: str) -> None:
-    answer = store.ask("/v1/traces", HUGE[name], store.ring.admin, content_type=PROTOBUF)
+    answer = store.ask("/v1/traces", HUGE[name], store.keyring.admin, content_type=PROTOBUF)
     assert answer.status_code == 413, answer.text
 
 
@@ -215,12 +217,12 @@ def test_a_span_that_is_too_large_is_counted_and_the_others_kept(store: Served) 
 
 def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> None:
     groups = within(1, 2, inner=b"\x9b\x06\x9c\x06" + b"\x12\x00" * 1_900_000)
-    answer = store.ask("/v1/traces", groups, store.ring.admin, content_type=PROTOBUF)
+    answer = store.ask("/v1/traces", groups, store.keyring.admin, content_type=PROTOBUF)
     assert answer.status_code == 400 and "group" in answer.json()["error"]["message"]
     wide = '{"resourceSpans":[]}'.encode("utf-16")
-    assert store.ask("/v1/traces", wide, store.ring.admin, content_type=JSON).status_code == 400
+    assert store.ask("/v1/traces", wide, store.keyring.admin, content_type=JSON).status_code == 400
     many = b'{"resourceSpans":[{"scopeSpans":[{"spans":[' + b"{}," * 120_000 + b"{}]}]}]}"
-    assert store.ask("/v1/traces", many, store.ring.admin, content_type=JSON).status_code == 413
+    assert store.ask("/v1/traces", many, store.keyring.admin, content_type=JSON).status_code == 413
 
 
 @pytest.mark.parametrize(
@@ -238,12 +240,12 @@ def test_what_would_hide_parts_from_being_counted_is_refused(store: Served) -> N
     ],
 )
 def test_what_is_no_export_is_refused(store: Served, body: bytes, form: str, status: int) -> None:
-    answer = store.ask("/v1/traces", body, store.ring.admin, content_type=form)
+    answer = store.ask("/v1/traces", body, store.keyring.admin, content_type=form)
     assert answer.status_code == status, answer.text
 
 
 def test_the_exporter_of_opentelemetry_is_understood() -> None:
-    with served() as store, serve(store.desk, store.ring) as serving:
+    with served() as store, serve(store.queue, store.keyring) as serving:
         (claim,) = store.claimed()
         exporter = OTLPSpanExporter(
             f"{serving.url}/v1/traces",

@@ -1,4 +1,4 @@
-"""SQLite as the keeper of a journal: what can go wrong with a file is said in a sentence, and loses nothing."""
+"""SQLite as the database of a journal: every failure of the file is a sentence, and loses nothing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_right_to_write_ends_with_the_process_that_has_it(path: Path) -> Non
             os.kill(child, signal.SIGKILL)
 
 
-def test_others_may_read_what_is_being_written(path: Path) -> None:
+def test_other_processes_may_read_during_writes(path: Path) -> None:
     with closing(open_store(path)) as writer, closing(open_store(path, read_only=True)) as reader:
         writer.append(group(1))
         assert reader.position == writer.position and log_of(reader) == log_of(writer)
@@ -357,7 +357,7 @@ def test_an_event_that_is_gone_before_a_checkpoint_is_noticed(path: Path, which:
 
 
 @pytest.mark.parametrize("which", PAYMENTS[:2])
-def test_turns_without_what_they_were_paid_are_not_read(path: Path, which: str) -> None:
+def test_turns_without_their_rewards_are_not_read(path: Path, which: str) -> None:
     paid(path)
     with closing(sqlite3.connect(path)) as raw, raw:
         assert raw.execute(f"DELETE FROM events WHERE kind = 'turn_rewarded' AND {which}").rowcount == 1

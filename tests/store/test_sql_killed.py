@@ -55,12 +55,12 @@ def killed_again_and_again(path: Path, times: int) -> None:
             check_whole(store)
 
 
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+def test_acknowledged_events_survive_kill_9(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path / "journal.db", 4)
 
 
 @pytest.mark.soak
-def test_what_was_acknowledged_survives_kill_9_fifty_times(tmp_path: Path) -> None:
+def test_acknowledged_events_survive_kill_9_fifty_times(tmp_path: Path) -> None:
     killed_again_and_again(tmp_path / "journal.db", 50)
 
 

@@ -1,7 +1,7 @@
-"""A process that works at a desk and says what was acknowledged, until it is killed.
+"""A process that works on a rollout queue and prints what was acknowledged, until it is killed.
 
 Started as `python -m tests.store.working PATH`. It takes up what an earlier one left. Each line it prints is one thing
-that a desk acknowledged: `queued 12`, `turn 12.0 1`, `rewarded 12.0 0.5`, `noted 12.0`, `finished 12.0`.
+that a queue acknowledged: `queued 12`, `turn 12.0 1`, `rewarded 12.0 0.5`, `noted 12.0`, `finished 12.0`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-async def produce(desk: LocalRolloutQueue, task: int) -> None:
+async def produce(queue: LocalRolloutQueue, task: int) -> None:
     """Queue group after group, each for a task of its own."""
     while True:
         asked = Task(task, {"prompt": "?" * 100})
-        for id in await desk.enqueue([RolloutRequest(asked, sample, limits=LIMITS) for sample in range(4)]):
+        for id in await queue.enqueue([RolloutRequest(asked, sample, limits=LIMITS) for sample in range(4)]):
             say(f"queued {id}")
         task += 2
 
 
-async def play(desk: LocalRolloutQueue, got: Claim) -> None:
+async def play(queue: LocalRolloutQueue, got: Claim) -> None:
     """Play one to its end, some of them badly."""
     where = f"{got.attempt_id.rollout}.{got.attempt_id.attempt}"
     for _ in range(2):
-        index = await desk.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
+        index = await queue.record_turn(got.attempt_id, turn(seed=got.attempt_id.rollout))
         say(f"turn {where} {index}")
-    await desk.record_reward(got.attempt_id, 0.5, turn=1)
+    await queue.record_reward(got.attempt_id, 0.5, turn=1)
     say(f"paid {where}")
-    await desk.record_note(got.attempt_id, "seen", [got.attempt_id.rollout])
+    await queue.record_note(got.attempt_id, "seen", [got.attempt_id.rollout])
     say(f"noted {where}")
     if got.attempt_id.rollout % 5 == 0 and got.attempt_id.attempt == 0:
-        await desk.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "as it happens"))
+        await queue.finish(got.attempt_id, AttemptReport(Outcome.FAILED, "as it happens"))
     else:
-        await desk.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=float(got.attempt_id.rollout)))
+        await queue.finish(got.attempt_id, AttemptReport(Outcome.SUCCEEDED, reward=float(got.attempt_id.rollout)))
     say(f"finished {where}")
 
 
@@ -55,14 +55,14 @@ async def work(path: Path) -> None:
     """Everything at once."""
     journal = open_store(path)
     first = 2 * len(journal.tasks())
-    desk = LocalRolloutQueue(journal)
+    queue = LocalRolloutQueue(journal)
 
     async def run(name: str) -> None:
         while True:
-            for got in await desk.claim(name, 2, 10):
-                await play(desk, got)
+            for got in await queue.claim(name, 2, 10):
+                await play(queue, got)
 
-    await asyncio.gather(produce(desk, first), produce(desk, first + 1), *(run(f"runner {n}") for n in range(16)))
+    await asyncio.gather(produce(queue, first), produce(queue, first + 1), *(run(f"runner {n}") for n in range(16)))
 
 
 if __name__ == "__main__":
