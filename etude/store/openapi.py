@@ -135,7 +135,7 @@ def _traces(error_content: dict[str, Any]) -> dict[str, Any]:
             "were not stored, with the reason.",
             "security": [{"key": []}],
             "requestBody": {"required": True, "content": content},
-            "responses": {"200": {"description": "the spans were recorded", "content": content}} | _refusals(error_content),
+            "responses": {"200": {"description": "recorded", "content": content}} | _refusals(error_content),
         }
     }
 

@@ -308,7 +308,7 @@ def test_a_cancellation_reaches_the_runner_at_its_next_heartbeat(tell: Callable[
         with pytest.raises(NotFoundError, match="rollout 9"):
             await queue.cancel([9], "who?")
         for nothing in ("", " "):
-            with pytest.raises(DataError, match="The reason of the cancellation is empty"):
+            with pytest.raises(DataError, match=r"The reason of the cancellation is empty|why: String should have"):
                 await queue.cancel([0], nothing)
 
     tell(story)
