@@ -1,8 +1,8 @@
 """The splits of a dataset on the Hugging Face hub, and the files of each.
 
 A name is `owner/name`, `owner/name:split`, or `owner/name/config:split`. The card (the README.md) of most datasets
-lists the files of each split. If it lists none, a file belongs to the split that its path names, in the file's own name
-before a directory's.
+lists the files of each split. If it lists none, a file belongs to the split that its path names. The file's own name
+counts before that of a directory.
 """
 
 from __future__ import annotations

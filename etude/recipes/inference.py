@@ -150,7 +150,9 @@ def export_run(directory: Path, to: Path, *, best: bool, adapter: bool = False, 
     assert run.model.path is not None
     if adapter and (not run.lora.is_enabled or run.head != "language"):
         trained = (
-            "trained the model itself" if not run.lora.is_enabled else "trained a head besides, which is no adapter's"
+            "trained the model itself"
+            if not run.lora.is_enabled
+            else "also trained a head, which an adapter cannot hold"
         )
         raise ConfigError(f"--adapter writes an adapter, and the run in {directory} {trained}. Leave it out.")
     model, chat = load_policy(run.model_copy(update={"device": "cpu"}))

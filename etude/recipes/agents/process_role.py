@@ -1,7 +1,7 @@
 """The role of this process, from ETUDE_ROLE, where several processes of the same program share a training.
 
-ETUDE_ROLE=train python my_training.py the trainer, which serves the store and the model and runs no agent
-ETUDE_ROLE=runner ETUDE_STORE_URL=… ETUDE_STORE_KEY=… python my_training.py a runner, which executes its rollouts
+ETUDE_ROLE=train python my_training.py        the trainer, which serves the store and the model and runs no agent
+ETUDE_ROLE=runner ETUDE_STORE_URL=… ETUDE_STORE_KEY=… python my_training.py       a runner, which executes its rollouts
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run whose rollouts are kept by a remote store (`agent.store`), with a complete copy in the run's own journal.
+"""A run with its rollouts in a remote store (`agent.store`), and a complete copy in the run's own journal.
 
     runners ◄─► store ◄─ the remote queue ─► journal ◄─ the run
                   ▲
@@ -9,7 +9,7 @@ uses it. So the journal is a journal like any other: it is replayed, resumed and
 request again has no effect, as a run does that was killed between the two.
 
 The store knows its owner (`RolloutQueue.acquire_lease`). A resumed run begins a new epoch of its lease before its
-endpoint exists, and renews the lease every few seconds. Rollouts of an earlier epoch are not executed until they are
+endpoint exists. It renews the lease every few seconds. Rollouts of an earlier epoch are not executed until they are
 requested again. While no trainer holds the lease, no rollout is assigned, because it could only fail.
 """
 

@@ -223,8 +223,8 @@ async def _publish_endpoint(queue: RolloutQueue, endpoint: dict[str, str]) -> No
 def freeze_gc() -> Iterator[None]:
     """Exclude all current objects from garbage collection.
 
-    Otherwise each full collection, after so many calls to the endpoint, would go through the model's libraries, and
-    every agent would wait for a third of a second.
+    Otherwise each full collection would go through the model's libraries. It comes after so many calls to the endpoint,
+    and every agent would wait for a third of a second.
     """
     gc.collect()
     gc.freeze()

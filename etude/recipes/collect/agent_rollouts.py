@@ -139,7 +139,7 @@ class AttemptStatistics:
         if self.rollouts and self.without_turns == self.rollouts and self.ended[Outcome.SUCCEEDED.value]:
             get_logger("recipes").warning(
                 "None of the %d rollouts of this step called the model, so nothing was learned from them. Does the "
-                "agent ask at `llm.base_url`, or, as a program, at OPENAI_BASE_URL?",
+                "agent call `llm.base_url`, or, as a program, OPENAI_BASE_URL?",
                 self.rollouts,
             )
 
@@ -374,9 +374,8 @@ def write_reward(store: Journal, id: int, result: AttemptResult) -> None:
 
 
 def effective_reward(state: RolloutState, failed_reward: float | Literal["drop"]) -> float | None:
-    """Return the reward that an agent's rollout counted for, where failures count for
-    `failed_reward`; None if it was dropped.
-    Rewards that an attempt earned before it failed do not count."""
+    """Return the reward that an agent's rollout counted for, with `failed_reward` for failures; None if it was dropped.
+    Rewards of an attempt before it failed do not count."""
     if state.status is Status.SUCCEEDED:
         return None if state.last is None else state.last.total
     return float(failed_reward) if state.status in FAILED_STATUSES and failed_reward != "drop" else None

@@ -3,15 +3,15 @@
     events in                                       decisions out
     Opened, Finished, Failed               ──►      Issue, Drop, Admit
 
-It has no clock, no randomness and no input or output, so the same object runs in the training loop, in a simulation,
+It has no clock, no randomness and no input or output. So the same object runs in the training loop, in a simulation,
 and over a journal after a crash. Slow rollouts are never dropped, because training would then prefer short answers. The
 scheduler holds back *issuing* instead.
 
-The groups of a step are the first `tasks` groups, in the order of their ordinals, that can be trained on. A task is
-issued only to replace one that cannot, so the choice of tasks does not depend on the order in which rollouts finish.
+The groups of a step are the first `tasks` groups that can be trained on, in the order of their ordinals. A task is
+issued only to replace one that cannot. So the choice of tasks does not depend on the order in which rollouts finish.
 
-Where rollouts are compared with a greedy answer to their task, that is one more rollout, with the sample number after
-those of the group. It is in no group and is never admitted. A task whose greedy answer failed is dropped.
+Where rollouts are compared with a greedy answer to their task, that answer is one more rollout. Its sample number
+follows those of the group. It is in no group and is never admitted. A task whose greedy answer failed is dropped.
 """
 
 from __future__ import annotations

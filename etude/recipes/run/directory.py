@@ -1,9 +1,13 @@
-"""The directory of a run: one process at a time works in it, and its files say which run it is.
+"""The directory of a run: one process at a time works in it, and its files identify the run.
 
-run.yaml every option of the run, as it was started; its last line is a checksum of the others inputs.json sizes and
-hashes of the files that it was started on metrics.jsonl the metrics of each step journal.sqlite every rollout, and the
-step that trained on it checkpoints/ the states that the run resumes from ranks/ the output of each rank process
-evaluations/ the answers that were scored tasks/ tasks that a program gave directly, and not in a file
+run.yaml        every option of the run, as it was started; its last line is a checksum of the others
+inputs.json     sizes and hashes of the files that it was started on
+metrics.jsonl   the metrics of each step
+journal.sqlite  every rollout, and the step that trained on it
+checkpoints/    the states that the run resumes from
+ranks/          the output of each rank process
+evaluations/    the answers that were scored
+tasks/          tasks that a program gave directly, and not in a file
 """
 
 from __future__ import annotations

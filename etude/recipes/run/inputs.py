@@ -1,7 +1,8 @@
 """The input files of a run, recorded by their bytes, so that a resumed run uses the same ones.
 
-A path says little: files are edited, and directories moved. The record has the size and a hash of each file. Data files
-are hashed whole. Of a model's file only the first and the last part are hashed, so large weights cost only a few reads.
+A path is not enough: files are edited, and directories moved. The record has the size and a hash of each file. Data
+files are hashed whole. Of a model's file only the first and the last part are hashed. So large weights cost only a few
+reads.
 """
 
 from __future__ import annotations

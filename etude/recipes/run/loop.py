@@ -1,6 +1,6 @@
 """The training loop: collect, annotate, estimate, update, publish, evaluate, save.
 
-`build` decides which object stands behind each call. The packages of these objects say how they do it.
+`build` chooses the object behind each call. The details are in the packages of these objects.
 """
 
 from __future__ import annotations

@@ -101,9 +101,8 @@ OPTION_ALIASES: Mapping[str, str] = {
     "experiment_name": "observe.wandb.name",
     "run_name": "observe.wandb.name",
 }
-"""The last part of an option name of another trainer, or a name that is often guessed, and the option here that does
-its work. Full names are in `verl_trl_options`. Where the two count differently, the description that `etude config
-show` prints says how."""
+"""The option here for the last part of another trainer's option name, or for a name that is often guessed. Full names
+are in `verl_trl_options`. Where the two count differently, the description that `etude config show` prints says how."""
 
 SHARED = ("train", "model", "checkpoint", "directory", "observe")
 """The sections that every run has."""

@@ -255,4 +255,4 @@ def _describe_sampling(run: Run, policy: torch.device) -> str:
     assert isinstance(run.rollout, ServerConfig)
     server_gpus = gpus_of_servers(run, run.rollout) if policy.type == "cuda" else ()
     gpu_names = f" on {', '.join(f'cuda:{gpu}' for gpu in server_gpus)}" if server_gpus else ""
-    return f"Servers sample{gpu_names}, in processes of their own."
+    return f"Servers sample{gpu_names}, in separate processes."

@@ -110,7 +110,7 @@ def log_start(
     log.info("A model of %s; %s.", size_text, data_summary)
     if step >= saver.steps:
         longer_remedy = f"To go on, ask for more of them: `{run.double_length_option(step)}`."
-        ended = "So is the schedule of its learning rate: to go on, begin a new run with its model."
+        ended = "Its learning-rate schedule is done too: to go on, begin a new run with its model."
         log.info("All %d steps are done. %s", step, longer_remedy if run_directory.can_change_length(run) else ended)
     elif step:
         log.info("Going on after step %d.", step)

@@ -1,4 +1,4 @@
-"""Loads the tasks of a run from its files, and keeps those whose prompts fit and that the reward can judge."""
+"""Loads the tasks of a run from its files: those with prompts that fit, and that the reward can judge."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["build_prompt_encoder", "load_agent_tasks", "load_tasks"]
 
 
 def load_tasks(run: Run, chat: ChatRenderer, name: str, files: Sequence[str]) -> tuple[Dataset, int]:
-    """Load the tasks of some files, without prompts that are too long if `data.overlong` says so; return the number of
-    those too."""
+    """Load the tasks of some files, and return them with the number of prompts that are too long.
+    `data.overlong=filter` leaves those out."""
     dataset = _judged(run, Dataset.load(files, run.data.columns), name)
     toolbox = run.env.load_toolbox()
     if toolbox is not None and run.env.path is None and isinstance(dataset.task(0, 0).fields["prompt"], str):

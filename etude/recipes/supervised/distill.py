@@ -40,7 +40,7 @@ class DistillRun(SupervisedRun):
     recipe: Literal["distill"] = Field("distill", description="the command that these options are for")
     data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="the texts that both models read")
     loss: Annotated[Loss, Choice({"distill_topk": TopKDistillation})] = Field(
-        TopKDistillation(), description="the loss that each step minimises"
+        TopKDistillation(), description="the loss that each step minimizes"
     )
     teacher: DistillTeacherConfig = Field(DistillTeacherConfig(), description="the model to learn from")
     temperature: float = Field(

@@ -28,7 +28,7 @@ class DPORun(SupervisedRun):
 
     recipe: Literal["dpo"] = Field("dpo", description="the command that these options are for")
     data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="pairs of a preferred and a rejected answer")
-    loss: Annotated[Loss, Choice({"dpo": DPO})] = Field(DPO(), description="the loss that each step minimises")
+    loss: Annotated[Loss, Choice({"dpo": DPO})] = Field(DPO(), description="the loss that each step minimizes")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
     reference: ReferenceConfig = Field(
         ReferenceConfig(), description="the model that the policy is compared with and kept close to"

@@ -26,5 +26,5 @@ class RewardModelRun(SupervisedRun):
     recipe: Literal["reward-model"] = Field("reward-model", description="the command that these options are for")
     data: PreferenceDataConfig = Field(PreferenceDataConfig(), description="pairs of a preferred and a rejected answer")
     loss: Annotated[Loss, Choice({"reward_model": RewardModelLoss})] = Field(
-        RewardModelLoss(), description="the loss that each step minimises"
+        RewardModelLoss(), description="the loss that each step minimizes"
     )

@@ -24,4 +24,4 @@ class SFTRun(SupervisedRun):
 
     recipe: Literal["sft"] = Field("sft", description="the command that these options are for")
     data: DemonstrationDataConfig = Field(DemonstrationDataConfig(), description="the demonstrations")
-    loss: Annotated[Loss, Choice({"sft": SFT})] = Field(SFT(), description="the loss that each step minimises")
+    loss: Annotated[Loss, Choice({"sft": SFT})] = Field(SFT(), description="the loss that each step minimizes")

@@ -39,7 +39,7 @@ from etude.train.ranks import count_ranks, current_ranks, is_first_rank, rank_of
 __all__ = ["AuxiliaryModels", "LossObjective", "PolicyObjective", "PolicyWorker"]
 
 CRITIC = "critic"
-"""The key of the critic's tensors, beside the policy's."""
+"""The key of the critic's tensors in a checkpoint, next to the policy's."""
 
 
 class PolicyObjective:

@@ -1,16 +1,16 @@
 """A rank's part in sending weights to servers: it sends them to its share of the servers, by one weight transport.
 
-rank 0 ──transport──► servers 0, 2, … weights go from the trainer to the servers that sample rank 1 ──transport──►
-servers 1, 3, … and the controller gets the result of each server
+rank 0 ──transport──► servers 0, 2, …      weights go from the trainer to the servers that sample
+rank 1 ──transport──► servers 1, 3, …      and the controller gets the result of each server
 
-A server always belongs to the same rank, whichever other servers are in rotation, because the two may have made a
-process group.
+A server always belongs to the same rank, because the two may have made a process group. Servers that leave or join the
+rotation do not change that.
 
-consumes the weights of this process, and the addresses of servers that are out of rotation produces servers that
-compute with exactly these weights, and the result of each waits for each answer of a server, at most `timeout`; and
-where ranks divide the weights, for each other, weight by
+consumes       the weights of this process, and the addresses of servers that are out of rotation
+produces       servers that compute with exactly these weights, and the result of each
+waits for      each answer of a server, at most `timeout`; and where ranks divide the weights, for each other, weight by
                weight: all of them go through all weights, also a rank without servers, or whose servers failed
-unblocked by that answer, or by its failure, which is returned and not raised: the other ranks' servers go on
+unblocked by   that answer, or by its failure, which is returned and not raised: the other ranks' servers go on
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_adapters_are_trained_in_place_of_the_weights(
     assert {"model.layers.0.self_attn.q_proj.weight"} <= changed and "model.norm.weight" not in changed
     words = ["export", str(run), str(tmp_path / "adapter"), "--adapter"]
     if recipe == "reward-model":
-        assert "trained a head besides, which is no adapter's" in refused(capsys, *words)
+        assert "also trained a head, which an adapter cannot hold" in refused(capsys, *words)
     else:
         assert main(words) == 0
         assert main(["generate", str(run), "1+1=", "sampling.max_tokens=2"]) == 0

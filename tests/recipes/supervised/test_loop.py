@@ -175,7 +175,7 @@ def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: C
     assert main(["sft", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole)) and measured(run)[-1]["learning_rate"] < 0.0015
     assert main(["sft", "--resume", str(run)]) == 0
-    assert "So is the schedule of its learning rate: to go on, begin a new run" in capsys.readouterr().err
+    assert "Its learning-rate schedule is done too: to go on, begin a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
