@@ -70,17 +70,17 @@ def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
     optimum = policy.mdp.optimum
     yield Progress(0, policy.expected_reward(), optimum)
     for step in range(1, run.steps + 1):
-        with log.step(step) as at:
+        with log.step(step) as recorder:
             batch = collect(run, policy, published, generator)
             batch = policy.annotate(batch, run.required_columns())
-            found = run.estimate(batch, state, seed=run.seed, step=step)
-            at.add(found.metrics)
-            for part in found.batch.split(run.mini_batches, by=run.loss.split_unit):
-                at.add(update(run, policy, optimizer, part, found.state))
+            estimate = run.estimate(batch, state, seed=run.seed, step=step)
+            recorder.add(estimate.metrics)
+            for part in estimate.batch.split(run.mini_batches, by=run.loss.split_unit):
+                recorder.add(update(run, policy, optimizer, part, estimate.state))
                 _refuse_nonfinite(run, policy, step)
-            state = found.next_state
+            state = estimate.next_state
             published.append(policy.logp().detach())
-            at.add(_step_metrics(batch, policy, optimum))
+            recorder.add(_step_metrics(batch, policy, optimum))
         yield Progress(step, policy.expected_reward(), optimum)
 
 

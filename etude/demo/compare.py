@@ -69,16 +69,16 @@ def select_runs(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> 
     if _chooses_loss(overrides, file):
         run = compose(DemoRun, overrides, file=file)
         return [ComparedRun(to_tree(run)["loss"]["name"], run)]
-    found, refusals = [], []
+    runs, refusals = [], []
     for name in LOSSES:
         try:
-            found.append(ComparedRun(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
+            runs.append(ComparedRun(name, compose(DemoRun, [*overrides, f"loss={name}"], file=file)))
         except ConfigError as error:
-            found.append(ComparedRun(name, refused=str(error)))
+            runs.append(ComparedRun(name, refused=str(error)))
             refusals.append(error)
-    if len(refusals) == len(found):
+    if len(refusals) == len(runs):
         raise refusals[0]
-    return found
+    return runs
 
 
 def train_run(entry: ComparedRun, directory: Path, on_step: Callable[[], None]) -> None:
@@ -91,9 +91,9 @@ def train_run(entry: ComparedRun, directory: Path, on_step: Callable[[], None]) 
     with open_run_log(run.observe.model_copy(update={"console": "off"}), info) as log:
         write_text(directory / "run.yaml", to_yaml(run))
         try:
-            for at in train(run, log):
-                entry.curve.append(at.expected_reward)
-                entry.optimum = at.optimum
+            for progress in train(run, log):
+                entry.curve.append(progress.expected_reward)
+                entry.optimum = progress.optimum
                 entry.seconds = time.perf_counter() - began
                 on_step()
         except EtudeError as error:
@@ -151,8 +151,10 @@ def _sweep_runs(overrides: Sequence[str], file: Path | None) -> list[ComparedRun
         jobs = multirun(DemoRun, overrides, lambda _: None, file=file, directory=Path(scratch))
     _refuse_differing([job.run for job in jobs])
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    own = [mask_text(" ".join(text for text in job.overrides if text not in shared)) for job in jobs]
-    return [ComparedRun(name or f"job {job.number}", job.run, job.number) for name, job in zip(own, jobs, strict=True)]
+    names = [mask_text(" ".join(text for text in job.overrides if text not in shared)) for job in jobs]
+    return [
+        ComparedRun(name or f"job {job.number}", job.run, job.number) for name, job in zip(names, jobs, strict=True)
+    ]
 
 
 def _refuse_differing(runs: Sequence[DemoRun]) -> None:

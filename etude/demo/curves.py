@@ -76,7 +76,7 @@ class LiveTable:
     def on_finish(self, entry: ComparedRun) -> None:
         """An entry is done, or was refused."""
         if self._live is None:
-            name = entry.name.ljust(max(len(each.name) for each in self._entries))
+            name = entry.name.ljust(max(len(other.name) for other in self._entries))
             line = Text("  ").join([Text(name), *self._cells(entry, WIDEST)])
             self._console.print(line, soft_wrap=True)
 
@@ -84,14 +84,14 @@ class LiveTable:
         box = SIMPLE_HEAD if self._blocks is BLOCKS else ASCII2
         table = Table(box=box, pad_edge=False, header_style="dim")
         names = max(len(entry.name) for entry in self._entries)
-        wide = max(8, min(WIDEST, self._console.width - min(names, 20) - 40))
+        width = max(8, min(WIDEST, self._console.width - min(names, 20) - 40))
         table.add_column("trained by", no_wrap=True, overflow="ellipsis")
         table.add_column("J, step by step", no_wrap=True, overflow="crop")
         for title, figures in (("J", 13), ("gained", 6), ("time", 6)):  # on a narrow screen the others give way
             table.add_column(title, justify="right", no_wrap=True, min_width=figures)
         for entry in self._entries:
             if entry.curve or entry.refused:
-                table.add_row(Text(entry.name), *self._cells(entry, wide))
+                table.add_row(Text(entry.name), *self._cells(entry, width))
         return table
 
     def _cells(self, entry: ComparedRun, width: int) -> list[Text]:
@@ -101,10 +101,10 @@ class LiveTable:
         curve, low = entry.curve, entry.curve[0]
         # While it trains, the line grows towards the width that it will have.
         total = (entry.run.steps if entry.run is not None else 0) + 1
-        grown = max(1, round(min(width, total) * len(curve) / total))
+        length = max(1, round(min(width, total) * len(curve) / total))
         style = "green" if entry.learnt else "yellow"
         return [
-            Text(sparkline(curve, low, entry.optimum, grown, self._blocks), "cyan"),
+            Text(sparkline(curve, low, entry.optimum, length, self._blocks), "cyan"),
             Text(f"{low:.3f} {self._arrow} {curve[-1]:.3f}"),
             Text(f"{entry.share:4.0%}", style),
             Text(format_seconds(entry.seconds), "dim"),
@@ -115,11 +115,11 @@ def draw_curves(entries: Sequence[ComparedRun], path: Path) -> None:
     """The picture of every run that was not refused."""
     drawn = [entry for entry in entries if not entry.refused]
     figure, panels, columns = make_figure(len(drawn), TITLE, most_columns=MOST_COLUMNS, panel=(2.35, 1.75), shared=True)
-    for place, (panel, entry) in enumerate(zip(panels, drawn, strict=True)):
+    for index, (panel, entry) in enumerate(zip(panels, drawn, strict=True)):
         for other in drawn:
             panel.plot(other.curve, color=GRID_COLOR, linewidth=0.7, zorder=1)
         _panel(panel, entry)
-        panel.tick_params(labelbottom=place + columns >= len(drawn))
+        panel.tick_params(labelbottom=index + columns >= len(drawn))
     figure.savefig(path)
 
 

@@ -57,20 +57,20 @@ AGENT_DEMO = DemoSpec(
     "agent.path=my_agent.py:solve model.path=… data.train=[…]",
 )
 
-SERVED = 32
+MIN_SERVER_HEAD_DIM = 32
 """The size of the smallest heads that servers have kernels for."""
 
 
-def head_dim(run: Run, own: int) -> int:
+def head_dim(run: Run, default: int) -> int:
     """The size of the heads of the model that learns. own: what it is where nothing speaks against it."""
-    return max(own, SERVED) if isinstance(run.rollout, ServerConfig) else own
+    return max(default, MIN_SERVER_HEAD_DIM) if isinstance(run.rollout, ServerConfig) else default
 
 
 def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) -> Run:
     """The run of a demonstration; an option that it brings itself is refused."""
     for option in overrides:
         name = option.partition("=")[0].strip("+ ")
-        if any(name == each or name.startswith(f"{each}.") for each in demo.reserved):
+        if any(name == reserved or name.startswith(f"{reserved}.") for reserved in demo.reserved):
             raise ConfigError(
                 f"The demonstration brings its own {demo.what}: `{name}` has no place in it. To train yours: "
                 f"`{etude_command()} train grpo {demo.replacements}`."
@@ -84,17 +84,17 @@ def write_tasks(
     """Write the tasks into a folder of the run's directory: what is trained on, and what is only ever scored on. rows:
     so many of either kind."""
     create_directory(directory)
-    world = directory / "world"
-    world.mkdir(exist_ok=True)
-    for name, count, scored in (("train", tasks, False), ("held_out", held_out, True)):
-        lines = (json.dumps(row) for row in rows(count, scored))
-        (world / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return world
+    data_directory = directory / "world"
+    data_directory.mkdir(exist_ok=True)
+    for name, count, is_held_out in (("train", tasks, False), ("held_out", held_out, True)):
+        lines = (json.dumps(row) for row in rows(count, is_held_out))
+        (data_directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return data_directory
 
 
 def warm_up(
-    world: Path,
-    what: str,
+    data_directory: Path,
+    description: str,
     steps: int,
     seed: int,
     make: Callable[..., object],
@@ -103,21 +103,21 @@ def warm_up(
 ) -> None:
     """The model that learns: the one that an earlier start of the same made here, or one made now. make: makes it in a
     directory by a seed, of this shape, and tells of each of so many steps."""
-    made = world / "made.json"
-    told = json.dumps({"seed": seed, "steps": steps, **shape})
-    if made.exists() and made.read_text(encoding="utf-8") == told:
+    marker = data_directory / "made.json"
+    settings = json.dumps({"seed": seed, "steps": steps, **shape})
+    if marker.exists() and marker.read_text(encoding="utf-8") == settings:
         return
-    made.unlink(missing_ok=True)
-    with progress(what, steps, console) as bar:
-        make(world / "model", seed, bar.advance, **shape)
-    made.write_text(told, encoding="utf-8")
+    marker.unlink(missing_ok=True)
+    with progress(description, steps, console) as bar:
+        make(data_directory / "model", seed, bar.advance, **shape)
+    marker.write_text(settings, encoding="utf-8")
 
 
-def path_options(world: Path, directory: Path) -> dict[str, Any]:
+def path_options(data_directory: Path, directory: Path) -> dict[str, Any]:
     """The options that say where all of it is."""
     return {
-        "model.path": world / "model",
-        "data.train": [world / "train.jsonl"],
-        "data.val": [world / "held_out.jsonl"],
+        "model.path": data_directory / "model",
+        "data.train": [data_directory / "train.jsonl"],
+        "data.val": [data_directory / "held_out.jsonl"],
         "directory": directory,
     }

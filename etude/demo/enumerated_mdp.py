@@ -44,24 +44,24 @@ class EnumeratedEpisode:
 
     def __post_init__(self) -> None:
         first, rest = TOKENS.index(self.answer[0]), [TOKENS.index(letter) for letter in self.answer[1:]]
-        said = [] if first == STOP else [0 if self.answer[0] == WANTED[self.prompt][0] else 1]
-        object.__setattr__(self, "ids", (self.prompt, first, *said, *rest))
+        reply = [] if first == STOP else [0 if self.answer[0] == WANTED[self.prompt][0] else 1]
+        object.__setattr__(self, "ids", (self.prompt, first, *reply, *rest))
 
     @property
     def action(self) -> list[bool]:
         """Which tokens the policy chose."""
-        return [place not in (0, 2) for place in range(len(self.ids))]
+        return [index not in (0, 2) for index in range(len(self.ids))]
 
     @property
     def parts(self) -> dict[str, float]:
         """What it earns, by name."""
         wanted = WANTED[self.prompt]
-        earned = {
+        matches = {
             "opening": self.answer[0] == wanted[0],
             "middle": self.answer[:2] == wanted[:2],
             "answer": self.answer == wanted,
         }
-        return {name: PARTS[name] * earned[name] for name in PARTS}
+        return {name: PARTS[name] * matches[name] for name in PARTS}
 
 
 def all_answers() -> list[str]:
@@ -86,7 +86,9 @@ class EnumeratedMDP:
         self.rewards = torch.tensor([sum(episode.parts.values()) for episode in self.episodes], dtype=torch.float64)
         self.prompt = torch.tensor([episode.prompt for episode in self.episodes])
         self.start = torch.tensor([self.state_index[(prompt,)] for prompt in range(len(WANTED))])  # [P]
-        self.next, self.end = self._moves()  # [N, 3] the state that follows; [N, 3] the episode that ends there, or -1
+        self.next, self.end = (
+            self._transitions()
+        )  # [N, 3] the state that follows; [N, 3] the episode that ends there, or -1
         self.action_segments = Segments(torch.tensor([sum(episode.action) for episode in self.episodes]))
         self.visits, self.reward_to_go = (
             self._rewards_to_go()
@@ -123,45 +125,45 @@ class EnumeratedMDP:
 
     def values(self, logp: Tensor) -> Tensor:
         """logp [N, 3] → [N]: V^π, the exact reward still to come at each state where the policy chooses."""
-        chance = self.episode_probabilities(logp) * self.visits
-        return (chance * self.reward_to_go).sum(1) / chance.sum(1).clamp(min=1e-300)
+        weights = self.episode_probabilities(logp) * self.visits
+        return (weights * self.reward_to_go).sum(1) / weights.sum(1).clamp(min=1e-300)
 
     def _all_episodes(self) -> Batch:
         """Every episode once, as a batch: a sampled batch is picked from it."""
-        each = self.episodes
-        lengths = torch.tensor([0, *(len(episode.ids) for episode in each)])
-        action = torch.tensor([chosen for episode in each for chosen in episode.action])
-        place = torch.tensor([t for episode in each for t in range(len(episode.ids))])
-        states = [self.state_index[episode.ids[:t]] for episode in each for t in range(len(episode.ids))]
-        paid = [episode.parts["opening"] if t == 1 else 0.0 for episode in each for t in range(len(episode.ids))]
-        parts = torch.tensor([list(episode.parts.values()) for episode in each], dtype=torch.float64)
+        episodes = self.episodes
+        lengths = torch.tensor([0, *(len(episode.ids) for episode in episodes)])
+        action = torch.tensor([chosen for episode in episodes for chosen in episode.action])
+        position = torch.tensor([t for episode in episodes for t in range(len(episode.ids))])
+        states = [self.state_index[episode.ids[:t]] for episode in episodes for t in range(len(episode.ids))]
+        paid = [episode.parts["opening"] if t == 1 else 0.0 for episode in episodes for t in range(len(episode.ids))]
+        parts = torch.tensor([list(episode.parts.values()) for episode in episodes], dtype=torch.float64)
         return Batch(
             offsets=lengths.cumsum(0),
-            unit=torch.arange(len(each)),
-            group=torch.tensor([episode.prompt for episode in each]),
+            unit=torch.arange(len(episodes)),
+            group=torch.tensor([episode.prompt for episode in episodes]),
             part_names=tuple(PARTS),
-            ids=torch.tensor([token for episode in each for token in episode.ids], dtype=torch.int32),
+            ids=torch.tensor([token for episode in episodes for token in episode.ids], dtype=torch.int32),
             action=action,
-            observation=place == 2,
-            turn=(place > 2).int(),
+            observation=position == 2,
+            turn=(position > 2).int(),
             token_reward=torch.tensor(paid, dtype=torch.float64),
             reward=parts[:, 1:].sum(1),
             metric=parts.sum(1),
             reward_parts=parts,
-            truncated=torch.tensor([episode.answer[-1] != "." for episode in each]),
-            role=torch.tensor([episode.prompt for episode in each]),
+            truncated=torch.tensor([episode.answer[-1] != "." for episode in episodes]),
+            role=torch.tensor([episode.prompt for episode in episodes]),
             anchor=torch.tensor(states),
             extra={"state": Column(ColumnKind.TOKEN, torch.tensor(states))},
         )
 
-    def _moves(self) -> tuple[Tensor, Tensor]:
+    def _transitions(self) -> tuple[Tensor, Tensor]:
         following = torch.zeros(self.states, len(TOKENS), dtype=torch.int64)
         end = torch.full((self.states, len(TOKENS)), -1)
         for e, episode in enumerate(self.episodes):
-            acts = [t for t, chosen in enumerate(episode.action) if chosen]
-            for t, later in pairwise(acts):
+            action_positions = [t for t, chosen in enumerate(episode.action) if chosen]
+            for t, later in pairwise(action_positions):
                 following[self.state_index[episode.ids[:t]], episode.ids[t]] = self.state_index[episode.ids[:later]]
-            end[self.state_index[episode.ids[: acts[-1]]], episode.ids[acts[-1]]] = e
+            end[self.state_index[episode.ids[: action_positions[-1]]], episode.ids[action_positions[-1]]] = e
         return following, end
 
     def _rewards_to_go(self) -> tuple[Tensor, Tensor]:
@@ -177,6 +179,6 @@ class EnumeratedMDP:
         best = torch.zeros(self.states, len(TOKENS), dtype=torch.float64)
         for episode, reward in zip(self.episodes, self.rewards.tolist(), strict=True):
             for t, token in enumerate(episode.ids):
-                here = self.state_index[episode.ids[:t]], token
-                best[here] = max(float(best[here]), reward)
+                key = self.state_index[episode.ids[:t]], token
+                best[key] = max(float(best[key]), reward)
         return best

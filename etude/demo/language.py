@@ -20,8 +20,7 @@ from rich.text import Text
 
 from etude.config.compose import compose
 from etude.config.env import etude_command
-from etude.demo import demo_setup as stage
-from etude.demo import sorting_task as digits
+from etude.demo import demo_setup, sorting_task
 from etude.demo.demo_setup import LANGUAGE_DEMO, compose_demo, path_options, write_tasks
 from etude.demo.sorting_model import HEAD_DIM, STEPS, warm_up
 from etude.observe import make_console, progress
@@ -54,21 +53,26 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 
     began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
     """
-    asked = compose_demo(LANGUAGE_DEMO, overrides, file)
-    directory = asked.directory or new_directory(Path("runs"), "demo")
-    console = make_console(asked.observe.console)
+    demo_run = compose_demo(LANGUAGE_DEMO, overrides, file)
+    directory = demo_run.directory or new_directory(Path("runs"), "demo")
+    console = make_console(demo_run.observe.console)
     began = time.perf_counter() if began is None else began
     _introduce(console)
-    world = write_tasks(directory, TASKS, HELD_OUT, lambda n, held: digits.make_rows(asked.seed, n, held_out=held))
-    torch.set_num_threads(asked.threads or torch.get_num_threads())
-    heads = stage.head_dim(asked, HEAD_DIM)
-    stage.warm_up(world, "warming up: imitating the teacher", STEPS, asked.seed, warm_up, console, head_dim=heads)
-    warmed = time.perf_counter() - began
-    run = compose(Run, overrides, values=path_options(world, directory), file=file, preset=LANGUAGE_DEMO.preset)
+    data = write_tasks(
+        directory,
+        TASKS,
+        HELD_OUT,
+        lambda n, is_held_out: sorting_task.make_rows(demo_run.seed, n, held_out=is_held_out),
+    )
+    torch.set_num_threads(demo_run.threads or torch.get_num_threads())
+    size = demo_setup.head_dim(demo_run, HEAD_DIM)
+    demo_setup.warm_up(data, "warming up: imitating the teacher", STEPS, demo_run.seed, warm_up, console, head_dim=size)
+    warm_up_seconds = time.perf_counter() - began
+    run = compose(Run, overrides, values=path_options(data, directory), file=file, preset=LANGUAGE_DEMO.preset)
     with build(run) as parts:
         parts.publish(parts.checkpoint.step)
         before = _scored(parts, console)
-        console.print(Text(f"\nWarmed up in {warmed:.0f} s. Now {run.steps} steps of GRPO.\n"))
+        console.print(Text(f"\nWarmed up in {warm_up_seconds:.0f} s. Now {run.steps} steps of GRPO.\n"))
         run_loop(parts)
         after = _scored(parts, console)
     seconds = time.perf_counter() - began
@@ -82,7 +86,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
         "greedy_before": before.greedy,
         "greedy_after": after.greedy,
         "seconds": seconds,
-        "sft_seconds": warmed,
+        "sft_seconds": warm_up_seconds,
         "rl_steps": len(steps),
         "tokens_per_second": _rate(steps),
         "run_dir": str(directory),
@@ -112,11 +116,11 @@ def _rate(steps: Sequence[Mapping[str, float]]) -> float:
 
 
 def _introduce(console: Console) -> None:
-    asked, wanted = digits.prompt_of("582134"), digits.answer_to("582134")
+    prompt, answer = sorting_task.prompt_of("582134"), sorting_task.answer_to("582134")
     for line in (
-        f"The task: put {digits.DIGITS} digits in order. `{asked}` wants `{wanted}`.",
+        f"The task: put {sorting_task.DIGITS} digits in order. `{prompt}` wants `{answer}`.",
         f"First a model with random weights imitates a teacher who sorts the wrong way round "
-        f"{1 - digits.TEACHER_RIGHT:.0%} of the time.",
+        f"{1 - sorting_task.TEACHER_RIGHT:.0%} of the time.",
         "Then it improves by GRPO: it samples answers, and those that are right earn 1. Nothing is downloaded.",
     ):
         console.print(Text(line), soft_wrap=True)
@@ -127,22 +131,22 @@ def _compare(console: Console, before: Scores, after: Scores) -> None:
     table = Table("problem", "right answer", "before", "after", title="Held-out problems, one sampled answer each")
     for old, new in list(zip(before.answers, after.answers, strict=True))[:SHOWN]:
         problem = str(new.prompt).removeprefix("sort ").removesuffix(":")
-        cells = [Text(each.text, "green" if each.reward else "red") for each in (old, new)]
-        table.add_row(problem, digits.answer_to(problem), *cells)
+        cells = [Text(answer.text, "green" if answer.reward else "red") for answer in (old, new)]
+        table.add_row(problem, sorting_task.answer_to(problem), *cells)
     console.print()
     console.print(table)
     for name, old_score, new_score in (
         ("sampled at temperature 1", before.sampled, after.sampled),
         ("greedy", before.greedy, after.greedy),
     ):
-        told = Text.assemble(f"held-out accuracy, {name:<25}", f"{old_score:6.1%}  →  ", (f"{new_score:.1%}", "bold"))
-        console.print(told, soft_wrap=True)
+        line = Text.assemble(f"held-out accuracy, {name:<25}", f"{old_score:6.1%}  →  ", (f"{new_score:.1%}", "bold"))
+        console.print(line, soft_wrap=True)
 
 
 def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
     console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
     etude, where = etude_command(), shlex.quote(str(directory))
-    for command, why in (
+    for command, comment in (
         (f'{etude} generate {where} "sort 582134:" -n 4', "ask the model"),
         (f"{etude} answers {where}", "look at what it was trained on last"),
         (f"{etude} eval {where} evaluate.samples=4", "score it with several answers a problem"),
@@ -150,4 +154,4 @@ def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> 
         (f"{etude} export {where} my-model", "write a Hugging Face directory"),
         (f"{etude} demo seed=1 loss=gspo", "the same from another seed, with another loss"),
     ):
-        console.print(Text.assemble(f"  {command}", (f"   # {why}", "dim")), soft_wrap=True)
+        console.print(Text.assemble(f"  {command}", (f"   # {comment}", "dim")), soft_wrap=True)

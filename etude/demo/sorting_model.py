@@ -39,14 +39,14 @@ TRAINING = TrainConfig(
 def make_tokenizer(directory: Path) -> Tokenizer:
     """A tokenizer with a token for each character, written as Hugging Face lays it out."""
     directory.mkdir(parents=True, exist_ok=True)
-    words = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
-    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token=PAD))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens([PAD, END])
-    made.save(str(directory / "tokenizer.json"))
-    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told, indent=2))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, END])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     return Tokenizer.load(directory)
 
 
@@ -70,9 +70,9 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
     tokenizer = make_tokenizer(directory)
     model = new_model(tokenizer, seed, head_dim)
     learner = Learner(model, TRAINING, steps=STEPS)
-    shown, imitate = demonstrations(tokenizer, seed), LossObjective(SFT())
+    batches, objective = demonstrations(tokenizer, seed), LossObjective(SFT())
     for _ in range(STEPS):
-        learner.update(next(shown), imitate)
+        learner.update(next(batches), objective)
         advance()
     save(model, directory)
     return model
@@ -80,7 +80,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
 
 def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     """Batches of what the teacher writes down, each problem a new one."""
-    chance, source, chat = random.Random(seed), problems(seed, held_out=False), ChatRenderer(tokenizer)
+    generator, source, chat = random.Random(seed), problems(seed, held_out=False), ChatRenderer(tokenizer)
     while True:
-        shown = ((prompt_of(problem), teacher_answer(problem, chance)) for problem in islice(source, BATCH))
-        yield batch_of([(tokenize_completion(chat, *each),) for each in shown])
+        examples = ((prompt_of(problem), teacher_answer(problem, generator)) for problem in islice(source, BATCH))
+        yield batch_of([(tokenize_completion(chat, *example),) for example in examples])

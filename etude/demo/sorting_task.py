@@ -48,23 +48,23 @@ def is_held_out(problem: str) -> bool:
 
 def problems(seed: int, *, held_out: bool) -> Iterator[str]:
     """Problems without end, all of them held out or none."""
-    chance = random.Random(f"{seed} {held_out}")
+    generator = random.Random(f"{seed} {held_out}")
     while True:
-        problem = f"{chance.randrange(10**DIGITS):0{DIGITS}}"
+        problem = f"{generator.randrange(10**DIGITS):0{DIGITS}}"
         if is_held_out(problem) == held_out:
             yield problem
 
 
-def teacher_answer(problem: str, chance: random.Random) -> str:
+def teacher_answer(problem: str, generator: random.Random) -> str:
     """What the unreliable teacher writes down: the digits in order, or the wrong way round."""
     right = answer_to(problem)
-    return right if chance.random() < TEACHER_RIGHT else right[::-1]
+    return right if generator.random() < TEACHER_RIGHT else right[::-1]
 
 
 def make_rows(seed: int, count: int, *, held_out: bool) -> list[Mapping[str, str]]:
     """Different problems as rows of a dataset."""
-    source, found = problems(seed, held_out=held_out), dict[str, Mapping[str, str]]()
-    while len(found) < count:
+    source, rows = problems(seed, held_out=held_out), dict[str, Mapping[str, str]]()
+    while len(rows) < count:
         problem = next(source)
-        found[problem] = {"prompt": prompt_of(problem), "answer": answer_to(problem), "data_source": "sort"}
-    return list(found.values())
+        rows[problem] = {"prompt": prompt_of(problem), "answer": answer_to(problem), "data_source": "sort"}
+    return list(rows.values())

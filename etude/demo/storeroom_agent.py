@@ -27,9 +27,9 @@ MOST_CALLS = 4
 """How often the model is asked before the agent gives up."""
 
 
-def _function(name: str, told: str, parameter: str) -> dict[str, Any]:
+def _function(name: str, description: str, parameter: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
-    return {"type": "function", "function": {"name": name, "description": told, "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 TOOLS: list[Any] = [
@@ -43,15 +43,15 @@ async def storeroom_agent(task: Task, llm: LLM) -> float:
     """Ask the model, call what it wants called, and see whether it knows in the end."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(MOST_CALLS):
-        told = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
-        said = told.choices[0].message
-        if not said.tool_calls:
-            return float(said.content == task["answer"])
-        messages.append(said.model_dump(exclude_none=True))
-        calls: Any = said.tool_calls
+        response = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
+        message = response.choices[0].message
+        if not message.tool_calls:
+            return float(message.content == task["answer"])
+        messages.append(message.model_dump(exclude_none=True))
+        calls: Any = message.tool_calls
         for call in calls:
-            found = call_tool(task, call.function.name, call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+            result = call_tool(task, call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return 0.0
 
 
@@ -59,10 +59,10 @@ def call_tool(task: Task, name: str, arguments: str) -> str:
     """What a function says; `?` where there is no such shelf or thing."""
     table: Any = task["shelves"] if name == "find" else task["numbers"]
     try:
-        asked = next(iter(json.loads(arguments).values()), "")
+        argument = next(iter(json.loads(arguments).values()), "")
     except (ValueError, AttributeError):
-        asked = ""
-    return str(table.get(asked, "?")) if isinstance(asked, str) else "?"
+        argument = ""
+    return str(table.get(argument, "?")) if isinstance(argument, str) else "?"
 
 
 def question(kind: str) -> str:
@@ -72,12 +72,12 @@ def question(kind: str) -> str:
 
 def make_rows(seed: int, count: int, *, held_out: bool) -> list[Mapping[str, Any]]:
     """Tasks, each with a storeroom of its own."""
-    chance = random.Random(f"{seed} {held_out}")
-    found: list[Mapping[str, Any]] = []
+    generator = random.Random(f"{seed} {held_out}")
+    rows: list[Mapping[str, Any]] = []
     for _ in range(count):
-        shelves = dict(zip(KINDS, chance.sample(SHELVES, len(KINDS)), strict=True))
-        numbers = {shelf: chance.choice(NUMBERS) for shelf in SHELVES}
-        kind = chance.choice(KINDS)
-        told = {"question": question(kind), "answer": numbers[shelves[kind]]}
-        found.append({**told, "shelves": shelves, "numbers": numbers})
-    return found
+        shelves = dict(zip(KINDS, generator.sample(SHELVES, len(KINDS)), strict=True))
+        numbers = {shelf: generator.choice(NUMBERS) for shelf in SHELVES}
+        kind = generator.choice(KINDS)
+        task = {"question": question(kind), "answer": numbers[shelves[kind]]}
+        rows.append({**task, "shelves": shelves, "numbers": numbers})
+    return rows

@@ -46,11 +46,11 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}<model>{%- endif -%}"
 )
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
-SPREAD = 0.1
+INITIALIZER_RANGE = 0.1
 """Of the first weights. With the 0.02 of large models, one this small may not find in 600 steps that what it was told
 is to be said again, and what it cannot do no reward teaches it."""
 STEPS, BATCH = 300, 64
-DILIGENT, HALFWAY = 0.25, 0.25
+CALLS_BOTH, CALLS_ONE = 0.25, 0.25
 """How often the teacher does it right, and how often it guesses once it knows the shelf."""
 TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=20)
 
@@ -58,15 +58,15 @@ TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosin
 def make_tokenizer(directory: Path) -> Tokenizer:
     """A tokenizer of the storeroom's words, with a chat template, written as Hugging Face lays it out."""
     directory.mkdir(parents=True, exist_ok=True)
-    words = {token: i for i, token in enumerate([PAD, END, *ROLES, *PIECES, *SHELVES, *NUMBERS, "?"])}
-    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token=PAD))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens([PAD, END, *ROLES])
-    made.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
-    made.save(str(directory / "tokenizer.json"))
-    told = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told, indent=2))
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *ROLES, *PIECES, *SHELVES, *NUMBERS, "?"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, END, *ROLES])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in PIECES])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"pad_token": PAD, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return Tokenizer.load(directory)
 
@@ -83,44 +83,44 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
         head_dim=head_dim,
         intermediate=INTERMEDIATE,
         context=CONTEXT,
-        initializer_range=SPREAD,
+        initializer_range=INITIALIZER_RANGE,
     )
     model = create(config, seed=seed, dtype=PRECISIONS[TRAINING.precision])
     learner = Learner(model, TRAINING, steps=STEPS)
-    shown, imitate = _demonstrations(tokenizer, seed), LossObjective(SFT())
+    batches, objective = _demonstrations(tokenizer, seed), LossObjective(SFT())
     for _ in range(STEPS):
-        learner.update(next(shown), imitate)
+        learner.update(next(batches), objective)
         advance()
     save(model, directory)
 
 
 def _demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     """Batches of what the teacher does, each in a storeroom of its own."""
-    chance = random.Random(seed)
+    generator = random.Random(seed)
     while True:
-        rows = [_row(tokenizer, _teacher_dialogue(chance), place) for place in range(BATCH)]
-        yield collate(rows, [Rollout(place, place, place, 0.0) for place in range(BATCH)])
+        rows = [_row(tokenizer, _teacher_dialogue(generator), index) for index in range(BATCH)]
+        yield collate(rows, [Rollout(index, index, index, 0.0) for index in range(BATCH)])
 
 
 def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[str, bool]]:
     """A dialogue in pieces, each with whether the model is to write it. calls: how many functions are called before
     the number is said."""
-    told = [(f"<user>{question(kind)}{END}<model>", False)]
-    for begun, asked, found in ((FIND, kind, shelf), (COUNT, shelf, number))[:calls]:
-        told += [(f"{OPEN}{begun}{asked}{AFTER}{CLOSE}{END}", True), (f"<tool>{found}{END}<model>", False)]
-    return [*told, (f"{number}{END}", True)]
+    pieces = [(f"<user>{question(kind)}{END}<model>", False)]
+    for call_start, argument, result in ((FIND, kind, shelf), (COUNT, shelf, number))[:calls]:
+        pieces += [(f"{OPEN}{call_start}{argument}{AFTER}{CLOSE}{END}", True), (f"<tool>{result}{END}<model>", False)]
+    return [*pieces, (f"{number}{END}", True)]
 
 
-def _teacher_dialogue(chance: random.Random) -> list[tuple[str, bool]]:
+def _teacher_dialogue(generator: random.Random) -> list[tuple[str, bool]]:
     """What the teacher does, in a storeroom of its own."""
-    mood = chance.random()
-    calls = 2 if mood < DILIGENT else 1 if mood < DILIGENT + HALFWAY else 0
-    return dialogue(chance.choice(KINDS), chance.choice(SHELVES), chance.choice(NUMBERS), calls=calls)
+    draw = generator.random()
+    calls = 2 if draw < CALLS_BOTH else 1 if draw < CALLS_BOTH + CALLS_ONE else 0
+    return dialogue(generator.choice(KINDS), generator.choice(SHELVES), generator.choice(NUMBERS), calls=calls)
 
 
-def _row(tokenizer: Tokenizer, told: list[tuple[str, bool]], place: int) -> Sample:
-    pieces = [(tokenizer.encode(text), act) for text, act in told]
+def _row(tokenizer: Tokenizer, texts: list[tuple[str, bool]], rollout: int) -> Sample:
+    pieces = [(tokenizer.encode(text), is_action) for text, is_action in texts]
     ids = np.concatenate([piece for piece, _ in pieces])
-    action = np.concatenate([np.full(len(piece), act) for piece, act in pieces])
+    action = np.concatenate([np.full(len(piece), is_action) for piece, is_action in pieces])
     zeros = np.zeros(len(ids), np.int32)
-    return Sample(ids, action, zeros.astype(np.float32), zeros, zeros, place)
+    return Sample(ids, action, zeros.astype(np.float32), zeros, zeros, rollout)

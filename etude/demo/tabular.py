@@ -45,8 +45,10 @@ class TabularPolicy:
 
     def sample(self, logp: Tensor, prompts: Tensor, generator: torch.Generator) -> Batch:
         """One rollout for each prompt [n], drawn token by token from log-probs [N, 3], which it records as μ."""
-        chances = logp.exp()
-        episodes = self.mdp.run_episodes(prompts, lambda s: torch.multinomial(chances[s], 1, generator=generator)[:, 0])
+        probabilities = logp.exp()
+        episodes = self.mdp.run_episodes(
+            prompts, lambda s: torch.multinomial(probabilities[s], 1, generator=generator)[:, 0]
+        )
         batch = self.mdp.all_episodes.select(episodes)
         return batch.replace(behavior_logp=_token_logp(logp, batch))
 
@@ -55,7 +57,7 @@ class TabularPolicy:
         logp = self.logp().detach()
         state = batch.require("state")
         top = self.teacher.topk(TEACHER_TOP, dim=-1)
-        known: dict[str, Callable[[], Tensor]] = {
+        columns: dict[str, Callable[[], Tensor]] = {
             "old_logp": lambda: _token_logp(logp, batch),
             "ref_logp": lambda: _token_logp(self.reference, batch),
             "teacher_logp": lambda: _token_logp(self.teacher, batch),
@@ -66,24 +68,24 @@ class TabularPolicy:
             "value": lambda: self.mdp.values(logp)[state],
             "greedy_reward": lambda: self._greedy(logp)[batch.require("role")],
         }
-        return batch.replace(**{name: known[name]() for name in sorted(needs & known.keys())})
+        return batch.replace(**{name: columns[name]() for name in sorted(needs & columns.keys())})
 
     def forward(self, batch: Batch, names: frozenset[str]) -> Outputs:
         """What a loss asks of a forward pass, with gradient."""
         logp, state = self.logp(), batch.require("state")
-        known: dict[str, Callable[[], Tensor]] = {
+        outputs: dict[str, Callable[[], Tensor]] = {
             "logp": lambda: _token_logp(logp, batch),
             "entropy": lambda: _entropy(logp)[state],
             "full_kl": lambda: (logp.exp() * (logp - self.reference)).sum(-1)[state],
             "topk_logp": lambda: topk_logp_with_tail(logp[state], batch.require("teacher_topk_ids")),
         }
-        unknown = sorted(names - known.keys())
+        unknown = sorted(names - outputs.keys())
         if unknown:
             raise ConfigError(
                 f"The loss asks for the model's `{unknown[0]}`, and a table of logits has none; it has "
-                f"{', '.join(known)}. Choose another loss for this demonstration."
+                f"{', '.join(outputs)}. Choose another loss for this demonstration."
             )
-        return Outputs(**{name: known[name]() for name in names})
+        return Outputs(**{name: outputs[name]() for name in names})
 
     def _greedy(self, logp: Tensor) -> Tensor:
         """[P]: what the likeliest answer to each prompt earns."""

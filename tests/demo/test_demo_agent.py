@@ -14,8 +14,7 @@ import torch
 from etude.chat import ChatRenderer
 from etude.cli import main
 from etude.demo import agent as module
-from etude.demo import storeroom_agent as storeroom
-from etude.demo import storeroom_model as novice
+from etude.demo import storeroom_agent, storeroom_model
 from etude.records import Message, Task, ToolCall
 
 SHORT = ["steps=1", "collect.tasks=2", "collect.group_size=2", "evaluate.limit=4", "agent.runners=1"]
@@ -34,39 +33,41 @@ def demonstrated(words: list[str], directory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_storeroom_tells_whoever_asks() -> None:
-    for row in storeroom.make_rows(0, 50, held_out=True):
-        kind = next(kind for kind in storeroom.KINDS if kind in row["question"])
+    for row in storeroom_agent.make_rows(0, 50, held_out=True):
+        kind = next(kind for kind in storeroom_agent.KINDS if kind in row["question"])
         task = Task(0, row)
-        shelf = storeroom.call_tool(task, "find", json.dumps({"kind": kind}))
-        assert storeroom.call_tool(task, "count", json.dumps({"shelf": shelf})) == row["answer"]
-        assert len(set(row["shelves"].values())) == len(storeroom.KINDS), "one kind on each shelf"
+        shelf = storeroom_agent.call_tool(task, "find", json.dumps({"kind": kind}))
+        assert storeroom_agent.call_tool(task, "count", json.dumps({"shelf": shelf})) == row["answer"]
+        assert len(set(row["shelves"].values())) == len(storeroom_agent.KINDS), "one kind on each shelf"
     for nonsense in ("{", "3", "{}", '{"kind": "wings"}', '{"kind": ["figs"]}'):
-        assert storeroom.call_tool(task, "find", nonsense) == "?"
+        assert storeroom_agent.call_tool(task, "find", nonsense) == "?"
 
 
 def test_a_storeroom_of_one_seed_is_in_no_lesson_of_the_other() -> None:
-    train, held_out = (storeroom.make_rows(0, 200, held_out=held) for held in (False, True))
+    train, held_out = (storeroom_agent.make_rows(0, 200, held_out=held) for held in (False, True))
     assert not [row for row in held_out if row in train]
-    assert train == storeroom.make_rows(0, 200, held_out=False) != storeroom.make_rows(1, 200, held_out=False)
+    assert (
+        train == storeroom_agent.make_rows(0, 200, held_out=False) != storeroom_agent.make_rows(1, 200, held_out=False)
+    )
 
 
 def test_the_teacher_speaks_as_the_template_shows_a_conversation(tmp_path: Path) -> None:
     """What is imitated is, token for token, what the endpoint will show and read."""
-    tokenizer = novice.make_tokenizer(tmp_path)
+    tokenizer = storeroom_model.make_tokenizer(tmp_path)
     chat = ChatRenderer(tokenizer)
     find, count = (
         ToolCall(id="1", name="find", arguments='{"kind": "figs"}'),
         ToolCall(id="2", name="count", arguments='{"shelf": "C"}'),
     )
     messages = [
-        Message("user", storeroom.question("figs")),
+        Message("user", storeroom_agent.question("figs")),
         Message("assistant", "", tool_calls=(find,)),
         Message("tool", "C", tool_call_id="1"),
         Message("assistant", "", tool_calls=(count,)),
         Message("tool", "7", tool_call_id="2"),
     ]
     shown = tokenizer.decode(chat.prompt_ids(messages), keep_special_tokens=True)
-    lesson = novice.dialogue("figs", "C", "7", calls=2)
+    lesson = storeroom_model.dialogue("figs", "C", "7", calls=2)
     assert "".join(text for text, _ in lesson[:-1]) == shown
     assert len(tokenizer.encode(shown)) < 40, "each piece is one token"
 
@@ -87,7 +88,7 @@ def test_what_it_brings_itself_is_refused(capsys: pytest.CaptureFixture[str]) ->
 def test_it_shows_a_conversation_and_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(novice, "STEPS", 60)
+    monkeypatch.setattr(storeroom_model, "STEPS", 60)
     told, printed = demonstrated([*SHORT, "agent.strategy=shm"], tmp_path / "run", capsys)
     for words in ("before", "after", "held-out accuracy", "conversations continued", "tokens", "time", "Try next:"):
         assert words in printed

@@ -45,30 +45,32 @@ class DatasetBuilder:
     changed: int = 0
     """Rows of text that are other tokens when they are read again."""
 
-    def context_columns(self, story: RolloutRecord) -> Row:
+    def context_columns(self, rollout: RolloutRecord) -> Row:
         """What is told of the task and its step."""
-        return task_columns(story.task) | {"step": story.task.step}
+        return task_columns(rollout.task) | {"step": rollout.task.step}
 
-    def samples(self, story: RolloutRecord) -> list[Sample]:
+    def samples(self, rollout: RolloutRecord) -> list[Sample]:
         """The rows of a rollout that have something to learn."""
-        return [row for row in build_samples(story.turns, story.state.id, self.tags) if row.action.any()]
+        return [row for row in build_samples(rollout.turns, rollout.state.id, self.tags) if row.action.any()]
 
-    def turns(self, story: RolloutRecord) -> list[Turn]:
+    def turns(self, rollout: RolloutRecord) -> list[Turn]:
         """The turns of a rollout that have something to learn."""
-        tagged = (turn for turn in story.turns if not self.tags or set(turn.tags) & set(self.tags))
+        tagged = (turn for turn in rollout.turns if not self.tags or set(turn.tags) & set(self.tags))
         return [turn for turn in tagged if len(turn.completion.ids)]
 
     def turn_text(self, turn: Turn) -> tuple[str, str]:
         """What a turn was shown and what it said, without the token that ends it; counted where they are other tokens
         when they are read again."""
-        prompt, said = self._without_bos(turn.prompt), turn.completion.ids
-        if len(said) and int(said[-1]) in self.tokenizer.eos_ids:
-            said = said[:-1]
-        asked, answer = (self.tokenizer.decode(ids, keep_special_tokens=True) for ids in (prompt, said))
-        known = self.tokenizer.encode(asked, add_special_tokens=True)
-        again = self.tokenizer.encode_after_text(asked, answer, add_special_tokens=True, before_ids=known)
-        self.changed += not (np.array_equal(known, turn.prompt) and np.array_equal(again, said))
-        return asked, answer
+        prompt, answer = self._without_bos(turn.prompt), turn.completion.ids
+        if len(answer) and int(answer[-1]) in self.tokenizer.eos_ids:
+            answer = answer[:-1]
+        prompt_text, answer_text = (self.tokenizer.decode(ids, keep_special_tokens=True) for ids in (prompt, answer))
+        prompt_ids = self.tokenizer.encode(prompt_text, add_special_tokens=True)
+        answer_ids = self.tokenizer.encode_after_text(
+            prompt_text, answer_text, add_special_tokens=True, before_ids=prompt_ids
+        )
+        self.changed += not (np.array_equal(prompt_ids, turn.prompt) and np.array_equal(answer_ids, answer))
+        return prompt_text, answer_text
 
     def _without_bos(self, prompt: Ids) -> Ids:
         """Without the token that the tokenizer puts before every text."""
@@ -79,81 +81,81 @@ class DatasetBuilder:
         """A row of tokens."""
         return {INPUT_IDS: sample.ids.tolist(), ASSISTANT_MASKS: sample.action.astype(np.int8).tolist()}
 
-    def meets_min_reward(self, earned: float) -> bool:
+    def meets_min_reward(self, reward: float) -> bool:
         """Whether a rollout earned what is asked for."""
-        return self.min_reward is None or earned >= self.min_reward
+        return self.min_reward is None or reward >= self.min_reward
 
 
 def dataset_schema(kind: str, form: Form) -> pa.Schema:
     """The columns of a set."""
     text = form == "text"
     if kind == "sft":
-        told = {"prompt": pa.string(), "completion": pa.string()} if text else TOKENS | VOCABULARY_SCHEMA
-        more = {"rollout": pa.int64(), "reward": pa.float64()}
+        columns = {"prompt": pa.string(), "completion": pa.string()} if text else TOKENS | VOCABULARY_SCHEMA
+        extra = {"rollout": pa.int64(), "reward": pa.float64()}
     else:
         rows = pa.list_(pa.struct(list(TOKENS.items())))
-        told = dict.fromkeys(("prompt", "chosen", "rejected"), pa.string())
-        told = told if text else {CHOSEN_TOKENS: rows, REJECTED_TOKENS: rows, **VOCABULARY_SCHEMA}
-        more = {f"{side}_{name}": kind for name, kind in _SIDE_COLUMNS.items() for side in ("chosen", "rejected")}
-    return pa.schema([*told.items(), *TASK_SCHEMA.items(), *more.items()])
+        columns = dict.fromkeys(("prompt", "chosen", "rejected"), pa.string())
+        columns = columns if text else {CHOSEN_TOKENS: rows, REJECTED_TOKENS: rows, **VOCABULARY_SCHEMA}
+        extra = {f"{side}_{name}": kind for name, kind in _SIDE_COLUMNS.items() for side in ("chosen", "rejected")}
+    return pa.schema([*columns.items(), *TASK_SCHEMA.items(), *extra.items()])
 
 
 _SIDE_COLUMNS = {"rollout": pa.int64(), "reward": pa.float64()}
 
 
-def demonstration_rows(found: Iterable[RolloutRecord], builder: DatasetBuilder) -> Iterator[Row]:
+def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilder) -> Iterator[Row]:
     """A row for each token sequence, or as text for each turn, of rollouts that succeeded and earned enough."""
-    for story in found:
-        earned = story.reward
-        if story.state.status is not Status.SUCCEEDED:
-            builder.skipped[f"ended {story.state.status}".replace("_", " ")] += 1
-        elif earned is None:
+    for rollout in rollouts:
+        reward = rollout.reward
+        if rollout.state.status is not Status.SUCCEEDED:
+            builder.skipped[f"ended {rollout.state.status}".replace("_", " ")] += 1
+        elif reward is None:
             builder.skipped["had no reward"] += 1
-        elif not builder.meets_min_reward(earned):
+        elif not builder.meets_min_reward(reward):
             builder.skipped[f"earned less than {builder.min_reward:g}"] += 1
-        elif not builder.turns(story):
+        elif not builder.turns(rollout):
             builder.skipped["had no turn to learn from"] += 1
         else:
-            about = builder.context_columns(story) | {"rollout": story.state.id, "reward": earned}
-            yield from (row | about for row in _example_rows(story, builder))
+            context = builder.context_columns(rollout) | {"rollout": rollout.state.id, "reward": reward}
+            yield from (row | context for row in _example_rows(rollout, builder))
 
 
-def _example_rows(story: RolloutRecord, builder: DatasetBuilder) -> Iterator[Row]:
+def _example_rows(rollout: RolloutRecord, builder: DatasetBuilder) -> Iterator[Row]:
     if builder.form == "text":
-        for turn in builder.turns(story):
-            asked, said = builder.turn_text(turn)
-            yield {"prompt": asked, "completion": said}
+        for turn in builder.turns(rollout):
+            prompt, answer = builder.turn_text(turn)
+            yield {"prompt": prompt, "completion": answer}
         return
-    for sample in builder.samples(story):
+    for sample in builder.samples(rollout):
         yield builder.token_columns(sample) | {VOCABULARY_COLUMN: builder.tokenizer.vocab_hash}
 
 
 def preference_rows(groups: Iterable[Sequence[RolloutRecord]], builder: DatasetBuilder) -> Iterator[Row]:
     """The best and the worst try at each task, of those that were asked the same to the token."""
     for group in groups:
-        judged = [story for story in group if story.reward is not None and builder.turns(story)]
+        candidates = [rollout for rollout in group if rollout.reward is not None and builder.turns(rollout)]
         if builder.form == "text":
-            several = [story for story in judged if len(story.turns) > 1]
-            builder.skipped["had several turns, which pairs of text have no place for"] += len(several)
-            judged = [story for story in judged if len(story.turns) == 1]
-        alike: defaultdict[bytes, list[RolloutRecord]] = defaultdict(list)
-        for story in judged:
-            alike[story.turns[0].prompt.tobytes()].append(story)
-        for tries in alike.values():
-            row = _pair(tries, builder)
+            multi_turn = [rollout for rollout in candidates if len(rollout.turns) > 1]
+            builder.skipped["had several turns, which pairs of text have no place for"] += len(multi_turn)
+            candidates = [rollout for rollout in candidates if len(rollout.turns) == 1]
+        by_prompt: defaultdict[bytes, list[RolloutRecord]] = defaultdict(list)
+        for rollout in candidates:
+            by_prompt[rollout.turns[0].prompt.tobytes()].append(rollout)
+        for rollouts in by_prompt.values():
+            row = _pair(rollouts, builder)
             if row is not None:
                 yield row
-        if not alike:
+        if not by_prompt:
             builder.skipped["were tasks that nothing was earned at"] += 1
 
 
-def _pair(tries: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | None:
+def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | None:
     """What was best, of those that came to their end, and what was worst, if they differ enough."""
-    if len(tries) == 1:
+    if len(rollouts) == 1:
         builder.skipped["had no other try that was asked the same"] += 1
         return None
-    good = [story for story in tries if story.state.status is Status.SUCCEEDED]
-    best, worst = max(good, key=_reward_of, default=None), min(tries, key=_reward_of)
+    succeeded = [rollout for rollout in rollouts if rollout.state.status is Status.SUCCEEDED]
+    best, worst = max(succeeded, key=_reward_of, default=None), min(rollouts, key=_reward_of)
     if best is None or not _reward_of(best) - _reward_of(worst) > 0:
         builder.skipped["were groups in which all earned the same"] += 1
         return None
@@ -164,18 +166,18 @@ def _pair(tries: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | None
         builder.skipped[f"were groups whose best earned less than {builder.min_reward:g}"] += 1
         return None
     row = builder.context_columns(best)
-    for side, story in (("chosen", best), ("rejected", worst)):
-        row |= {f"{side}_rollout": story.state.id, f"{side}_reward": _reward_of(story)}
+    for side, rollout in (("chosen", best), ("rejected", worst)):
+        row |= {f"{side}_rollout": rollout.state.id, f"{side}_reward": _reward_of(rollout)}
     if builder.form == "text":
-        (asked, said), (_, other) = (builder.turn_text(story.turns[0]) for story in (best, worst))
-        return row | {"prompt": asked, "chosen": said, "rejected": other}
+        (prompt, chosen), (_, rejected) = (builder.turn_text(rollout.turns[0]) for rollout in (best, worst))
+        return row | {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     sides = {
-        name: [builder.token_columns(s) for s in builder.samples(each)]
-        for name, each in ((CHOSEN_TOKENS, best), (REJECTED_TOKENS, worst))
+        name: [builder.token_columns(s) for s in builder.samples(side_rollout)]
+        for name, side_rollout in ((CHOSEN_TOKENS, best), (REJECTED_TOKENS, worst))
     }
     return row | sides | {VOCABULARY_COLUMN: builder.tokenizer.vocab_hash}
 
 
-def _reward_of(story: RolloutRecord) -> float:
-    assert story.reward is not None, "what has no reward is in no pair"
-    return story.reward
+def _reward_of(rollout: RolloutRecord) -> float:
+    assert rollout.reward is not None, "what has no reward is in no pair"
+    return rollout.reward

@@ -56,9 +56,13 @@ class ExportOptions:
                 f"`--as {self.kind}` writes {' or '.join(suffixes)} files, and {self.to} is called otherwise. Name it "
                 f"{self.to.with_suffix(suffixes[0])}."
             )
-        idle = {"--min-reward": self.min_reward is not None, "--tags": bool(self.tags), "--form": self.form != "ids"}
-        for name, given in idle.items():
-            if given and self.kind not in SETS:
+        unused_flags = {
+            "--min-reward": self.min_reward is not None,
+            "--tags": bool(self.tags),
+            "--form": self.form != "ids",
+        }
+        for name, is_given in unused_flags.items():
+            if is_given and self.kind not in SETS:
                 raise ConfigError(
                     f"{name} is for sets to learn from, and `--as {self.kind}` writes everything. Leave it out."
                 )
@@ -90,87 +94,85 @@ def export_rollouts(options: ExportOptions, console: Console | None = None) -> E
     """Write the rollouts of a run to a file, and say what was written and what to do with it."""
     options.check()
     console = make_console() if console is None else console
-    with open_journal(options.run) as store, atomic_path(options.to) as place:
-        rows, chosen = _rows(options, store)
-        layout = dataset_schema(options.kind, options.form) if options.kind in SETS else None
+    with open_journal(options.run) as store, atomic_path(options.to) as draft:
+        rows, builder = _rows(options, store)
+        schema = dataset_schema(options.kind, options.form) if options.kind in SETS else None
         count = 0
-        with open_writer(place, options.to.suffix, layout) as file, _progress(options, console) as advance:
+        with open_writer(draft, options.to.suffix, schema) as file, _progress(options, console) as advance:
             for row in rows:
                 file.write(row)
                 advance()
                 count += 1
-            left_out = Counter() if chosen is None else +chosen.skipped
+            skipped = Counter() if builder is None else +builder.skipped
             if not count:
-                raise ConfigError(_nothing_message(options, left_out))
-    done = ExportResult(options.to, count, dict(left_out), 0 if chosen is None else chosen.changed)
-    _show(options, done, console)
-    return done
+                raise ConfigError(_nothing_message(options, skipped))
+    result = ExportResult(options.to, count, dict(skipped), 0 if builder is None else builder.changed)
+    _show(options, result, console)
+    return result
 
 
-def _rows(asked: ExportOptions, store: Journal) -> tuple[Iterator[Row], DatasetBuilder | None]:
+def _rows(options: ExportOptions, store: Journal) -> tuple[Iterator[Row], DatasetBuilder | None]:
     """What is written, and who counts what is not."""
-    counts = reward_getter(asked.run)
-    if asked.kind in SETS:
-        tokenizer = load_tokenizer(asked.run, asked.model)
-        chosen = DatasetBuilder(asked.form, tokenizer, asked.min_reward, asked.min_gap, asked.tags)
-        if asked.kind == "dpo":
-            return preference_rows(read_settled_groups(store, counts), chosen), chosen
-        return demonstration_rows(read_rollouts(store, asked.split, counts), chosen), chosen
-    if asked.kind == "otlp":
-        run = str(asked.run.resolve())
-        return (rollout_to_otlp(story, run) for story in read_rollouts(store, asked.split, counts)), None
-    speaks = _optional_tokenizer(asked)
-    return (rollout_to_dict(story, speaks) for story in read_rollouts(store, asked.split, counts)), None
+    reward_of = reward_getter(options.run)
+    if options.kind in SETS:
+        tokenizer = load_tokenizer(options.run, options.model)
+        builder = DatasetBuilder(options.form, tokenizer, options.min_reward, options.min_gap, options.tags)
+        if options.kind == "dpo":
+            return preference_rows(read_settled_groups(store, reward_of), builder), builder
+        return demonstration_rows(read_rollouts(store, options.split, reward_of), builder), builder
+    if options.kind == "otlp":
+        run = str(options.run.resolve())
+        return (rollout_to_otlp(rollout, run) for rollout in read_rollouts(store, options.split, reward_of)), None
+    optional_tokenizer = _optional_tokenizer(options)
+    return (
+        rollout_to_dict(rollout, optional_tokenizer) for rollout in read_rollouts(store, options.split, reward_of)
+    ), None
 
 
-def _optional_tokenizer(asked: ExportOptions) -> Tokenizer | None:
+def _optional_tokenizer(options: ExportOptions) -> Tokenizer | None:
     """The tokenizer, if it is still there: what the model was shown has its ids without one."""
     try:
-        return load_tokenizer(asked.run, asked.model)
+        return load_tokenizer(options.run, options.model)
     except ConfigError as error:
-        if asked.model is not None:
+        if options.model is not None:
             raise
         get_logger("tools").warning("What the model was shown is written as ids alone. %s", error)
         return None
 
 
 @contextmanager
-def _progress(asked: ExportOptions, console: Console) -> Iterator[Callable[[], None]]:
-    with progress(f"writing {asked.to.name}", None, console) as bar:
+def _progress(options: ExportOptions, console: Console) -> Iterator[Callable[[], None]]:
+    with progress(f"writing {options.to.name}", None, console) as bar:
         yield bar.advance
 
 
-def _nothing_message(asked: ExportOptions, skipped: Counter[str]) -> str:
-    why = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())
-    if not why:
-        what = "settled task" if asked.kind == "dpo" else f"rollout of the split '{asked.split}'"
-        return (
-            f"The run in {asked.run} has no {what} yet. Wait until it has, or choose another --split (train, val, all)."
-        )
-    return f"Nothing of the run in {asked.run} is as asked: of what it has, {why}. Ask for less."
+def _nothing_message(options: ExportOptions, skipped: Counter[str]) -> str:
+    reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.most_common())
+    if not reasons:
+        kind = "settled task" if options.kind == "dpo" else f"rollout of the split '{options.split}'"
+        return f"The run in {options.run} has no {kind} yet. Wait, or choose another --split (train, val, all)."
+    return f"Nothing of the run in {options.run} is as asked: of what it has, {reasons}. Ask for less."
 
 
-def _show(asked: ExportOptions, done: ExportResult, console: Console) -> None:
-    what = {"sft": "rows to learn", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[asked.kind]
-    console.print(Text(f"{done.rows:,} {what} in {done.file}"), soft_wrap=True)
-    for reason, count in done.skipped.items():
+def _show(options: ExportOptions, result: ExportResult, console: Console) -> None:
+    kind = {"sft": "rows to learn", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[options.kind]
+    console.print(Text(f"{result.rows:,} {kind} in {result.file}"), soft_wrap=True)
+    for reason, count in result.skipped.items():
         console.print(Text(f"left out: {count:,} {reason}", "yellow"), soft_wrap=True)
-    if done.changed:
-        told = (
-            f"{done.changed:,} of them are other tokens when they are read again; `--form ids` keeps them as they were"
-        )
-        console.print(Text(told, "yellow"), soft_wrap=True)
-    if (command := _next(asked)) is not None:
+    if result.changed:
+        message = f"{result.changed:,} of them tokenize differently from the run; `--form ids` keeps the exact tokens"
+        console.print(Text(message, "yellow"), soft_wrap=True)
+    if (command := _next(options)) is not None:
         console.print(Text.assemble("\nnext:  ", (command, "bold")), soft_wrap=True)
 
 
-def _next(asked: ExportOptions) -> str | None:
+def _next(options: ExportOptions) -> str | None:
     """What to type next."""
-    if asked.kind in SETS:
-        return f"etude {asked.kind} model.path=MODEL data.train=[{asked.to}]"
+    if options.kind in SETS:
+        return f"etude {options.kind} model.path=MODEL data.train=[{options.to}]"
     return None
 
 
-def to_dict(done: ExportResult) -> dict[str, Any]:
+def to_dict(result: ExportResult) -> dict[str, Any]:
     """What came of it, as plain data."""
-    return {"file": str(done.file), "rows": done.rows, "skipped": done.skipped, "changed": done.changed}
+    return {"file": str(result.file), "rows": result.rows, "skipped": result.skipped, "changed": result.changed}

@@ -16,47 +16,51 @@ from etude.tools.rollouts.reader import AttemptRecord, RolloutRecord, task_colum
 __all__ = ["rollout_to_dict"]
 
 
-def rollout_to_dict(story: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The rollout; with what the model was shown as text, where there is a tokenizer."""
-    state = story.state
-    told: dict[str, Any] = {
+    state = rollout.state
+    record: dict[str, Any] = {
         "rollout": state.id,
         "split": state.use,
         "sample": state.sample,
         "status": str(state.status),
     }
-    told |= {"settled": state.settled and str(state.settled), "step": story.task.step, "why": state.why}
-    told |= task_columns(story.task) | {"fields": dict(story.task.fields), "dropped": story.task.cause}
-    told |= {"limits": state.limits and state.limits.to_dict()}
-    pairs = zip(state.attempts, story.attempts, strict=True)
-    return told | {"attempts": [_attempt(index, *pair, tokenizer) for index, pair in enumerate(pairs)]}
+    record |= {"settled": state.settled and str(state.settled), "step": rollout.task.step, "why": state.why}
+    record |= task_columns(rollout.task) | {"fields": dict(rollout.task.fields), "dropped": rollout.task.cause}
+    record |= {"limits": state.limits and state.limits.to_dict()}
+    pairs = zip(state.attempts, rollout.attempts, strict=True)
+    return record | {"attempts": [_attempt(index, *pair, tokenizer) for index, pair in enumerate(pairs)]}
 
 
-def _attempt(index: int, state: AttemptState, tried: AttemptRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _attempt(index: int, state: AttemptState, attempt: AttemptRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
     names = ("error", "reward", "paid", "total", "truncated", "role", "runner", "watched")
-    told: dict[str, Any] = {"attempt": index, "status": str(state.status)}
-    told |= {name: getattr(state, name) for name in names} | {"parts": dict(state.parts)}
-    told |= {"late": None if state.late is None else dict(state.late), "began": tried.began, "ended": tried.ended}
-    turns = [_turn(turn, at, tokenizer) for turn, at in zip(tried.turns, tried.times, strict=True)]
-    return told | {"turns": turns, "events": [{"name": note.name, "data": note.data} for note in tried.notes]}
+    record: dict[str, Any] = {"attempt": index, "status": str(state.status)}
+    record |= {name: getattr(state, name) for name in names} | {"parts": dict(state.parts)}
+    record |= {"late": None if state.late is None else dict(state.late), "began": attempt.began, "ended": attempt.ended}
+    turns = [_turn(turn, at, tokenizer) for turn, at in zip(attempt.turns, attempt.times, strict=True)]
+    return record | {"turns": turns, "events": [{"name": note.name, "data": note.data} for note in attempt.notes]}
 
 
 def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    said = turn.completion
+    completion = turn.completion
     names = ("index", "model", "reward", "anchor", "observed", "opened")
-    told: Mapping[str, Any] = {name: getattr(turn, name) for name in names}
-    shown = {} if tokenizer is None else {"prompt": tokenizer.decode(turn.prompt, keep_special_tokens=True)}
-    tokens = {"prompt_ids": turn.prompt.tolist(), "ids": said.ids.tolist(), "versions": said.version.tolist()}
-    tokens["logp"] = floats_to_json(said.logp)
-    if said.raw_logp is not None:
-        tokens["raw_logp"] = floats_to_json(said.raw_logp)
+    record: Mapping[str, Any] = {name: getattr(turn, name) for name in names}
+    prompt_text = {} if tokenizer is None else {"prompt": tokenizer.decode(turn.prompt, keep_special_tokens=True)}
+    tokens = {
+        "prompt_ids": turn.prompt.tolist(),
+        "ids": completion.ids.tolist(),
+        "versions": completion.version.tolist(),
+    }
+    tokens["logp"] = floats_to_json(completion.logp)
+    if completion.raw_logp is not None:
+        tokens["raw_logp"] = floats_to_json(completion.raw_logp)
     return {
-        **told,
+        **record,
         "tags": list(turn.tags),
         "at": at,
-        **shown,
-        "text": said.text,
-        "finish": said.finish_reason,
+        **prompt_text,
+        "text": completion.text,
+        "finish": completion.finish_reason,
         **tokens,
     }
 

@@ -31,75 +31,79 @@ NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 """How the JSON of protobuf writes what JSON has no number for."""
 
 
-def rollout_to_otlp(story: RolloutRecord, run: str) -> dict[str, Any]:
+def rollout_to_otlp(rollout: RolloutRecord, run: str) -> dict[str, Any]:
     """One export: the spans of a rollout."""
-    resource = {"service.name": "etude", "etude.run": run, "etude.rollout": story.state.id}
-    ours = {"scope": {"name": SCOPE}, "spans": list(_spans(story, run))}
-    sent = _agent_scopes(note for tried in story.attempts for note in tried.notes)
-    return {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [ours, *sent]}]}
+    resource = {"service.name": "etude", "etude.run": run, "etude.rollout": rollout.state.id}
+    own_scope = {"scope": {"name": SCOPE}, "spans": list(_spans(rollout, run))}
+    agent_scopes = _agent_scopes(note for record in rollout.attempts for note in record.notes)
+    return {
+        "resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [own_scope, *agent_scopes]}]
+    }
 
 
-def _spans(story: RolloutRecord, run: str) -> Iterator[Span]:
-    state, task = story.state, story.task
-    whole = _span_ids(run, state.id)
-    began = min((tried.began for tried in story.attempts), default=0.0)
-    ended = max((tried.ended for tried in story.attempts), default=0.0)
-    told: dict[str, Any] = {
+def _spans(rollout: RolloutRecord, run: str) -> Iterator[Span]:
+    state, task = rollout.state, rollout.task
+    ids = _span_ids(run, state.id)
+    began = min((record.began for record in rollout.attempts), default=0.0)
+    ended = max((record.ended for record in rollout.attempts), default=0.0)
+    attributes: dict[str, Any] = {
         "etude.rollout": state.id,
         "etude.task": task.id,
         "etude.sample": state.sample,
         "etude.split": state.use,
     }
-    told |= {"etude.status": str(state.status), "etude.reward": story.reward, "etude.step": task.step}
-    told |= {"etude.data_source": task.source or None, "etude.fields": json.dumps(dict(task.fields))}
-    failed = state.why or (state.last.error if state.last is not None else "")
-    yield whole | _span("rollout", whole["spanId"], "", began, ended, told, _status(str(state.status), failed))
-    for index, (attempt, tried) in enumerate(zip(state.attempts, story.attempts, strict=True)):
-        yield from _of_attempt(index, attempt, tried, run, state.id)
+    attributes |= {"etude.status": str(state.status), "etude.reward": rollout.reward, "etude.step": task.step}
+    attributes |= {"etude.data_source": task.source or None, "etude.fields": json.dumps(dict(task.fields))}
+    error = state.why or (state.last.error if state.last is not None else "")
+    yield ids | _span("rollout", ids["spanId"], "", began, ended, attributes, _status(str(state.status), error))
+    for index, (attempt, record) in enumerate(zip(state.attempts, rollout.attempts, strict=True)):
+        yield from _attempt_spans(index, attempt, record, run, state.id)
 
 
-def _of_attempt(index: int, attempt: AttemptState, tried: AttemptRecord, run: str, rollout: int) -> Iterator[Span]:
-    named = _span_ids(run, rollout, index)
-    told = {"etude.attempt": index, "etude.status": str(attempt.status), "etude.reward": attempt.reward}
-    told |= {"etude.paid": attempt.paid, "etude.runner": attempt.runner or None}
-    told |= {f"etude.reward.{name}": value for name, value in attempt.parts.items()}
+def _attempt_spans(index: int, attempt: AttemptState, record: AttemptRecord, run: str, rollout: int) -> Iterator[Span]:
+    ids = _span_ids(run, rollout, index)
+    attributes = {"etude.attempt": index, "etude.status": str(attempt.status), "etude.reward": attempt.reward}
+    attributes |= {"etude.paid": attempt.paid, "etude.runner": attempt.runner or None}
+    attributes |= {f"etude.reward.{name}": value for name, value in attempt.parts.items()}
     parent = _span_ids(run, rollout)["spanId"]
     status = _status(str(attempt.status), attempt.error)
     events = [
         {
             "name": note.name,
-            "timeUnixNano": _time(tried.ended),
+            "timeUnixNano": _time(record.ended),
             "attributes": _attributes({"data": json.dumps(note.data)}),
         }
-        for note in tried.notes
+        for note in record.notes
         if not _is_span(note)
     ]
-    span = _span("attempt", named["spanId"], parent, tried.began, tried.ended, told, status)
-    yield named | span | {"events": events}
-    since = tried.began
-    for turn, at in zip(tried.turns, tried.times, strict=True):
-        of_turn = _span_ids(run, rollout, index, turn.index)
+    span = _span("attempt", ids["spanId"], parent, record.began, record.ended, attributes, status)
+    yield ids | span | {"events": events}
+    began = record.began
+    for turn, recorded_at in zip(record.turns, record.times, strict=True):
+        turn_ids = _span_ids(run, rollout, index, turn.index)
         name = f"chat {turn.model}"
-        yield of_turn | _span(name, of_turn["spanId"], named["spanId"], since, at, _turn_attributes(turn), {}, CLIENT)
-        since = max(since, at)
+        yield turn_ids | _span(
+            name, turn_ids["spanId"], ids["spanId"], began, recorded_at, _turn_attributes(turn), {}, CLIENT
+        )
+        began = max(began, recorded_at)
 
 
 def _turn_attributes(turn: Turn) -> dict[str, Any]:
     """A turn in the words of OpenTelemetry's conventions for models, and what those have no word for."""
-    said = turn.completion
-    versions = {"etude.version.min": int(said.version.min()), "etude.version.max": int(said.version.max())}
+    completion = turn.completion
+    versions = {"etude.version.min": int(completion.version.min()), "etude.version.max": int(completion.version.max())}
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "etude",
         "gen_ai.request.model": turn.model,
-        "gen_ai.response.finish_reasons": [said.finish_reason],
+        "gen_ai.response.finish_reasons": [completion.finish_reason],
         "gen_ai.usage.input_tokens": len(turn.prompt),
-        "gen_ai.usage.output_tokens": len(said.ids),
+        "gen_ai.usage.output_tokens": len(completion.ids),
         "etude.turn": turn.index,
-        "etude.text": said.text,
+        "etude.text": completion.text,
         "etude.tags": list(turn.tags) or None,
         "etude.reward": turn.reward,
-        **(versions if len(said.version) else {}),
+        **(versions if len(completion.version) else {}),
     }
 
 
@@ -133,11 +137,11 @@ def _is_span(note: NoteRecorded) -> bool:
     )
 
 
-def _span_ids(run: str, rollout: int, *place: int) -> Span:
+def _span_ids(run: str, rollout: int, *path: int) -> Span:
     """The ids of a trace, and of a span in it."""
-    of_trace = blake2b(f"{run}/{rollout}".encode(), digest_size=16).hexdigest()
-    of_span = blake2b(f"{run}/{rollout}/{place}".encode(), digest_size=8).hexdigest()
-    return {"traceId": of_trace, "spanId": of_span}
+    trace_id = blake2b(f"{run}/{rollout}".encode(), digest_size=16).hexdigest()
+    span_id = blake2b(f"{run}/{rollout}/{path}".encode(), digest_size=8).hexdigest()
+    return {"traceId": trace_id, "spanId": span_id}
 
 
 def _span(
@@ -146,19 +150,19 @@ def _span(
     parent: str,
     began: float,
     ended: float,
-    told: Mapping[str, Any],
+    attributes: Mapping[str, Any],
     status: Mapping[str, Any],
     kind: int = INTERNAL,
 ) -> Span:
     span = {"spanId": id, "parentSpanId": parent, "name": name, "kind": kind, "status": dict(status)}
     span |= {"startTimeUnixNano": _time(began), "endTimeUnixNano": _time(max(began, ended))}
-    return span | {"attributes": _attributes(told)}
+    return span | {"attributes": _attributes(attributes)}
 
 
-def _status(status: str, why: str) -> dict[str, Any]:
+def _status(status: str, message: str) -> dict[str, Any]:
     if status == "succeeded":
         return {"code": OK}
-    return {} if status in ("queued", "preparing", "running") else {"code": ERROR, "message": why or status}
+    return {} if status in ("queued", "preparing", "running") else {"code": ERROR, "message": message or status}
 
 
 def _time(seconds: float) -> str:
@@ -167,8 +171,8 @@ def _time(seconds: float) -> str:
     return str(whole * SECOND + round((seconds - whole) * SECOND))
 
 
-def _attributes(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _value(value)} for name, value in told.items() if value is not None]
+def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _value(value)} for name, value in attributes.items() if value is not None]
 
 
 def _value(value: Any) -> dict[str, Any]:
@@ -184,5 +188,5 @@ def _value(value: Any) -> dict[str, Any]:
         case Mapping():
             return {"kvlistValue": {"values": _attributes(value)}}
         case Sequence():
-            return {"arrayValue": {"values": [_value(each) for each in value]}}
+            return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": ""}

@@ -92,9 +92,9 @@ def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
     """The tokenizer that a run's ids are of: in a directory that was named, or where the run found it."""
     if model is not None:
         return Tokenizer.load(model)
-    told = read_options(directory)["model"]
+    options = read_options(directory)["model"]
     try:
-        return Tokenizer.load(Path(told["tokenizer"] or told["path"]))
+        return Tokenizer.load(Path(options["tokenizer"] or options["path"]))
     except ConfigError as error:
         raise ConfigError(
             f"The tokenizer of {directory} cannot be read. {error} Say where it is now: --model."
@@ -103,33 +103,33 @@ def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
 
 def reward_getter(directory: Path) -> RewardGetter:
     """What the rollouts of a run counted for: all that each earned, or what the failure of an agent did."""
-    told = read_options(directory) if (directory / OPTIONS).exists() else {}
-    agent = told.get("agent", {})
+    options = read_options(directory) if (directory / OPTIONS).exists() else {}
+    agent = options.get("agent", {})
     if agent.get("path") is None:
         return lambda state: None if state.last is None else state.last.total
     return partial(effective_reward, failed_reward=agent["failed_reward"])
 
 
-def read_rollouts(store: Journal, split: Split, counts: RewardGetter) -> Iterator[RolloutRecord]:
+def read_rollouts(store: Journal, split: Split, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
     """Every rollout of a split, by id."""
     for state in store.iter_states(RolloutState):
         if split in ("all", state.use):
-            yield _read_rollout(store, state, counts)
+            yield _read_rollout(store, state, reward_of)
 
 
-def read_settled_groups(store: Journal, counts: RewardGetter) -> Iterator[list[RolloutRecord]]:
+def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[list[RolloutRecord]]:
     """The tries at each task that a step trained on or left out: whole groups, to which nothing is added any more.
     Tasks that scored the model are none of them."""
     for task in store.iter_states(TaskState):
         if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL:
             states = store.load_states(RolloutState, task.rollouts)
-            yield [_read_rollout(store, states[id], counts) for id in sorted(states)]
+            yield [_read_rollout(store, states[id], reward_of) for id in sorted(states)]
 
 
-def _read_rollout(store: Journal, state: RolloutState, counts: RewardGetter) -> RolloutRecord:
+def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
     """What happened in a rollout up to now; what is written of it while it is read may be left out."""
     attempts = [AttemptRecord() for _ in state.attempts]
-    paid: defaultdict[tuple[int, int], float] = defaultdict(float)
+    rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
     for _, event in store.read(rollout=state.id):
         if isinstance(event, RolloutCancelled) or getattr(event, "attempt", -1) not in range(len(attempts)):
             continue
@@ -140,17 +140,17 @@ def _read_rollout(store: Journal, state: RolloutState, counts: RewardGetter) -> 
                 attempts[attempt].turns.append(turn)
                 attempts[attempt].times.append(at)
             case TurnRewarded(attempt=attempt, turn=index, reward=reward):
-                paid[attempt, index] += reward
+                rewards[attempt, index] += reward
             case NoteRecorded(attempt=attempt):
                 attempts[attempt].notes.append(event)
             case AttemptEnded(attempt=attempt, at=at):
                 attempts[attempt].ended = at
-    for (attempt, index), reward in paid.items():
+    for (attempt, index), reward in rewards.items():
         turns = attempts[attempt].turns
         turns[index] = replace(turns[index], reward=(turns[index].reward or 0.0) + reward)
-    for each in attempts:
-        each.ended = max(each.ended, each.began, *each.times)
-    return RolloutRecord(state, store.task(state.task), attempts, counts(state))
+    for record in attempts:
+        record.ended = max(record.ended, record.began, *record.times)
+    return RolloutRecord(state, store.task(state.task), attempts, reward_of(state))
 
 
 def task_columns(task: TaskState) -> dict[str, Any]:

@@ -61,9 +61,9 @@ def _without_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _without_nonfinite(each) for name, each in value.items()}
+        return {name: _without_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(each) for each in value]
+        return [_without_nonfinite(item) for item in value]
     return value
 
 
@@ -101,9 +101,9 @@ class ParquetWriter:
 
 def _size(value: Any) -> int:
     if isinstance(value, dict):
-        return sum(_size(each) for each in value.values())
+        return sum(_size(item) for item in value.values())
     if isinstance(value, list):
-        return sum(_size(each) for each in value) if value and isinstance(value[0], dict) else len(value)
+        return sum(_size(item) for item in value) if value and isinstance(value[0], dict) else len(value)
     return len(value) if isinstance(value, str) else 1
 
 
@@ -121,9 +121,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     if path.exists():
         raise ConfigError(f"{path} is there already. Give another name, or move it away.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    place = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.draft")
     try:
-        yield place
-        place.replace(path)
+        yield draft
+        draft.replace(path)
     finally:
-        place.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
