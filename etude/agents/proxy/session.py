@@ -87,12 +87,10 @@ class AttemptSession:
         self._conversation = chat.start_conversation()
         self._lock = asyncio.Lock()
         self._threads = threads
-        self._known_prefixes: BoundedCache[bytes, int] = BoundedCache(
-            MAX_KNOWN_PREFIXES
-        )  # digest of a prompt with its answer -> their length
-        self._texts: BoundedCache[str, Ids] = BoundedCache(
-            MAX_ANSWERS, MAX_ANSWER_CHARACTERS
-        )  # prompt and answer of calls without messages -> their ids
+        # digest of a prompt with its answer -> their length
+        self._known_prefixes: BoundedCache[bytes, int] = BoundedCache(MAX_KNOWN_PREFIXES)
+        # prompt and answer of calls without messages -> their ids
+        self._texts: BoundedCache[str, Ids] = BoundedCache(MAX_ANSWERS, MAX_ANSWER_CHARACTERS)
         self._prompt_counts: BoundedCache[int, int] = BoundedCache(MAX_COUNTED_PROMPTS)
         self._answers: BoundedCache[str, tuple[Message, ...]] = BoundedCache(MAX_ANSWERS, MAX_ANSWER_CHARACTERS)
 

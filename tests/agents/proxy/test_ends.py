@@ -126,8 +126,8 @@ class Endless(Scripted):
     """Never comes to an end."""
 
     async def stream(self, prompt: Ids, sampling: SamplingParams) -> AsyncGenerator[Delta, None]:
-        said = self._said(prompt, sampling)
-        one = said.ids[:1], said.logp[:1], said.version[:1]
+        completion = self._completion(prompt, sampling)
+        one = completion.ids[:1], completion.logp[:1], completion.version[:1]
         while True:
             await asyncio.sleep(0)
             yield Delta(*one, "", None, None)
