@@ -87,9 +87,9 @@ class Code(RewardFunction):
 
     def prepare(self) -> None:
         """Find out what holds for programs on this machine, and say so."""
-        held = probe_protections()
-        lacking = [name for name in PROTECTIONS if name not in held]
-        refused = [name for name in lacking if name in self.require]
+        present = probe_protections()
+        missing = [name for name in PROTECTIONS if name not in present]
+        refused = [name for name in missing if name in self.require]
         if refused:
             raise ConfigError(
                 f"`require` asks for {' and '.join(refused)}, and on this machine programs can "
@@ -98,51 +98,53 @@ class Code(RewardFunction):
                 f"namespaces, or leave that out of `require`."
             )
         log = get_logger("rewards")
-        if lacking:
+        if missing:
             log.warning(
                 "The programs of answers run with limits and in directories of their own, but on this machine they can "
                 "%s. `require` would refuse such a run.",
-                "; ".join(PROTECTIONS[name].when_missing for name in lacking),
+                "; ".join(PROTECTIONS[name].when_missing for name in missing),
             )
         else:
-            log.info("The programs of answers %s.", "; ".join(each.when_present for each in PROTECTIONS.values()))
+            log.info(
+                "The programs of answers %s.", "; ".join(protection.when_present for protection in PROTECTIONS.values())
+            )
 
     def check(self, task: Task) -> None:
         read_tests(task)
 
     async def __call__(self, task: Task, answer: str) -> float:
-        trial, code = read_tests(task), extract_code(answer)
-        until = time.monotonic() + self.total_timeout
+        tests, code = read_tests(task), extract_code(answer)
+        deadline = time.monotonic() + self.total_timeout
         try:
-            passed = await self._count_passed(trial, code, until)
-        except SandboxBrokenError as broken:
-            passed = await self._count_passed_again(trial, code, until, broken)
+            passed = await self._count_passed(tests, code, deadline)
+        except SandboxBrokenError as error:
+            passed = await self._count_passed_again(tests, code, deadline, error)
         except SandboxLostError as error:
             raise RewardError(f"the sandbox of its program was lost: {error}") from error
-        return passed / trial.count if self.score == "share" else float(passed == trial.count)
+        return passed / tests.count if self.score == "share" else float(passed == tests.count)
 
-    async def _count_passed(self, tests: ProgramTests, code: str, until: float) -> int:
+    async def _count_passed(self, tests: ProgramTests, code: str, deadline: float) -> int:
         """How many tests a program passes."""
         passed = 0
         async with (
-            Sandbox(code, self._limits()) as box,
-            aclosing(tests.run(box, self.timeout, until)) as outcomes,
+            Sandbox(code, self._limits()) as sandbox,
+            aclosing(tests.run(sandbox, self.timeout, deadline)) as outcomes,
         ):
-            async for passes in outcomes:
-                passed += passes
-                if not passes and self.score == "all":
+            async for test_passed in outcomes:
+                passed += test_passed
+                if not test_passed and self.score == "all":
                     break
         return passed
 
     async def _count_passed_again(
-        self, tests: ProgramTests, code: str, until: float, broken: SandboxBrokenError
+        self, tests: ProgramTests, code: str, deadline: float, first_error: SandboxBrokenError
     ) -> int:
         """The same for a program whose box ended under it. The machine may have ended that one; a program whose second
         box ends too has found a way to end boxes, and passes nothing."""
         try:
-            return await self._count_passed(tests, code, until)
+            return await self._count_passed(tests, code, deadline)
         except SandboxBrokenError:
-            get_logger("rewards").warning("A program ended its box twice, and passes no test: %s", broken)
+            get_logger("rewards").warning("A program ended its box twice, and passes no test: %s", first_error)
             return 0
         except SandboxLostError as error:
             raise RewardError(f"the sandbox of its program was lost: {error}") from error
@@ -153,6 +155,6 @@ class Code(RewardFunction):
 
 def extract_code(answer: str) -> str:
     """The code in an answer."""
-    fenced = [(found[2].lower(), found[3]) for found in _FENCE.finditer(answer)]
+    fenced = [(block[2].lower(), block[3]) for block in _FENCE.finditer(answer)]
     python = [code for language, code in fenced if language in _PYTHON]
     return (python or [code for _, code in fenced] or [answer])[-1]

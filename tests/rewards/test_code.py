@@ -14,7 +14,7 @@ from etude.errors import ConfigError, DataError
 from etude.observe import configure_logging
 from etude.records import Outcome, Task
 from etude.rewards import Code, Judge, JudgingConfig, Verdict
-from etude.rewards import code as programs
+from etude.rewards import code as code_reward
 from etude.rewards.code import extract_code
 from etude.rewards.sandbox import sandbox as sandbox_module
 from etude.rewards.sandbox.probe import probe_protections
@@ -197,14 +197,14 @@ def found(pattern):
 
 
 @pytest.mark.slow
-def test_the_tests_are_nowhere_to_be_found() -> None:
+def test_a_program_does_not_find_its_tests() -> None:
     truth = ["assert word(1) == 'sesame-4711'", "assert word(2) == 'sesame-4711'"]
     assert scored(SEARCH + "def word(n): return found('sesame-[0-9]+')", truth, score="share") == 0
     assert scored(SEARCH + "held = 'sesame-' + str(4711)\ndef word(n): return found('sesame-[0-9]+')", truth) == 1
 
 
 @pytest.mark.slow
-def test_expected_outputs_are_nowhere_to_be_found() -> None:
+def test_a_program_does_not_find_its_expected_outputs() -> None:
     truth = {"inputs": ["say", "say"], "outputs": ["sesame-4711", "sesame-4711"]}
     assert scored(SEARCH + "print(found('sesame-[0-9]+'))", truth, score="share") == 0
     assert scored(SEARCH + "held = 'sesame-' + str(4711)\nprint(found('sesame-[0-9]+'))", truth) == 1
@@ -246,7 +246,7 @@ def test_programs_wait_for_their_turn_and_not_for_their_time() -> None:
 
 
 @pytest.mark.slow
-def test_limits_are_as_asked() -> None:
+def test_limits_follow_the_options() -> None:
     code = """
 import resource, threading, time
 def count():
@@ -305,7 +305,7 @@ def test_a_sandbox_that_is_lost_is_a_failure_and_no_zero(monkeypatch: pytest.Mon
         every=3,
     ),
 )
-def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: str, message: str) -> None:
+def test_tests_that_cannot_run_against_a_program_are_a_failure_and_no_zero(tests: str, message: str) -> None:
     verdict = judged(RIGHT, tests)
     assert verdict.outcome is Outcome.FAILED and "its tests cannot run against a program: " in verdict.error
     assert message in verdict.error
@@ -331,7 +331,7 @@ def test_tests_that_cannot_be_put_to_a_program_are_a_failure_and_no_zero(tests: 
         every=4,
     ),
 )
-def test_no_answer_of_a_program_makes_its_tests_unfit(code: str, tests: str) -> None:
+def test_no_reply_of_a_program_makes_its_tests_invalid(code: str, tests: str) -> None:
     """Python itself fails the first of these; the others hand over what they have of the program."""
     assert scored(code, tests) == 0
 
@@ -409,7 +409,7 @@ def test_a_task_without_tests_is_refused(truth: Any, message: str) -> None:
     assert message in str(e.value)
 
 
-def test_what_cannot_be_had_together_is_refused() -> None:
+def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"may take 40 seconds .*`reward\.total_timeout`.* is 30\. Set `judging\.timeout` above 40"
     ):
@@ -439,12 +439,12 @@ def test_the_protections_of_a_machine_are_logged_once(capsys: pytest.CaptureFixt
         assert "reach no network" in message and "WARNING" not in message
 
 
-def test_a_protection_that_is_asked_for_and_not_there_is_refused(
+def test_a_required_protection_that_is_missing_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("info")
     monkeypatch.setattr(
-        programs, "probe_protections", lambda: probe_protections(("namespaces", "landlock", "filter", "stranger"))
+        code_reward, "probe_protections", lambda: probe_protections(("namespaces", "landlock", "filter", "stranger"))
     )
     with pytest.raises(ConfigError, match=r"`require` asks for network, and .* sockets of others: it grants"):
         Judge(Code(require=("network",)))

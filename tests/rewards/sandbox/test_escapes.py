@@ -239,7 +239,7 @@ def test_a_program_that_is_called_does_not_lose_its_sandbox() -> None:
 def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, earned: float) -> None:
     """Whether the machine did that or the program: what ends two boxes earns nothing, and is no failure of judging."""
     name = f"etude-ends-{times}"
-    done = threading.Thread(target=_end_keepers, args=(name, times))
+    done = threading.Thread(target=_end_init_processes, args=(name, times))
     done.start()
     code = NAMED.format(name=name) + "import time; time.sleep(1); print(3)"
     verdict = judged(code, {"inputs": [""], "outputs": ["3"]})
@@ -247,7 +247,7 @@ def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, 
     assert (verdict.outcome, verdict.reward) == (Outcome.SUCCEEDED, earned)
 
 
-def _end_keepers(name: str, times: int) -> None:
+def _end_init_processes(name: str, times: int) -> None:
     """Kill the process that keeps a program, as often as it is had."""
     for _ in range(times):
         while not (found := left(name, within=0.0)):
