@@ -1,9 +1,9 @@
-"""Programs: the code of an answer, run in a box and put to the tests of its task.
+"""The reward of programs: the code of an answer runs in a sandbox against the tests of its task.
 
-The code is the last block of an answer that is fenced as Python; where none says so, the last fenced block; where there
-is none, the whole text. It runs apart from this machine as far as that grants it (`etude.rewards.sandbox.sandbox`), and
-its tests lie out of its reach: a process beside it, which it cannot touch, knows what a script should print, and runs
-the statements about its functions. So nothing that it prints, redefines, kills or ends makes it pass.
+The code is the last block of an answer that is fenced as Python, otherwise the last fenced block, otherwise the whole
+text. It is isolated from this machine as far as the kernel allows (`etude.rewards.sandbox.sandbox`). The tests are out
+of its reach: a separate process, the test runner, holds the expected output and runs the statements about functions.
+So a program cannot pass by its prints, by redefining or killing anything, or by ending early.
 """
 
 from __future__ import annotations
@@ -28,48 +28,52 @@ from etude.rewards.sandbox.sandbox import Sandbox, SandboxBrokenError, SandboxLi
 
 __all__ = ["Code", "extract_code"]
 
-# No repetition gives back what it took, so that the search stays linear in the text.
+# No repetition backtracks, so that the search stays linear in the text.
 _FENCE = re.compile(r"(?ms)^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)")
 _DEFAULT_LIMITS = SandboxLimits()
 _PYTHON = frozenset({"python", "py", "python3"})
 
 
 class Code(RewardFunction):
-    """1 where the program in an answer passes every test of its task, or the share that it passes.
+    """1 if the program in an answer passes every test of its task, or the share of the tests that it passes.
 
     The tests are the task's right answer: pairs of inputs and outputs, or `assert` statements
     (`etude.rewards.sandbox.program_tests`).
     """
 
     score: Literal["all", "share"] = Field(
-        "all", description="`all`: 1 for passing every test, else 0; `share`: the share of tests passed"
+        "all", description="`all`: 1 if all tests pass, else 0; `share`: the share of the tests that pass"
     )
-    timeout: float = Field(10.0, gt=0, description="seconds that a program may take for a test")
+    timeout: float = Field(10.0, gt=0, description="seconds of one test; larger lets slow programs pass")
     total_timeout: float = Field(
-        20.0, gt=0, description="seconds for all tests together; those not come to are not passed"
+        20.0, gt=0, description="seconds of all tests together; larger reaches more tests, and tests not reached fail"
     )
     cpu: int = Field(
         _DEFAULT_LIMITS.cpu,
         ge=1,
-        description="seconds of a processor that a process may use up, for each test; one that is there for all tests "
-        "may use up those of all, up to `total`",
+        description="processor seconds of a process for each test; a process for all tests has the sum, up to "
+        "`total_timeout`",
     )
     memory_mb: int = Field(
-        _DEFAULT_LIMITS.memory_mb, ge=64, description="megabytes of memory for each process of a program"
+        _DEFAULT_LIMITS.memory_mb,
+        ge=64,
+        description="megabytes of address space of each process; larger lets bigger programs run",
     )
     disk_mb: int = Field(_DEFAULT_LIMITS.disk_mb, ge=1, description="megabytes that a program may write")
-    output_kb: int = Field(_DEFAULT_LIMITS.output_kb, ge=1, description="kilobytes that a program may print for a test")
+    output_kb: int = Field(
+        _DEFAULT_LIMITS.output_kb, ge=1, description="kilobytes that a program may print in one test; more fails it"
+    )
     max_processes: int = Field(
-        _DEFAULT_LIMITS.processes, ge=1, description="processes and threads that a program may have at a time"
+        _DEFAULT_LIMITS.processes, ge=1, description="processes and threads of a program at a time"
     )
     packages: bool = Field(
-        _DEFAULT_LIMITS.packages, description="whether programs may import what is installed here, such as numpy"
+        _DEFAULT_LIMITS.packages, description="let programs import the packages that are installed here, such as numpy"
     )
     max_concurrency: int | None = Field(
         None, ge=1, description="programs that run at a time; null is one for each processor"
     )
     require: tuple[Protection, ...] = Field(
-        (), description="protections without which a run does not begin: network, files, disk, processes, rights"
+        (), description="protections that a run needs to start: network, files, disk, processes, rights"
     )
 
     in_place: ClassVar[bool] = True
@@ -86,7 +90,7 @@ class Code(RewardFunction):
         return self._limiter.slot()
 
     def prepare(self) -> None:
-        """Find out what holds for programs on this machine, and say so."""
+        """Find out which protections hold on this machine, and log them."""
         present = probe_protections()
         missing = [name for name in PROTECTIONS if name not in present]
         refused = [name for name in missing if name in self.require]
@@ -94,13 +98,13 @@ class Code(RewardFunction):
             raise ConfigError(
                 f"`require` asks for {' and '.join(refused)}, and on this machine programs can "
                 f"{'; '.join(PROTECTIONS[name].when_missing for name in refused)}: it grants neither namespaces nor "
-                f"what would stand in for them (Landlock, seccomp). Run where it does, such as on Linux with user "
+                f"their substitutes (Landlock, seccomp). Run on a machine that does, such as Linux with user "
                 f"namespaces, or leave that out of `require`."
             )
         log = get_logger("rewards")
         if missing:
             log.warning(
-                "The programs of answers run with limits and in directories of their own, but on this machine they can "
+                "The programs of answers run with limits and in their own directories, but on this machine they can "
                 "%s. `require` would refuse such a run.",
                 "; ".join(PROTECTIONS[name].when_missing for name in missing),
             )
@@ -124,7 +128,7 @@ class Code(RewardFunction):
         return passed / tests.count if self.score == "share" else float(passed == tests.count)
 
     async def _count_passed(self, tests: ProgramTests, code: str, deadline: float) -> int:
-        """How many tests a program passes."""
+        """Count the tests that a program passes."""
         passed = 0
         async with (
             Sandbox(code, self._limits()) as sandbox,
@@ -139,12 +143,15 @@ class Code(RewardFunction):
     async def _count_passed_again(
         self, tests: ProgramTests, code: str, deadline: float, first_error: SandboxBrokenError
     ) -> int:
-        """The same for a program whose box ended under it. The machine may have ended that one; a program whose second
-        box ends too has found a way to end boxes, and passes nothing."""
+        """Count again, in a second sandbox, for a program whose first sandbox ended.
+
+        The machine may have ended the first one. If the second one ends too, the program has found a way to end
+        sandboxes, and passes no test.
+        """
         try:
             return await self._count_passed(tests, code, deadline)
         except SandboxBrokenError:
-            get_logger("rewards").warning("A program ended its box twice, and passes no test: %s", first_error)
+            get_logger("rewards").warning("A program ended its sandbox twice, and passes no test: %s", first_error)
             return 0
         except SandboxLostError as error:
             raise RewardError(f"the sandbox of its program was lost: {error}") from error
@@ -154,7 +161,7 @@ class Code(RewardFunction):
 
 
 def extract_code(answer: str) -> str:
-    """The code in an answer."""
+    """Return the code in an answer."""
     fenced = [(block[2].lower(), block[3]) for block in _FENCE.finditer(answer)]
     python = [code for language, code in fenced if language in _PYTHON]
     return (python or [code for _, code in fenced] or [answer])[-1]

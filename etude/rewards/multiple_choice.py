@@ -1,16 +1,16 @@
-"""Multiple choice: which of the options an answer decides for, compared with the right one.
+"""The reward of multiple choice: the option that an answer chooses, compared with the right one.
 
-The options are the task's column `choices` or `options`: a list of texts, which are A, B, C … in their order, or a
-mapping of letters to texts, also as `{"label": [...], "text": [...]}`. A task may do without them, where the prompt
-shows them; then letters are all that is known. The right one is what an option is labelled, its letter, its text, or
-its place from 0. Labels that are numbers are letters too: the least of 1, 2, 3 is A.
+The options are the task's column `choices` or `options`. It is a list of texts, which are A, B, C … in order, or a
+mapping of letters to texts, also as `{"label": [...], "text": [...]}`. A task may have no options if its prompt shows
+them; then only letters are known. The right answer is an option's label, its letter, its text, or its index from 0.
+Labels that are numbers become letters: the least of 1, 2, 3 is A.
 
-What an answer says is sought where it says it most plainly:
+The reward searches for the choice in this order:
 
     \\boxed{B}                                            the last one
     Answer: B   The answer is (B)   the correct option: B  the last one
     B   (B)   **B.**   B) Paris                           the last line, or the whole text
-    Paris                                                 the last line, or the whole, as the text of one option
+    Paris                                                 the last line, or the whole text, as the text of one option
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["MultipleChoice", "extract_choice", "read_options"]
 COLUMNS = ("choices", "options")
 # Every repetition is bounded, so that the search stays linear in the text.
 _OPEN = r"[\s*_`\"'(\[{$]{0,9}(?:\\text\w{0,9}\{)?[\s(]{0,9}"
-# A letter is one by itself, and not the beginning of `A cat` or `I think`.
+# A letter must be alone, and not the beginning of `A cat` or `I think`.
 _CLOSE = r"(?![A-Za-z0-9])(?!'[a-z])(?!(?<=[AI])\s{1,9}(?!because|since|as\b|which|and\b|or\b)[a-z])"
 _DECLARED = re.compile(
     r"(?i:\b(?:answer|choice|option)\b(?:\s{1,9}(?:choice|option|letter))?[\s*_`]{0,9}(?:is|would\s+be|must\s+be|=|:)"
@@ -43,7 +43,7 @@ _ALONE = re.compile(
     rf"{_OPEN}(?:(?i:option|choice|answer)\s{{0,9}}:?\s{{0,9}})?\(?([A-Z])(?:[)\].:,}}\"'*_`$\s]{{1,9}}(.*))?",
     re.DOTALL,
 )
-_HEDGE = re.compile(  # what names a second option behind the first, and says nothing of it
+_HEDGE = re.compile(  # a second option after the first, without a statement about it
     rf"(?:[)\]}}*_`\"'$]{{0,9}}[ \t]{{0,9}}(?:[,;]?[ \t]{{0,9}}\(?(?i:or|and)\b|[,;/&+]){_OPEN}"
     rf"(?:(?i:option|choice)\s{{1,9}})?([A-Z]){_CLOSE}){{1,26}}+(?![\s)*_`]{{1,9}}(?:is|are|was|were|can|cannot|do|does)\b)"
 )
@@ -51,9 +51,9 @@ _AFTER = re.compile(r"(?i)\banswer(?:\s{1,9}is)?[\s*_`]{0,9}:?[\s*_`]{1,9}")
 
 
 class MultipleChoice(RewardFunction):
-    """1 where the answer decides for the right option. One that names none, or that no option is called, earns 0."""
+    """1 if the answer chooses the right option. An answer without a choice, or with an unknown option, earns 0."""
 
-    lower_case: bool = Field(False, description="whether a small letter that stands alone is a choice too, as in `b)`")
+    lower_case: bool = Field(False, description="accept a single lower-case letter as a choice too, as in `b)`")
 
     quick: ClassVar[bool] = True
 
@@ -69,12 +69,12 @@ class MultipleChoice(RewardFunction):
         return float(extract_choice(answer, options, lower_case=self.lower_case) == _read_right_letter(task, options))
 
     def extract(self, answer: str) -> str | None:
-        """The letter, as far as it can be told without knowing the options."""
+        """Return the chosen letter, as far as it can be found without the options."""
         return extract_choice(answer, {}, lower_case=self.lower_case)
 
 
 def extract_choice(answer: str, options: Mapping[str, str], *, lower_case: bool = False) -> str | None:
-    """The letter of the option that an answer decides for; None where that cannot be told."""
+    """Return the letter of the option that an answer chooses, or None if the choice is unclear."""
     last = answer.strip().rpartition("\n")[2].strip()
     boxed = extract_boxed(answer)
     if boxed is not None:
@@ -96,7 +96,7 @@ def extract_choice(answer: str, options: Mapping[str, str], *, lower_case: bool 
 
 
 def _match_option(text: str, options: Mapping[str, str], *, lower_case: bool) -> str | None:
-    """The option that a text names, and says nothing but that: by its letter, with or without its words, or by them."""
+    """Return the option that a text names and nothing else: by its letter, its text, or both. Otherwise None."""
     plain = text.strip()
     matching = [
         letter for letter, option in options.items() if split_words(option) == split_words(plain) and split_words(plain)
@@ -113,7 +113,7 @@ def _match_option(text: str, options: Mapping[str, str], *, lower_case: bool) ->
 
 
 def _names_second_option(rest: str, text: str, options: Mapping[str, str]) -> bool:
-    """Whether what stands behind a letter, and perhaps the text of its option, names another as well."""
+    """Return True if the rest of the line after a letter, and after its option's text, names another option."""
     line = rest.partition("\n")[0]
     bare = line.lstrip(" ).:]*_`")
     candidates = [line, bare[len(text) :]] if text and bare.lower().startswith(text.lower()) else [line]
@@ -125,13 +125,13 @@ def _stands_alone(text: str) -> bool:
 
 
 def read_options(task: Task) -> dict[str, str]:
-    """The texts of a task's options by their letters; empty where it does not give them."""
+    """Return the texts of a task's options by letter; empty if the task has none."""
     labels, texts = _read_labels_and_texts(task)
     return dict(zip(_labels_to_letters(labels), texts, strict=False))
 
 
 def _read_labels_and_texts(task: Task) -> tuple[list[str], list[str]]:
-    """What a task calls its options, and their texts."""
+    """Return the labels of a task's options, and their texts."""
     options: Any = next((task.fields[name] for name in COLUMNS if task.fields.get(name)), None)
     if isinstance(options, Mapping) and {"label", "text"} <= options.keys():
         return list(map(_normalize_label, options["label"])), list(map(str, options["text"]))
@@ -147,7 +147,7 @@ def _normalize_label(label: Any) -> str:
 
 
 def _labels_to_letters(labels: Sequence[str]) -> list[str]:
-    """The letters of options that are called so: some data sets count them, from 1 or from 0."""
+    """Return the letters for these labels. Some data sets number their options, from 1 or from 0."""
     if not all(label.isdecimal() and int(label) <= 26 for label in labels):
         return list(labels)
     first = min(map(int, labels), default=0)
@@ -155,7 +155,7 @@ def _labels_to_letters(labels: Sequence[str]) -> list[str]:
 
 
 def _read_right_letter(task: Task, options: Mapping[str, str]) -> str:
-    """The letter of the right option."""
+    """Return the letter of the right option."""
     truth = task.fields.get("ground_truth")
     labels, _ = _read_labels_and_texts(task)
     if isinstance(truth, str | int) and not isinstance(truth, bool) and _normalize_label(truth) in labels:
@@ -171,6 +171,6 @@ def _read_right_letter(task: Task, options: Mapping[str, str]) -> str:
             )
     raise DataError(
         f"The right answer of {describe_task(task)} is {truth!r}, which is none of its options "
-        f"({', '.join(options) or 'letters from A to Z'}). Give a letter, the text of an option, or its place from 0; "
+        f"({', '.join(options) or 'letters from A to Z'}). Give a letter, the text of an option, or its index from 0; "
         f"`data.columns.answer=…` names the column."
     )

@@ -1,7 +1,7 @@
-"""A reward model's score: what an answer is worth to a model that learned what people prefer.
+"""The score of a reward model, which was trained on preferences.
 
-The reward itself says which model, and hands prompt and answer on. Whoever starts the run loads the model, and gives
-the reward whom to ask (`with_scorer`): here nothing is computed.
+The reward names the model, and passes the prompt and the answer on. The run loads the model and gives the reward a
+function that scores (`with_scorer`). This module computes nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ ScoreFunction = Callable[[Task, str], Awaitable[float]]
 
 
 class RewardModelScore(RewardFunction):
-    """The score that a trained reward model gives a prompt with its answer, as a bare number.
+    """The raw score that a trained reward model gives a prompt with its answer.
 
-    The model is one of transformers' sequence classifiers with one label, such as `etude reward-model` trains and
-    `etude export` writes. It reads the answer by its own tokenizer and chat template, with the end that an answer has.
+    The model is a sequence classifier of transformers with one label, such as `etude reward-model` trains and `etude
+    export` writes. It uses its own tokenizer and chat template, and reads the answer with its end.
     """
 
-    path: Path = Field(description="the directory of a reward model: config.json, weights with a score head, tokenizer")
-    precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="what it computes in")
+    path: Path = Field(description="directory of a reward model: config.json, weights with a score head, tokenizer")
+    precision: Literal["bf16", "fp16", "fp32"] = Field("bf16", description="dtype of the model's computation")
     max_tokens_per_micro_batch: int = Field(
-        16384, ge=1, description="tokens it computes at once; fewer need less memory"
+        16384, ge=1, description="most tokens of one forward pass; larger is faster and needs more memory"
     )
     max_concurrency: int = Field(
-        64, ge=1, description="answers that are scored together, and have the `judging.timeout` of all of them"
+        64,
+        ge=1,
+        description="answers scored together; larger batches better; together they have the `judging.timeout` of all",
     )
 
     in_place: ClassVar[bool] = True
@@ -65,11 +67,11 @@ class RewardModelScore(RewardFunction):
         return sorted(file for file in self.path.glob("*") if file.is_file())
 
     def with_scorer(self, scorer: ScoreFunction) -> Self:
-        """The same reward, with whom to ask."""
+        """Return the same reward with a scoring function."""
         other = self.model_copy()
         other._scorer = scorer
         return other
 
     async def __call__(self, task: Task, answer: str) -> float:
-        assert self._scorer is not None, "whoever starts a run loads its reward model"
+        assert self._scorer is not None, "the run must load the reward model"
         return await self._scorer(task, answer)

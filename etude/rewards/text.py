@@ -1,4 +1,4 @@
-"""Rewards that compare text: exact, by a pattern, by shared words, by form."""
+"""Rewards that compare text: exactly, by a pattern, by shared words, by format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ARTICLES = frozenset({"a", "an", "the"})
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text as SQuAD's scorer compares them: lower case, without punctuation and articles."""
+    """Return the words of a text as in SQuAD's scorer: lower case, without punctuation and articles."""
     return [word for word in text.lower().translate(_PUNCTUATION).split() if word not in _ARTICLES]
 
 
 class ExactMatch(RewardFunction):
-    """1 where the answer is the ground truth, spaces around it aside; where that is a list, one of it."""
+    """1 if the answer, without spaces around it, is the ground truth or an item of a list of ground truths."""
 
-    loose: bool = Field(False, description="whether case, punctuation, articles and spacing are ignored")
+    loose: bool = Field(False, description="ignore case, punctuation, articles and spacing")
 
     quick: ClassVar[bool] = True
 
@@ -44,20 +44,22 @@ class ExactMatch(RewardFunction):
         return float(answer.strip() in [truth.strip() for truth in read_ground_truths(task)])
 
     def extract(self, answer: str) -> str:
-        """All of it, as it is compared."""
+        """Return the whole answer in the form that is compared."""
         return " ".join(split_words(answer)) if self.loose else answer.strip()
 
 
 class Regex(RewardFunction):
-    """By a pattern, sought anywhere in the answer; of several matches the last one counts.
+    """A search for a pattern anywhere in the answer, of whose matches the last one counts.
 
-    A pattern with a group extracts: 1 where what the group matched is the ground truth, spaces around it aside.
-    A pattern without a group only seeks: 1 where it is found, whatever the ground truth.
+    With a group in the pattern: 1 if the group's match, without spaces around it, is the ground truth.
+    Without a group: 1 if the pattern matches. The ground truth is not read.
 
-    A pattern can take forever on the wrong answer, and nothing in its own process can stop it: hence processes.
+    A pattern can run forever on an unlucky answer, and its own process cannot stop it. So it runs in worker processes.
     """
 
-    pattern: str = Field(description="what to look for; its group, if any, is compared with the ground truth")
+    pattern: str = Field(
+        description="regular expression to search for; its group, if any, is compared with the ground truth"
+    )
 
     default_workers: ClassVar[int] = 2
 
@@ -85,15 +87,15 @@ class Regex(RewardFunction):
         return float(extracted.strip() in [truth.strip() for truth in read_ground_truths(task)])
 
     def extract(self, answer: str) -> str | None:
-        """What the group of the last match holds; a pattern without a group reads nothing."""
+        """Return the group of the last match; None for a pattern without a group."""
         matches = list(re.finditer(self.pattern, answer))
         return (matches[-1][1] or "").strip() if matches and matches[-1].re.groups else None
 
 
 class F1(RewardFunction):
-    """The words shared with the ground truth: the harmonic mean of precision and recall, as in SQuAD.
+    """The F1 score of the words shared with the ground truth, as in SQuAD: the harmonic mean of precision and recall.
 
-    Where the ground truth is a list, the best of it counts. Two texts without words are the same.
+    With a list of ground truths, the best score counts. Two texts without words are equal.
     """
 
     quick: ClassVar[bool] = True
@@ -107,12 +109,12 @@ class F1(RewardFunction):
 
 
 class Format(RewardFunction):
-    """1 where the answer is nothing but these sections in their order, each once: `<think>…</think><answer>…</answer>`.
+    """1 if the answer consists of these sections, once each and in order: `<think>…</think><answer>…</answer>`.
 
-    Spaces and line ends between sections are free; an empty section is not one. The ground truth is not read.
+    Spaces and line ends between sections are allowed; an empty section is not. The ground truth is not read.
     """
 
-    tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, description="the names of the sections, in order")
+    tags: tuple[str, ...] = Field(("think", "answer"), min_length=1, description="names of the sections, in order")
 
     quick: ClassVar[bool] = True
 
@@ -130,7 +132,7 @@ class Format(RewardFunction):
 
 
 def _f1_score(answer_words: list[str], truth_words: list[str]) -> float:
-    """F1 of two bags of words."""
+    """Return the F1 score of two bags of words."""
     if not answer_words or not truth_words:
         return float(answer_words == truth_words)
     common = (Counter(answer_words) & Counter(truth_words)).total()

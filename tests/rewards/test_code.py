@@ -27,7 +27,7 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 
 
 def scored(code: str, truth: Any, **options: Any) -> float:
-    """What a program earns, as a run would have it judged."""
+    """Return the reward of a program, judged as in a run."""
     return judged(code, truth, **options).reward
 
 
@@ -193,7 +193,7 @@ def texts():
 def found(pattern):
     return next((match[0] for text in texts() if (match := re.search(pattern, text))), "nothing")
 """
-"""A program that looks wherever it can for a word of which it knows the beginning."""
+"""A program that searches all that it can read for a word of which it knows the beginning."""
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def judged(judge: Judge, *answers: str) -> list[Verdict]:
 
 
 def ended(pid: int, within: float = 10.0) -> bool:
-    """Whether a process is gone, or only waits to be buried, before so many seconds have passed."""
+    """Return True if a process has ended, or is a zombie, within so many seconds."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         try:
@@ -490,7 +490,7 @@ def test_processes_end_when_their_parent_does(answer: str) -> None:
 
 @pytest.fixture(scope="module")
 def script() -> subprocess.CompletedProcess[str]:
-    """A program that prints the reward of a function that prints, and then has one of its own judge."""
+    """A script that prints the reward of a function that prints, and then judges with a function of the script."""
     code = """
 import asyncio
 from etude.records import Task

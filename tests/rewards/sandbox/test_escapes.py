@@ -1,4 +1,4 @@
-"""Attempts to get out of the sandbox, to stall the trainer, or to pass without being right: none of them succeeds."""
+"""Attempts to escape from the sandbox, to stall the trainer, or to pass with a wrong program: none of them succeeds."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_program_that_is_called_does_not_lose_its_sandbox() -> None:
 
 @pytest.mark.parametrize(("times", "earned"), [(1, 1.0), (2, 0.0)])
 def test_a_sandbox_that_ends_under_its_program_is_started_once_more(times: int, earned: float) -> None:
-    """Whether the machine did that or the program: what ends two boxes earns nothing, and is no failure of judging."""
+    """The machine or the program may end a sandbox: a program that ends two earns 0, and judging has not failed."""
     name = f"etude-ends-{times}"
     done = threading.Thread(target=_end_init_processes, args=(name, times))
     done.start()
@@ -501,7 +501,7 @@ def test_no_output_of_a_script_stalls_the_event_loop(code: str) -> None:
 
 
 def test_what_leaves_the_sandbox_is_bounded() -> None:
-    """However long a message its keeper sends, the trainer reads no more than a verdict has."""
+    """The trainer reads no more than the length of a verdict, also if the init process sends a longer message."""
 
     async def flooded() -> None:
         async with Sandbox("print(1)", SandboxLimits()) as sandbox:

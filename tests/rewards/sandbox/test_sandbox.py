@@ -402,8 +402,8 @@ from etude.rewards.sandbox.sandbox import Sandbox, SandboxLimits
 tempfile.tempdir = {open_to_all!r}  # who is killed removes nothing
 code = {NAMED.format(name="etude-orphan")!r} + "import os, time; os.fork() or os.setsid(); time.sleep(600)"
 async def main():
-    async with Sandbox(code, SandboxLimits(), without={list(without)!r}) as box:
-        await box.run("", 600.0)
+    async with Sandbox(code, SandboxLimits(), without={list(without)!r}) as sandbox:
+        await sandbox.run("", 600.0)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
