@@ -23,6 +23,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from etude.config.plugin import load_plugin, plugin_spec
+from etude.config.renamed import new_choice_name
 from etude.config.secrets import mask
 from etude.config.suggestions import suggest_name
 from etude.errors import PluginError, UnknownChoiceError, UnknownKeyError
@@ -56,7 +57,8 @@ class ChoiceOptions:
             return self.table[name]
         if ":" in name:
             return self._plugin(name)
-        hint = suggest_name(name, self.names)
+        new = new_choice_name(name, self.table)
+        hint = f" It is {new} now." if new else suggest_name(name, self.names)
         raise UnknownChoiceError(f"there is no '{mask(name)}'.{hint} The choices are {self.listing}.")
 
     def validate_name(self, value: Any) -> str:

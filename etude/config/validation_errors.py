@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from etude.config.choice import ChoiceOptions, options_of
+from etude.config.renamed import new_option_name
 from etude.config.secrets import find_secret_key, mask, mask_text
 from etude.config.tree import describe_type, find_item_type, find_section_class, join_path, to_plain
 from etude.errors import ConfigError, PluginError, UnknownChoiceError, UnknownKeyError
@@ -109,6 +110,8 @@ def make_unknown_key_error(
     root: type[BaseModel], path: str, location: ConfigLocation, candidates: Iterable[str], value: Any = None
 ) -> UnknownKeyError:
     """Return the error for an unknown key: Etude's name for it, the choice that has it, or the nearest names."""
+    if renamed := _describe_renamed(path, location):
+        return UnknownKeyError(renamed)
     equivalents = _find_equivalents(root, path, value)
     if equivalents:
         return UnknownKeyError(
@@ -140,6 +143,20 @@ def make_unknown_key_error(
     if near:
         return UnknownKeyError(f"{sentence} Did you mean {_join_with_or(near)}?")
     return UnknownKeyError(f"{sentence} The options there are {', '.join(own_paths) or 'none'}.")
+
+
+def _describe_renamed(path: str, location: ConfigLocation) -> str:
+    """Return a sentence with the new name of an option, given its former one; empty if the key is no former name."""
+    leaf = path.rpartition(".")[2]
+    if new := new_option_name(leaf, location.owner.model_fields):
+        return f"{path} is {join_path(location.owner_path, new)} now."
+    others = {} if location.options is None else location.options.table
+    found = {name: new for name, kind in others.items() if (new := new_option_name(leaf, kind.model_fields))}
+    if not found:
+        return ""
+    new = next(iter(found.values()))
+    choices = [f"{location.owner_path}={name}" for name in found]
+    return f"{path} is {join_path(location.owner_path, new)} now. It belongs to {_join_with_or(choices)}."
 
 
 def _find_equivalents(root: type[BaseModel], path: str, value: Any) -> dict[str, str]:

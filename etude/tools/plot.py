@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from etude.config.renamed import new_metric_name
 from etude.errors import ConfigError
 from etude.observe import format_number, make_console
 from etude.observe.plotting import (
@@ -165,6 +166,7 @@ def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> 
         if patterns and not matches:
             nearest = get_close_matches(pattern, available, n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
+            hint = f" It is {new} now." if (new := new_metric_name(pattern)) else hint
             raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
         selected |= dict.fromkeys(matches)
     if not selected:

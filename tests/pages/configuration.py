@@ -32,8 +32,8 @@ etude train grpo loss=gspo loss.clip_high=4e-4 sampling.max_tokens=512 model.pat
 etude config show grpo loss=gspo
 ```
 
-A wrong name is answered with the right one, also a name from verl or TRL. What is not an option of what was chosen is
-refused: `loss.clip_high` belongs to some losses, and not to others.
+A wrong name is answered with the right one, also a former name, or a name from verl or TRL. What is not an option of
+what was chosen is refused: `loss.clip_high` belongs to some losses, and not to others.
 """
 
 
