@@ -1,4 +1,4 @@
-"""How a call reaches the workers of a pool, and how their answers become one."""
+"""Calls to all workers of a crew: how they are split over ranks, and how the results are joined."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["ClusterBackend", "CrewConfig", "LocalCrew", "crew_of"]
 
 ClusterBackend = Literal["local", "ray"]
-"""What the ranks of a run are: processes of this machine, or actors of Ray's."""
+"""The ranks of a run: processes of this machine, or Ray actors."""
 
 
 def crew_of(backend: ClusterBackend) -> Callable[..., MultiRankCrew[Any]]:
-    """What starts a crew of several ranks there."""
+    """Return the class that starts a crew of several ranks there."""
     if backend == "local":
         from etude.dispatch.process_crew import ProcessCrew
 

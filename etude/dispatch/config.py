@@ -1,4 +1,4 @@
-"""How long processes that work together may take, and be silent."""
+"""The time limits of processes that work together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class CrewConfig(Config):
     """The processes of several ranks."""
 
     heartbeat_timeout: float = Field(
-        30.0, gt=0, description="seconds without a sign of life from a rank, busy or not, after which the run ends"
+        30.0,
+        gt=0,
+        description="seconds without a heartbeat of a rank, busy or not, until the run ends; longer for slow machines",
     )
     timeout: float = Field(
         1800.0,
         gt=0,
-        description="seconds that ranks may take to start, and to wait for each other: in an exchange, or for a call's "
-        "end",
+        description="seconds for ranks to start, and to wait for each other in a collective or at a call's end",
     )

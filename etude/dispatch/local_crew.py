@@ -1,4 +1,4 @@
-"""The crew of one worker in this process: what a laptop runs, and what every other crew must agree with."""
+"""The crew of one worker in this process: enough for a laptop, and the reference for every other crew."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ R = TypeVar("R")
 
 
 class LocalCrew:
-    """One worker, called where it stands. Nothing is divided or joined, but what is undeclared is refused all the same.
+    """One worker, called directly. Nothing is split or joined, but a method without a dispatch mode is refused all the
+    same.
 
-    A program that runs with this crew runs with any other: a method that forgot to say how it is spread fails here
-    first, on a laptop. Calls are made one at a time, whichever threads make them.
+    A program that runs with this crew runs with any other: a method that lacks a dispatch mode fails here first, on a
+    laptop. Calls are made one at a time, from any thread.
     """
 
     def __init__(self, worker: object) -> None:
@@ -37,11 +38,11 @@ class LocalCrew:
         return [result] if gather is Gather.ALL else result  # type: ignore[return-value]
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """As `call`: what stays here is here."""
+        """Do the same as `call`, since the result is in this process."""
         return self.call(method, *args, **kwargs)
 
     def put(self, value: object) -> Any:
-        """The value: it is here."""
+        """Return the value, since it is in this process."""
         return value
 
     def build_batch(
@@ -51,13 +52,13 @@ class LocalCrew:
         factory: BatchFactory,
         metadata: Sequence[Any],
     ) -> Batch:
-        """The batch that is made of values which were kept, and of what else is told of them."""
+        """Build a batch from stored values and their metadata."""
         return factory(refs, metadata)
 
     def fetch(self, batch: Batch) -> Batch:
-        """The batch: it is here."""
+        """Return the batch, since it is in this process."""
         return batch
 
     def close(self) -> None:
-        """Let the worker go."""
+        """Drop the worker."""
         self._worker = None

@@ -1,4 +1,4 @@
-"""Which machine a process is on."""
+"""The identity of the machine that a process runs on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["machine_id"]
 
 
 def machine_id() -> str:
-    """Names the machine, where processes have the numbers that they have here; empty where that cannot be told."""
+    """Return an id shared by processes that see each other's process ids; empty if there is none."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:

@@ -1,8 +1,8 @@
-"""What a crew and its ranks say to each other through a pipe, and how it becomes bytes.
+"""The messages between a crew and its ranks, and their serialization.
 
-What a call carries is packed apart from the message around it, by whoever made the call: what cannot be read on the
-other side is then an error of that call. A batch goes by its own wire, metrics by theirs, all else is pickled; both
-ends are processes of one program, and nobody else can write to the pipe.
+The payload of a call is serialized apart from the message around it, by the caller. So a payload that cannot be read on
+the other side is an error of that call. Batches and metrics have their own wire formats; all else is pickled. Both ends
+are processes of one program, and no other process can write to the pipe.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ __all__ = [
 ]
 
 INLINE_BYTES = 4096
-"""Bytes of one value that are not worth a place of their own."""
+"""The size in bytes below which a buffer stays inside the pickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A value as bytes: what is small in `pickled`, and beside it what is large, each as it lay in memory."""
+    """A serialized value: `pickled` has the small parts, `buffers` the large ones as they are in memory."""
 
     pickled: bytes
     buffers: tuple[NDArray[np.uint8], ...] = ()
     batch_refs: tuple[BatchRef, ...] = ()
-    """What stays where it lies, and is to be looked at there."""
+    """The batches that stay where they are, to be loaded from there."""
 
     @property
     def size(self) -> int:
-        """How many bytes there are."""
+        """The number of bytes."""
         return len(self.pickled) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 PayloadRef = Any
-"""A `Payload`, or where one lies: what a `Channel` makes of it."""
+"""A `Payload`, or a reference to one; each `Channel` has its own kind."""
 BatchFactory = Callable[[Sequence[Any], Sequence[Any]], Batch]
-"""What makes a batch of values, one for each rollout, and of what else is known of each. It travels by its name."""
+"""A function that builds a batch from one value for each rollout, and from their metadata. It is sent by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRef:
-    """A batch that stays where it lies."""
+    """A batch that stays where it is."""
 
     pieces: tuple[PayloadRef, ...]
     locations: NDArray[np.int64]
-    """[U, 2]: the piece that each rollout is in, and which one of it."""
+    """[U, 2]: the piece of each rollout, and its index in that piece."""
     group: NDArray[np.int64]
     """[U]: the group of each."""
     make: BatchFactory | None = None
-    """Makes the batch of the pieces and what `metadata` says of each, where they are not batches."""
+    """Builds the batch from the pieces and their `metadata`, if the pieces are not batches."""
     metadata: tuple[Any, ...] = ()
 
 
@@ -78,19 +78,19 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """To a rank, first of all: who it is, and what makes its worker."""
+    """To a rank, as its first message: its identity, and how to make its worker."""
 
     rank: int
     ranks: int
     host: str
     port: int
-    """Where the ranks meet."""
+    """The port at which the ranks meet."""
     listener: int | None
-    """The descriptor that the ranks' meeting point listens at, for the rank that keeps it."""
+    """The file descriptor of the listening socket, for the rank that hosts the rendezvous."""
     threads: int
     device: str
     gpu: int
-    """Which of the GPUs that it sees is its own, where it computes on one."""
+    """The index of its GPU among those that it sees, if it computes on one."""
     timeout: float
     heartbeat_s: float
     level: LogLevel
@@ -100,20 +100,20 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """To a rank: make this call, after those before it."""
+    """To a rank: make this call, after the earlier ones."""
 
     number: int
     body: PayloadRef
-    """A method of the worker's, its arguments, and those by name."""
+    """A method of the worker, its arguments, and its keyword arguments."""
     keep: bool = False
-    """Whether the batch that comes of it is to stay there."""
+    """True if the resulting batch must stay there."""
     wants_result: bool = True
-    """Whether anybody wants what comes of it; else it is told that it is done."""
+    """True if the result is needed; else the rank only reports that the call is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncCallRequest:
-    """To a rank: answer this beside everything else, by a coroutine method."""
+    """To a rank: answer this by a coroutine method, concurrently with everything else."""
 
     number: int
     body: PayloadRef
@@ -122,26 +122,26 @@ class AsyncCallRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelAsyncCall:
-    """To a rank: nobody waits for this answer any more."""
+    """To a rank: the caller no longer waits for this reply."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatMessage:
-    """From a rank: it lives."""
+    """From a rank: it is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupStatus:
-    """From a rank: what it is at, while it starts."""
+    """From a rank: its current step, while it starts."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """From a rank: what came of a call."""
+    """From a rank: the result of a call."""
 
     number: int
     body: PayloadRef
@@ -149,25 +149,25 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """From a rank: what went wrong in a call."""
+    """From a rank: the error of a call."""
 
     number: int
     error: EtudeError | None
-    """The error itself, where it is one of ours."""
+    """The error itself, if it is an `EtudeError`."""
     description: str
-    """The error, and where it was raised, in a line."""
+    """The error and where it was raised, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """From a rank: an answer's turn has come."""
+    """From a rank: an async call has started."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankLogRecord:
-    """From a rank: what it warned of."""
+    """From a rank: a warning that it logged."""
 
     level: int
     name: str
@@ -179,36 +179,36 @@ LoadBatchRef = Callable[[BatchRef], Any]
 
 
 class Channel(Protocol):
-    """How a rank answers: what it says, and what a call brought or is to take back."""
+    """The rank's side of its connection: it sends messages, and serializes payloads."""
 
     def send(self, message: object) -> None:
-        """Send it; any thread may."""
+        """Send a message, from any thread."""
         ...
 
     def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
-        """A value, as an answer carries it; or a batch that is kept, as it is told of."""
+        """Return a value as a reply carries it; or, with `keep`, a reference to a batch that stays here."""
         ...
 
     def deserialize(self, payload_ref: PayloadRef) -> Any:
-        """The value that a call carried."""
+        """Return the value that a call carried."""
         ...
 
 
 class PipeChannel:
-    """One end of the pipe: any thread sends, one receives."""
+    """One end of the pipe. Any thread may send, one receives."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Send it. It waits while the other side does not read; raises `OSError` once nobody ever will."""
+        """Send a message. It waits while the other side does not read, and raises `OSError` if that side is gone."""
         data = pickle.dumps(message)
         with self._lock:
             self._connection.send_bytes(data)
 
     def receive(self) -> object | None:
-        """The next message; None once there will be no more."""
+        """Return the next message; None at the end."""
         try:
             message: object = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
@@ -216,16 +216,16 @@ class PipeChannel:
         return message
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         self._connection.close()
 
     def serialize(self, value: object, *, keep: bool = False) -> Payload:
-        """A value, as it goes through the pipe."""
-        assert not keep, "what a process keeps, no other can look at"
+        """Return a value as it goes through the pipe."""
+        assert not keep, "another process cannot load a batch that stays here"
         return serialize(value)
 
     def deserialize(self, payload: Payload) -> Any:
-        """What came through the pipe."""
+        """Return the value that came through the pipe."""
         return deserialize(payload)
 
 
@@ -236,7 +236,7 @@ class _Packer(pickle.Pickler):
         self.batch_refs: list[BatchRef] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        """What is lent is told by its number."""
+        """Return the number of a batch that stays where it is; None for any other value."""
         ref = self._to_ref(value)
         if ref is None:
             return None
@@ -244,7 +244,7 @@ class _Packer(pickle.Pickler):
         return len(self.batch_refs) - 1
 
     def reducer_override(self, value: Any) -> Any:
-        """Batches and metrics have wires of their own."""
+        """Use the wire formats of batches and metrics."""
         if isinstance(value, Batch):
             return _batch, (pickle.PickleBuffer(to_bytes(value)),)
         if isinstance(value, Metrics):
@@ -253,7 +253,7 @@ class _Packer(pickle.Pickler):
 
 
 def _batch(buffer: Any) -> Batch:
-    """The batch, which looks into the buffer that it came in."""
+    """Return the batch. Its tensors are views of the buffer in which it arrived."""
     view = memoryview(buffer)
     return from_bytes(view, shared=view.readonly)
 
@@ -264,12 +264,13 @@ class _Unpacker(pickle.Unpickler):
         self._payload, self._load_ref = payload, load_ref
 
     def persistent_load(self, number: Any) -> Any:
-        """What was lent."""
+        """Load a batch that stayed where it is."""
         return self._load_ref(self._payload.batch_refs[number])
 
 
 def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
-    """A value as bytes, which `unpack` reads in another process. lend: what is to stay where it lies."""
+    """Serialize a value, for `deserialize` in another process. to_ref: returns a reference for a batch that stays
+    here."""
     buffer = io.BytesIO()
     large: list[NDArray[np.uint8]] = []
 
@@ -286,8 +287,8 @@ def serialize(value: object, to_ref: ToBatchRef = lambda _: None) -> Payload:
 
 
 def deserialize(payload: Payload, load_ref: LoadBatchRef | None = None) -> Any:
-    """The value again. What was large in it looks into the body, which it keeps: it is read-only if that is. borrow:
-    how one looks at what was lent."""
+    """Return the value. Large parts are views of the payload, read-only if that is. load_ref: loads a batch by its
+    reference."""
     if load_ref is not None:
         return _Unpacker(payload, load_ref).load()
     return pickle.loads(payload.pickled, buffers=payload.buffers)

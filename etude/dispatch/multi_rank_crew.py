@@ -1,14 +1,16 @@
-"""What every crew of several ranks does, wherever they are: calls that are divided and joined, and a watch over them.
+"""The common part of every crew of several ranks: calls that are split and joined, and a watchdog.
 
-One thread, the keeper, starts the ranks, watches them, and ends them. Whatever befalls one of them ends them all,
-because the others wait for it, or soon would: it ended; it gave no sign of life (stopped, or the machine thrashes); it
-did not start in time; a call raised an error in it and not in the others, which then may wait for it in vain; or it
-breathes and does not end a call that another rank has ended (a deadlock, an endless loop, a disk that hangs).
+The watchdog thread starts the ranks, watches them, and ends them. A failure of one rank ends them all, since the others
+wait for it, or soon would. These are failures:
 
-consumes       calls to all ranks, one at a time; questions to one of them, any number at once
-produces       what came of them, or an error that names the rank
-waits for      the ranks
-unblocked by   their answers, and by the keeper: every wait ends when the ranks do
+- a rank ended, or did not start in time;
+- it sent no heartbeat (it is stopped, or its machine thrashes);
+- a call raised an error in it and not in the others, which may then wait for it in vain;
+- it sends heartbeats but does not end a call that another rank has ended (a deadlock, an endless loop, a hung disk).
+
+consumes       calls to all ranks, one at a time; async calls to one of them, any number at once produces       their
+results, or an error that names the rank waits for      the ranks unblocked by   their replies, and the watchdog: every
+wait ends when the ranks do
 """
 
 from __future__ import annotations
@@ -48,35 +50,35 @@ M = TypeVar("M", bound=RankHandle)
 R = TypeVar("R")
 
 TICK = 0.1
-"""Seconds between two looks at the ranks."""
+"""Seconds between two checks of the ranks."""
 GRACE_SECONDS = 3.0
 """Seconds that the other ranks may take to end a call that has raised an error in one."""
 STARTUP_SILENCE = 60.0
-"""Seconds of silence that a rank may have while it starts, when libraries are loaded and hold everything up."""
+"""Seconds without a heartbeat that a rank may have while it starts. Loading libraries blocks all its threads."""
 MIN_CALL_LIMIT, CALL_LIMIT_TIMEOUTS = 6 * 3600.0, 10.0
-"""Seconds that a call may last which no rank ends, or so many times `crew.timeout` where that is more: what hangs in
-all of them at once cannot be told from work, but by how long it takes."""
+"""The limit in seconds of a call that no rank ends, or as many times `crew.timeout` if that is more. A hang in all
+ranks at once differs from work only by how long it takes."""
 REPORT_INTERVAL = 10.0
-"""Seconds after which it is told, again and again, what the start waits for."""
+"""Seconds between two log lines about what the start waits for."""
 
 
-RESTART_HINT = "Start the run again: it goes on from what it saved."
+RESTART_HINT = "Start the run again: it continues from its last checkpoint."
 
 
 class Rendezvous(NamedTuple):
-    """Where ranks meet."""
+    """The address at which ranks meet."""
 
     host: str
     port: int
     listener: int
-    """The descriptor at which rank 0 listens there."""
+    """The file descriptor at which rank 0 listens there."""
 
 
 class MultiRankCrew(Generic[M]):
-    """Several ranks, spoken to as one."""
+    """Several ranks, called as one."""
 
     sees_every_gpu: ClassVar[bool] = True
-    """Whether each of them sees all GPUs, of which its own is the one of its number; else it sees its own alone."""
+    """True if each rank sees all GPUs and uses the one of its number; false if it sees only its own."""
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class MultiRankCrew(Generic[M]):
         level: LogLevel,
         repeats: int,
     ) -> None:
-        """`share` says which rollouts each of them gets, `threads` is with how many it computes, and `repeats` how many
-        ranks in a row get the same rollouts."""
+        """`share` assigns rollouts to ranks. `threads` is per rank, and `repeats` ranks in a row get the same
+        rollouts."""
         self._repeats = repeats
         self._config, self._share, self._level = config or CrewConfig(), share, level
         self._threads, self._device = threads, device
@@ -101,55 +103,54 @@ class MultiRankCrew(Generic[M]):
         self._closing = threading.Event()
         self._error: Exception | None = None
         self._failure_announced = threading.Event()
-        """Whoever waited was told of the end."""
+        """Set when every caller got the error that ended the crew."""
         self._call = _CrewCall("", {})
         self._first_ranks: dict[str, int] = {}
         self._watchdog = threading.Thread(target=self._watch, name="etude-crew", daemon=True)
 
-    # -- each kind's own ------------------------------------------------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------------------------
 
     def _spawn(self) -> Rendezvous:
-        """Start every rank; on the keeper's thread."""
+        """Start every rank, on the watchdog's thread."""
         raise NotImplementedError
 
     def _serialize(self, value: object) -> PayloadRef:
-        """A value, as it travels to the ranks."""
+        """Return a value as it travels to the ranks."""
         return serialize(value)
 
     def _deserialize(self, payload_ref: PayloadRef) -> Any:
-        """The value that came from one."""
+        """Return the value that came from a rank."""
         return deserialize(payload_ref)
 
     def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
-        """Read what came of a question, on the thread that heard of it; or on another, if that may take a while."""
+        """Read the reply to an async call, on the thread that received it, or on another if that may take long."""
         read(reply)
 
-    # -- what the controller asks ---------------------------------------------------------------------------------
+    # -- for the controller ---------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self._handles)
 
     @property
     def pids(self) -> list[int]:
-        """Their processes."""
+        """Their process ids."""
         return [handle.pid for handle in self._handles]
 
     def call(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Call `Worker.method` (the function on the class) on all ranks, divided and joined as it declares."""
+        """Call `Worker.method` (the function on the class) on all ranks, split and joined as its dispatch mode says."""
         split = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
         replies = self._call_ranks(method, split)
         result: R = split.join([partial(self._deserialize, reply) for reply in replies])
         return result
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """As `call`, of a method that gives a batch; where another rank can look at it, it may stay where it was made,
-        and what is returned stands for it: it can be split, and given to other calls."""
+        """Call a method that returns a batch, which may stay with the ranks. It can be split and passed to calls."""
         return self.call(method, *args, **kwargs)
 
     def put(self, value: object) -> Any:
-        """Lay a value down where ranks can look at it; what stands for it."""
+        """Store a value where ranks can load it, and return its reference."""
         return value
 
     def build_batch(
@@ -159,15 +160,15 @@ class MultiRankCrew(Generic[M]):
         factory: BatchFactory,
         metadata: Sequence[Any],
     ) -> Batch:
-        """The batch that is made of values which were kept, one for each rollout, and of what else is told of them."""
+        """Build a batch from stored values, one for each rollout, and from their metadata."""
         return factory(refs, metadata)
 
     def fetch(self, batch: Batch) -> Batch:
-        """A batch that may have stayed with the ranks, here."""
+        """Return a batch in this process, even if it stayed with the ranks."""
         return batch
 
     def _call_ranks(self, method: Callable[..., Any], split: SplitCall, *, keep: bool = False) -> list[PayloadRef]:
-        """What each rank answers to a call, as it came; or keeps, and tells of; nothing, where that does not count."""
+        """Return each rank's reply, still serialized; with `keep`, references to batches. An unused reply is empty."""
         payloads = [self._serialize_call(method, *arguments) for arguments in split.arguments]
         ranks_per_share = self.ranks // len(payloads)
         with self._call_lock:
@@ -179,7 +180,9 @@ class MultiRankCrew(Generic[M]):
             for handle in self._handles:
                 payload = payloads[handle.rank // ranks_per_share]
                 handle.send(CallRequest(number, payload, keep, split.uses_answer_of(handle.rank)))
-            answers = [future.result() for future in call.replies.values()]  # each comes, or the watchdog's error
+            answers = [
+                future.result() for future in call.replies.values()
+            ]  # each gets a reply, or the watchdog's error
         if call.first_failure is not None:
             raise call.first_failure.to_exception(call.name)
         return answers
@@ -187,7 +190,8 @@ class MultiRankCrew(Generic[M]):
     def submit(
         self, rank: int, method: Callable[..., Any], *args: Any, on_start: Callable[[], None] | None = None
     ) -> Future[Any]:
-        """Ask one rank by a coroutine method of its worker, beside whatever else it does. Cancel the future to leave.
+        """Call a coroutine method of one rank's worker, concurrently with everything else. Cancel the future to stop
+        it.
 
         `on_start` is called, on another thread, once the method calls the `on_start` that it is given.
         """
@@ -222,18 +226,18 @@ class MultiRankCrew(Generic[M]):
             return self._serialize((function, *args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"What the ranks are to be given cannot be sent to another process ({error}). Define it at the top of "
-                f"a module, and name it `module:Name`."
+                f"A value for the ranks cannot be sent to another process ({error}). Define it at the top of a module, "
+                f"and name it `module:Name`."
             ) from error
 
     def close(self) -> None:
-        """End every rank, whatever it is at."""
+        """Kill every rank, even one in the middle of a call."""
         self._closing.set()
         if self._watchdog.ident is not None:
             self._watchdog.join()
 
     def _expect_reply(self, handle: RankHandle, number: int, on_start: Callable[[], None] | None = None) -> Future[Any]:
-        """What will come of it: at once an error, where nothing will."""
+        """Return a future reply; it fails at once if the crew has ended."""
         assert not self._closing.is_set(), "this crew was closed"
         with self._lock:
             future, error = handle.expect_reply(number, on_start), self._error
@@ -244,7 +248,7 @@ class MultiRankCrew(Generic[M]):
     # -- starting -------------------------------------------------------------------------------------------------
 
     def _start(self, factory: Callable[..., object], *args: object) -> None:
-        """Start the ranks, each with `make(*args)` for a worker; none is left if that fails."""
+        """Start the ranks, each with `make(*args)` as its worker. If that fails, none is left."""
         try:
             self._wait_until_ready(self._serialize_call(factory, *args))
         except BaseException:
@@ -252,7 +256,7 @@ class MultiRankCrew(Generic[M]):
             raise
 
     def _wait_until_ready(self, payload: PayloadRef) -> None:
-        """Wait until every rank is there, and tell now and then which are not. The keeper bounds it."""
+        """Wait until every rank is ready, and log from time to time which are not. The watchdog bounds the wait."""
         log, start = get_logger("dispatch"), time.perf_counter()
         log.info("Starting %d ranks; threads of each: %d.", self.ranks, self._threads)
         self._watchdog.start()
@@ -271,7 +275,7 @@ class MultiRankCrew(Generic[M]):
             if not done:
                 steps = ", ".join(f"rank {handle.rank} is {handle.startup_step}" for handle in pending.values())
                 log.info("After %s: %s.", elapsed, steps)
-        log.info("%d ranks are there, after %s.", self.ranks, elapsed)
+        log.info("%d ranks are ready, after %s.", self.ranks, elapsed)
 
     def _setup_of(self, handle: RankHandle, rendezvous: Rendezvous, payload: PayloadRef) -> RankSetup:
         return RankSetup(
@@ -289,17 +293,17 @@ class MultiRankCrew(Generic[M]):
             body=payload,
         )
 
-    # -- the keeper -----------------------------------------------------------------------------------------------
+    # -- the watchdog ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Start the ranks, watch them until the crew is closed or one of them is lost, and end them."""
+        """Start the ranks, watch them until the crew closes or one is lost, and kill them."""
         error: Exception | None = None
         try:
             self._rendezvous.set_result(self._spawn())
             start = last = time.monotonic()
             while error is None and not self._closing.wait(TICK):
                 now = time.monotonic()
-                # However long this process itself was stopped: a rank's signs of life wait in its pipe meanwhile.
+                # This process itself may have been stopped: a rank's heartbeats wait in its pipe meanwhile.
                 error = self._find_failure(min(now - last, 2 * TICK), now - start)
                 last = now
         except CrewError as failure:
@@ -307,7 +311,7 @@ class MultiRankCrew(Generic[M]):
         except Exception as unexpected:
             error = CrewError(f"The ranks could not be started or watched: {unexpected!r}")
             error.__cause__ = unexpected
-        error = error or CrewError("The ranks were ended while something was still asked of them.")
+        error = error or CrewError("The ranks were ended while calls were still under way.")
         with self._lock:
             self._error = error
         try:
@@ -320,7 +324,7 @@ class MultiRankCrew(Generic[M]):
             _in_parallel(self._handles, _kill_and_wait)
 
     def _find_failure(self, elapsed: float, total: float) -> Exception | None:
-        """Why the crew cannot go on, if it cannot."""
+        """Return the reason that the crew cannot continue; None if it can."""
         for handle in self._handles:
             handle.pass_time(elapsed)
         for handle in self._handles:
@@ -336,7 +340,7 @@ class MultiRankCrew(Generic[M]):
             ):
                 return CrewError(
                     f"{handle} gave no sign of life for {handle.silent:.1f} s while it was {self._activity_of(handle)}"
-                    f"{handle.state()}. {handle.log_tail()} {RESTART_HINT} A machine that is merely slow wants a "
+                    f"{handle.state()}. {handle.log_tail()} {RESTART_HINT} A machine that is merely slow needs a "
                     f"longer `crew.heartbeat_timeout`."
                 )
             if not handle.ready and total > self._config.timeout:
@@ -349,10 +353,10 @@ class MultiRankCrew(Generic[M]):
     def _activity_of(self, handle: RankHandle) -> str:
         if not handle.ready:
             return handle.startup_step
-        return f"in {self._call.name}" if self._call.pending else "answering questions, or waiting for some"
+        return f"in {self._call.name}" if self._call.pending else "answering async calls, or waiting for one"
 
     def _forward_log(self, handle: RankHandle, record: RankLogRecord) -> None:
-        """Pass on what a rank warns of; what all of them say, once."""
+        """Log a warning of a rank; a warning that all of them send, once."""
         with self._lock:
             first = self._first_ranks.setdefault(record.text, handle.rank)
         if first == handle.rank:
@@ -360,7 +364,7 @@ class MultiRankCrew(Generic[M]):
 
 
 class _CrewCall:
-    """A call that every rank was asked to make."""
+    """A call to every rank."""
 
     def __init__(self, name: str, replies: Mapping[RankHandle, Future[Any]]) -> None:
         self.name, self.replies = name, replies
@@ -368,18 +372,18 @@ class _CrewCall:
 
     @property
     def pending(self) -> list[RankHandle]:
-        """Those whose answers are still to come."""
+        """The ranks whose replies are still to come."""
         return [handle for handle, future in self.replies.items() if not future.done()]
 
     @property
     def first_failure(self) -> RankFailure | None:
-        """What the first of the ranks raised that raised anything."""
+        """The failure of the first rank that raised one."""
         done = [future for future in self.replies.values() if future.done() and future.exception() is None]
         return next((future.result() for future in done if isinstance(future.result(), RankFailure)), None)
 
     def stall_error(self, elapsed: float, timeout: float) -> Exception | None:
-        """Why nobody need wait for the call any more, if there is a reason: some ranks have raised an error or ended it
-        and others have not since, or it has lasted longer than any call does."""
+        """Return the reason to give the call up, or None: some ranks ended it, by an error or not, and others have not
+        since, or it lasts too long."""
         pending, failure = self.pending, self.first_failure
         if not pending:
             return None
@@ -395,19 +399,19 @@ class _CrewCall:
             return CrewError(
                 f"{_names(pending)} did not end {self.name} within `crew.timeout` = {timeout:g} s after another rank "
                 f"had. {_dump_stacks(pending)} {RESTART_HINT} Ranks that take so much longer than each "
-                "other want a longer `crew.timeout`."
+                "other need a longer `crew.timeout`."
             )
         if self._total_seconds > (limit := max(MIN_CALL_LIMIT, CALL_LIMIT_TIMEOUTS * timeout)):
             return CrewError(
                 f"No rank has ended {self.name} in {format_seconds(limit)}. {_dump_stacks(pending)} {RESTART_HINT} "
-                f"A call that does take so long wants a longer `crew.timeout`: it may last "
+                f"A call that does take so long needs a longer `crew.timeout`: it may last "
                 f"{CALL_LIMIT_TIMEOUTS:g} times that."
             )
         return None
 
 
 def _in_parallel(handles: Sequence[RankHandle], action: Callable[[RankHandle], None]) -> None:
-    """Do this to all of them side by side: where one's node does not answer, the others do not wait for it."""
+    """Run this on all ranks in parallel, so that a node that does not answer delays no other."""
     threads = [
         threading.Thread(target=action, args=(handle,), name=f"etude-end-{handle.rank}", daemon=True)
         for handle in handles
@@ -419,10 +423,10 @@ def _in_parallel(handles: Sequence[RankHandle], action: Callable[[RankHandle], N
 
 
 def _kill_and_wait(handle: RankHandle) -> None:
-    """End a rank, and see it gone."""
+    """Kill a rank, and wait until it is gone."""
     try:
         handle.kill()
-    except Exception as error:  # whatever it is: those that wait were told, and nobody is left to raise it to
+    except Exception as error:  # any error: all callers have theirs, and no caller is left to raise it to
         get_logger("dispatch").warning("%s could not be ended: %r", handle, error)
     handle.wait()
 
@@ -432,14 +436,14 @@ def _names(handles: Sequence[RankHandle]) -> str:
 
 
 def _dump_stacks(handles: Sequence[RankHandle]) -> str:
-    """Have ranks that hang write down where each of their threads stands; a sentence that says where that is."""
+    """Have ranks that hang write the stacks of their threads to their logs. Return a sentence that names the logs."""
     _in_parallel(handles, lambda handle: handle.dump_stacks())
     time.sleep(TICK)
-    return f"What was under way there is at the end of {', '.join(str(handle.log) for handle in handles)}."
+    return f"The stacks of their threads are at the end of {', '.join(str(handle.log) for handle in handles)}."
 
 
 def _with_note(error: Exception, note: str) -> Exception:
-    """The error with a sentence more: in its own words where they are the crew's, else beside them."""
+    """Return the error with one more sentence: in its text if it is a `CrewError`, else as a note."""
     if type(error) is CrewError:
         return CrewError(f"{str(error).removesuffix('.')}. {note}")
     error.add_note(note)

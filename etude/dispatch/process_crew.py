@@ -4,7 +4,7 @@
     controller ───┤                          ├─ gloo or NCCL, through the loopback interface
                   └─ pipe ─ rank 1   worker ─┘
 
-However the controller ends, its ranks end too: with their pipe, and on Linux by the system.
+However the controller ends, its ranks end too: at the end of their pipe, and on Linux by the system.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from etude.observe import LogLevel
 
 __all__ = ["ProcessCrew"]
 
-# First of all, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
-# Elsewhere the end of the pipe ends it, unless it is stopped.
+# First, on Linux, the process asks to be killed when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+# On other systems the end of the pipe ends it, unless it is stopped.
 _BOOT = (
     "import ctypes, json, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
     "sys.path[:] = json.loads(sys.argv[2]); "
@@ -42,7 +42,7 @@ _BOOT = (
 
 
 class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
-    """Workers in processes of their own, spoken to as one."""
+    """Workers in separate processes, called as one."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
         level: LogLevel = "warning",
         repeats: int = 1,
     ) -> None:
-        """Start the ranks, each with `make(*args)` for a worker, and return once all of them are there.
+        """Start the ranks, each with `make(*args)` as its worker, and return once all of them are ready.
 
-        `share` says which rollouts each of them gets, `logs` is where each writes what it says, `threads` is with how
-        many it computes, and `repeats` how many ranks in a row get the same rollouts.
+        `share` assigns rollouts to ranks, and `logs` is the directory of the ranks' logs. Each rank computes with
+        `threads` threads, and `repeats` ranks in a row get the same rollouts.
         """
         handles = [ProcessRankHandle(rank, logs / f"rank-{rank}.log", self._forward_log) for rank in range(ranks)]
         super().__init__(
@@ -69,7 +69,7 @@ class ProcessCrew(MultiRankCrew["ProcessRankHandle"]):
         self._start(make, *args)
 
     def _spawn(self) -> Rendezvous:
-        """Start every process; the first of them keeps the socket at which they meet."""
+        """Start every process. Rank 0 inherits the socket at which they meet."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for handle in self._handles:
                 handle.start(*([listener.fileno()] if handle.rank == 0 else []))
@@ -89,18 +89,18 @@ class ProcessRankHandle(RankHandle):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
     def start(self, *descriptors: int) -> None:
-        """Start the process. It ends with the thread that calls this, if not before."""
+        """Start the process. It ends at the latest with the thread that calls this."""
         connection, rank_connection = Pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         inherited = (rank_connection.fileno(), *descriptors)
         command = [sys.executable, "-c", _BOOT, str(rank_connection.fileno()), json.dumps(sys.path)]
         with self.log.open("ab") as log:
-            # In a session of its own: Ctrl-C is the controller's to answer, and killing it ends what it started.
+            # A separate session: Ctrl-C reaches the controller only, and a kill ends its child processes too.
             self._process = Popen(
                 command,
                 stdin=DEVNULL,
@@ -115,24 +115,24 @@ class ProcessRankHandle(RankHandle):
         threading.Thread(target=self._read, name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send a message. A rank that has ended gets nothing: that is noticed elsewhere."""
+        """Send a message. A rank that has ended gets nothing; the watchdog notices that."""
         assert self._channel is not None
         with suppress(OSError):
             self._channel.send(message)
 
     def dump_stacks(self) -> None:
-        """Have it write to its log where each of its threads stands, whatever they are at."""
+        """Have it write the stacks of all its threads to its log."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it, and all it started, now."""
+        """Kill it and all its child processes now."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until it is gone."""
         if self._process is not None and self._channel is not None:
             with suppress(TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT)
@@ -141,23 +141,23 @@ class ProcessRankHandle(RankHandle):
 
     @property
     def has_exited(self) -> bool:
-        """Whether the process has ended, or its pipe has."""
+        """True if the process or its pipe has ended."""
         return self._process is not None and (self._process.poll() is not None or self.closed.is_set())
 
     def exit_reason(self) -> str:
-        """How it ended."""
+        """Return how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(EXIT_TIMEOUT)
         except TimeoutExpired:
-            return "it closed its pipe, and goes on"
+            return "it closed its pipe, and still runs"
         if code >= 0:
             return f"exit code {code}"
         name = signal.Signals(-code).name
-        return f"killed by {name}" + (", as the system does where memory runs out" if -code == signal.SIGKILL else "")
+        return f"killed by {name}" + (", as the system does when memory runs out" if -code == signal.SIGKILL else "")
 
     def _read(self) -> None:
-        """Take what comes from it, until nothing does; on a thread of its own."""
+        """Receive its messages until the pipe ends, on a separate thread."""
         assert self._channel is not None
         while (message := self._channel.receive()) is not None:
             self.on_message(message)

@@ -1,11 +1,11 @@
-"""What runs in a process of a crew: one worker, among others that it may exchange tensors with.
+"""The main program of a rank: one worker, which may exchange tensors with those of other ranks.
 
-consumes       calls, one after the other, on the main thread; and questions, side by side, on an event loop beside it
-produces       an answer to each, signs of life, and what it would warn of
-waits for      a call; and, within one, for the other ranks, no longer than `timeout`
-unblocked by   whatever comes through the pipe; its end ends the process and all it started, at once
+consumes       calls, one after the other, on the main thread; async calls, concurrently, on an event loop beside it
+produces       a reply to each, heartbeats, and the warnings that it logs waits for      a call; and, within one, for
+the other ranks, no longer than `timeout` unblocked by   any message of the pipe; the end of the pipe kills the process
+and all its children at once
 
-Signals that ask a run to stop are the controller's to answer: a rank goes on until it is told, or killed.
+Only the controller handles the signals that ask a run to stop. A rank runs until its pipe ends, or it is killed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def main(descriptor: int) -> None:
-    """Be the rank that the first message through the pipe of this descriptor speaks of, until the pipe ends."""
+    """Be the rank that the first message of this pipe describes, until the pipe ends."""
     channel = PipeChannel(Connection(descriptor))
     setup = channel.receive()
     assert isinstance(setup, RankSetup), "the pipe ended before it began"
@@ -67,9 +67,9 @@ def main(descriptor: int) -> None:
 
 
 def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
-    """Meet the other ranks, make the worker, and make calls on it, for ever."""
+    """Join the other ranks, make the worker, and make its calls, for ever."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # where it stands, to its log, when the controller has waited too long
+    faulthandler.register(signal.SIGUSR1)  # writes all stacks to its log, when the controller has waited too long
     configure_logging(setup.level, "rank", setup.rank, mask=mask_text)
     logging.getLogger("etude").addHandler(_ForwardHandler(channel))
     try:
@@ -80,14 +80,14 @@ def serve(channel: Channel, setup: RankSetup, jobs: SimpleQueue[CallRequest], as
         worker = async_calls.worker = factory(*args)
     except BaseException as error:
         channel.send(_to_call_error(0, error))
-        threading.Event().wait()  # until the crew, which knows why, ends this process
+        threading.Event().wait()  # until the crew, which has the error, kills this process
     channel.send(CallResult(0, channel.serialize(None)))
     while True:
         channel.send(_run_call(channel, jobs.get(), worker))
 
 
 def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult | CallError:
-    """Make a call."""
+    """Make one call, and return its reply."""
     try:
         method, args, kwargs = channel.deserialize(job.body)
         result = method(worker, *args, **kwargs)
@@ -99,7 +99,7 @@ def _run_call(channel: Channel, job: CallRequest, worker: object) -> CallResult 
 
 
 def _init_process_group(setup: RankSetup) -> None:
-    """Join the group of all ranks."""
+    """Join the process group of all ranks."""
     torch.set_num_threads(setup.threads)
     if setup.device == "cuda":
         visible_gpus = torch.cuda.device_count()
@@ -123,14 +123,14 @@ def _init_process_group(setup: RankSetup) -> None:
 
 
 def _send_heartbeats(channel: PipeChannel, interval: float) -> None:
-    """Give signs of life, whatever the other threads do."""
+    """Send heartbeats, independent of the other threads."""
     while True:
         channel.send(HeartbeatMessage())
         time.sleep(interval)
 
 
 def _receive(channel: PipeChannel, jobs: SimpleQueue[CallRequest], async_calls: AsyncCallRunner) -> None:
-    """Take what comes while there is somebody to send it."""
+    """Receive messages until the pipe ends, then kill this process group."""
     while (message := channel.receive()) is not None:
         if isinstance(message, CallRequest):
             jobs.put(message)
@@ -140,7 +140,7 @@ def _receive(channel: PipeChannel, jobs: SimpleQueue[CallRequest], async_calls: 
 
 
 class AsyncCallRunner:
-    """Questions to coroutine methods of the worker's, on an event loop in a thread of its own."""
+    """Async calls to coroutine methods of the worker, on an event loop in a separate thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -150,7 +150,7 @@ class AsyncCallRunner:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def handle(self, message: object) -> None:
-        """A question, or word that nobody waits for its answer."""
+        """Start an async call, or cancel one that has no caller any more."""
         if isinstance(message, AsyncCallRequest):
             self._loop.call_soon_threadsafe(self._begin, message)
         elif isinstance(message, CancelAsyncCall):
@@ -175,7 +175,7 @@ class AsyncCallRunner:
 
 
 class _ForwardHandler(logging.Handler):
-    """Has the controller say what is worth a warning. Tracebacks stay in the rank's own log."""
+    """A log handler that sends warnings to the controller. Tracebacks stay in the rank's own log."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.WARNING)
@@ -183,12 +183,12 @@ class _ForwardHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info is None:
-            with suppress(OSError):  # nobody is left to hear it
+            with suppress(OSError):  # the controller is gone
                 self._channel.send(RankLogRecord(record.levelno, record.name, record.getMessage()))
 
 
 def _to_call_error(number: int, error: BaseException) -> CallError:
-    """What went wrong, with the error itself where it is one of ours and can travel."""
+    """Return the reply for an error, with the error itself if it is an `EtudeError` that can be pickled."""
     get_logger("dispatch").error("This call failed:", exc_info=error)
     description = f"{type(error).__name__}: {error}{_raised_at(error)}"
     return CallError(number, error if isinstance(error, EtudeError) and _is_picklable(error) else None, description)
@@ -202,7 +202,7 @@ def _is_picklable(error: EtudeError) -> bool:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where it was raised: the last line of Etude's, and the very last one."""
+    """Return where it was raised: the last frame in Etude, and the last of all."""
     frames = traceback.extract_tb(error.__traceback__)
     etude_frames = [frame for frame in frames if frame.filename.startswith(_PACKAGE) and frame.filename != __file__]
     shown = (*etude_frames[-1:], *frames[-1:])

@@ -1,4 +1,4 @@
-"""One rank of a crew, seen from the controller: what it owes, what it was last heard of, and how it is named."""
+"""One rank of a crew, seen from the controller: its pending replies, its last sign of life, and its name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from etude.errors import CrewError
 __all__ = ["EXIT_TIMEOUT", "RankFailure", "RankHandle", "read_log_tail"]
 
 EXIT_TIMEOUT = 10.0
-"""Seconds that the end of a rank may take once it was ended."""
+"""Seconds that a killed rank may take to end."""
 _TAIL_LINES, _LINE_WIDTH = 5, 300
 
 
 class RankFailure:
-    """What came of a call that went wrong in a rank."""
+    """The reply to a call that raised an error in a rank."""
 
     def __init__(self, rank: RankHandle, error: CallError) -> None:
         self.rank, self.call_error = rank, error
 
     def to_exception(self, operation: str) -> Exception:
-        """The error to raise for it: ours as it was raised, any other told in a sentence."""
+        """Return the exception to raise: an `EtudeError` as it was raised, any other described in a `CrewError`."""
         if self.call_error.error is not None:
             self.call_error.error.add_note(f"Raised in {self.rank}: {self.call_error.description}")
             return self.call_error.error
@@ -34,58 +34,58 @@ class RankFailure:
 
 
 class RankHandle:
-    """A rank that began with the crew and ends with it. How it is reached and ended is each kind's own."""
+    """A rank that starts and ends with the crew. Subclasses define how it is reached and killed."""
 
     def __init__(self, rank: int, log: Path, on_log: Callable[[RankHandle, RankLogRecord], None]) -> None:
         self.rank, self.log, self._on_log = rank, log, on_log
         self.startup_step = "starting Python"
-        """What it does while it starts."""
+        """Its current step while it starts."""
         self.ready = False
         self.silent = 0.0
-        """Seconds since it was last heard; none have passed before it first was."""
+        """Seconds since its last message; 0 before its first."""
         self._heard = self._heard_ever = False
         self.closed = threading.Event()
-        """Nothing more comes from it."""
+        """Set when no more messages will come."""
         self._replies: dict[int, Future[Any]] = {}
         self._on_start: dict[int, Callable[[], None]] = {}
 
     def __str__(self) -> str:
         return f"Rank {self.rank}"
 
-    # -- each kind's own ------------------------------------------------------------------------------------------
+    # -- for subclasses -------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
-        """Of its process, on its machine."""
+        """Its process id, on its machine."""
         raise NotImplementedError
 
     def send(self, message: object) -> None:
-        """Send a message, without waiting. A rank that has ended gets nothing: that is noticed elsewhere."""
+        """Send a message without waiting. A rank that has ended gets nothing; the watchdog notices that."""
         raise NotImplementedError
 
     def dump_stacks(self) -> None:
-        """Have it write to its log where each of its threads stands, whatever they are at."""
+        """Have it write the stacks of all its threads to its log."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End it, and all it started, now."""
+        """Kill it and all its child processes now."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until it is gone."""
         raise NotImplementedError
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended, or nothing comes from it any more."""
+        """True if it has ended, or no more messages will come."""
         raise NotImplementedError
 
     def exit_reason(self) -> str:
-        """How it ended."""
+        """Return how it ended."""
         raise NotImplementedError
 
     def state(self) -> str:
-        """What the system says of a process that does not answer, where it says anything."""
+        """Return the system's state of a process that does not answer; empty if there is none."""
         try:
             letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
@@ -95,13 +95,13 @@ class RankHandle:
         )
 
     def log_tail(self) -> str:
-        """The last lines of its log, as a sentence."""
+        """Return the last lines of its log, as a sentence."""
         return read_log_tail(self.log)
 
-    # -- what it owes ---------------------------------------------------------------------------------------------
+    # -- pending replies ------------------------------------------------------------------------------------------
 
     def expect_reply(self, number: int, on_start: Callable[[], None] | None = None) -> Future[Any]:
-        """What will come of a call or a question of this number."""
+        """Return the future reply to the call of this number."""
         future: Future[Any] = Future()
         self._replies[number] = future
         if on_start is not None:
@@ -109,22 +109,22 @@ class RankHandle:
         return future
 
     def discard_reply(self, number: int) -> None:
-        """Nobody waits for this any more."""
+        """Forget a reply that no caller waits for any more."""
         self._replies.pop(number, None)
         self._on_start.pop(number, None)
 
     def fail(self, error: Exception) -> None:
-        """Tell everybody who waits for it that nothing will come."""
+        """Fail all pending replies with this error."""
         for number in list(self._replies):
             self._settle(number, error)
 
     def pass_time(self, seconds: float) -> None:
-        """So many seconds have passed in which it may have been heard, or not."""
+        """Add seconds to its silence unless a message came meanwhile."""
         self.silent = self.silent + seconds if self._heard_ever and not self._heard else 0.0
         self._heard = False
 
     def on_message(self, message: object = None) -> None:
-        """It lives, and says this, on the thread that listens to it."""
+        """Record a sign of life, and handle the message, on the thread that receives it."""
         self._heard = self._heard_ever = True
         match message:
             case StartupStatus(what):
@@ -145,7 +145,7 @@ class RankHandle:
         self._on_start.pop(number, None)
         if future is None:
             return
-        with suppress(InvalidStateError):  # whoever waited has left
+        with suppress(InvalidStateError):  # the caller has cancelled it
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
@@ -153,7 +153,7 @@ class RankHandle:
 
 
 def read_log_tail(log: Path) -> str:
-    """The last lines of a log, as a sentence."""
+    """Return the last lines of a log, as a sentence."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 2 * _TAIL_LINES * _LINE_WIDTH))

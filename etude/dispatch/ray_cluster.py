@@ -1,12 +1,13 @@
-"""Ray itself: the one that is there already, the one that `RAY_ADDRESS` names, or one of our own on this machine.
+"""The Ray cluster: a Ray that this process has joined already, the one that `RAY_ADDRESS` names, or a private one.
 
-One of our own has no dashboard, tells nobody about its use, answers nobody but its own processes, by a token that is
-made for it, and lies in a directory that is removed. It ends with us, however we end: by `close`, or by the system,
-which ends its processes with the thread that started them (on Linux; elsewhere a process of Ray's watches us).
+A private Ray runs on this machine. It has no dashboard, sends no usage reports, and accepts only its own processes, by
+a token made for it. Its files are in a directory that is removed. It ends with this process: by `close`, or by the
+system. On Linux the system ends its processes with the thread that started them. On other systems a process of Ray's
+watches this one.
 
-Ray gives a node half a minute to start, and then gives it up. On a machine that has much else to do that can be too
-little: its processes go on starting all the same, and are joined once they are there; or they give each other up, in a
-quarter of a minute that no option of Ray's makes longer, and are begun again.
+Ray gives a node half a minute to start, and then gives it up. On a busy machine that can be too little. Its processes
+still go on starting, and are joined once they are ready. Or they give each other up after a quarter of a minute, which
+no option of Ray's makes longer, and are started again.
 """
 
 from __future__ import annotations
@@ -36,41 +37,43 @@ from etude.observe import get_logger
 __all__ = ["RayCluster"]
 
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Bytes that the object store of a Ray of our own may take; what is more goes to the disk."""
+"""Bytes of a private Ray's object store; more goes to the disk."""
 START_TIMEOUT = 600.0
-"""Seconds that a Ray of our own may take to start."""
+"""Seconds that a private Ray may take to start."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds that a Ray to be joined may take to answer the door."""
+"""Seconds that the Ray at `RAY_ADDRESS` may take to accept a connection."""
 MAX_STARTS = 4
-"""How often a Ray is begun whose processes have given each other up: each time more of what they load is in memory."""
+"""The number of starts of a Ray whose processes give each other up: each time more of their files is in memory."""
 LONG_TIMEOUTS = {
     "agent_register_timeout_ms": int(1000 * START_TIMEOUT),
     "worker_register_timeout_seconds": int(START_TIMEOUT),
 }
-"""How long its parts wait for each other: Ray's own half minutes are too short for a machine with much else to do."""
+"""How long Ray's parts wait for each other. Ray's own half minutes are too short for a busy machine."""
 
 ADDRESS_FLAG = "--gcs-address="
-"""Ray's own argument that tells a process where the others are."""
+"""Ray's argument that gives a process the address of the others."""
 DIRECTORY_PREFIX, LONGEST_RELATIVE_PATH = (
     "etude-ray-",
     "12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store",
 )
-"""What our directories are named with, and the longest path behind that. Ray opens its own to everybody on the machine;
-ours, around it, lets nobody else in."""
+"""The prefix of a private Ray's directory, and the longest path below it.
+
+Ray makes its own directory accessible to every user of the machine. The one around it lets no other user in.
+"""
 LOCK_FILE = "held"
-"""A file in each, locked for as long as whoever made it lives."""
+"""A file in each directory, locked while its owner lives."""
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
-"""Bytes that the path of a socket may have."""
+"""The most bytes of a socket's path."""
 
 
 class RayCluster:
-    """Ray, as this process is joined to it until this is closed."""
+    """Ray, joined by this process until this is closed."""
 
     _is_own: ClassVar[bool] = False
-    """Whether the Ray that this process is joined to is one of our own."""
+    """True if this process has joined a private Ray."""
 
     def __init__(self, cpus: int) -> None:
-        """`cpus` is what a Ray of our own offers at least, whatever the machine has."""
+        """`cpus` is the least that a private Ray offers, however few the machine has."""
         self._directory: TemporaryDirectory[str] | None = None
         self._lock: BinaryIO | None = None
         self._is_connected, self._has_token = not ray.is_initialized(), False
@@ -82,11 +85,11 @@ class RayCluster:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of our own: its actors inherit the environment, and no other node ever joins it."""
+        """True for a private Ray: its actors inherit the environment, and no other node ever joins it."""
         return RayCluster._is_own
 
     def close(self) -> None:
-        """Leave it; one of our own ends."""
+        """Leave Ray; a private one ends."""
         if self._is_connected:
             ray.shutdown()
         if self._has_token:
@@ -104,7 +107,7 @@ class RayCluster:
         try:
             _check_reachable(address)
             _init(address=address)
-        except Exception as error:  # whatever Ray raises
+        except Exception as error:  # any error of Ray's
             ray.shutdown()
             raise CrewError(
                 f"`RAY_ADDRESS` = {address} cannot be joined ({error}). Start a Ray there (`ray start --head`); "
@@ -139,7 +142,7 @@ class RayCluster:
                 _init(**options)
                 RayCluster._is_own = True
                 return
-            except Exception as error:  # whatever Ray raises
+            except Exception as error:  # any error of Ray's
                 ray.shutdown()
                 address = _address(directory)
                 starts += address is None
@@ -155,45 +158,49 @@ class RayCluster:
 
 
 def _check_reachable(address: str) -> None:
-    """See that somebody listens there, if it is a host and a port: Ray itself would try for minutes."""
+    """Connect to the address once, if it is a host and a port. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
 
 
 def _short_directory(directory: str) -> str:
-    """Where to make our directory: here, unless the paths of Ray's sockets would be too long for the system."""
+    """Return the directory in which to create a private Ray's: this one, or /tmp if sockets' paths would be too
+    long."""
     longest = os.fsencode(f"{directory}/{DIRECTORY_PREFIX}{LONGEST_RELATIVE_PATH}")
     return directory if len(longest) <= MAX_SOCKET_PATH else "/tmp"
 
 
 def _lock_directory(directory: Path) -> BinaryIO:
-    """Say that somebody is there: until what is returned is closed, or we end, however that is."""
+    """Lock a directory until the returned file is closed, or this process ends in any way."""
     draft = directory / f"{LOCK_FILE}.new"
     lock = draft.open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    draft.rename(directory / LOCK_FILE)  # who finds it finds it locked
+    draft.rename(directory / LOCK_FILE)  # so it is locked when it appears
     return lock
 
 
 def _remove_stale_directories(parent: Path) -> None:
-    """Remove what controllers that were killed have left there."""
+    """Remove the directories of controllers that were killed."""
     for lock in parent.glob(f"{DIRECTORY_PREFIX}*/{LOCK_FILE}"):
-        with suppress(OSError), lock.open("rb") as file:  # somebody is there, it is somebody else's, or is gone by now
+        with suppress(OSError), lock.open("rb") as file:  # it is in use, another user's, or gone by now
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _reload_tokens() -> None:
-    """Have Ray forget by what token it spoke: what it has read once it keeps as long as the process lives."""
+    """Have Ray forget the token that it has read. By itself it would keep it as long as the process lives."""
     untyped: Any = ray
     untyped._raylet.Config.initialize("")
     untyped._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _init(**options: Any) -> None:
-    """Join Ray, or start it. It takes the signal that asks a process to end for itself: that is given back. What its
-    processes have to say it would print on our standard output: what matters of it is in our errors."""
+    """Join Ray, or start it.
+
+    Ray takes the handler of SIGTERM, which is restored here. Ray's processes would print to standard output, so that is
+    turned off. The important part of their output is in the errors.
+    """
     untyped: Any = ray
     untyped._private.worker._worker_logs_enabled = False
     on_main_thread = threading.current_thread() is threading.main_thread()
@@ -206,7 +213,7 @@ def _init(**options: Any) -> None:
 
 
 def _processes(directory: str) -> dict[int, list[str]]:
-    """The processes that Ray was started with in this directory, with their arguments, where the system tells."""
+    """Return the processes that Ray started in this directory, with their arguments, if the system lists them."""
     processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -217,20 +224,20 @@ def _processes(directory: str) -> dict[int, list[str]]:
 
 
 def _address(directory: str) -> str | None:
-    """Where a Ray is to be reached that is starting in this directory; None where none is."""
+    """Return the address of a Ray that is starting in this directory; None if there is none."""
     raylets = (arguments for arguments in _processes(directory).values() if arguments[0].endswith("raylet"))
     flags = (argument for arguments in raylets for argument in arguments if argument.startswith(ADDRESS_FLAG))
     return next((flag.partition("=")[2] for flag in flags), None)
 
 
 def _kill_processes(directory: str) -> None:
-    """End whatever Ray has started in this directory and left behind."""
+    """Kill all processes that Ray started in this directory."""
     for pid in _processes(directory):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _log_tails(logs: Path) -> str:
-    """The last that Ray's own processes have said."""
+    """Return the last log lines of Ray's own processes."""
     tails = [read_log_tail(log) for log in (logs / "gcs_server.out", logs / "raylet.out") if log.exists()]
     return "".join(f" {tail}" for tail in tails)

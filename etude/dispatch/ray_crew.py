@@ -4,11 +4,11 @@
     controller ── Ray ─┤                                  ├─ gloo or NCCL, from node to node
                        └─ calls ─ actor, rank 1   worker ─┘
 
-Each rank stands on a place of its pool, which Ray reserves before any is started. What a call or an answer carries that
-is large lies in Ray's object store, from where whoever wants it reads it without a copy.
+Each rank has a bundle of its pool, which Ray reserves before any rank starts. Large parts of a call or a reply are in
+Ray's object store, from which they are read without a copy.
 
-Ray tells when an actor has died. That one is stopped, it does not tell: the rank is asked for what it has to say all
-the time, and an answer, be it empty, is its sign of life.
+Ray reports an actor that has died, but not one that is stopped. So the controller fetches each rank's messages all the
+time. A reply, even without a message, is the rank's sign of life.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ __all__ = ["RayCrew"]
 R = TypeVar("R")
 
 MIN_STORED_BYTES = 64 * 1024
-"""Bytes from which on a value lies in the object store; what is smaller travels with its message."""
+"""The size in bytes from which a value goes to the object store. Smaller values travel in their message."""
 LOOPBACK = "127.0.0.1"
-"""Where ranks meet that all stand on one machine."""
+"""The rendezvous address of ranks that are all on one machine."""
 POLL_SECONDS = 1.0
-"""Seconds that a rank is waited for before it is looked at whether anybody still wants to hear it."""
+"""Seconds between two checks if the crew has ended, while a rank is waited for."""
 _ray: Any = ray
-"""What has no types there, or others than are true."""
+"""Ray's functions whose types are missing or wrong."""
 _GROUPS = {"serve": 1, "deliver": 1, "take_messages": 1}
 
 
@@ -64,22 +64,22 @@ class RayObjectStore:
     """Ray's object store."""
 
     def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
-        """Leave it there, if it is large, or anyhow: on this node, as long as anybody holds what is returned."""
+        """Store a payload on this node if it is large, or `always`. It stays as long as a reference to it exists."""
         return ray.put(payload) if always or payload.size >= MIN_STORED_BYTES else payload
 
     def get(self, payload_ref: PayloadRef) -> Payload:
-        """Look at it: in place where it lies on this node, else in a copy that is fetched."""
+        """Get a payload: in place if it is on this node, else as a copy."""
         payload: Payload = payload_ref if isinstance(payload_ref, Payload) else _ray.get(payload_ref)
         return payload
 
     def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
-        """The same of several that were put there anyhow, which are fetched side by side."""
+        """Get several payloads that were stored with `always`; they are fetched in parallel."""
         payloads: list[Payload] = _ray.get(list(payload_refs)) if payload_refs else []
         return payloads
 
 
 class RayCrew(MultiRankCrew["RayRankHandle"]):
-    """Workers in Ray actors, spoken to as one."""
+    """Workers in Ray actors, called as one."""
 
     sees_every_gpu = False
 
@@ -98,10 +98,10 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         placed: PoolReservation | None = None,
         repeats: int = 1,
     ) -> None:
-        """Start the ranks, each with `make(*args)` for a worker, and return once all of them are there.
+        """Start the ranks, each with `make(*args)` as its worker, and return once all of them are ready.
 
-        As `ProcessCrew`; `logs` is on each rank's own node. `role` names who works here, and `placed` the places that
-        it shares with other roles; by default it has its own.
+        See `ProcessCrew`; `logs` is on each rank's own node. `role` is the role of this crew. `placed` has the bundles
+        that it shares with other roles; by default it reserves its own.
         """
         handles = [
             RayRankHandle(rank, role, logs / f"{_log_prefix(role)}rank-{rank}.log", self._forward_log)
@@ -124,38 +124,38 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that they stand on."""
+        """The nodes of its ranks."""
         return [handle.location.node for handle in self._handles]
 
     def call_for_ref(self, method: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """As `call`, and the batch stays with the ranks: what is returned is a `RemoteBatch`."""
+        """Do the same as `call`, but the batch stays with the ranks: the result is a `RemoteBatch`."""
         split = split_call(get_dispatch_mode(method), args, kwargs, self.ranks, self._share, self._repeats)
-        assert split.batch_split is not None, "a batch that is held was cut from one"
+        assert split.batch_split is not None, "a batch that stays with the ranks was split from one"
         remote: Any = gather_remote_batch(
             *split.batch_split, self._call_ranks(method, split, keep=True)[:: self._repeats]
         )
         return remote  # type: ignore[no-any-return]
 
     def put(self, value: object) -> PayloadRef:
-        """Lay a value into the object store, for as long as anybody has what is returned."""
+        """Store a value in the object store, as long as a reference to it exists."""
         return self._store(value, always=True)
 
     def build_batch(
         self, meta: BatchMeta, refs: Sequence[PayloadRef], factory: BatchFactory, metadata: Sequence[Any]
     ) -> Batch:
-        """A batch of values that were kept, which each rank makes of those that it is given."""
+        """Return a batch of stored values. Each rank builds it from the values of its share."""
         remote: Any = compose_remote_batch(meta, refs, factory, metadata)
         return remote  # type: ignore[no-any-return]
 
     def fetch(self, batch: Batch) -> Batch:
-        """A batch that stayed with the ranks, here."""
+        """Return a batch in this process, even if it stayed with the ranks."""
         remote: Any = batch
         if not isinstance(remote, RemoteBatch):
             return batch
         return load_batch(remote.to_ref(), lambda payload_refs: [self._deserialize(ref) for ref in payload_refs])
 
     def close(self) -> None:
-        """End every rank, whatever it is at; and Ray, where it was started for this crew."""
+        """Kill every rank, even one in the middle of a call; and stop Ray if it was started for this crew."""
         super().close()
         if self._own and self._placed is not None:
             with suppress(RayError):
@@ -171,35 +171,35 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             return self._object_store.put(serialize(value, to_batch_ref), always=always)
         except RayError as error:
             raise CrewError(
-                f"What the ranks of {self._role} are to be given could not be put into Ray's object store: "
-                f"{_describe_ray_error(error)}. Its own logs say more: {self._cluster.logs}"
+                f"A value for the ranks of {self._role} could not be put into Ray's object store: "
+                f"{_describe_ray_error(error)}. See Ray's logs: {self._cluster.logs}"
             ) from error
 
     def _deserialize(self, payload_ref: PayloadRef) -> Any:
-        """The value that came from a rank. One that cannot be had any more since the rank is lost is what the keeper
-        says of that."""
+        """Return the value that came from a rank. If the rank is lost, and the value with it, raise the watchdog's
+        error."""
         deadline = time.monotonic() + self._config.timeout
         try:
             while not isinstance(payload_ref, Payload) and not ray.wait([payload_ref], timeout=POLL_SECONDS)[0]:
                 if self._failure_announced.is_set() or time.monotonic() > deadline:
-                    raise GetTimeoutError("nobody hands it over")
+                    raise GetTimeoutError("it was not handed over in time")
             return deserialize(self._object_store.get(payload_ref))
         except RayError as error:
             self._failure_announced.wait(EXIT_TIMEOUT)
             raise self._error or CrewError(
-                f"What a rank of {self._role} has answered cannot be read any more: {_describe_ray_error(error)}. "
+                f"A reply of a rank of {self._role} cannot be read any more: {_describe_ray_error(error)}. "
                 f"{RESTART_HINT}"
             ) from error
 
     def _handle_reply(self, reply: Future[Any], read: Callable[[Future[Any]], None]) -> None:
-        """What lies in the object store may have to be fetched, and the thread that heard of it goes on hearing."""
+        """Read a reply on another thread if it has to be fetched from the object store."""
         if reply.exception() is not None or isinstance(reply.result(), (Payload, RankFailure)):
             read(reply)
         else:
             threading.Thread(target=read, args=(reply,), name="etude-fetch", daemon=True).start()
 
     def _spawn(self) -> Rendezvous:
-        """Start every actor on its place, and wait until all of them say where they came to stand."""
+        """Start every actor on its bundle, and wait until each has reported its location."""
         assert self._placed is not None
         deadline = time.monotonic() + self._config.timeout
         self._placed.wait(self._config.timeout, self._closing)
@@ -224,7 +224,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return Rendezvous(host, *rendezvous)
 
     def _get_answers(self, refs: list[Any], deadline: float) -> list[Any]:
-        """What actors answer that are being started; each that cannot is named."""
+        """Return the replies of actors that are starting; raise if one fails or is late."""
         log, start, last_report = get_logger("dispatch"), time.monotonic(), time.monotonic()
         answers: dict[Any, Any] = {}
         while len(answers) < len(refs):
@@ -235,7 +235,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
             if len(answers) < len(refs) and (now > deadline or self._closing.is_set()):
                 raise CrewError(
                     f"Ray did not start {len(refs) - len(answers)} of {len(refs)} ranks of {self._role} within "
-                    f"`crew.timeout` = {self._config.timeout:g} s. Its own logs say more: {self._cluster.logs}"
+                    f"`crew.timeout` = {self._config.timeout:g} s. See Ray's logs: {self._cluster.logs}"
                 )
             if now - last_report > REPORT_INTERVAL:
                 last_report = now
@@ -243,7 +243,7 @@ class RayCrew(MultiRankCrew["RayRankHandle"]):
         return [answers[ref] for ref in refs]
 
     def _answered(self, ref: Any, rank: int) -> Any:
-        """What one of them answered that is being started."""
+        """Return the reply of one actor that is starting."""
         try:
             return _ray.get(ref)
         except RayError as error:
@@ -258,11 +258,11 @@ class RayRankHandle(RankHandle):
         self._role = role
         self._actor: Any = None
         self.location = RankLocation(0, "", "")
-        """Where it came to stand."""
+        """The place where it runs."""
         self.address = ""
-        """Of its node."""
+        """The address of its node."""
         self.bind_address = ""
-        """By which of its node's addresses it speaks to the other ranks."""
+        """The address of its node by which it reaches the other ranks."""
         self._killed = threading.Event()
         self._work_ref: Any = None
         self._exit_reason = "it was ended"
@@ -273,38 +273,38 @@ class RayRankHandle(RankHandle):
 
     @property
     def pid(self) -> int:
-        """Of its process, on its node."""
+        """Its process id, on its node."""
         return self.location.pid
 
     def start(self, options: dict[str, Any], object_store: RayObjectStore) -> None:
-        """Have Ray start it."""
+        """Have Ray start the actor."""
         actor_class = _ray.remote(concurrency_groups=_GROUPS)(_RayRankActor)
         self._actor = actor_class.options(max_restarts=0, **options).remote(self.log, sys.path, object_store)
 
     def request_location(self) -> Any:
-        """Where it stands, once that is known."""
+        """Ask for its location; return Ray's reference to the reply."""
         return self._actor.location.remote()
 
     def request_rendezvous(self, host: str) -> Any:
-        """Where it will wait for the others."""
+        """Ask for the address at which it will wait for the other ranks; return Ray's reference to the reply."""
         return self._actor.bind_rendezvous.remote(host)
 
     def begin_work(self, interval: float) -> None:
-        """Have it begin, and hear what it says from now on."""
+        """Start its main loop, and receive its messages from now on."""
         self._work_ref = self._actor.serve.options(concurrency_group="serve").remote(self.bind_address)
         threading.Thread(target=self._receive, args=(interval,), name=f"etude-rank-{self.rank}", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send a message, without waiting. An actor that has died gets nothing: that is noticed elsewhere."""
+        """Send a message without waiting. An actor that has died gets nothing; the watchdog notices that."""
         with suppress(RayError):
             self._actor.deliver.options(concurrency_group="deliver").remote(message)
 
     def dump_stacks(self) -> None:
-        """Have it write to its log where each of its threads stands, whatever they are at."""
+        """Have it write the stacks of all its threads to its log."""
         self._run_on_node(_signal, self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it now, also one that is stopped and cannot notice."""
+        """Kill it now, even if it is stopped and cannot react."""
         if self._actor is None or self._killed.is_set():
             return
         with suppress(RayError):
@@ -314,25 +314,25 @@ class RayRankHandle(RankHandle):
         self._killed.set()
 
     def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until it is gone."""
         if self._work_ref is not None:
             self.closed.wait(EXIT_TIMEOUT)
 
     @property
     def has_exited(self) -> bool:
-        """Whether the actor has died, or nothing comes from it any more."""
+        """True if the actor has died, or no more messages will come."""
         return self.closed.is_set()
 
     def exit_reason(self) -> str:
-        """How it ended, as Ray tells it."""
+        """Return how it ended, as Ray reports it."""
         return self._exit_reason
 
     def state(self) -> str:
-        """What the system says of it, where it stands on this machine."""
+        """Return the system's state of its process, if it is on this machine."""
         return super().state() if self._is_here else ""
 
     def log_tail(self) -> str:
-        """The last lines of its log, as a sentence; a log on another node is read there."""
+        """Return the last lines of its log, as a sentence. A log on another node is read there."""
         if self._is_here or self.log.exists():
             return super().log_tail()
         tail: str | None = self._run_on_node(read_log_tail, self.log)
@@ -343,7 +343,7 @@ class RayRankHandle(RankHandle):
         return bool(self.location.machine) and self.location.machine == machine_id()
 
     def _run_on_node(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Do this on its node: here, if that is this machine; None where nobody does it in time."""
+        """Run this function on its node, or here if that is this machine; return None if it gets no reply in time."""
         if self._is_here:
             return function(*args)
         strategy = NodeAffinitySchedulingStrategy(self.location.node, soft=False)
@@ -353,7 +353,7 @@ class RayRankHandle(RankHandle):
         return None
 
     def _receive(self, interval: float) -> None:
-        """Come for what it says, until it says nothing more; on a thread of its own."""
+        """Fetch its messages until it ends, on a separate thread."""
         take_messages = self._actor.take_messages.options(concurrency_group="take_messages")
         try:
             pending = take_messages.remote(interval)
@@ -367,13 +367,13 @@ class RayRankHandle(RankHandle):
                 self.on_message()
                 for message in messages:
                     self.on_message(message)
-        except Exception as error:  # whatever Ray raises, nothing more comes from there
+        except Exception as error:  # any error of Ray's: no more messages will come
             self._exit_reason = _describe_ray_error(error)
         self.closed.set()
 
 
 class _RayRankActor(RankActor):
-    """What stands in the actor, told by Ray where that is."""
+    """The actor class, which gets its node's id from Ray."""
 
     def __init__(self, log: Path, path: Sequence[str], object_store: RayObjectStore) -> None:
         context = ray.get_runtime_context()
@@ -386,16 +386,16 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _describe_ray_error(error: Exception) -> str:
-    """What Ray says of an end, without what it says each time."""
+    """Return the specific part of Ray's message about an end."""
     text = str(error)
     _, marker, detail = text.partition("Worker exit detail: ")
     detail = detail.partition("Some common causes")[0].partition("There are some potential root causes")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = detail if marker else lines[-1] if lines else type(error).__name__
     reason = " ".join(reason.split())[:400].rstrip(".")
-    return f"its process is gone, as Ray tells: {reason}" if marker else reason
+    return f"its process is gone, as Ray reports: {reason}" if marker else reason
 
 
 def _log_prefix(role: str) -> str:
-    """What the log files of a role begin with, where it is not the only one."""
+    """Return the prefix of a role's log files; empty for the policy."""
     return "" if role == "policy" else f"{role}-"

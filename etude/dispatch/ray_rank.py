@@ -1,11 +1,10 @@
-"""What runs in an actor: the same rank as in a process of its own, spoken to by calls to the actor.
+"""The main program of a rank in a Ray actor: the same rank as in a process, reached by calls to the actor.
 
-consumes       messages, in the order in which they are given
-produces       messages, which the controller comes for: each time it waits for some, but only a moment
-waits for      a call; and, within one, for the other ranks, no longer than `timeout`
-unblocked by   what is given; the end of the actor, which is the end of its process
+consumes       messages, in the order of their delivery produces       messages, which the controller fetches: each
+fetch waits a moment if there are none waits for      a call; and, within one, for the other ranks, no longer than
+`timeout` unblocked by   a message; the end of the actor is the end of its process
 
-That it hands over anything, and be it nothing, is its sign of life: the thread that does so does nothing else.
+Each fetch, even of no message, is a sign of life: its thread does nothing else.
 """
 
 from __future__ import annotations
@@ -40,33 +39,33 @@ __all__ = ["ObjectStore", "RankActor", "RankLocation"]
 
 
 class ObjectStore(Protocol):
-    """Where what is large lies until somebody takes it."""
+    """A store of large payloads."""
 
     def put(self, payload: Payload, *, always: bool = False) -> PayloadRef:
-        """Leave it there, if it is large, or anyhow; what the other side needs to take it."""
+        """Store a payload if it is large, or `always`; return what the other side needs to get it."""
         ...
 
     def get(self, payload_ref: PayloadRef) -> Payload:
-        """Look at it, wherever it lies."""
+        """Get a payload from anywhere."""
         ...
 
     def get_all(self, payload_refs: Sequence[PayloadRef]) -> list[Payload]:
-        """Look at all of these, which are fetched side by side."""
+        """Get all of these payloads, which are fetched in parallel."""
         ...
 
 
 class RankLocation(NamedTuple):
-    """Where a rank came to stand."""
+    """The place where a rank runs."""
 
     pid: int
     node: str
-    """The node's own name in the cluster."""
+    """The node's id in the cluster."""
     machine: str
-    """What `machine_id` returns there."""
+    """The result of `machine_id` there."""
 
 
 class _Outbox:
-    """What the rank says, until it is fetched."""
+    """The rank's messages, until they are fetched."""
 
     def __init__(self, object_store: ObjectStore) -> None:
         self._object_store = object_store
@@ -78,7 +77,7 @@ class _Outbox:
     def serialize(self, value: object, *, keep: bool = False) -> PayloadRef:
         if not keep:
             return self._object_store.put(serialize(value))
-        assert isinstance(value, Batch), "only batches are held"
+        assert isinstance(value, Batch), "only batches can stay here"
         return StoredBatch(self._object_store.put(serialize(value), always=True), BatchMeta.from_batch(value))
 
     def deserialize(self, payload_ref: PayloadRef) -> Any:
@@ -88,7 +87,7 @@ class _Outbox:
         return [deserialize(payload) for payload in self._object_store.get_all(payload_refs)]
 
     def take_messages(self, seconds: float) -> list[object]:
-        """All there is; where there is nothing, what comes within so many seconds."""
+        """Return all messages. If there are none, wait for the first one, up to `seconds`."""
         messages: list[object] = []
         try:
             messages.append(self._messages.get(timeout=seconds))
@@ -99,12 +98,12 @@ class _Outbox:
 
 
 class RankActor:
-    """One actor. Its methods run on threads of their own: one that works, one that listens, one that tells."""
+    """One actor. Its methods run on separate threads: one computes, one receives, one is fetched from."""
 
     def __init__(self, log: Path, path: Sequence[str], object_store: ObjectStore, node: str) -> None:
-        """`log` is where all goes that it says; `path` is where the controller finds modules."""
+        """`log` gets all output; `path` is the controller's import path."""
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: also a stopped rank ends with its node
+            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: even a stopped rank ends with its node
         _redirect_output(log)
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._node = node
@@ -114,17 +113,17 @@ class RankActor:
         self._async_calls = AsyncCallRunner(self._outbox)
 
     def location(self) -> RankLocation:
-        """Where it stands."""
+        """Return where it runs."""
         return RankLocation(os.getpid(), self._node, machine_id())
 
     def bind_rendezvous(self, address: str) -> tuple[int, int]:
-        """Where it will listen for the other ranks: a port that is free at this address, and the descriptor there."""
+        """Return where it will listen for the other ranks: a free port of this address, and the file descriptor."""
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         return port, listener.detach()
 
     def serve(self, address: str) -> None:
-        """Be the rank that `RankSetup` speaks of, for ever, and speak to the others through this address of its own."""
+        """Be the rank of the coming `RankSetup`, for ever, and reach the others through this address of its node."""
         setup = self._setups.get()
         set_gloo_interface(address)
         serve(self._outbox, setup, self._jobs, self._async_calls)
@@ -140,12 +139,12 @@ class RankActor:
                 self._async_calls.handle(message)
 
     def take_messages(self, seconds: float) -> list[object]:
-        """What it has to say, now or within so many seconds."""
+        """Return its messages, now or within as many seconds."""
         return self._outbox.take_messages(seconds)
 
 
 def _redirect_output(log: Path) -> None:
-    """Have everything that this process says go to a file of its own."""
+    """Send all output of this process to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         for descriptor in (1, 2):

@@ -1,4 +1,4 @@
-"""The reservation of a pool's places on a Ray cluster."""
+"""The reservation of a pool's bundles on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ray: Any = ray
 
 
 class PoolReservation:
-    """The places of a pool, reserved until this is closed. Ranks are put near each other where that is possible."""
+    """The bundles of a pool, reserved until this is closed. Ray packs them onto few nodes if that is possible."""
 
     def __init__(self, pool: ResourcePool, *, fixed_size: bool = False) -> None:
-        """`final` is a cluster that no other node joins."""
+        """fixed_size: no other node can join the cluster."""
         self.pool, self._fixed_size = pool, fixed_size
         self._group = placement_group([dict(pool.bundle)] * pool.ranks, strategy="PACK")
 
     def wait(self, timeout: float, closing: threading.Event) -> None:
-        """Wait until the places are free, and tell now and then what is lacking. Where they never will be, say so."""
+        """Wait until the bundles are free, and log from time to time what is lacking. Raise if they never can be."""
         log, start = get_logger("dispatch"), time.monotonic()
         if self._fixed_size and self._num_possible < self.pool.ranks:
             raise CrewError(
@@ -57,18 +57,18 @@ class PoolReservation:
 
     @property
     def _num_possible(self) -> int:
-        """How many such places its nodes have in all."""
+        """The number of such bundles on all nodes, if all of them were free."""
         return count_bundles(self.pool, [node["Resources"] for node in _ray.nodes() if node["Alive"]])
 
     def _shortage(self) -> str:
         sentence = describe_shortage(self.pool, _ray.cluster_resources(), _ray.available_resources())
-        sentence = sentence or "There is enough of everything, but not on single nodes that have a whole place."
+        sentence = sentence or "The cluster has enough of everything, but not a whole place on single nodes."
         if (possible := self._num_possible) < self.pool.ranks:
-            sentence += f" Were nothing else there, its nodes would have room for {possible}."
+            sentence += f" With nothing else running, its nodes would have room for {possible}."
         return sentence
 
     def options(self, role: str, rank: int) -> dict[str, Any]:
-        """How an actor comes to stand on one of them."""
+        """Return the options that place an actor on one of the bundles."""
         resources = self.pool.role_resources(role)
         return {
             "num_cpus": resources.get("CPU", 0.0),
@@ -77,7 +77,7 @@ class PoolReservation:
         }
 
     def close(self) -> None:
-        """Give them back."""
+        """Release the bundles."""
         remove_placement_group(self._group)
 
     def _description(self) -> str:

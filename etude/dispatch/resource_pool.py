@@ -1,9 +1,9 @@
-"""Where ranks are to stand: pools of places, each for one rank, shared by the roles that are named together.
+"""Resource pools: bundles of resources, one for each rank, shared by the roles that are named together.
 
-    ResourcePool(("policy", "critic"), ranks=4, cpus=2)     four places of two processors; a policy and a critic on each
-    ResourcePool(("judge",), ranks=1, cpus=1)               a place of its own
+    ResourcePool(("policy", "critic"), ranks=4, cpus=2)     four bundles of two CPUs; a policy and a critic on each
+    ResourcePool(("judge",), ranks=1, cpus=1)               a separate bundle
 
-A role that shares a place gets its part of what the place has, so that all of them fit.
+A role that shares a bundle gets its part of the resources, so that all of them fit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ __all__ = ["ResourcePool", "count_bundles", "describe_shortage"]
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Places, one for each rank of the roles that share them."""
+    """Bundles of resources, one for each rank of the roles that share them."""
 
     roles: tuple[str, ...]
-    """Who stands there; of each of them, one rank on each place."""
+    """The roles that share the bundles. Each has one rank on each bundle."""
     ranks: int
     cpus: float
-    """Processors of a place."""
+    """CPUs of a bundle."""
     gpus: float = 0.0
-    """GPUs of a place."""
+    """GPUs of a bundle."""
 
     def __post_init__(self) -> None:
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ConfigError(
-                f"A pool is shared by one role or several, each named once; these are {list(self.roles)}. "
-                f"Name each once."
+                f"A pool has one or more roles, and no role twice; these are {list(self.roles)}. Name each once."
             )
         if self.ranks < 1:
             raise ConfigError(
@@ -41,19 +40,21 @@ class ResourcePool:
 
     @property
     def bundle(self) -> Mapping[str, float]:
-        """What one place has."""
+        """The resources of one bundle."""
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
     def role_resources(self, role: str) -> Mapping[str, float]:
-        """What a role gets of its place: the same as every other that stands there."""
+        """Return a role's part of its bundle: the same as that of every other role there."""
         if role not in self.roles:
             raise ConfigError(f"The role `{role}` has no place in a pool of {', '.join(self.roles)}. Add it there.")
         return {name: amount / len(self.roles) for name, amount in self.bundle.items()}
 
 
 def describe_shortage(pool: ResourcePool, total: Mapping[str, float], free: Mapping[str, float]) -> str | None:
-    """What a cluster has too little of for a pool, as a sentence: what is asked, what there is, and what of it is free.
-    None where all of it is free, which does not say that it is so on one machine."""
+    """Return what a cluster lacks for a pool, as a sentence: the amounts needed, present and free.
+
+    None if all of it is free. It need not be free on one machine then.
+    """
     lacking = [name for name, amount in pool.bundle.items() if amount * pool.ranks > free.get(name, 0.0)]
     if not lacking:
         return None
@@ -66,7 +67,7 @@ def describe_shortage(pool: ResourcePool, total: Mapping[str, float], free: Mapp
 
 
 def count_bundles(pool: ResourcePool, nodes: Iterable[Mapping[str, float]]) -> int:
-    """How many places of a pool there are on nodes that have so much, were all of it free."""
+    """Return how many bundles of a pool fit on nodes with these resources, if all of them were free."""
     rounding = 1e-9
     return sum(
         min(int(node.get(name, 0.0) / amount + rounding) for name, amount in pool.bundle.items()) for node in nodes

@@ -1,9 +1,9 @@
-"""A call divided over ranks, and their answers made one again, as the method's `spread` says.
+"""A call that is split over ranks, and whose results are joined, as the method's dispatch mode says.
 
-    batch ──► shares of whole rollouts or groups, about equal ──► ranks ──► answers ──► in the order of the batch
+    batch ──► shares of whole rollouts or groups, about equal ──► ranks ──► results ──► in the order of the batch
 
-A rank may get no rollout at all: it is called like the others, because they may want to exchange something with it.
-Ranks in a row may compute the same share together: each of them is given it, and one answer of theirs counts.
+A rank may get no rollout at all. It is called like the others, because they may need to exchange tensors with it.
+Several ranks in a row may compute the same share together. Each of them gets it, and one of their results is used.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from etude.protocols import DispatchMode, Gather, Split
 __all__ = ["Partitioner", "SplitCall", "split_call"]
 
 Partitioner = Callable[[Batch | BatchMeta, int, Literal["rollout", "group"]], Sequence[Sequence[int]]]
-"""Which rollouts of a batch each of so many ranks gets, by whole rollouts or whole groups; each one's in order."""
+"""A function that assigns the rollouts of a batch to ranks, by whole rollouts or whole groups, each rank's in order."""
 
 
 @dataclass(frozen=True)
 class SplitCall:
-    """What each rank is called with, and whose answers count."""
+    """The arguments of each rank, and how the results are joined."""
 
     gather: Gather
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-    """One for each share; where all get the same, one for all."""
+    """One entry for each share; one for all if all ranks get the same."""
     batch_split: tuple[Batch | RemoteBatch, Sequence[Sequence[int]]] | None = None
-    """The one batch that was cut, and which of its rollouts went where."""
+    """The one batch that was split, and the rollouts of each share."""
     repeats: int = 1
-    """How many ranks in a row are given the same share."""
+    """The number of ranks in a row that get the same share."""
 
     def uses_answer_of(self, rank: int) -> bool:
-        """Whether what this rank answers counts."""
+        """Return True if this rank's result is used."""
         if self.gather is Gather.FIRST:
             return rank == 0
         return self.gather is Gather.ALL or rank % self.repeats == 0
 
     def join(self, answers: Sequence[Callable[[], Any]]) -> Any:
-        """One answer of the ranks', each of which is read only if it is wanted."""
+        """Join the ranks' results. Each is read only if it is used."""
         if self.gather is Gather.FIRST:
             return answers[0]()
         if self.gather is Gather.ALL:
@@ -53,7 +53,7 @@ class SplitCall:
             for result in results:
                 metrics.merge(result)
             return metrics
-        assert self.batch_split is not None, "answers are put in order by the one batch that the call was cut from"
+        assert self.batch_split is not None, "the one batch that was split gives the order of the results"
         batch, shares = self.batch_split
         order = [rollout for share in shares for rollout in share]
         joined = Batch.concat([result for result in results if result.num_rollouts] or results[:1])
@@ -70,8 +70,10 @@ def split_call(
     partition: Partitioner,
     repeats: int = 1,
 ) -> SplitCall:
-    """The call of each rank. Batches are cut, also those in a list, one share for as many ranks in a row as `repeats`
-    says; everything else goes to all."""
+    """Split a call over ranks: batches are split, also those in a list; all other arguments go to every rank.
+
+    `repeats` ranks in a row get the same share.
+    """
     if mode.split is Split.SAME:
         return SplitCall(mode.gather, [(args, kwargs)])
     num_shares = ranks // repeats

@@ -148,7 +148,7 @@ def failing(crew: ProcessCrew, method: Callable[..., Any], *args: Any) -> tuple[
 
 
 HOW = [
-    pytest.param("kill", r"killed by SIGKILL, as the system does where memory runs out", 10),
+    pytest.param("kill", r"killed by SIGKILL, as the system does when memory runs out", 10),
     pytest.param("exit", r"exit code 3", 10, marks=pytest.mark.soak),
     pytest.param("crash", r"killed by SIGSEGV", 10, marks=pytest.mark.soak),
     pytest.param("stop", r"gave no sign of life for 3\.\d s .*: it was stopped by a signal", SILENCE + 10),
@@ -199,7 +199,7 @@ def test_whoever_waits_is_told_before_ranks_are_ended_and_they_are_ended_side_by
         monkeypatch.setattr(ProcessRankHandle, "kill", slow_kill)
         pids = crew.pids
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(CrewError, match=r"Rank 1 .* ended while it was answering questions"):
+        with pytest.raises(CrewError, match=r"Rank 1 .* ended while it was answering async calls"):
             crew.submit(0, CountingWorker.wonder, 600.0).result(60)
         assert not gone(pids[0], within=0)
         released.set()
@@ -214,7 +214,7 @@ def test_a_call_that_hangs_in_every_rank_ends_too(tmp_path: Path, monkeypatch: p
     crew._config = CrewConfig(timeout=0.1)
     error_text, seconds = failing(crew, CountingWorker.hang, 0, 1)
     assert error_text.startswith(
-        "No rank has ended CountingWorker.hang in 3.0 s. What was under way there is at the end of"
+        "No rank has ended CountingWorker.hang in 3.0 s. The stacks of their threads are at the end of"
     )
     assert "it may last 10 times that" in error_text and 3 <= seconds < 20
     assert all("in hang" in (tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1))
@@ -280,7 +280,7 @@ def test_a_closed_crew_works_no_more_and_leaves_nobody_behind(tmp_path: Path) ->
     crew.close()
     crew.close()
     assert all(gone(pid, within=0) for pid in pids)
-    with pytest.raises(CrewError, match="ended while something was still asked"):
+    with pytest.raises(CrewError, match="ended while calls were still under way"):
         asked.result(1)
     with pytest.raises(AssertionError, match="closed"):
         crew.call(CountingWorker.add, 1)

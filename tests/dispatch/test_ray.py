@@ -225,10 +225,10 @@ def test_a_worker_that_cannot_be_made_is_refused_with_its_own_sentence(tmp_path:
 # -- what can befall a rank -------------------------------------------------------------------------------------------
 
 HOW = [
-    pytest.param("kill", r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+", 20),
+    pytest.param("kill", r"ended while it was in CountingWorker\.end: its process is gone, as Ray reports: .+", 20),
     pytest.param(
         "exit",
-        r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+",
+        r"ended while it was in CountingWorker\.end: its process is gone, as Ray reports: .+",
         20,
         marks=pytest.mark.soak,
     ),

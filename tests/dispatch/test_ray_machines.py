@@ -84,10 +84,10 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 LAST = r" Its last lines, in .+these are its last words"
 HOW = {
-    "kill": r"ended while it was in CountingWorker\.end: its process is gone, as Ray tells: .+" + LAST,
+    "kill": r"ended while it was in CountingWorker\.end: its process is gone, as Ray reports: .+" + LAST,
     "stop": r"gave no sign of life for \d+\.\d s while it was in CountingWorker\.end\." + LAST,
     "hang": r"did not end CountingWorker\.hang within `crew\.timeout` = 5 s after another rank had\. "
-    r"What was under way there",
+    r"The stacks of their threads",
 }
 """What can befall it, and what is said then."""
 

@@ -36,8 +36,8 @@ def test_a_place_is_on_one_node_whatever_several_have_together() -> None:
 
 def test_a_pool_that_nobody_can_stand_in_is_refused() -> None:
     for roles, ranks, sentence in (
-        ((), 1, "shared by one role or several"),
-        (("policy", "policy"), 1, "each named once"),
+        ((), 1, "has one or more roles"),
+        (("policy", "policy"), 1, "no role twice"),
         (("policy",), 0, "a place for each rank, and 0 were asked for"),
     ):
         with pytest.raises(ConfigError, match=sentence):
