@@ -1,8 +1,8 @@
-"""`etude answers RUN`: what a run was trained on, to be read: the tasks of a step, and what was answered to each.
+"""`etude answers RUN`: print the tasks that a step was trained on, and the answers to each.
 
-The answers come from the run's journal, which may be read while the run goes on. What a rollout of several turns was
-shown between them is read from the very tokens it was shown. Rollouts that failed stand beside those that were trained
-on, with their outcome and cause. Answers to the held-out tasks lie beside the journal as text, in `evaluations/`.
+The answers come from the run's journal, which may be read during the run. The observations of a rollout with several
+turns are decoded from its recorded tokens. Failed rollouts are listed too, with outcome and cause. Answers to held-out
+tasks are in `evaluations/` of the run directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["load_answers", "show"]
 JOURNAL = "journal.sqlite"
 FAILURES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.SUCCEEDED)
 LONGEST = 300
-"""Characters of an answer that are shown, unless it is to be whole."""
+"""The characters of an answer that are printed without `--whole`."""
 
 
 def show(
@@ -46,7 +46,7 @@ def show(
     whole: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Show what a step was trained on, by default the last one: some of its tasks, the best answers first."""
+    """Print some tasks of a training step, by default of the last one, with the best answers first."""
     count = 3 if tasks is None else _check_count(tasks)
     step, answers = load_answers(directory, step)
     console = make_console() if console is None else console
@@ -54,7 +54,7 @@ def show(
     for answer in answers:
         groups[answer["task"]].append(answer)
     failed = sum(answer["outcome"] != Outcome.SUCCEEDED for answer in answers)
-    remark = f" {failed} of these rollouts failed: each says why." if failed else ""
+    remark = f" {failed} of these rollouts failed; each has its cause." if failed else ""
     console.print(Text(f"Step {step}: {len(answers)} answers to {len(groups)} tasks.{remark}"), soft_wrap=True)
     for group in list(groups.values())[:count]:
         console.print()
@@ -73,13 +73,15 @@ def _check_count(tasks: int) -> int:
 def load_answers(
     directory: Path, step: int | None = None, tasks: int | None = None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Return a step, by default the last that was collected, and its rollouts as plain data, task by task: those that
-    were trained on, and those that failed. tasks: how many of its tasks; None is all."""
+    """Return a step and its rollouts as plain data, task by task, with the failed ones.
+
+    step: None is the last collected step. tasks: the number of tasks; None is all.
+    """
     limit = None if tasks is None else _check_count(tasks)
     file = directory / JOURNAL
     if not file.is_file():
         raise ConfigError(
-            f"{directory} holds no {JOURNAL}, so no answers of a run. Give the directory that `etude train` printed."
+            f"{directory} has no {JOURNAL}, so it has no answers. Give the directory that `etude train` printed."
         )
     with closing(open_store(file, read_only=True)) as store:
         admitted, dropped = store.admitted(), _dropped(store)
@@ -99,7 +101,7 @@ def load_answers(
 
 
 def _dropped(store: Journal) -> dict[int, list[int]]:
-    """The tasks that each step left out; tasks that scored the model are none of them."""
+    """Return the tasks that each step dropped, without evaluation tasks."""
     tasks: dict[int, list[int]] = defaultdict(list)
     for _, event in store.read(kinds=(TaskDropped,)):
         if isinstance(event, TaskDropped) and event.task < FIRST_EVALUATION_ORDINAL:
@@ -108,7 +110,7 @@ def _dropped(store: Journal) -> dict[int, list[int]]:
 
 
 def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -> list[RolloutState]:
-    """The rollouts that a step trained on, and behind those of a task the ones that failed."""
+    """Return the rollouts that a step trained on, each task's followed by its failed ones."""
     trained = store.load_states(RolloutState, admitted)
     by_task: dict[int, list[RolloutState]] = {task: [] for task in [*(trained[id].task for id in admitted), *dropped]}
     for id in admitted:
@@ -120,18 +122,18 @@ def _rollouts(store: Journal, admitted: Sequence[int], dropped: Sequence[int]) -
 
 
 def _failed(state: RolloutState) -> bool:
-    """Return whether a rollout has ended without success."""
+    """Return True if a rollout has ended without success."""
     return state.phase not in (Phase.QUEUED, Phase.RUNNING) and state.status in FAILURES
 
 
 @cache
 def _tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a run, where it still lies where the run found it."""
+    """Load the tokenizer of a run; return None if it is no longer at its path."""
     model = read_options(directory)["model"]
     try:
         return Tokenizer.load(Path(model["tokenizer"] or model["path"]))
     except ConfigError as error:
-        get_logger("tools").warning("What was shown between answers cannot be read, and is left out. %s", error)
+        get_logger("tools").warning("The observations between answers cannot be decoded, and are left out. %s", error)
         return None
 
 
@@ -162,13 +164,13 @@ def _answer_records(
 
 
 def _max_turns(directory: Path) -> int | None:
-    """The most turns that a rollout of a run may have, where an environment plays; agents bound themselves."""
+    """Return the most turns of a rollout in an environment; None for an agent, which has its own limit."""
     options = read_options(directory) if (directory / OPTIONS).exists() else {}
     return None if options.get("agent", {}).get("path") is not None else options.get("env", {}).get("max_turns")
 
 
 def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """What was said, and what a turn earned by itself."""
+    """Return the messages of the turns, with the turns' own rewards."""
     messages: list[dict[str, Any]]
     if tokenizer is None:
         messages = [{"by": "model", "text": turn.completion.text} for turn in turns]
@@ -181,7 +183,7 @@ def _conversation(tokenizer: Tokenizer | None, turns: Sequence[Turn]) -> list[di
 
 
 def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
-    """A row for each answer; those that say the same and earned the same share one."""
+    """Return a table with a row for each answer; equal answers with equal rewards share a row."""
     parts = list(dict.fromkeys(name for answer in group for name in answer["parts"]))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("times", "reward", *parts, "tokens"):
@@ -205,8 +207,10 @@ def _table(group: Sequence[Mapping[str, Any]], whole: bool) -> Table:
 
 
 def _failure_text(answer: Mapping[str, Any], whole: bool, after_answer: bool) -> str:
-    """The outcome of a rollout that failed, and its cause: of a long one the beginning and the end, where causes stand.
-    behind: whether it follows the answer."""
+    """Return the outcome and the cause of a failed rollout. Of a long cause, the beginning and the end are printed.
+
+    after_answer: True if the text follows the answer.
+    """
     if answer["outcome"] == Outcome.SUCCEEDED:
         return ""
     error = answer["error"]
@@ -216,12 +220,12 @@ def _failure_text(answer: Mapping[str, Any], whole: bool, after_answer: bool) ->
 
 
 def _sort_key(answer: Mapping[str, Any]) -> float:
-    """Return the sort key that puts the best first, and those without a reward last."""
+    """Return the sort key: the highest reward first, answers without a reward last."""
     return float("-inf") if answer["reward"] is None else float(answer["reward"])
 
 
 def _answer_text(answer: Mapping[str, Any]) -> str:
-    """What was answered; of several turns, each and what it earned, and behind a bar what came of it."""
+    """Return the text of an answer. Of several turns: each with its reward, and the observations after a bar."""
     if "conversation" not in answer:
         return str(answer["answer"])
     return "\n".join(
@@ -233,7 +237,7 @@ def _answer_text(answer: Mapping[str, Any]) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
-    """A prompt as a person reads it."""
+    """Return a prompt as readable text."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):

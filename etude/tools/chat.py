@@ -1,10 +1,10 @@
 """`etude chat`: a conversation with a model, or with a run's checkpoint, in the terminal.
 
-consumes       lines from a terminal or a pipe, each a user's message
-produces       answers, written as they come; each continues the very tokens of the conversation so far
+consumes       lines from a terminal or a pipe, each a user message
+produces       streamed answers; each continues the exact tokens of the conversation
 waits for      a line; the engine
-unblocked by   `/quit`, the end of the input, or Ctrl-C at the prompt, which end it; Ctrl-C during an answer, which ends
-               that answer
+unblocked by   `/quit`, the end of the input, or Ctrl-C at the prompt, which end the program; Ctrl-C during an answer,
+               which ends that answer
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from etude.rollout.request import Delta
 
 __all__ = ["run_chat"]
 
-HELP = "/new begins another conversation, /quit ends. Ctrl-C stops an answer."
+HELP = "/new starts a new conversation, /quit ends. Ctrl-C stops an answer."
 
 
 def run_chat(run: Run, source: str, *, best: bool, piped: TextIO | None) -> None:
-    """Hold a conversation until it is ended. source: what the run is named by. typed: where messages come from, a line
-    each; None is the terminal."""
+    """Run a conversation until the user ends it. source: the name of the run. piped: the input with one message a line;
+    None is the terminal."""
     if run.model.path is None:
         raise ConfigError("Name a run's directory or a model's first: `etude chat runs/mine`.")
     console = make_console(run.observe.console)
@@ -54,13 +54,13 @@ def run_chat(run: Run, source: str, *, best: bool, piped: TextIO | None) -> None
                 conversation = _Conversation(run, chat, engine, max_tokens, console)
                 console.print(Text("A new conversation.", style="dim"))
             elif line.startswith("/"):
-                console.print(Text(f"{line.split()[0]} is no command. {HELP}", style="dim"), soft_wrap=True)
+                console.print(Text(f"{line.split()[0]} is not a command. {HELP}", style="dim"), soft_wrap=True)
             elif line:
                 conversation.answer(line)
 
 
 def _read_line(console: Console, piped: TextIO | None) -> str | None:
-    """The next line without its white space; None where there is none any more."""
+    """Read the next line, stripped; return None at the end of the input."""
     if piped is None:
         with suppress(EOFError):
             return console.input("[bold]> [/bold]").strip()
@@ -84,7 +84,7 @@ class _Conversation:
         self._turn = 0
 
     def answer(self, text: str) -> None:
-        """Show the model a message, and write down what it says. Stopped, it has said what is there by then."""
+        """Send a message to the model, and print its answer. A stopped answer is kept up to that point."""
         if self._transcript is not None:
             self._transcript.add_observation(text)
         else:
@@ -113,7 +113,7 @@ class _Conversation:
         self._console.print(Text(f"  [{remark}]" if remark else "", style="dim"), soft_wrap=True)
 
     async def _stream(self, prompt: Ids, room: int, deltas: list[Delta]) -> None:
-        """Write an answer as it comes. deltas: gains what comes."""
+        """Print an answer while it is sampled, and append its parts to `deltas`."""
         params = self._run.sampling.params(derived_seed(self._run.seed, "chat", self._turn))
         params = replace(params, max_tokens=min(params.max_tokens, room))
         parser = self._chat.stream_parser(prompt, sampling=params)
@@ -133,7 +133,7 @@ class _Conversation:
 
 
 def _join_deltas(deltas: Sequence[Delta], chat: ChatRenderer) -> Completion:
-    """The sampled part of an answer: all of it, or up to where it was stopped."""
+    """Return the sampled tokens of an answer as a completion, also of a stopped one."""
     if deltas and deltas[-1].completion is not None:
         return deltas[-1].completion
     empty = np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""`etude data`: what a preparation made of a data set, and the tasks of a file as a model would be asked them."""
+"""`etude data`: prepare a data set, and print the tasks of a file as the model's prompt."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from etude.recipes.hub import data_files, locate_model
 
 __all__ = ["ShowOptions", "prepare", "show", "to_dict"]
 
-SPLIT_PURPOSES = {"train": "to train on", "val": "to score on meanwhile", "test": "to score on in the end"}
+SPLIT_PURPOSES = {"train": "for training", "val": "for evaluation", "test": "for the final test"}
 ANSWERS = ("chosen", "rejected")
-"""The columns of a preference pair beside its prompt."""
+"""The columns of the two answers of a preference pair."""
 
 
 class ShowOptions(Config):
-    """How the tasks of a file are read and shown."""
+    """The options of `etude data show`."""
 
-    columns: DatasetColumns = Field(DatasetColumns(), description="which columns of the file mean what")
-    chat: ChatConfig = Field(ChatConfig(), description="how the model is shown conversations")
+    columns: DatasetColumns = Field(DatasetColumns(), description="names of the columns in the file")
+    chat: ChatConfig = Field(ChatConfig(), description="rendering of conversations for the model")
 
 
 def prepare(preparation: Preparation, console: Console | None = None) -> PreparedFiles:
-    """Prepare a data set, and say what came of it and what to type next."""
+    """Prepare a data set, and print the files, an example and the next command."""
     console = make_console() if console is None else console
     prepared = prepare_dataset(preparation, console)
     for split, file in prepared.files.items():
@@ -43,7 +43,7 @@ def prepare(preparation: Preparation, console: Console | None = None) -> Prepare
     for line in prepared.skipped.lines():
         console.print(Text(line, "yellow"), soft_wrap=True)
     console.print()
-    _show_task(console, "the first one", prepared.example, prepared.example["prompt"], None)
+    _show_task(console, "the first row", prepared.example, prepared.example["prompt"], None)
     if "reward_model" in prepared.example:
         _show_answer(console, prepared.example["reward_model"]["ground_truth"])
     console.print(Text.assemble("\nnext:  ", (prepared.command, "bold")), soft_wrap=True)
@@ -51,7 +51,7 @@ def prepare(preparation: Preparation, console: Console | None = None) -> Prepare
 
 
 def to_dict(prepared: PreparedFiles) -> dict[str, Any]:
-    """What came of a preparation, as plain data."""
+    """Return the result of a preparation as plain data."""
     return {
         "files": {split: str(file) for split, file in prepared.files.items()},
         "rows": dict(prepared.counts),
@@ -69,15 +69,15 @@ def show(
     model: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Show some tasks of a file, or of a data set on the hub.
+    """Print some tasks of a file, or of a data set on the hub.
 
-    model: a model's directory or its name, whose chat template shows the tasks and whose tokens are counted.
+    model: a model's directory or name. Its chat template renders the tasks, and its tokens are counted.
     """
     dataset = Dataset.load(list(data_files(file)), options.columns)
     if tasks < 1 or not 0 <= first < len(dataset):
         raise ConfigError(
             f"{file} has rows 0 to {len(dataset) - 1}, and {tasks} from row {first} on were asked for. Ask for 1 or "
-            f"more, from one of these on: -n 3 --row 0."
+            f"more, from one of these rows on: -n 3 --row 0."
         )
     console = make_console() if console is None else console
     chat = (
@@ -96,7 +96,7 @@ def show(
 
 
 def _show_task(console: Console, title: str, row: Mapping[str, Any], prompt: Any, chat: ChatRenderer | None) -> None:
-    """One task under its title; of a preference pair, both answers too."""
+    """Print one task under its title; of a preference pair, both answers too."""
     parsed = parse_prompt(prompt)
     if chat is not None:
         title += f", {len(chat.prompt_ids(parsed)):,} tokens"
@@ -117,12 +117,12 @@ def _show_answer(console: Console, truth: Any) -> None:
 
 
 def _format_messages(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as a person reads it."""
+    """Return a conversation as readable text."""
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
 
 
 def _longest(dataset: Dataset, chat: ChatRenderer | None) -> str:
-    """How long prompts are, which is what `data.max_prompt_length` must allow."""
+    """Return the length of the longest prompt, for `data.max_prompt_length`."""
     if chat is None:
         return ""
     _, counts = dataset.filter_overlong(chat.prompt_ids, np.iinfo(np.int32).max, "filter")

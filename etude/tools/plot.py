@@ -1,7 +1,7 @@
-"""`etude plot RUN…`: the curves of one run, or of several over each other, as a picture and in the terminal.
+"""`etude plot RUN…`: the curves of one or several runs, as a PNG and in the terminal.
 
-The picture has a panel for each metric and a colour for each run: faint as measured, strong as smoothed. The terminal
-has a line for each, from the lowest value (lowest block) to the highest.
+The PNG has a panel for each metric and a colour for each run; raw values are faint, smoothed values strong. The
+terminal has a sparkline for each metric and run, from the lowest value (lowest block) to the highest.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ DEFAULT_METRICS = (
     *("answer_length", "truncated", "grad_norm"),
     *("sampled_tokens_per_second", "trained_tokens_per_second", "time/step"),
 )
-"""What is drawn unless something else is asked for: those of these that the runs have."""
+"""The metrics that are drawn by default, if the runs have them."""
 PICTURE = "plot.png"
 COLOURS = (GOOD_COLOR, "#c2410c", "#4338ca", "#b45309", "#be185d", "#0369a1", "#4d7c0f", "#57534e")
 MOST_RUNS = len(COLOURS)
 MOST_COLUMNS = 3
 WINDOWS = 30
-"""A curve is smoothed over about one part in so many of its points."""
+"""The smoothing window of a curve is about its length divided by this number."""
 SPARSE = 30
-"""A curve of so few points is drawn with its points."""
+"""A curve of at most this many points is drawn with markers."""
 
 
 def plot(
     runs: Sequence[Path], metrics: Sequence[str] = (), console: Console | None = None, into: Path | None = None
 ) -> Path:
-    """Draw these runs: a picture, whose path is returned, and lines on the console.
+    """Plot runs as a PNG and on the console, and return the path of the PNG.
 
-    `metrics` names what to draw, `*` standing for any letters; without it, whatever is there of `DEFAULT_METRICS`.
-    `into` is the picture's file; without it, that of one run lies in its directory, and that of several where one is.
+    metrics: names, with `*` for any characters; empty is `DEFAULT_METRICS`. into: the PNG; None writes to the directory
+    of a single run, and to the current directory for several runs.
     """
     console = make_console() if console is None else console
     if len(runs) > MOST_RUNS:
-        raise ConfigError(f"{len(runs)} runs were named, and one picture tells {MOST_RUNS} apart. Name fewer.")
+        raise ConfigError(f"{len(runs)} runs were named, and one plot has colours for {MOST_RUNS}. Name fewer.")
     histories = [read_curves(run) for run in dict.fromkeys(runs)]
     selected = _select_metrics(histories, metrics)
     names = _run_names([history.directory for history in histories])
@@ -79,7 +79,7 @@ def plot(
 
 
 def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], path: Path) -> None:
-    """The picture: a panel for each metric, a colour for each run."""
+    """Draw the PNG: a panel for each metric, a colour for each run."""
     title = names[0] if len(names) == 1 else ""
     steps = [curve.steps for history in histories for name, curve in history.curves.items() if name in metrics]
     first, last = min(int(curve_steps[0]) for curve_steps in steps), max(int(curve_steps[-1]) for curve_steps in steps)
@@ -104,7 +104,7 @@ def draw(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence
 
 
 def smooth_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A weighted mean of each point's neighbours, the nearer the heavier; at the ends of those that there are."""
+    """Smooth values by a weighted mean of their neighbours, with larger weights for nearer ones."""
     reach = len(values) // WINDOWS
     weights = 1.0 + reach - np.abs(np.arange(-reach, reach + 1))
     mean: NDArray[np.float64] = np.convolve(values, weights, "same") / np.convolve(
@@ -136,7 +136,7 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 
 
 def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequence[str], console: Console) -> Table:
-    """A line for each metric of each run."""
+    """Return the console table, with a sparkline for each metric of each run."""
     blocks, arrow = (BLOCKS, "→") if can_encode(console, BLOCKS + "→") else (ASCII_BLOCKS, ">")
     several = len(names) > 1
     label_width = max(map(len, metrics)) + (max(map(len, names)) + 2 if several else 0) + 26
@@ -157,9 +157,9 @@ def _table(histories: Sequence[RunCurves], names: Sequence[str], metrics: Sequen
 
 
 def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> list[str]:
-    """The metrics to draw, in the order in which they were asked for."""
+    """Return the metrics to draw, in the order of the patterns."""
     available = list(dict.fromkeys(name for history in histories for name in history.curves))
-    listed = f"Those there are {', '.join(sorted(available))}."
+    listed = f"The metrics are {', '.join(sorted(available))}."
     selected: dict[str, None] = {}
     for pattern in patterns or DEFAULT_METRICS:
         matches = [name for name in available if fnmatchcase(name, pattern)]
@@ -170,12 +170,12 @@ def _select_metrics(histories: Sequence[RunCurves], patterns: Sequence[str]) -> 
             raise ConfigError(f"No run here has a metric '{pattern}'.{hint} {listed}")
         selected |= dict.fromkeys(matches)
     if not selected:
-        raise ConfigError(f"None of the usual metrics is there, so name those to draw with --metrics. {listed}")
+        raise ConfigError(f"The runs have none of the default metrics. Name some with --metrics. {listed}")
     return list(selected)
 
 
 def _run_names(directories: Sequence[Path]) -> list[str]:
-    """What tells the runs apart: their paths without what all of them begin with."""
+    """Return a name for each run: its path without the common prefix."""
     paths = [directory.resolve() for directory in directories]
     if len(paths) == 1:
         return [paths[0].name]

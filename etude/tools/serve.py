@@ -1,9 +1,9 @@
-"""`etude serve`: a model, or a run's checkpoint, behind the endpoint that agents are trained at. Nothing is trained.
+"""`etude serve`: a model, or a run's checkpoint, behind the same endpoint as in training. Nothing is trained.
 
-consumes       calls in OpenAI's and Anthropic's dialects, with the key that is printed
-produces       answers
+consumes       requests of the OpenAI and Anthropic APIs, with the printed key
+produces       replies
 waits for      SIGINT or SIGTERM
-unblocked by   one of these: no new calls are taken, those under way have two seconds to end, and the server stops
+unblocked by   a signal: the server takes no new requests, gives running ones two seconds, and stops
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from etude.tools.store_server import POLL_S, parse_address, stop_on_signal
 __all__ = ["serve_model"]
 
 KEY_S = 3650 * 86400.0
-"""Seconds that the key is good: longer than any server runs."""
+"""Seconds until the key expires: longer than any server runs."""
 
 
 def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
@@ -70,10 +70,10 @@ def serve_model(run: Run, source: str, *, best: bool, listen: str) -> None:
 
 
 class _UnrecordedQueue(LocalRolloutQueue):
-    """A desk that keeps no turns and no notes: nothing is learned from them."""
+    """A rollout queue that records no turns and no notes, because nothing is trained on them."""
 
     turn_count = 0
-    """How many turns there were."""
+    """The number of turns so far."""
 
     async def record_turn(self, key: AttemptId, turn: Turn) -> int:  # noqa: ARG002
         """Count a turn."""
@@ -81,12 +81,12 @@ class _UnrecordedQueue(LocalRolloutQueue):
         return self.turn_count - 1
 
     async def record_note(self, key: AttemptId, name: str, data: Any) -> None:
-        """Keep nothing of a note."""
+        """Ignore a note."""
 
 
 async def _start_attempt(queue: LocalRolloutQueue) -> AttemptId:
-    """The one attempt as which all calls are made. It is for validation: what is not learned from may be sampled with
-    the caller's own parameters."""
+    """Start the one attempt that all requests belong to. It is a validation attempt, so that callers may choose their
+    own sampling parameters."""
     limits = RolloutLimits(timeout_s=None, unresponsive_s=KEY_S, max_attempts=1)
     await queue.enqueue([RolloutRequest(Task(0, {}), use="val", limits=limits)])
     (claim,) = await queue.claim("etude serve", 1, 10.0)
@@ -94,11 +94,10 @@ async def _start_attempt(queue: LocalRolloutQueue) -> AttemptId:
 
 
 def _introduce(console: Console, description: str, url: str, key: str, model: str, sampling: SamplingParams) -> None:
-    """Say where the model is, and how clients reach it."""
+    """Print the address of the model, and example commands for clients."""
     lines = [
         f"{description} is served at {url}, under the name {model}. Ctrl-C ends it. Nothing is trained.",
-        f"Where a call does not say otherwise, answers have at most {sampling.max_tokens} tokens, at temperature "
-        f"{sampling.temperature:g}.",
+        f"By default, answers have at most {sampling.max_tokens} tokens, at temperature {sampling.temperature:g}.",
         "",
         f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}",

@@ -1,10 +1,10 @@
-"""`etude store`: a store on its own, which runners and a trainer join from wherever they are.
+"""`etude store`: a rollout store as a separate server, for runners and a trainer on any machine.
 
-consumes       what is asked of it over HTTP
+consumes       HTTP requests
 produces       a journal: a file in a directory, or a PostgreSQL database
 waits for      SIGINT or SIGTERM
-unblocked by   one of these: it hears nobody new, answers those it heard, writes that down, and ends. Who was told of a
-               rollout has it still when the store is served again.
+unblocked by   a signal: the server takes no new requests, answers and journals the running ones, and ends. Runners
+               keep their claims when the store is served again.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ __all__ = ["POLL_S", "parse_address", "serve_store", "stop_on_signal"]
 
 JOURNAL = "journal.sqlite"
 POLL_S = 1.0
-"""Seconds between two looks at whether it is to stop; a signal is heard at once."""
+"""Seconds between two checks for the end; a signal interrupts the wait."""
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: bool = False) -> None:
-    """Serve the store in a directory, or in the PostgreSQL database of an address, until it is told to stop. keys:
-    show those that let others in. release_owner: let the run that it keeps be taken up in another place."""
+    """Serve the store of a directory, or of a PostgreSQL database, until a signal.
+
+    keys: print the keys of the trainer and of runners. release_owner: release the lease of the run's owner, so that the
+    run can resume in another place.
+    """
     configure_logging("info", mask=mask_text)
     host, port = parse_address(listen)
     _, key = store_address()
     directory = None if "://" in where else Path(where).expanduser()
     if directory is not None and directory.is_file():
-        raise ConfigError(f"{directory} is a file; a store wants a directory of its own: `etude store stores/mine`.")
+        raise ConfigError(f"{directory} is a file; a store needs its own directory: `etude store stores/mine`.")
     has_key = bool(key) or (directory is not None and (directory / ADMIN_KEY).exists())
     if host not in LOOPBACK_HOSTS and not has_key:
         raise ConfigError(
-            f"A store that listens on {host} can be reached from other machines, so its admin key is yours to give: "
+            f"A store that listens on {host} can be reached from other machines, and needs an admin key of yours: "
             "ETUDE_STORE_KEY=$(python -c 'import secrets; print(secrets.token_urlsafe(32))'). Or listen on 127.0.0.1."
         )
     console = make_console()
@@ -85,10 +88,10 @@ def serve_store(where: str, listen: str, *, keys: bool = False, release_owner: b
 
 
 def parse_address(listen: str) -> tuple[str, int]:
-    """The address and the port that `--listen` names."""
+    """Parse the address and the port of `--listen`."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700, and '{listen}' is none.")
+        raise ConfigError(f"--listen takes an address and a port, such as 127.0.0.1:8700; '{listen}' was given.")
     return host.strip("[]"), int(port)
 
 
@@ -99,7 +102,7 @@ def _file_in(directory: Path) -> Path:
 
 @contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
-    """Set by the first SIGINT or SIGTERM; the second ends the wait for whoever is still being answered."""
+    """Yield an event that the first SIGINT or SIGTERM sets; the second signal interrupts the running requests."""
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:  # noqa: ARG001
@@ -118,18 +121,18 @@ def stop_on_signal() -> Iterator[threading.Event]:
 def _introduce(
     console: Console, source: str, address: str, keyring: Keyring, directory: Path | None, *, has_key: bool, keys: bool
 ) -> None:
-    """Where it is, and how others join it. Keys that were made now are shown, and later where they are asked for."""
+    """Print the address, and the commands of runners and a trainer. New keys are printed once, old ones with `keys`."""
     command = etude_command()
-    lines = [f"The store in {mask_text(source)} is served at {address}. Ctrl-C ends it; what it acknowledged stays."]
+    lines = [f"The store in {mask_text(source)} is served at {address}. Ctrl-C ends it; acknowledged writes stay."]
     if directory is None:
         admin = runner = "ETUDE_STORE_KEY=…"
         if keys or not has_key:
             admin, runner = (f"ETUDE_STORE_KEY={key}" for key in (keyring.admin, keyring.runner))
         if not has_key:
-            lines.append(f"Its admin key was made now and is shown this once. To keep it, start it with {admin}.")
+            lines.append(f"Its admin key is new, and is printed only now. Use it again with {admin}.")
         elif not keys:
             lines.append(
-                "Its admin key is the one in ETUDE_STORE_KEY, and that of runners follows from it: `--keys` shows both."
+                "Its admin key is the one in ETUDE_STORE_KEY; runners' key is derived from it. `--keys` prints both."
             )
     else:
         admin, runner = (
@@ -137,11 +140,11 @@ def _introduce(
         )
         if not has_key:
             path = directory / ADMIN_KEY
-            lines.append(f"Its admin key was made now, is shown this once, and lies in {path}: {keyring.admin}")
+            lines.append(f"Its admin key is new, is printed only now, and is stored in {path}: {keyring.admin}")
         elif keys:
-            lines.append(f"Its admin key is {keyring.admin}, and that of runners {keyring.runner}.")
+            lines.append(f"Its admin key is {keyring.admin}, and the key of runners {keyring.runner}.")
     lines += [
-        f"Runners join:  {runner} {command} runner my_agent.py:solve --url {address}",
+        f"Runners:       {runner} {command} runner my_agent.py:solve --url {address}",
         f"A trainer:     {admin} {command} train … agent.path=my_agent.py:solve agent.runners=0 agent.store={address}",
     ]
     for line in lines:

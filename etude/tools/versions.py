@@ -1,4 +1,4 @@
-"""What is installed, and which devices were found: the first thing to read when something does not work."""
+"""`etude version`: the versions of packages, and the devices found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 __all__ = ["Device", "InstalledPackage", "format_lines", "list_devices", "list_packages", "to_dict"]
 
 NEEDED = {"torch": "torch", "numpy": "numpy", "hydra": "hydra-core", "pydantic": "pydantic"}
-"""The packages that Etude cannot do without, and their distributions."""
+"""The required packages, and their distributions."""
 OPTIONAL = {
     "peft": ("lora", ("peft",)),
     "ray": ("ray", ("ray",)),
@@ -21,7 +21,7 @@ OPTIONAL = {
     "wandb": ("trackers", ("wandb",)),
     "mlflow": ("trackers", ("mlflow-skinny", "mlflow")),
 }
-"""The packages that an extra installs: the extra, and the distributions that provide it."""
+"""The optional packages: the extra that installs each, and the distributions that provide it."""
 GIB = 2**30
 
 
@@ -31,23 +31,23 @@ class InstalledPackage:
 
     name: str
     version: str | None
-    """None where it is not installed."""
+    """None if it is not installed."""
     extra: str | None = None
-    """The extra of Etude that installs it; None for what is always there."""
+    """The extra of Etude that installs it; None for a required package."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Something to compute on."""
+    """A compute device."""
 
     name: str
-    """As torch calls it: `cpu`, `cuda:0`, `mps`."""
+    """The name in torch: `cpu`, `cuda:0`, `mps`."""
     what: str
-    """In words."""
+    """A description."""
 
 
 def list_packages() -> list[InstalledPackage]:
-    """Etude's packages, those of its extras last."""
+    """List the required packages, then those of the extras."""
     needed = [InstalledPackage(name, _version((distribution,))) for name, distribution in NEEDED.items()]
     return needed + [
         InstalledPackage(name, _version(distributions), extra) for name, (extra, distributions) in OPTIONAL.items()
@@ -55,7 +55,7 @@ def list_packages() -> list[InstalledPackage]:
 
 
 def list_devices() -> list[Device]:
-    """The CPU, and each accelerator that torch can reach."""
+    """List the CPU, and each accelerator that torch finds."""
     devices = [
         Device("cpu", f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
     ]
@@ -69,7 +69,7 @@ def list_devices() -> list[Device]:
 
 
 def to_dict(etude: str) -> dict[str, Any]:
-    """All of it as plain data; `etude` is Etude's own version."""
+    """Return everything as plain data; `etude` is Etude's version."""
     return {
         "etude": etude,
         "python": platform.python_version(),
@@ -80,7 +80,7 @@ def to_dict(etude: str) -> dict[str, Any]:
 
 
 def format_lines(etude: str) -> list[str]:
-    """All of it for a person to read, a line each; `etude` is Etude's own version."""
+    """Return everything as lines of text; `etude` is Etude's version."""
     lines = [("etude", etude), ("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in list_packages():
         remedy = f"not installed: pip install 'etude[{package.extra}]'"

@@ -132,7 +132,7 @@ def test_online_wandb_without_a_key_asks_nothing_and_stops_nothing(tmp_path: Pat
     assert status == 0, text
     assert "finished" in text
     assert text.count("WARNING") == 1
-    assert "Set WANDB_API_KEY or run `wandb login` first, or choose observe.wandb.mode=offline" in text
+    assert "Set WANDB_API_KEY, run `wandb login` first, or choose observe.wandb.mode=offline" in text
 
 
 def test_mlflow_gives_back_metrics_and_parameters(tmp_path: Path) -> None:

@@ -358,19 +358,19 @@ def test_what_cannot_be_exported_is_told_with_what_to_do(talked: Path, tmp_path:
     def told(to: str, *words: str, run: Path = talked) -> str:
         return refused(capsys, "export", "rollouts", str(run), str(tmp_path / to), *words)
 
-    assert "holds no journal.sqlite" in told("a.jsonl", run=tmp_path)
+    assert "has no journal.sqlite" in told("a.jsonl", run=tmp_path)
     assert "writes .parquet or .jsonl files" in told("a.csv", "--as", "sft") and "a.parquet." in told(
         "a.csv", "--as", "sft"
     )
-    assert "--tags is for sets to learn from" in told("a.jsonl", "--tags", "x")
+    assert "--tags is for `--as sft` and `--as dpo`" in told("a.jsonl", "--tags", "x")
     assert "--min-gap is for pairs" in told("a.parquet", "--as", "sft", "--min-gap", "1")
-    assert "one to a task" in told("a.parquet", "--as", "dpo", "--split", "val")
+    assert "one rollout a task" in told("a.parquet", "--as", "dpo", "--split", "val")
     assert "needs none" in told("a.jsonl", "--as", "otlp", "--model", "m")
-    assert "32 earned less than 99. Ask for less." in told("a.parquet", "--as", "sft", "--min-reward", "99")
+    assert "32 earned less than 99. Loosen the options." in told("a.parquet", "--as", "sft", "--min-reward", "99")
     assert "has no rollout of the split 'val' yet" in told("a.jsonl", "--split", "val")
     assert "had several turns" in told("a.parquet", "--as", "dpo", "--form", "text")
     (tmp_path / "there.jsonl").write_text("mine")
-    assert "is there already" in told("there.jsonl")
+    assert "exists already" in told("there.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.jsonl"], "nothing is left behind"
 
 

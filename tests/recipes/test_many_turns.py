@@ -138,7 +138,7 @@ def test_answers_are_shown_without_what_came_of_them_where_the_model_was_moved(
     assert main(["answers", str(run), "--json"]) == 0
     told = capsys.readouterr()
     assert [each["by"] for each in json.loads(told.out.splitlines()[0])["conversation"]] == ["model", "model"]
-    assert "What was shown between answers cannot be read" in told.err
+    assert "The observations between answers cannot be decoded" in told.err
 
 
 def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_path: Path, capsys: Captured) -> None:

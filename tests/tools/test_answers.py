@@ -151,7 +151,7 @@ def test_rollouts_that_failed_are_shown_with_their_outcome_and_cause(tmp_path: P
     run = failing(tmp_path / "run")
     assert main(["answers", str(run), "-n", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("Step 1: 4 answers to 2 tasks. 3 of these rollouts failed: each says why.")
+    assert shown.startswith("Step 1: 4 answers to 2 tasks. 3 of these rollouts failed; each has its cause.")
     assert "failed: exit code 1. The endpoint refused a call to /v1/responses (400): 'audio' is not" in shown
     assert "timed_out: It did not end within 9 s." in shown
     assert "failed: Traceback x" in shown and "the end" in shown and "x" * 400 not in shown
@@ -198,7 +198,7 @@ def test_a_journal_that_is_being_written_is_read(run: Path) -> None:
 
 def test_what_cannot_be_shown_is_told(run: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["answers", str(tmp_path)]) == 2
-    assert "holds no journal.sqlite" in capsys.readouterr().err
+    assert "has no journal.sqlite" in capsys.readouterr().err
     assert main(["answers", str(run), "--step", "7"]) == 2
     assert "no step 7; it has collected steps 1 to 2" in capsys.readouterr().err
     assert main(["answers", str(answered(tmp_path / "new", steps=0))]) == 2

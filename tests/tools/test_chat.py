@@ -53,7 +53,7 @@ def test_each_answer_continues_the_very_tokens(model: Path, monkeypatch: pytest.
     assert len(prompts) == 3, "nothing is answered behind /quit"
     start = np.concatenate([prompts[0], answers[0]])
     assert np.array_equal(prompts[1][: len(start)], start) and len(prompts[1]) > len(start)
-    assert len(prompts[2]) == len(prompts[0]), "/new begins another conversation"
+    assert len(prompts[2]) == len(prompts[0]), "/new starts a new conversation"
     assert shown.startswith(f"This is {model}.") and "> a\n" in shown and "/nonsense is no command" in shown
     again = capsys
     assert chat("a\n", model, monkeypatch) == 0, "the end of the pipe ends it"
@@ -64,7 +64,7 @@ def test_a_conversation_that_fills_the_context_is_told(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     assert chat("a" * 60 + "\n/quit\n", model, monkeypatch) == 0
-    assert "and the model has room for 48. /new begins another" in capsys.readouterr().out
+    assert "and the model has room for 48. /new starts a new" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

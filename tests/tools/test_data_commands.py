@@ -42,7 +42,7 @@ def refused(capsys: Captured, *words: str) -> str:
 
 def test_a_preparation_tells_what_came_of_it(capsys: Captured) -> None:
     told = printed(capsys, "data", "prepare", "raw=raw", "gsm8k", "--json")
-    assert told[0].split() == ["3", "rows", "to", "train", "on", "data/gsm8k/train.parquet"]
+    assert told[0].split() == ["3", "rows", "for", "training", "data/gsm8k/train.parquet"]
     assert told[1].split()[-1] == "data/gsm8k/test.parquet"
     why = "the answer does not end in #### and a number"
     assert told[2] == f"1 left out: {why} (first: raw/train.jsonl, row 3)"

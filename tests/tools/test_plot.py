@@ -92,15 +92,15 @@ def test_a_plain_terminal_gets_plain_letters(tmp_path: Path) -> None:
 
 def test_an_unknown_metric_lists_those_there(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"metric 'rewards'\. Did you mean reward\? Those there are eval/mean@4, reward"
+        ConfigError, match=r"metric 'rewards'\. Did you mean reward\? The metrics are eval/mean@4, reward"
     ):
         told([run(tmp_path / "a")], "rewards")
-    with pytest.raises(ConfigError, match=r"None of the usual metrics is there.*Those there are odd\."):
+    with pytest.raises(ConfigError, match=r"none of the default metrics.*The metrics are odd\."):
         told([written(tmp_path / "b", (1, {"odd": 1.0}))])
 
 
 def test_too_many_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"9 runs were named, and one picture tells {MOST_RUNS} apart"):
+    with pytest.raises(ConfigError, match=rf"9 runs were named, and one plot has colours for {MOST_RUNS}"):
         told([tmp_path / str(number) for number in range(9)])
 
 

@@ -21,8 +21,8 @@ KEY = "a-key-of-sixteen-letters-and-more"
     [
         (["stores/mine", "--listen", "8700"], "", "takes an address and a port"),
         (["stores/mine", "--listen", "127.0.0.1:99999"], "", "takes an address and a port"),
-        (["stores/mine", "--listen", "0.0.0.0:0"], "", "its admin key is yours to give"),
-        (["file"], "", "is a file; a store wants a directory"),
+        (["stores/mine", "--listen", "0.0.0.0:0"], "", "needs an admin key of yours"),
+        (["file"], "", "is a file; a store needs its own directory"),
         (["stores/mine", "--listen", "127.0.0.1:0"], "short", "16 or more letters"),
         (["stores/mine", "--listen", "127.0.0.1:0"], "with a space in its middle", "without a space"),
         (["stores/mine", "--listen", "nowhere.invalid:0"], KEY, "cannot listen on nowhere.invalid"),
@@ -53,7 +53,7 @@ def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kep
             store.told(signal.SIGINT)
             assert store.ends() == 0 and "Stopped. 0 rollouts are queued and 0 under way" in store.said
     admin, runner = (tmp_path / "mine" / f"{who}.key" for who in ("admin", "runner"))
-    assert admin.read_text() == KEY and KEY not in store.said and "shown this once" not in store.said
+    assert admin.read_text() == KEY and KEY not in store.said and "printed only now" not in store.said
     assert {path.stat().st_mode & 0o777 for path in (admin, runner)} == {0o600}
 
 
@@ -64,7 +64,7 @@ def test_the_keys_to_a_database_are_shown_when_they_are_asked_for(tmp_path: Path
         with started([*words, *asked], tmp_path / f"log{len(asked)}", ETUDE_STORE_KEY=KEY) as store:
             store.says("A trainer:")
             assert (KEY in store.said) == (runner in store.said) == bool(asked)
-            assert ("`--keys` shows both" in store.said) != bool(asked)
+            assert ("`--keys` prints both" in store.said) != bool(asked)
 
 
 def test_others_are_told_an_address_that_is_this_machines() -> None:

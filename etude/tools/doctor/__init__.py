@@ -1,11 +1,11 @@
-"""`etude doctor`: what a run needs of this machine and this environment, and what to do about what is not so.
+"""`etude doctor`: check this machine and this environment for problems of a run, and name the remedies.
 
-Each check is a function that yields findings: what was found, how it is graded, the remedy. None waits longer than its
-bound. What needs torch, or a driver, is asked of a process of its own meanwhile, so that one that hangs or does not
-load is a finding like another; and so is whatever a check itself does not survive.
+Each check is a function that yields findings with a grade and a remedy, within a time limit. Checks of torch and of
+drivers run in a separate process at the same time: if it hangs or does not load, that is a finding too. An exception in
+a check is also a finding.
 
     packages.py       Python and its packages
-    machine.py        cores, memory, disk, and what the system allows
+    machine.py        cores, memory, disk, and system limits
     accelerator.py    torch, precisions, threads, devices
     probe.py          the process that loads torch
 """
@@ -28,7 +28,7 @@ from etude.tools.doctor.finding import Finding, fail
 __all__ = ["Finding", "is_healthy", "run_checks", "show", "to_dict"]
 
 TORCH_TIMEOUT_S = 30.0
-"""Seconds that torch may take to load and to say what it reaches; as a rule it takes two."""
+"""Seconds for torch to load and to list its devices; usually it takes two."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 PACKAGE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
     *(packages.python, packages.command, packages.requirements, packages.tested, packages.extras),
@@ -41,7 +41,7 @@ MACHINE_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
 
 
 def run_checks(directory: Path, timeout_s: float = TORCH_TIMEOUT_S) -> list[Finding]:
-    """Look at everything; `directory` is where runs are to be kept."""
+    """Run all checks; `directory` is the place for runs."""
     resolved = directory.expanduser().resolve()
     nearest = next(path for path in (resolved, *resolved.parents) if path.is_dir())
     with start_probe() as probe:
@@ -53,19 +53,19 @@ def run_checks(directory: Path, timeout_s: float = TORCH_TIMEOUT_S) -> list[Find
 
 
 def is_healthy(findings: Iterable[Finding]) -> bool:
-    """Whether nothing stands in the way of a run."""
+    """Return True if no finding is a failure."""
     return all(finding.grade != "fail" for finding in findings)
 
 
 def to_dict(findings: Sequence[Finding]) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Return the findings as plain data."""
     return {"healthy": is_healthy(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def show(directory: Path, console: Console | None = None) -> list[Finding]:
-    """Look at everything, and say what was found: a line each, and below it what to do."""
+    """Run all checks, and print each finding on a line, with its remedy below."""
     console = make_console() if console is None else console
-    with progress("looking at this machine", None, console):
+    with progress("checking this machine", None, console):
         findings = run_checks(directory)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -81,14 +81,12 @@ def show(directory: Path, console: Console | None = None) -> list[Finding]:
 
 
 def _run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What a check finds; where it breaks off, that, under its name."""
+    """Run a check, and yield a failure under its name if it raises."""
     try:
         yield from check()
-    except (
-        Exception
-    ) as error:  # a machine that needs a doctor may break anything, and the rest is looked at all the same
-        what = f"This could not be looked at: {type(error).__name__}: {error}."
-        yield fail(name, what, "What it is about is broken, or Etude's doctor is.")
+    except Exception as error:  # a broken machine may raise anything; the other checks must still run
+        what = f"This check failed: {type(error).__name__}: {error}."
+        yield fail(name, what, "Either the machine is broken there, or the check itself is.")
 
 
 def _count(number: int, noun: str) -> str:

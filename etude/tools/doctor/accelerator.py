@@ -1,4 +1,4 @@
-"""What computes: torch, the processor's precisions and threads, and the devices beside it."""
+"""Checks of computation: torch, the CPU's precisions and threads, and accelerators."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from etude.tools.doctor.machine import cores
 __all__ = ["TorchProbe", "interpret_probe", "start_probe"]
 
 DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""What is there where an NVIDIA driver is."""
+"""Files of an installed NVIDIA driver."""
 MAX_SHARE_OF_OTHERS = 0.5
-"""The share of a device's memory that others must not have taken."""
+"""The largest share of a device's memory that other processes may use without a warning."""
 
 
 class TorchProbe:
-    """A process that loads torch and looks, while other things are looked at."""
+    """A process that loads torch and tests it, while the other checks run."""
 
     def __init__(self, process: subprocess.Popen[bytes], answer: Path, errors: Path) -> None:
         self._process, self._answer, self._errors = process, answer, errors
 
     def findings(self, timeout_s: float) -> Iterator[Finding]:
-        """What it found; that it failed, or that it did not answer in this many seconds, is a finding too."""
+        """Yield its findings. A crash, or no reply within the timeout, is a finding too."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             yield fail(
                 "torch",
-                f"Torch did not say within {timeout_s:g} s what it can reach: it hangs, or the driver does.",
-                "See whether `nvidia-smi` answers. A driver that does not needs the machine to be started anew.",
+                f"Torch did not list its devices within {timeout_s:g} s: it hangs, or the driver does.",
+                "Check if `nvidia-smi` responds. If it hangs, restart the machine.",
             )
             return
         if status != 0 or not self._answer.exists():
             lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
             reason = f"ended by signal {-status}" if status < 0 else f"it said: {lines[-1]}"
-            remedy = "Install it anew: `pip install --force-reinstall torch`, in this environment."
+            remedy = "Reinstall it in this environment: `pip install --force-reinstall torch`."
             yield fail("torch", f"Torch cannot be used ({reason}).", remedy)
             return
         report = json.loads(self._answer.read_text(encoding="utf-8"))
@@ -51,7 +51,7 @@ class TorchProbe:
 
 @contextmanager
 def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
-    """Ask torch, in a process that is ended in the end."""
+    """Start the process, and kill it at the end of the block."""
     with TemporaryDirectory() as scratch:
         answer, errors = Path(scratch, "answer.json"), Path(scratch, "errors")
         with errors.open("wb") as log:
@@ -61,15 +61,13 @@ def start_probe(python: str = sys.executable) -> Iterator[TorchProbe]:
                 yield TorchProbe(process, answer, errors)
             finally:
                 process.kill()
-                with suppress(subprocess.TimeoutExpired):  # one that waits inside a driver cannot be ended
+                with suppress(subprocess.TimeoutExpired):  # a process that waits inside a driver cannot be killed
                     process.wait(5)
 
 
 def interpret_probe(report: Mapping[str, Any], driver: bool, cores_available: int) -> Iterator[Finding]:
-    """What torch's answer means, beside whether there is a driver and how many cores may be used."""
-    built = (
-        f"CUDA {report['cuda']}" if report["cuda"] else f"ROCm {report['hip']}" if report["hip"] else "processors alone"
-    )
+    """Yield the findings of a probe's report. driver: an NVIDIA driver is installed."""
+    built = f"CUDA {report['cuda']}" if report["cuda"] else f"ROCm {report['hip']}" if report["hip"] else "CPUs only"
     yield ok("torch", f"{report['torch']}, built for {built}")
     yield from _devices(report, driver)
     yield from _precision(report)
@@ -84,31 +82,33 @@ def _devices(report: Mapping[str, Any], driver: bool) -> Iterator[Finding]:
             what = f"{name}: this torch has no kernels for it, only for {', '.join(report['kernels_for'])}."
             yield fail("device", what, "Install a torch that is built for this device: see pytorch.org.")
         elif gpu["free"] < (1 - MAX_SHARE_OF_OTHERS) * gpu["total"]:
-            yield warn("device", f"{name}.", f"Others use it: `nvidia-smi` says who (device {number}).")
+            yield warn("device", f"{name}.", f"Other processes use it: `nvidia-smi` lists them (device {number}).")
         else:
             yield ok("device", name)
     if report["gpus"]:
         return
     if report["mps"]:
-        yield ok("device", "Apple GPU, memory shared with the processor")
+        yield ok("device", "Apple GPU, memory shared with the CPU")
     elif driver and not report["cuda"]:
-        what = "An NVIDIA driver is here, and this torch is built for processors alone."
+        what = "An NVIDIA driver is installed, and this torch is built for CPUs only."
         yield warn("device", what, "Install a torch that is built for CUDA: see pytorch.org.")
     elif driver:
-        reason = report["said"] or "it does not say why"
-        what = f"An NVIDIA driver is here, and this torch, built for CUDA {report['cuda']}, reaches no device: {reason}"
+        reason = report["said"] or "it gives no reason"
+        what = f"An NVIDIA driver is installed; this torch, built for CUDA {report['cuda']}, finds no device: {reason}"
         remedy = (
-            "A driver that is too old is brought up to date, or a torch installed that is built for its CUDA. In a "
-            "container: `docker run --gpus all`. CUDA_VISIBLE_DEVICES must not be empty."
+            "Update an old driver, or install a torch that is built for its CUDA. In a container: `docker run --gpus "
+            "all`. CUDA_VISIBLE_DEVICES must not be empty."
         )
         yield fail("device", what, remedy)
     else:
-        yield ok("device", "no accelerator: runs compute on the processor")
+        yield ok("device", "no accelerator: runs compute on the CPU")
 
 
 def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
-    """Whether a build has kernels for a device: its own, of a lower minor version, or code that is compiled for it. The
-    names of others than NVIDIA's (`gfx90a`) tell nothing of that, and torch would not have found the device."""
+    """Return True if a torch build has kernels for a device: its own, of a lower minor version, or PTX for a JIT.
+
+    Names of other vendors (`gfx90a`) do not tell; torch would not have found the device without kernels.
+    """
     if not all(name.startswith(("sm_", "compute_")) for name in kernels_for):
         return True
     major, minor = capability
@@ -121,31 +121,31 @@ def _has_kernels(capability: list[int], kernels_for: list[str]) -> bool:
 
 
 def _precision(report: Mapping[str, Any]) -> Iterator[Finding]:
-    """A warning where runs compute on a processor that is slower in bf16, the default, than in fp32; else nothing."""
+    """Yield a warning if runs compute on a CPU on which bf16, the default, is slower than fp32."""
     ratio = report["rates"]["bfloat16"] / report["rates"]["float32"]
     if ratio < 1 and not report["gpus"] and not report["multiplies_bf16"]:
-        what = f"The processor does not multiply bf16 itself, and is {1 / ratio:.1f} times slower in it than in fp32."
+        what = f"The CPU has no bf16 multiplication, and is {1 / ratio:.1f} times slower in bf16 than in fp32."
         yield warn("bf16", what, "Train with `train.precision=fp32`.")
 
 
 def _batch_invariance(variance: str) -> Finding:
-    """Report if an answer in float32 is independent of its batch on this processor; see `batch_invariance`."""
+    """Report if an answer in float32 is independent of its batch on this CPU; see `batch_invariance`."""
     if variance == "matters":
-        what = "In fp32 the last bits of an answer depend on what shares its batch, so that no run goes on bit for bit."
+        what = "In fp32 the last bits of an answer depend on the rest of its batch: a resumed run is not bit-identical."
         remedy = (
-            "Where that matters, give `threads=1`, or set MKL_CBWR=AVX2, or COMPATIBLE, which is slower, and ask "
-            "`etude doctor` again (OMP_NUM_THREADS=1 has it compute with one thread)."
+            "If that matters, give `threads=1`, or set MKL_CBWR=AVX2 or the slower COMPATIBLE, and run `etude doctor` "
+            "again (OMP_NUM_THREADS=1 makes it use one thread)."
         )
         return warn("exactness", what, remedy)
-    slower = "; products take a slower form for it" if variance == "other form" else ""
-    return ok("exactness", f"in fp32 an answer does not depend on what shares its batch{slower}")
+    slower = "; matrix products use slower shapes for it" if variance == "other form" else ""
+    return ok("exactness", f"in fp32 an answer does not depend on the rest of its batch{slower}")
 
 
 def _threads(threads: int, cores_available: int) -> Finding:
     if threads > cores_available:
         return warn(
             "threads",
-            f"Torch computes with {threads} threads on {cores_available} cores, and they wait for each other.",
+            f"Torch computes with {threads} threads on {cores_available} cores, which is slow.",
             f"Give runs `threads={cores_available}`, or set OMP_NUM_THREADS={cores_available}.",
         )
     return ok("threads", f"torch computes with {threads} of {cores_available} cores; `threads` sets how many")

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One result of a check."""
 
     name: str
     grade: Grade
-    """`warn` where a run works and suffers, `fail` where it cannot work."""
+    """`warn`: a run works, but not well. `fail`: a run cannot work."""
     what: str
-    """What was found, in a sentence."""
+    """The observation, in a sentence."""
     remedy: str = ""
-    """What to do about it; empty where nothing need be done."""
+    """The remedy; empty if none is needed."""
 
 
 def ok(name: str, what: str) -> Finding:
-    """It is as it should be."""
+    """Return a finding without a problem."""
     return Finding(name, "ok", what)
 
 
 def warn(name: str, what: str, remedy: str) -> Finding:
-    """A run works, and suffers."""
+    """Return a problem with which a run still works."""
     return Finding(name, "warn", what, remedy)
 
 
 def fail(name: str, what: str, remedy: str) -> Finding:
-    """A run cannot work."""
+    """Return a problem with which a run cannot work."""
     return Finding(name, "fail", what, remedy)

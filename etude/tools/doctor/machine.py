@@ -1,4 +1,4 @@
-"""The machine: its cores, its memory, its disk, and what the system allows a process."""
+"""Checks of the machine: cores, memory, disk, and the limits of a process."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from etude.tools.doctor.finding import GIB, Finding, fail, ok, warn
 __all__ = ["cache", "clock", "compiler", "cores", "disk", "limits", "loopback", "memory", "place", "shared_memory"]
 
 BYTES_A_PARAMETER, CHECKPOINT_BYTES = 18, 12
-"""What training in bf16 takes in memory for each parameter, and what a checkpoint takes on disk."""
+"""Bytes per parameter: memory for training in bf16, and disk space of a checkpoint."""
 LITTLE_MEMORY, TOO_LITTLE_MEMORY = 4 * GIB, GIB
 LITTLE_DISK, TOO_LITTLE_DISK = 10 * GIB, GIB
 SLOW_DISK = 50e6
 LITTLE_SHARED = GIB
 FILES = 1024
 CHUNK_BYTES, MAX_WRITTEN_BYTES, MAX_SECONDS = 4 * 2**20, 64 * 2**20, 0.5
-"""Bytes that are written at once to time a disk, and in all, and the seconds after which no more are."""
+"""The disk speed test: bytes of a write, most bytes in all, and most seconds."""
 SKEW = 5.0
 TIMEOUT_S = 1.0
-"""Seconds that a name or a connection on this machine may take."""
+"""Seconds for a name lookup or a connection on this machine."""
 KILLING_LIMITS = (
     (resource.RLIMIT_AS, "v", "bytes of memory"),
     (resource.RLIMIT_FSIZE, "f", "bytes in a file"),
     (resource.RLIMIT_CPU, "t", "seconds of the processor"),
 )
-"""Limits that end a process, the letters by which a shell sets them, and what they count."""
+"""Limits that kill a process, their `ulimit` letters, and their units."""
 MEMORY_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 USED_FILES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
 def memory() -> Iterator[Finding]:
-    """How much there is."""
+    """Check the memory."""
     yield grade_memory(*read_memory())
 
 
 def read_memory() -> tuple[int, int]:
-    """The bytes of memory that there are for this process, whatever the machine has; and how many are free."""
+    """Return the total and the free memory of this process in bytes, within its cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in meminfo else total
@@ -62,18 +62,18 @@ def read_memory() -> tuple[int, int]:
 
 
 def grade_memory(total: int, free: int) -> Finding:
-    """What this much memory is good for."""
+    """Grade an amount of memory."""
     size = free / BYTES_A_PARAMETER
     room = f"{size / 1e9:.1f} billion" if size >= 1e9 else f"{size / 1e6:.0f} million"
     what = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}: room to train up to {room} parameters in bf16"
-    remedy = "End what else runs here, give the container more, or train a smaller model with smaller answers."
+    remedy = "Stop other programs, give the container more, or train a smaller model with shorter answers."
     if free < TOO_LITTLE_MEMORY:
         return fail("memory", f"{what}.", remedy)
     return warn("memory", f"{what}.", remedy) if free < LITTLE_MEMORY else ok("memory", what)
 
 
 def cores() -> int:
-    """How many cores this process may use: those it is bound to, and no more than its quota pays for."""
+    """Return the number of cores for this process, by its CPU affinity and its cgroup quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = (_text("/sys/fs/cgroup/cpu.max").split() or ["max", "1"])[:2]
     if quota == "max":
@@ -84,8 +84,8 @@ def cores() -> int:
 
 
 def place(directory: Path) -> Iterator[Finding]:
-    """Whether a run can live there: files are made, renamed and locked, and a journal is kept."""
-    remedy = "Start runs from a folder that can be, or give them `directory=…` on a local disk."
+    """Check if a directory supports a run: creating, renaming and locking files, and a journal."""
+    remedy = "Start runs in a writable directory, or give them `directory=…` on a local disk."
     try:
         with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as temporary:
             draft = Path(temporary, "draft")
@@ -99,46 +99,48 @@ def place(directory: Path) -> Iterator[Finding]:
                 journal.execute("CREATE TABLE held (entry INTEGER)")
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        yield fail("place", f"No run can be kept in {directory}: {reason}.", remedy)
+        yield fail("place", f"No run can be written to {directory}: {reason}.", remedy)
         return
     if mode != "wal":
-        yield fail("place", f"{directory} cannot hold a journal: it has no shared memory for one ({mode}).", remedy)
+        yield fail(
+            "place", f"{directory} does not support a journal: it has no shared memory for SQLite ({mode}).", remedy
+        )
     elif abs(skew) > SKEW:
         what = f"Files in {directory} are dated {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the clock."
-        yield warn("place", what, "Have the clocks of this machine and of its file server set by one source.")
+        yield warn("place", what, "Synchronize the clocks of this machine and of its file server.")
     else:
-        yield ok("place", f"runs can be kept in {directory}")
+        yield ok("place", f"runs can be written to {directory}")
 
 
 def disk(directory: Path) -> Iterator[Finding]:
-    """How much room a run's checkpoints have, and how long one takes."""
+    """Check the free disk space, and the speed of writing a checkpoint."""
     yield grade_space(directory, shutil.disk_usage(directory).free)
     try:
         with TemporaryDirectory(prefix=".etude-doctor-", dir=directory) as temporary:
             yield grade_speed(_speed(Path(temporary, "file")))
     except OSError:
-        return  # that nothing can be written there is told by `place`
+        return  # `place` reports a directory that is not writable
 
 
 def grade_space(directory: Path, free: int) -> Finding:
-    """What this much space is good for."""
+    """Grade an amount of free disk space."""
     what = f"{free / GIB:.1f} GiB free in {directory}; a checkpoint takes 12 bytes for each parameter"
-    remedy = "Make room, or give runs `directory=…` on another disk; `checkpoint.keep=1` keeps fewer."
+    remedy = "Free disk space, or give runs `directory=…` on another disk; `checkpoint.keep=1` keeps fewer."
     if free < TOO_LITTLE_DISK:
         return fail("disk", f"{what}.", remedy)
     return warn("disk", f"{what}.", remedy) if free < LITTLE_DISK else ok("disk", what)
 
 
 def grade_speed(rate: float) -> Finding:
-    """What this many bytes a second are good for."""
+    """Grade a disk speed in bytes per second."""
     what = f"{rate / 1e6:,.0f} MB/s to disk: {CHECKPOINT_BYTES * 1e9 / rate:,.0f} s for each billion parameters saved"
     if rate < SLOW_DISK:
-        return warn("disk speed", f"{what}.", "Keep runs on a local disk, or save less often: `checkpoint.every`.")
+        return warn("disk speed", f"{what}.", "Write runs to a local disk, or save less often: `checkpoint.every`.")
     return ok("disk speed", what)
 
 
 def cache() -> Iterator[Finding]:
-    """Whether what can be made again can be kept."""
+    """Check if the cache directory is writable."""
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,13 +148,15 @@ def cache() -> Iterator[Finding]:
             pass
     except OSError as error:
         what = f"{directory} cannot be written: {error.strerror or error}."
-        yield warn("cache", what, "Set XDG_CACHE_HOME to a folder that can be; without it all is made anew each time.")
+        yield warn(
+            "cache", what, "Set XDG_CACHE_HOME to a writable directory; without a cache, files are rebuilt each time."
+        )
     else:
         yield ok("cache", f"{directory} can be written")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """What processes of one run hand each other tensors through."""
+    """Check the shared memory, through which the processes of a run exchange tensors."""
     if not sys.platform.startswith("linux"):
         return
     if not path.is_dir():
@@ -161,42 +165,42 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
     size = shutil.disk_usage(path).total
     what = f"{size / GIB:.2f} GiB in {path}"
     if size < LITTLE_SHARED:
-        remedy = "Start the container with more, `docker run --shm-size=8g`: runs of several processes need it."
+        remedy = "Start the container with more: `docker run --shm-size=8g`. Runs of several processes need it."
         yield warn("shared memory", f"{what}.", remedy)
     else:
         yield ok("shared memory", what)
 
 
 def limits() -> Iterator[Finding]:
-    """What the system allows a process."""
+    """Check the resource limits of a process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = []
     if files != resource.RLIM_INFINITY and files < FILES:
-        what = f"A process may have {files} files open."
-        findings.append(warn("limits", what, f"Type `ulimit -n {FILES}` or more before a run."))
+        what = f"A process may open {files} files."
+        findings.append(warn("limits", what, f"Run `ulimit -n {FILES}` or more before a run."))
     for kind, letter, what in KILLING_LIMITS:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
-            message = f"A process that takes more than {limit:,} {what} is ended."
-            findings.append(warn("limits", message, f"Type `ulimit -{letter} unlimited` before a run."))
+            message = f"The system kills a process that takes more than {limit:,} {what}."
+            findings.append(warn("limits", message, f"Run `ulimit -{letter} unlimited` before a run."))
     yield from findings
     if not findings:
         number = "any number of" if files == resource.RLIM_INFINITY else f"{files:,}"
-        yield ok("limits", f"{number} open files to a process; no bound on its memory, its files or its time")
+        yield ok("limits", f"{number} open files per process; no limit of memory, file size or CPU time")
 
 
 def clock() -> Iterator[Finding]:
-    """Whether it tells the time: the names of runs and what is waited for go by it."""
+    """Check the clock: the names of runs and their timeouts depend on it."""
     behind = Path(__file__).stat().st_mtime - time.time()
     if behind > 24 * 3600:
-        what = f"The clock says {time.strftime('%Y-%m-%d')}, which is before Etude was installed."
-        yield warn("clock", what, "Set it, for example by `timedatectl set-ntp true`.")
+        what = f"The clock shows {time.strftime('%Y-%m-%d')}, which is before Etude was installed."
+        yield warn("clock", what, "Set it, for example with `timedatectl set-ntp true`.")
     else:
         yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def loopback() -> Iterator[Finding]:
-    """Whether processes of this machine can speak to each other, and find it by its name."""
+    """Check that processes of this machine can connect to each other, and resolve its name."""
     try:
         with closing(socket.create_server(("127.0.0.1", 0))) as listening:
             listening.settimeout(TIMEOUT_S)
@@ -209,17 +213,17 @@ def loopback() -> Iterator[Finding]:
     name = socket.gethostname()
     for host in ("localhost", name):
         if not _resolves(host):
-            remedy = f"Runs of several processes look it up: add the line `127.0.0.1 {host}` to /etc/hosts."
-            yield warn("loopback", f"The name {host} leads nowhere within {TIMEOUT_S:.0f} s.", remedy)
+            remedy = f"Runs of several processes need it: add the line `127.0.0.1 {host}` to /etc/hosts."
+            yield warn("loopback", f"The name {host} does not resolve within {TIMEOUT_S:.0f} s.", remedy)
             return
-    yield ok("loopback", f"processes reach each other at 127.0.0.1, and {name} is known")
+    yield ok("loopback", f"processes reach each other at 127.0.0.1, and {name} resolves")
 
 
 def compiler() -> Iterator[Finding]:
-    """Whether there is one, for what is compiled as it runs."""
+    """Check for a C++ compiler, which torch.compile needs."""
     path = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if path is None:
-        remedy = "Only what compiles models needs one: `apt install g++`, or what your system has in its place."
+        remedy = "Only compiled models need one: `apt install g++`, or the package of your system."
         yield warn("compiler", "There is no C++ compiler on the PATH.", remedy)
     else:
         yield ok("compiler", path)
@@ -229,7 +233,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def _speed(file: Path) -> float:
-    """Bytes a second that reach the disk, part after part until it took long enough to tell."""
+    """Measure the disk's write speed in bytes per second."""
     chunk, sync = os.urandom(CHUNK_BYTES), getattr(os, "fdatasync", os.fsync)
     start, written = time.perf_counter(), 0
     with file.open("wb", buffering=0) as output:
@@ -240,14 +244,14 @@ def _speed(file: Path) -> float:
 
 
 def _resolves(host: str) -> bool:
-    """Whether a name leads anywhere, within the time that one has for it."""
+    """Return True if a host name resolves within the timeout."""
     addresses: list[object] = []
 
     def look() -> None:
         with suppress(OSError):
             addresses.extend(socket.getaddrinfo(host, None))
 
-    # Nothing else bounds a look-up; one that takes longer is left behind, and ends with this process.
+    # A lookup has no timeout of its own. A slow one stays on its thread, and ends with this process.
     thread = Thread(target=look, daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
@@ -262,6 +266,6 @@ def _text(path: str) -> str:
 
 
 def _number(path: str) -> int | None:
-    """The number that a file of the system holds; None where it holds none, or the word for no limit."""
+    """Read a number from a system file; return None for no number, or for the word for no limit."""
     text = _text(path).strip()
     return int(text) if text.isdigit() else None

@@ -1,4 +1,4 @@
-"""Python and its packages: whether they are there, whether their versions fit, and whether they are those tested."""
+"""Checks of Python and its packages: installed, compatible, and the tested versions."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from etude.tools.doctor.finding import Finding, fail, ok, warn
 __all__ = ["command", "environments", "extras", "python", "requirements", "tested"]
 
 NOT_FOR_RUNS = frozenset({"all", "dev", "docs"})
-"""Extras that switch nothing on in a run."""
+"""Extras without an effect on runs."""
 LISTED = 5
 PACKAGE = Path(__file__).parents[2]
 
 
 def python() -> Iterator[Finding]:
-    """Its version, and whose packages it sees."""
+    """Check the version of Python, and report its environment."""
     version, package = platform.python_version(), _etude_metadata()
     wanted = ">=3.11" if package is None else package["Requires-Python"]
-    environment = "an environment of its own" if sys.prefix != sys.base_prefix else "no environment of its own"
+    environment = "a virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
     if Version(version) not in SpecifierSet(wanted):
-        remedy = f"Make an environment with one that is {wanted}, and install Etude there."
+        remedy = f"Create an environment with Python {wanted}, and install Etude there."
         yield fail("python", f"This is Python {version}; Etude needs {wanted}.", remedy)
     else:
         yield ok("python", f"{version} on {platform.platform()}, in {environment} ({sys.prefix})")
 
 
 def command() -> Iterator[Finding]:
-    """Whether a shell finds this `etude`, and not another."""
+    """Check that a shell finds this `etude`, and not another."""
     on_path, binaries = shutil.which("etude"), Path(sys.prefix) / "bin"
-    start = f"Type `source {binaries / 'activate'}`, or call {binaries / 'etude'}."
+    start = f"Run `source {binaries / 'activate'}`, or call {binaries / 'etude'}."
     if on_path is None:
-        yield warn("command", "A shell finds no `etude` here: it is not on the PATH.", start)
+        yield warn("command", "The shell finds no `etude`: it is not on the PATH.", start)
     elif Path(on_path).parent.resolve() != binaries.resolve():
-        yield warn("command", f"A shell finds another `etude`: {on_path}, not the one of this Python.", start)
+        yield warn("command", f"The shell finds another `etude`: {on_path}, not the one of this Python.", start)
     else:
         yield ok("command", f"etude {_version('etude') or 'that is not installed'}, {on_path}")
 
 
 def requirements() -> Iterator[Finding]:
-    """Every package that Etude needs, and that those need, in a version that fits."""
+    """Check all required packages and their requirements for compatible versions."""
     if _etude_metadata() is None:
         yield warn(
             "packages",
-            f"Etude is read from {PACKAGE} and was not installed, so what it needs is not known.",
+            f"Etude is imported from {PACKAGE} and is not installed, so its requirements are unknown.",
             "Install it: `pip install --editable .` in its checkout.",
         )
         return
@@ -62,11 +62,11 @@ def requirements() -> Iterator[Finding]:
     yield from problems
     if not problems:
         count = len(dict.fromkeys(name for name, _ in _needed()))
-        yield ok("packages", f"{count} packages, all there and in versions that fit each other")
+        yield ok("packages", f"{count} packages, all installed in compatible versions")
 
 
 def tested() -> Iterator[Finding]:
-    """Where this is a checkout: whether the versions are those that its tests ran with."""
+    """In a checkout, check that the versions are those of `constraints.txt`, which the tests used."""
     constraints = PACKAGE.parent / "constraints.txt"
     if not constraints.is_file():
         return
@@ -81,14 +81,14 @@ def tested() -> Iterator[Finding]:
         listed = ", ".join(differing[:LISTED]) + (
             f" and {len(differing) - LISTED} more" if len(differing) > LISTED else ""
         )
-        remedy = f"If something does not work, `pip install --constraint {constraints} --editable .` brings those back."
-        yield warn("tested", f"Other versions than those that were tested: {listed}.", remedy)
+        remedy = f"If something does not work, `pip install --constraint {constraints} --editable .` installs those."
+        yield warn("tested", f"These versions differ from the tested ones: {listed}.", remedy)
     else:
-        yield ok("tested", "the versions that were tested")
+        yield ok("tested", "the tested versions")
 
 
 def extras() -> Iterator[Finding]:
-    """What is optional: there in versions that fit, or not there."""
+    """Report the optional packages of each extra: installed in a compatible version, or not installed."""
     package = _etude_metadata()
     for extra in sorted(set(package.get_all("Provides-Extra") or ()) - NOT_FOR_RUNS) if package is not None else ():
         requirements = [
@@ -113,7 +113,7 @@ def extras() -> Iterator[Finding]:
         install = f"pip install 'etude[{extra}]'"
         if conflicting:
             needs = ", ".join(f"{requirement.name}{requirement.specifier}" for requirement in conflicting)
-            yield warn(extra, f"{listed} installed, and Etude needs {needs}.", f"`{install}` brings them up to date.")
+            yield warn(extra, f"{listed} installed, and Etude needs {needs}.", f"`{install}` updates them.")
         elif len(installed) < len(requirements):
             missing = ", ".join(requirement.name for requirement in requirements if requirement.name not in installed)
             yield ok(extra, f"not installed: {missing} (`{install}`)")
@@ -122,14 +122,14 @@ def extras() -> Iterator[Finding]:
 
 
 def environments() -> Iterator[Finding]:
-    """The environments of other engines that were built, which live apart from this one."""
+    """Report the installed environments of inference servers, which are separate from this one."""
     directory = cache_directory() / "environments"
     complete = sorted(path.parent.name.rpartition("-")[0] for path in directory.glob("*/whole.json"))
     incomplete = sorted(path.name for path in directory.glob("*/") if not (path / "whole.json").exists())
     if incomplete:
         listed = ", ".join(str(directory / name) for name in incomplete)
-        yield warn("environments", f"Half built: {listed}.", "What needs one builds it again; or remove it.")
-    yield ok("environments", f"for other engines: {', '.join(complete) or 'none built yet'} ({directory})")
+        yield warn("environments", f"Incomplete: {listed}.", "The next use installs it again; or remove it.")
+    yield ok("environments", f"for inference servers: {', '.join(complete) or 'none installed yet'} ({directory})")
 
 
 # -- small parts ------------------------------------------------------------------------------------------------------
@@ -154,7 +154,8 @@ def _requirements(name: str) -> list[Requirement]:
 
 
 def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
-    """Etude and every package below it, by name, each with who asks for it and how; walked breadth first."""
+    """Iterate breadth-first over Etude and all its dependencies, each with the package and the requirement behind
+    it."""
     queue: list[tuple[str, frozenset[str]]] = [("etude", frozenset())]
     seen = set(queue)
     yield "etude", None
@@ -172,7 +173,7 @@ def _needed() -> Iterator[tuple[str, tuple[str, Requirement] | None]]:
 
 
 def _conflicts() -> Iterator[Finding]:
-    """Every package that is absent or does not fit. What Etude itself asks for is a failure, the rest a warning."""
+    """Yield each missing or incompatible package: a failure for Etude's own requirements, else a warning."""
     for name, source in _needed():
         if source is None:
             continue
@@ -182,7 +183,7 @@ def _conflicts() -> Iterator[Finding]:
             continue
         grade = fail if parent == "etude" else warn
         state = f"{version} is installed" if version else "it is not installed"
-        remedy = f"`pip install '{wanted.name}{wanted.specifier}'` mends it."
+        remedy = f"`pip install '{wanted.name}{wanted.specifier}'` fixes it."
         yield grade("packages", f"{parent} needs {wanted.name}{wanted.specifier}, and {state}.", remedy)
 
 

@@ -1,7 +1,7 @@
-"""What only torch knows of this machine, written as JSON: `python -m etude.tools.doctor.probe FILE`.
+"""The facts about this machine that only torch knows, written as JSON: `python -m etude.tools.doctor.probe FILE`.
 
-A process of its own, so that a torch that does not load, and a driver that never answers, cost whoever asks a few
-seconds and nothing else.
+It is a separate process, so that a torch that does not load, or a driver that hangs, costs the doctor only a few
+seconds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ __all__ = ["probe_torch"]
 
 SIZE, SECONDS = 512, 0.04
 LAYERS, WIDTHS = ((512, 512), (300, 192), (9, 64), (64, 3)), (64, 128)
-"""Linear layers, those of adapters among them, and heads, with which it is tried whether an answer depends on what
-shares its batch."""
+"""Sizes of linear layers and heads, also of adapters, for the test of batch invariance."""
 
 
 def probe_torch() -> dict[str, Any]:
-    """Torch's build, its threads, the devices that it reaches, and how fast products are in each precision."""
+    """Return torch's build, its threads, its devices, and the speed of matrix products in each precision."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reaches = torch.cuda.is_available()
@@ -58,7 +57,7 @@ def _gpu(number: int) -> dict[str, Any]:
 
 
 def _rate(dtype: torch.dtype) -> float:
-    """Operations a second in products of two square matrices."""
+    """Measure the operations per second of a product of two square matrices."""
     a = torch.ones(SIZE, SIZE).to(dtype)
     best, deadline = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < deadline:

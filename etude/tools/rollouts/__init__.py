@@ -1,10 +1,11 @@
-"""`etude export rollouts`: what a run has collected, as files that others read.
+"""`etude export rollouts`: the rollouts of a run as files.
 
-    journal ─reading─► rollouts ─┬─ sets ──► Parquet or JSONL that `etude sft` and `etude dpo` learn from
-                                 ├─ lines ─► JSONL, a rollout a line, with all that is known of it
-                                 └─ spans ─► OTLP, a trace for each rollout
+    journal ─ reader ─► rollouts ─┬─ datasets ─► Parquet or JSONL for `etude sft` and `etude dpo`
+                                  ├─ jsonl ────► JSONL, one rollout a line, with everything recorded
+                                  └─ otlp ─────► OTLP, one trace for each rollout
 
-The journal may be written meanwhile. One rollout is in memory at a time, of pairs one task with all tries at it.
+The run may write to the journal at the same time. One rollout is in memory at a time; for pairs, the rollouts of one
+task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rollouts as examples to learn from: demonstrations of what earned enough, pairs of the best and the worst of a group.
+"""Rollouts as training data: demonstrations with enough reward, and preference pairs of the best and the worst rollout.
 
-As `ids`, a row is the very tokens that were read and written, and which of them were the model's own: nothing is lost,
-and nothing is tokenised again. As `text`, it is what those tokens say, for another model, or for people.
+With `ids`, a row has the exact token ids, and a mask of the model's own tokens; nothing is tokenized again. With
+`text`, a row has the decoded text, for other models or for people.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TASK_SCHEMA = {"task": pa.int64(), "row": pa.int64(), "data_source": pa.string()
 
 @dataclass
 class DatasetBuilder:
-    """Which rollouts are wanted, how they are written; and what was left out, by its reason."""
+    """The selection and the format of rows, and the counts of skipped rollouts by reason."""
 
     form: Form
     tokenizer: Tokenizer
@@ -43,24 +43,24 @@ class DatasetBuilder:
     tags: tuple[str, ...] = ()
     skipped: Counter[str] = field(default_factory=Counter)
     changed: int = 0
-    """Rows of text that are other tokens when they are read again."""
+    """The number of text rows that tokenize differently from the run."""
 
     def context_columns(self, rollout: RolloutRecord) -> Row:
-        """What is told of the task and its step."""
+        """Return the columns of the task and its step."""
         return task_columns(rollout.task) | {"step": rollout.task.step}
 
     def samples(self, rollout: RolloutRecord) -> list[Sample]:
-        """The rows of a rollout that have something to learn."""
+        """Return the token rows of a rollout that have action tokens."""
         return [row for row in build_samples(rollout.turns, rollout.state.id, self.tags) if row.action.any()]
 
     def turns(self, rollout: RolloutRecord) -> list[Turn]:
-        """The turns of a rollout that have something to learn."""
+        """Return the turns of a rollout that have the tags and a completion."""
         tagged = (turn for turn in rollout.turns if not self.tags or set(turn.tags) & set(self.tags))
         return [turn for turn in tagged if len(turn.completion.ids)]
 
     def turn_text(self, turn: Turn) -> tuple[str, str]:
-        """What a turn was shown and what it said, without the token that ends it; counted where they are other tokens
-        when they are read again."""
+        """Return the text of a turn's prompt and answer, without the end token. Count it if it tokenizes
+        differently."""
         prompt, answer = self._without_bos(turn.prompt), turn.completion.ids
         if len(answer) and int(answer[-1]) in self.tokenizer.eos_ids:
             answer = answer[:-1]
@@ -73,21 +73,21 @@ class DatasetBuilder:
         return prompt_text, answer_text
 
     def _without_bos(self, prompt: Ids) -> Ids:
-        """Without the token that the tokenizer puts before every text."""
+        """Remove the BOS token, if the tokenizer adds one to every text."""
         begins = self.tokenizer.adds_bos and len(prompt) and int(prompt[0]) == self.tokenizer.bos_id
         return prompt[1:] if begins else prompt
 
     def token_columns(self, sample: Sample) -> Row:
-        """A row of tokens."""
+        """Return the token columns of a sample."""
         return {INPUT_IDS: sample.ids.tolist(), ASSISTANT_MASKS: sample.action.astype(np.int8).tolist()}
 
     def meets_min_reward(self, reward: float) -> bool:
-        """Whether a rollout earned what is asked for."""
+        """Return True if a reward is at least the minimum."""
         return self.min_reward is None or reward >= self.min_reward
 
 
 def dataset_schema(kind: str, form: Form) -> pa.Schema:
-    """The columns of a set."""
+    """Return the columns of a data set."""
     text = form == "text"
     if kind == "sft":
         columns = {"prompt": pa.string(), "completion": pa.string()} if text else TOKENS | VOCABULARY_SCHEMA
@@ -104,7 +104,7 @@ _SIDE_COLUMNS = {"rollout": pa.int64(), "reward": pa.float64()}
 
 
 def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilder) -> Iterator[Row]:
-    """A row for each token sequence, or as text for each turn, of rollouts that succeeded and earned enough."""
+    """Iterate over the rows of successful rollouts with enough reward: one a token sequence, or as text one a turn."""
     for rollout in rollouts:
         reward = rollout.reward
         if rollout.state.status is not Status.SUCCEEDED:
@@ -114,7 +114,7 @@ def demonstration_rows(rollouts: Iterable[RolloutRecord], builder: DatasetBuilde
         elif not builder.meets_min_reward(reward):
             builder.skipped[f"earned less than {builder.min_reward:g}"] += 1
         elif not builder.turns(rollout):
-            builder.skipped["had no turn to learn from"] += 1
+            builder.skipped["had no turn to train on"] += 1
         else:
             context = builder.context_columns(rollout) | {"rollout": rollout.state.id, "reward": reward}
             yield from (row | context for row in _example_rows(rollout, builder))
@@ -131,12 +131,12 @@ def _example_rows(rollout: RolloutRecord, builder: DatasetBuilder) -> Iterator[R
 
 
 def preference_rows(groups: Iterable[Sequence[RolloutRecord]], builder: DatasetBuilder) -> Iterator[Row]:
-    """The best and the worst try at each task, of those that were asked the same to the token."""
+    """Iterate over pairs of the best and the worst rollout of each task, among rollouts with the same prompt tokens."""
     for group in groups:
         candidates = [rollout for rollout in group if rollout.reward is not None and builder.turns(rollout)]
         if builder.form == "text":
             multi_turn = [rollout for rollout in candidates if len(rollout.turns) > 1]
-            builder.skipped["had several turns, which pairs of text have no place for"] += len(multi_turn)
+            builder.skipped["had several turns, which text pairs cannot represent"] += len(multi_turn)
             candidates = [rollout for rollout in candidates if len(rollout.turns) == 1]
         by_prompt: defaultdict[bytes, list[RolloutRecord]] = defaultdict(list)
         for rollout in candidates:
@@ -146,18 +146,18 @@ def preference_rows(groups: Iterable[Sequence[RolloutRecord]], builder: DatasetB
             if row is not None:
                 yield row
         if not by_prompt:
-            builder.skipped["were tasks that nothing was earned at"] += 1
+            builder.skipped["were tasks without a reward"] += 1
 
 
 def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | None:
-    """What was best, of those that came to their end, and what was worst, if they differ enough."""
+    """Return the pair of the best successful rollout and the worst rollout, if their rewards differ enough."""
     if len(rollouts) == 1:
-        builder.skipped["had no other try that was asked the same"] += 1
+        builder.skipped["had no other rollout with the same prompt"] += 1
         return None
     succeeded = [rollout for rollout in rollouts if rollout.state.status is Status.SUCCEEDED]
     best, worst = max(succeeded, key=_reward_of, default=None), min(rollouts, key=_reward_of)
     if best is None or not _reward_of(best) - _reward_of(worst) > 0:
-        builder.skipped["were groups in which all earned the same"] += 1
+        builder.skipped["were groups with equal rewards"] += 1
         return None
     if _reward_of(best) - _reward_of(worst) < builder.min_gap:
         builder.skipped[f"were pairs that differ by less than {builder.min_gap:g}"] += 1
@@ -179,5 +179,5 @@ def _pair(rollouts: Sequence[RolloutRecord], builder: DatasetBuilder) -> Row | N
 
 
 def _reward_of(rollout: RolloutRecord) -> float:
-    assert rollout.reward is not None, "what has no reward is in no pair"
+    assert rollout.reward is not None, "a rollout without a reward is in no pair"
     return rollout.reward

@@ -1,4 +1,4 @@
-"""One export, from what was asked to what came of it."""
+"""The export of rollouts: check the options, write the file, print the result."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ KINDS = {
     "jsonl": (".jsonl",),
     "otlp": (".jsonl", ".json"),
 }
-"""What rollouts can be written as, and how the files are called."""
+"""The formats, and the suffixes of their files."""
 SETS = ("sft", "dpo")
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is asked for."""
+    """The options of `etude export rollouts`."""
 
     run: Path
     to: Path
@@ -49,12 +49,12 @@ class ExportOptions:
     model: Path | None = None
 
     def check(self) -> None:
-        """Refuse what would do nothing, and what cannot be done."""
+        """Refuse options without an effect, and impossible combinations."""
         suffixes = KINDS[self.kind]
         if self.to.suffix not in suffixes:
             raise ConfigError(
-                f"`--as {self.kind}` writes {' or '.join(suffixes)} files, and {self.to} is called otherwise. Name it "
-                f"{self.to.with_suffix(suffixes[0])}."
+                f"`--as {self.kind}` writes {' or '.join(suffixes)} files, and {self.to} has another suffix. "
+                f"Name it {self.to.with_suffix(suffixes[0])}."
             )
         unused_flags = {
             "--min-reward": self.min_reward is not None,
@@ -64,34 +64,33 @@ class ExportOptions:
         for name, is_given in unused_flags.items():
             if is_given and self.kind not in SETS:
                 raise ConfigError(
-                    f"{name} is for sets to learn from, and `--as {self.kind}` writes everything. Leave it out."
+                    f"{name} is for `--as sft` and `--as dpo`; `--as {self.kind}` writes everything. Leave it out."
                 )
         if self.min_gap and self.kind != "dpo":
             raise ConfigError(
-                f"--min-gap is for pairs, and `--as {self.kind}` writes none. Leave it out, or: --as dpo."
+                f"--min-gap is for pairs, and `--as {self.kind}` writes none. Leave it out, or give --as dpo."
             )
         if self.kind == "dpo" and self.split != "train":
             raise ConfigError(
-                "Pairs are made of several tries at one task, and rollouts that score the model are one to a task. "
-                "Leave --split out."
+                "A pair needs several rollouts of one task, and evaluation has one rollout a task. Leave --split out."
             )
         if self.kind == "otlp" and self.model is not None:
-            raise ConfigError("--model says where a tokenizer is, and `--as otlp` needs none. Leave it out.")
+            raise ConfigError("--model names a tokenizer, and `--as otlp` needs none. Leave it out.")
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What came of it."""
+    """The result of an export."""
 
     file: Path
     rows: int
     skipped: dict[str, int]
     changed: int
-    """Rows of text that are other tokens when they are read again."""
+    """The number of text rows that tokenize differently from the run."""
 
 
 def export_rollouts(options: ExportOptions, console: Console | None = None) -> ExportResult:
-    """Write the rollouts of a run to a file, and say what was written and what to do with it."""
+    """Write the rollouts of a run to a file, and print the result and the next command."""
     options.check()
     console = make_console() if console is None else console
     with open_journal(options.run) as store, atomic_path(options.to) as draft:
@@ -112,7 +111,7 @@ def export_rollouts(options: ExportOptions, console: Console | None = None) -> E
 
 
 def _rows(options: ExportOptions, store: Journal) -> tuple[Iterator[Row], DatasetBuilder | None]:
-    """What is written, and who counts what is not."""
+    """Return the rows to write, and the builder that counts the skipped ones; None for formats without skips."""
     reward_of = reward_getter(options.run)
     if options.kind in SETS:
         tokenizer = load_tokenizer(options.run, options.model)
@@ -130,13 +129,13 @@ def _rows(options: ExportOptions, store: Journal) -> tuple[Iterator[Row], Datase
 
 
 def _optional_tokenizer(options: ExportOptions) -> Tokenizer | None:
-    """The tokenizer, if it is still there: what the model was shown has its ids without one."""
+    """Load the tokenizer if it is still there; without one, prompts are written as ids only."""
     try:
         return load_tokenizer(options.run, options.model)
     except ConfigError as error:
         if options.model is not None:
             raise
-        get_logger("tools").warning("What the model was shown is written as ids alone. %s", error)
+        get_logger("tools").warning("The prompts are written as ids only. %s", error)
         return None
 
 
@@ -151,14 +150,14 @@ def _nothing_message(options: ExportOptions, skipped: Counter[str]) -> str:
     if not reasons:
         kind = "settled task" if options.kind == "dpo" else f"rollout of the split '{options.split}'"
         return f"The run in {options.run} has no {kind} yet. Wait, or choose another --split (train, val, all)."
-    return f"Nothing of the run in {options.run} is as asked: of what it has, {reasons}. Ask for less."
+    return f"No rollout of the run in {options.run} matches the options: {reasons}. Loosen the options."
 
 
 def _show(options: ExportOptions, result: ExportResult, console: Console) -> None:
-    kind = {"sft": "rows to learn", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[options.kind]
+    kind = {"sft": "training rows", "dpo": "pairs", "jsonl": "rollouts", "otlp": "traces"}[options.kind]
     console.print(Text(f"{result.rows:,} {kind} in {result.file}"), soft_wrap=True)
     for reason, count in result.skipped.items():
-        console.print(Text(f"left out: {count:,} {reason}", "yellow"), soft_wrap=True)
+        console.print(Text(f"skipped: {count:,} {reason}", "yellow"), soft_wrap=True)
     if result.changed:
         message = f"{result.changed:,} of them tokenize differently from the run; `--form ids` keeps the exact tokens"
         console.print(Text(message, "yellow"), soft_wrap=True)
@@ -167,12 +166,12 @@ def _show(options: ExportOptions, result: ExportResult, console: Console) -> Non
 
 
 def _next(options: ExportOptions) -> str | None:
-    """What to type next."""
+    """Return the next command; None if there is none."""
     if options.kind in SETS:
         return f"etude {options.kind} model.path=MODEL data.train=[{options.to}]"
     return None
 
 
 def to_dict(result: ExportResult) -> dict[str, Any]:
-    """What came of it, as plain data."""
+    """Return the result as plain data."""
     return {"file": str(result.file), "rows": result.rows, "skipped": result.skipped, "changed": result.changed}

@@ -1,4 +1,4 @@
-"""A rollout as one JSON object, with all that is known of it."""
+"""A rollout as one JSON object, with everything recorded about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["rollout_to_dict"]
 
 
 def rollout_to_dict(rollout: RolloutRecord, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The rollout; with what the model was shown as text, where there is a tokenizer."""
+    """Return a rollout as a JSON object; with a tokenizer, prompts are included as text too."""
     state = rollout.state
     record: dict[str, Any] = {
         "rollout": state.id,
@@ -66,5 +66,5 @@ def _turn(turn: Turn, at: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def floats_to_json(values: NDArray[np.float32]) -> list[float | None]:
-    """As many digits as single precision has, and nothing for what is no number in JSON."""
+    """Return floats with the digits of single precision, and None for values that JSON does not have."""
     return [float(f"{value:.9g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,11 +1,10 @@
-"""A rollout as a trace of OpenTelemetry's: a span for it, one for each attempt, one for each turn, and the spans that
-an agent sent of its own.
+"""A rollout as an OpenTelemetry trace: a span for the rollout, each attempt and each turn, and the agent's own spans.
 
-The form is that of OTLP in JSON, an export a line, which collectors read from files (`otlpjsonfile`) and take by POST
-at `/v1/traces`. Ids follow from the run and the rollout, so that what is exported twice is the same trace.
+The format is OTLP/JSON, one export a line. Collectors read it from files (`otlpjsonfile`), or take it by POST at
+`/v1/traces`. Ids are derived from the run and the rollout, so that a second export gives the same trace.
 
-A journal says when a turn was written down, and not when its call began: a turn's span begins where the one before it
-ended, and has the agent's own work in it.
+The journal has the time at which a turn was recorded, and not the start of its request. A turn's span therefore begins
+at the end of the previous one, and includes the agent's own work.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ __all__ = ["Span", "rollout_to_otlp"]
 
 Span = dict[str, Any]
 SPAN, SCOPE = "span", "etude"
-"""What a note is called that is a span; and who made the spans that are made here."""
+"""The name of a note that is a span, and the scope of the spans that are created here."""
 INTERNAL, CLIENT, OK, ERROR = 1, 3, 1, 2
 SECOND = 10**9
 NONFINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-"""How the JSON of protobuf writes what JSON has no number for."""
+"""Non-finite numbers in the JSON of protobuf."""
 
 
 def rollout_to_otlp(rollout: RolloutRecord, run: str) -> dict[str, Any]:
-    """One export: the spans of a rollout."""
+    """Return one export: the spans of a rollout."""
     resource = {"service.name": "etude", "etude.run": run, "etude.rollout": rollout.state.id}
     own_scope = {"scope": {"name": SCOPE}, "spans": list(_spans(rollout, run))}
     agent_scopes = _agent_scopes(note for record in rollout.attempts for note in record.notes)
@@ -89,7 +88,7 @@ def _attempt_spans(index: int, attempt: AttemptState, record: AttemptRecord, run
 
 
 def _turn_attributes(turn: Turn) -> dict[str, Any]:
-    """A turn in the words of OpenTelemetry's conventions for models, and what those have no word for."""
+    """Return a turn's attributes, in OpenTelemetry's conventions for generative AI, and others under `etude.`."""
     completion = turn.completion
     versions = {"etude.version.min": int(completion.version.min()), "etude.version.max": int(completion.version.max())}
     return {
@@ -108,7 +107,7 @@ def _turn_attributes(turn: Turn) -> dict[str, Any]:
 
 
 def _agent_scopes(notes: Iterable[NoteRecorded]) -> Iterator[dict[str, Any]]:
-    """The spans that an agent sent, as it sent them."""
+    """Iterate over the agent's own spans, each in its scope."""
     for note in notes:
         if _is_span(note):
             data = note.data
@@ -138,7 +137,7 @@ def _is_span(note: NoteRecorded) -> bool:
 
 
 def _span_ids(run: str, rollout: int, *path: int) -> Span:
-    """The ids of a trace, and of a span in it."""
+    """Return the id of a trace, and of a span in it."""
     trace_id = blake2b(f"{run}/{rollout}".encode(), digest_size=16).hexdigest()
     span_id = blake2b(f"{run}/{rollout}/{path}".encode(), digest_size=8).hexdigest()
     return {"traceId": trace_id, "spanId": span_id}
@@ -166,7 +165,7 @@ def _status(status: str, message: str) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
-    """Nanoseconds, as text, which is how JSON has numbers of 64 bits there."""
+    """Return nanoseconds as text: OTLP/JSON writes 64-bit integers as strings."""
     whole = math.floor(seconds)
     return str(whole * SECOND + round((seconds - whole) * SECOND))
 

@@ -1,4 +1,4 @@
-"""A run's journal, read rollout by rollout, while it may be written."""
+"""Reader of a run's journal, rollout by rollout; the run may write to it at the same time."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ RewardGetter: TypeAlias = Callable[[RolloutState], float | None]
 
 @dataclass
 class AttemptRecord:
-    """What happened in one attempt."""
+    """The recorded events of one attempt."""
 
     turns: list[Turn] = field(default_factory=list)
-    """In order, each with what it was paid."""
+    """The turns in order, each with its reward."""
     times: list[float] = field(default_factory=list)
-    """When each was written down."""
+    """The time at which each turn was recorded."""
     notes: list[NoteRecorded] = field(default_factory=list)
     began: float = 0.0
     ended: float = 0.0
@@ -62,34 +62,34 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """A rollout, its task, and all that happened in it."""
+    """A rollout, its task, and its attempts."""
 
     state: RolloutState
     task: TaskState
     attempts: list[AttemptRecord]
     reward: float | None
-    """What it counted for, once it is judged; None for nothing."""
+    """The reward that training used; None if there is none."""
 
     @property
     def turns(self) -> list[Turn]:
-        """Those of the attempt that counts."""
+        """The turns of the last attempt, the one that counts."""
         return self.attempts[-1].turns if self.attempts else []
 
 
 @contextmanager
 def open_journal(directory: Path) -> Iterator[Journal]:
-    """The journal of a run."""
+    """Open the journal of a run for reading."""
     file = directory / JOURNAL
     if not file.is_file():
         raise ConfigError(
-            f"{directory} holds no {JOURNAL}, so no rollouts of a run. Give the directory that `etude train` printed."
+            f"{directory} has no {JOURNAL}, so it has no rollouts. Give the directory that `etude train` printed."
         )
     with closing(open_store(file, read_only=True)) as store:
         yield store
 
 
 def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
-    """The tokenizer that a run's ids are of: in a directory that was named, or where the run found it."""
+    """Load the tokenizer of a run's ids, from `model` or from the run's own path."""
     if model is not None:
         return Tokenizer.load(model)
     options = read_options(directory)["model"]
@@ -97,12 +97,12 @@ def load_tokenizer(directory: Path, model: Path | None) -> Tokenizer:
         return Tokenizer.load(Path(options["tokenizer"] or options["path"]))
     except ConfigError as error:
         raise ConfigError(
-            f"The tokenizer of {directory} cannot be read. {error} Say where it is now: --model."
+            f"The tokenizer of {directory} cannot be read. {error} Name its directory with --model."
         ) from error
 
 
 def reward_getter(directory: Path) -> RewardGetter:
-    """What the rollouts of a run counted for: all that each earned, or what the failure of an agent did."""
+    """Return the function that gives a rollout's reward: its total, or the reward of a failed agent."""
     options = read_options(directory) if (directory / OPTIONS).exists() else {}
     agent = options.get("agent", {})
     if agent.get("path") is None:
@@ -111,15 +111,17 @@ def reward_getter(directory: Path) -> RewardGetter:
 
 
 def read_rollouts(store: Journal, split: Split, reward_of: RewardGetter) -> Iterator[RolloutRecord]:
-    """Every rollout of a split, by id."""
+    """Iterate over the rollouts of a split, by id."""
     for state in store.iter_states(RolloutState):
         if split in ("all", state.use):
             yield _read_rollout(store, state, reward_of)
 
 
 def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[list[RolloutRecord]]:
-    """The tries at each task that a step trained on or left out: whole groups, to which nothing is added any more.
-    Tasks that scored the model are none of them."""
+    """Iterate over the complete groups of rollouts, one for each task that a step trained on or dropped.
+
+    Evaluation tasks are not included.
+    """
     for task in store.iter_states(TaskState):
         if task.phase is not Phase.OPEN and task.id < FIRST_EVALUATION_ORDINAL:
             states = store.load_states(RolloutState, task.rollouts)
@@ -127,7 +129,7 @@ def read_settled_groups(store: Journal, reward_of: RewardGetter) -> Iterator[lis
 
 
 def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) -> RolloutRecord:
-    """What happened in a rollout up to now; what is written of it while it is read may be left out."""
+    """Read the events of a rollout so far; events that are written during the read may be missing."""
     attempts = [AttemptRecord() for _ in state.attempts]
     rewards: defaultdict[tuple[int, int], float] = defaultdict(float)
     for _, event in store.read(rollout=state.id):
@@ -154,5 +156,5 @@ def _read_rollout(store: Journal, state: RolloutState, reward_of: RewardGetter) 
 
 
 def task_columns(task: TaskState) -> dict[str, Any]:
-    """A task, as files tell of it."""
+    """Return the columns of a task."""
     return {"task": task.id, "row": task.row, "data_source": task.source}

@@ -1,4 +1,4 @@
-"""Rows become a file: some at a time, whole or not there, and never over one that is there."""
+"""Writers of rows: in batches, atomic, and never over an existing file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from etude.errors import ConfigError
 __all__ = ["RowWriter", "atomic_path", "open_writer"]
 
 MOST_ROWS, MOST_TOKENS = 1024, 2**18
-"""After so many rows, or about so many tokens, what was collected is written out."""
+"""The most rows, and about the most tokens, of a written batch."""
 
 
 class RowWriter(Protocol):
-    """Whoever writes rows."""
+    """A writer of rows."""
 
     def write(self, row: dict[str, Any]) -> None:
-        """One more."""
+        """Write one row."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -36,13 +36,13 @@ class RowWriter(Protocol):
 
 
 class JsonlWriter:
-    """JSON, an object a line."""
+    """A writer of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """One more line."""
+        """Write one line."""
         try:
             line = _json(row)
         except ValueError:
@@ -57,7 +57,7 @@ class JsonlWriter:
 
 
 def _without_nonfinite(value: Any) -> Any:
-    """The same, with nothing in place of what JSON has no number for: tasks and notes may hold NaN."""
+    """Replace NaN and infinities by None: tasks and notes may have them, and JSON does not."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def _json(row: Any) -> str:
 
 
 class ParquetWriter:
-    """Parquet."""
+    """A writer of Parquet files."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._file, self._schema = pq.ParquetWriter(path, schema, compression="zstd"), schema
@@ -80,7 +80,7 @@ class ParquetWriter:
         self._tokens = 0
 
     def write(self, row: dict[str, Any]) -> None:
-        """One more row."""
+        """Add one row to the batch, and write the batch when it is full."""
         self._rows.append(row)
         self._tokens += _size(row)
         if len(self._rows) >= MOST_ROWS or self._tokens >= MOST_TOKENS:
@@ -108,18 +108,18 @@ def _size(value: Any) -> int:
 
 
 def open_writer(path: Path, suffix: str, schema: pa.Schema | None) -> RowWriter:
-    """Whoever writes this kind of file."""
+    """Open a writer for a file of this suffix."""
     if suffix == ".parquet":
-        assert schema is not None, "only sets are tables"
+        assert schema is not None, "Parquet needs a schema"
         return ParquetWriter(path, schema)
     return JsonlWriter(path)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Where to write a file that is not there until it is whole."""
+    """Yield a draft path to write to, and rename it to `path` at the end."""
     if path.exists():
-        raise ConfigError(f"{path} is there already. Give another name, or move it away.")
+        raise ConfigError(f"{path} exists already. Give another name, or move it away.")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     try:

@@ -1,11 +1,11 @@
-"""What a shell offers for a half-written command line: commands, flags, presets, options of a run, choices, paths.
+"""Shell completion: commands, flags, presets, options of a run, choices and paths.
 
-    shells/       the scripts, which only ask and show
-    offers.py     the answer, from the parser and from what is kept; it loads nothing heavy
-    words.py      every option of every command, read from the classes and kept in the user's cache directory
+    shells/            the scripts of the shells, which call `etude complete`
+    suggest.py         the suggestions, from the parser and the option cache; it imports only the standard library
+    option_cache.py    the options of all commands, read from their classes into the user's cache directory
 
-A key press must be answered at once, and the options are fields of classes that load torch. So they are read once for
-each state of the sources, by a process of its own, and until it is done what was kept before is offered.
+A key press needs an immediate reply, and the options are fields of classes that import torch. So a separate process
+reads the options once for each state of the sources. Until it is done, the previous cache is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every option of every command, as plain data: read from the classes that they are fields of.
+"""The options of all commands as plain data, read from the fields of their classes.
 
-Reading loads torch and takes seconds, so it is done by a process of its own, and kept under a name that changes with
-the sources and with the environment.
+Reading imports torch and takes seconds. A separate process does it, and stores the result in a file whose name depends
+on the sources and the environment.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from etude.tools.shell_completion.suggest import cache_file
 __all__ = ["FILE_OPTIONS", "collect_options", "write_cache"]
 
 FILE_OPTIONS = frozenset({"data.train", "data.val", "reward.path"})
-"""Options that are text and name files."""
+"""Options of type text that are file names."""
 MAX_CACHE_FILES = 8
 
 
 def write_cache(cache: Path, roots: Sequence[str]) -> Path:
-    """Read the options of these classes, and keep them, and a few that were kept of other sources before."""
+    """Write the options of these classes to the cache, and remove all but the newest cache files."""
     path = cache_file(cache)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -46,7 +46,7 @@ def write_cache(cache: Path, roots: Sequence[str]) -> Path:
 
 
 def collect_options(roots: Sequence[str]) -> dict[str, Any]:
-    """The options of each class, the presets, and what the commands that do not read all of them read."""
+    """Return the options of each class, the presets, and the option subsets of commands that do not use all."""
     return {
         "options": {root: _merge_options(_options(load_plugin(root, BaseModel))) for root in roots},
         "presets": {name: _preset(path) for name, path in PRESETS.items()},
@@ -55,14 +55,14 @@ def collect_options(roots: Sequence[str]) -> dict[str, Any]:
 
 
 def _preset(path: Path) -> dict[str, Any]:
-    """What a preset is for, and what it chooses."""
+    """Return a preset's description, and its choices."""
     text = path.read_text(encoding="utf-8")
     meaning = text.lstrip("# ").split(": ")[0].splitlines()[0]
     return {"meaning": meaning, "chosen": dict(_named_choices(yaml.safe_load(text) or {}))}
 
 
 def _named_choices(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """What may be a choice in a file: a path, and the name that is chosen there."""
+    """Iterate over possible choices in a file: the path and the name."""
     for key, value in tree.items():
         here = join_path(path, key)
         if isinstance(value, Mapping):
@@ -72,7 +72,7 @@ def _named_choices(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[st
 
 
 def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """Every option that a class can have: what it takes, what it means, and what must be chosen for it to be there."""
+    """Iterate over the options of a class: values, description, and the choices that the option depends on."""
     for name, field in kind.model_fields.items():
         here, options = join_path(path, name), options_of(field.annotation, field.metadata)
         option = {"path": here, "meaning": field.description or "", "when": dict(when or {})}
@@ -80,7 +80,7 @@ def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | No
             default = read_default(field)
             chosen = options.name_of(default) if default is None or isinstance(default, BaseModel) else ""
             values = [[choice, _first_line(choice_class)] for choice, choice_class in options.table.items()]
-            none = [[NONE, "nothing of the kind"]] if options.optional else []
+            none = [[NONE, "switch it off"]] if options.optional else []
             yield {**option, "values": values + none, "chosen": chosen}
             for choice, choice_class in options.table.items():
                 yield from _options(choice_class, here, {**(when or {}), here: choice})
@@ -91,7 +91,7 @@ def _options(kind: type[BaseModel], path: str = "", when: Mapping[str, str] | No
 
 
 def _describe_value(field: FieldInfo, path: str) -> dict[str, Any]:
-    """What a single value can be: some words, a path, or anything; and whether it is a list of such."""
+    """Describe the values of an option: fixed words, a path, or anything; and if it is a list."""
     kinds = list(_kinds(field.annotation))
     values = [word for kind in kinds for word in (get_args(kind) if get_origin(kind) is Literal else ())]
     values += ["true", "false"] if bool in kinds else []
@@ -105,7 +105,7 @@ def _describe_value(field: FieldInfo, path: str) -> dict[str, Any]:
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """What a union may be, without what it is marked with."""
+    """Iterate over the members of a union, without annotations."""
     if get_origin(annotation) is Annotated:
         yield from _members(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -116,7 +116,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """What a value, or an entry of a list of them, may be."""
+    """Iterate over the types of a value, or of a list's items."""
     for kind in _members(annotation):
         if get_origin(kind) in (tuple, list):
             yield from (member for inner in get_args(kind) if inner is not Ellipsis for member in _members(inner))
@@ -125,7 +125,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _merge_options(options: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Options that several choices have are one, which is there with any of them."""
+    """Merge options that several choices have into one, which depends on any of them."""
     merged: dict[str, dict[str, Any]] = {}
     for option in options:
         existing = merged.setdefault(option["path"], {**option, "when": []})

@@ -1,6 +1,6 @@
-"""What can stand where the cursor is: from the words before it, the parser, and the options that were kept.
+"""Completion suggestions, from the words before the cursor, the parser, and the option cache.
 
-Only the standard library is loaded here, for each press of the key starts Python anew.
+This file imports only the standard library, because each key press starts a new Python.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = [
 
 PACKAGE = Path(__file__).parents[2]
 READ_TIMEOUT_S = 120.0
-"""Seconds after which a process that reads the options is taken to have failed."""
+"""Seconds after which the process that reads the options counts as failed."""
 MIN_MATCH_LENGTH = 3
-"""Letters by which an option may be found inside its name."""
+"""The shortest text that may match inside an option's name."""
 
 
 class Suggestion(NamedTuple):
-    """Something that can stand there."""
+    """One possible word."""
 
     text: str
-    """The whole word. A space ends it where the word is complete."""
+    """The whole word, with a space at the end if it is complete."""
     meaning: str = ""
 
 
 def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) -> list[Suggestion]:
-    """What can stand in place of the last of these words, after the others; `cache` is where options are kept."""
+    """Return the suggestions for the last of these words. cache: the directory of the option cache."""
     *before, current = words
     command, names, rest = _command(parser, before)
     if current.startswith("-"):
@@ -67,13 +67,13 @@ def suggest(parser: argparse.ArgumentParser, words: Sequence[str], cache: Path) 
 
 
 def completion_script(shell: str, cache: Path) -> str:
-    """What a shell is to read, with the place where options are kept written into it."""
+    """Return the script of a shell, with the cache directory filled in."""
     text = (Path(__file__).parent / "shells" / f"etude.{shell}").read_text(encoding="utf-8")
     return text.replace("@CACHE@", shlex.quote(str(cache)))
 
 
 def unquote(word: str) -> str:
-    """A word as the shell would hand it on; one in quotes that are still open is left as it is."""
+    """Remove the shell quoting of a word; leave a word with an open quote."""
     try:
         return " ".join(shlex.split(word)) if word else ""
     except ValueError:
@@ -81,7 +81,7 @@ def unquote(word: str) -> str:
 
 
 def split_words(line: str, program: str) -> list[str] | None:
-    """The words of a line after the program's name; None where the last one is in quotes: the shell's business."""
+    """Split a line into the words after the program's name; return None if the last word is quoted."""
     words, quote, quoted = [""], "", False
     letters = iter(line)
     for letter in letters:
@@ -102,7 +102,7 @@ def split_words(line: str, program: str) -> list[str] | None:
 
 
 def format_for_bash(suggestions: Sequence[Suggestion], current: str, breaks: str) -> list[str]:
-    """What bash puts in place of the last word; for bash that begins after a sign at which it breaks words."""
+    """Return the texts for bash, which replaces only the part after a sign at which it breaks words."""
     signs = [sign for sign in current if sign in breaks and sign in "=:"]
     texts = [suggestion.text for suggestion in suggestions]
     for sign in signs:
@@ -111,7 +111,7 @@ def format_for_bash(suggestions: Sequence[Suggestion], current: str, breaks: str
 
 
 def cache_file(cache: Path) -> Path:
-    """The file that holds the options of these sources, in this environment."""
+    """Return the cache file for these sources and this environment."""
     state = blake2b(sys.prefix.encode(), digest_size=12)
     for directory, inner, files in os.walk(PACKAGE):
         inner[:] = sorted(name for name in inner if name != "__pycache__")
@@ -122,10 +122,10 @@ def cache_file(cache: Path) -> Path:
 
 
 def refresh(cache: Path) -> None:
-    """Have the options read by a process of its own, unless one is at it, or they are kept already."""
+    """Start a process that reads the options, unless they are cached or such a process is running."""
     file = cache_file(cache)
     marker = file.with_suffix(".reading")
-    with suppress(OSError):  # where nothing can be kept, no options are offered, and all else is
+    with suppress(OSError):  # without a writable cache, everything but options is suggested
         if file.exists() or (marker.exists() and time.time() - marker.stat().st_mtime < READ_TIMEOUT_S):
             return
         marker.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def refresh(cache: Path) -> None:
 
 
 def option_classes(parser: argparse.ArgumentParser) -> list[str]:
-    """Every class whose fields are options of a command, as `module:Name`."""
+    """Return all classes whose fields are options of a command, as `module:Name`."""
     classes = list((parser.get_default("roots") or {}).values())
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -148,7 +148,7 @@ def option_classes(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.ArgumentParser, str, list[str]]:
-    """The parser that these words lead to, its name, and those that are left to it."""
+    """Return the parser of the subcommand in these words, its name, and the remaining words."""
     name, rest = "", list(words)
     for index, word in enumerate(words):
         subcommands = next(
@@ -163,7 +163,7 @@ def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[arg
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The names of the commands below one, with what their help says; a command without help is not for people."""
+    """Return the subcommands with their help; commands without a help are internal."""
     commands: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -179,7 +179,7 @@ def _flags(parser: argparse.ArgumentParser, current: str) -> Iterator[Suggestion
 
 
 def _pending_flag(parser: argparse.ArgumentParser, rest: Sequence[str]) -> argparse.Action | None:
-    """The flag that waits for its value."""
+    """Return the flag that needs the current word as its value."""
     for action in parser._actions:
         if rest and rest[-1] in action.option_strings and action.nargs != 0:
             return action
@@ -197,7 +197,7 @@ def _suggest_argument(action: argparse.Action, current: str) -> Iterator[Suggest
 
 
 def _load_options(cache: Path) -> dict[str, Any]:
-    """The options that were kept: of these sources, or until those are read, what was kept last."""
+    """Load the cached options of these sources, or the newest cache while they are read."""
     file = cache_file(cache)
     if not file.exists():
         refresh(cache)
@@ -212,7 +212,7 @@ def _load_options(cache: Path) -> dict[str, Any]:
 def _suggest_for_run(
     command: argparse.ArgumentParser, name: str, rest: Sequence[str], current: str, known: Mapping[str, Any]
 ) -> Iterator[Suggestion]:
-    """What a command offers that takes options."""
+    """Iterate over the suggestions of a command with run options."""
     roots = command.get_default("roots")
     root = next((root for word, root in roots.items() if word in rest), roots.get(""))
     options = known["options"].get(root, [])
@@ -234,7 +234,7 @@ def _suggest_for_run(
 def _suggest_names(
     words: str, roots: Mapping[str, str], current: str, known: Mapping[str, Any]
 ) -> Iterator[Suggestion]:
-    """What a command is about, which is named without an equals sign: a preset, a set of data, a file, a run."""
+    """Iterate over names without an equals sign: a preset, a data set, a file or a run."""
     if "PRESET" in words:
         names = sorted(path.stem for path in (PACKAGE / "recipes" / "presets").glob("*.yaml"))
         meanings = {name: preset["meaning"] for name, preset in known["presets"].items()}
@@ -249,7 +249,7 @@ def _suggest_names(
 def _available_options(
     options: Sequence[Mapping[str, Any]], rest: Sequence[str], known: Mapping[str, Any]
 ) -> list[Any]:
-    """The options that are there by what was chosen so far; all of them where a file or a run may choose."""
+    """Return the options that the choices so far allow; all options if a file or a run may make choices."""
     if any(not word.startswith("--demo") and "=" not in word and word not in known["presets"] for word in rest):
         return list(options)
     chosen = {option["path"]: option["chosen"] for option in options if "chosen" in option}
@@ -264,7 +264,7 @@ def _available_options(
 
 
 def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Suggestion]:
-    """Options by their names, a part of a dotted path at a time; by a part of the last name where none begins so."""
+    """Iterate over option names, one part of the dotted path at a time; else those that contain the text."""
     parent = current.rpartition(".")[0]
     start = len(parent) + 1 if parent else 0
     suggestions: dict[str, str] = {}
@@ -281,7 +281,7 @@ def _keys(options: Sequence[Mapping[str, Any]], current: str) -> Iterator[Sugges
 
 
 def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
-    """What an option can be set to."""
+    """Iterate over the values of an option."""
     key, is_list = option["path"], option.get("list", False)
     if is_list and not value and (option["values"] or option["paths"]):
         yield Suggestion(f"{key}=[", option["meaning"])
@@ -297,9 +297,9 @@ def _values(option: Mapping[str, Any], value: str) -> Iterator[Suggestion]:
 
 
 def _paths(current: str, *, directories: bool = False) -> Iterator[Suggestion]:
-    """Files and directories that begin so; hidden ones where the dot is typed."""
+    """Iterate over files and directories with this prefix; hidden ones only after a typed dot."""
     parent, slash, name = current.rpartition("/")
-    with suppress(OSError, RuntimeError):  # a folder that cannot be read, a home that is not known
+    with suppress(OSError, RuntimeError):  # an unreadable directory, an unknown home
         for entry in sorted(Path(parent + slash).expanduser().iterdir()):
             if not entry.name.startswith(name) or (entry.name.startswith(".") and not name):
                 continue
