@@ -162,7 +162,7 @@ class MirroredRolloutQueue(RemoteRolloutQueue):
 
     def __init__(self, url: str, key: str, journal: Journal, epoch: int) -> None:
         super().__init__(url, key)
-        self._journal, self._life = journal, epoch
+        self._journal, self._epoch = journal, epoch
         self._unknown: dict[int, RolloutState] = {}
         """Rollouts that ended there and are unknown here, because the journal was restored from an earlier copy."""
 

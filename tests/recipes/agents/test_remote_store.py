@@ -93,7 +93,7 @@ def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> Non
         for id in range(3):
             assert told(mine, id) == told(theirs, id) and mine.rollout(id).sealed
         assert [mine.rollout(id).status for id in range(3)] == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
-        with pytest.raises(IllegalTransitionError, match="Rollout 1 was read by the run that wanted it"):
+        with pytest.raises(IllegalTransitionError, match="Rollout 1 is sealed, since its run has read it"):
             await there.record_reward(second.attempt_id, 0.5, turn=0)
         await there.record_note(first.attempt_id, "afterwards", None)
         (said,) = await far.turns(0, 0)
