@@ -41,7 +41,9 @@ class Model:
     for each word: transformers' sequence classification with one label, read at any token.
     """
 
-    def __init__(self, module: PreTrainedModel, float32_weights: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, module: PreTrainedModel, float32_weights: Mapping[str, Tensor] | None = None, *, fused: bool = True
+    ) -> None:
         """`exact` are the weights before they were rounded to the dtype of the module, of those that rounding changed;
         see `take_float32_weights`."""
         if module.device.type == "cpu":
@@ -59,7 +61,9 @@ class Model:
         """Whether its head gives a number and not logits."""
         self._head: Any = self.module.score if self.has_score_head else self.module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.logit_scale, self.logit_cap = (1.0, None) if self.has_score_head else _logit_scale_and_cap(config)
-        self._backbone: Backbone = FusedBackbone(module) if supports_fused(module) else TransformersBackbone(module)
+        self._backbone: Backbone = (
+            FusedBackbone(module) if fused and supports_fused(module) else TransformersBackbone(module)
+        )
         if isinstance(self._backbone, TransformersBackbone):
             verify_model(self)
         self.query_heads: int = config.num_attention_heads

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from etude.train.config import MeshConfig, TrainConfig
     from etude.train.flops import measure_matmul_flops
     from etude.train.frozen_model import FrozenModel
-    from etude.train.fsdp import Learner, Objective, load_weights, read_weights
+    from etude.train.learner import Learner, Objective, load_weights, read_weights
     from etude.train.mesh import Mesh
     from etude.train.score import ModelScorer
 
@@ -33,7 +33,7 @@ __getattr__ = lazy_getattr(
         "config": ("MeshConfig", "TrainConfig"),
         "flops": ("measure_matmul_flops",),
         "frozen_model": ("FrozenModel",),
-        "fsdp": ("Learner", "Objective", "load_weights", "read_weights"),
+        "learner": ("Learner", "Objective", "load_weights", "read_weights"),
         "mesh": ("Mesh",),
         "score": ("ModelScorer",),
     },

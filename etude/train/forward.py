@@ -106,6 +106,14 @@ class ForwardPass:
             found["score"] = self._score(hidden, pack, batch)
         return ForwardResult(found, pack, len(at))
 
+    def runs_model(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> bool:
+        """Return True if these outputs need a pass over the model: if there is a token, or a rollout, to judge."""
+        judged = batch.num_tokens if wanted & ROLLOUT_OUTPUTS else 0
+        mask = batch.action
+        if observations:
+            mask = mask | batch.require("observation", needed_by="An objective that learns from tool output")
+        return bool(judged) or (bool(wanted - ROLLOUT_OUTPUTS) and bool(mask.any()))
+
     def top_tokens(self, batch: Batch, count: int, among: int) -> tuple[Tensor, Tensor]:
         """[T, k] of each: at every action token the ids that are likeliest there, of the first `among` of the
         vocabulary, and their log-probs among those; NaN elsewhere."""

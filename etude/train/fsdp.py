@@ -1,420 +1,241 @@
-"""The learner: owner of a model's weights, their optimizer and their version.
+"""The engine of many ranks: weights, gradients and optimizer in shards, by PyTorch's FSDP2.
 
-    update batch ──► micro-batches ──► forward ──► objective ──► backward ──┐   until all are through
-                                                                            ▼
-                                     weights ◄── AdamW ◄── clip ◄── one gradient
+    ShardedModel (root)                 embedding, final norm, head     whole for a micro-batch
+    └─ each decoder layer               one FSDP group each             whole while it computes
+                                        │
+    AdamW over the DTensors  ◄──────────┘  gradients: sums over ranks, in float32
 
-An update is one optimizer step. How its batch was cut, packed or shared changes nothing but time and memory: the
-objective divides by counts of the whole update batch, and gradients add up.
+Whatever computes with weights runs inside the root's forward pass, where the root's weights are whole and each layer's
+hooks fire. Every rank makes the same passes: one without a micro-batch computes a single token and adds nothing.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from etude.algorithms import Denominators, LossValue, Outputs, View
 from etude.algorithms.view import Ranks
-from etude.batch import COLUMNS as KINDS
-from etude.batch import Batch, ColumnKind, Pack
-from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
-from etude.data.pack import pack_prefix_tree
-from etude.errors import ConfigError, TrainingError
+from etude.batch import Batch, Pack
+from etude.checkpoint import TensorTree
 from etude.models import Model
-from etude.observe import Last, Max, Mean, Metrics, Sum
-from etude.protocols import Gather, Split, dispatch_mode
+from etude.models.lora_layers import external_name
+from etude.models.transformers_backbone import decoder_layers
 from etude.train.config import TrainConfig
-from etude.train.flops import ModelFlops
-from etude.train.forward import ForwardPass, ReferenceModel, iterate_micro_batches
-from etude.train.mesh import Mesh
-from etude.train.offload import OffloadedTensors
-from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer, compute_learning_rate
-from etude.train.ranks import count_ranks, current_ranks, max_over_ranks, sum_denominators
-from etude.train.shards import BUCKET, kept
+from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
+from etude.train.optim import PRECISIONS, ShardedOptimizer, StepResult
+from etude.train.ranks import DistributedRanks, current_ranks, max_over_ranks
 
-__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
-
-LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
-SCORING = {"value": "value", "final_value": "score"}
-"""The batch columns that a model of either head can tell, and what they are called while they are computed: what the
-state after a rollout's last token is worth is read where a score is."""
+__all__ = ["FsdpBackend", "ShardedModel"]
 
 
-class Objective(Protocol):
-    """What is minimised. It may change from one update to the next; the learner keeps nothing of it."""
+class ShardedModel(nn.Module):
+    """A model whose weights each rank holds a shard of. `run` computes with them.
+
+    The root group holds the embedding, the final norm and the head; each decoder layer is a group of its own. Gradients
+    are summed over ranks, because losses are divided by the counts of the whole update batch already.
+    """
+
+    def __init__(self, model: Model, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None = None) -> None:
+        """compute_dtype: the dtype of forward passes; None is that of the weights."""
+        super().__init__()
+        self.module: nn.Module = model.module
+        self._model = [model]  # in a list, so that it is no submodule
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
+        )
+        self.layers = decoder_layers(model.module, model.num_layers)
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self, mesh=mesh, mp_policy=policy)
+        for group in self.groups():
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+        cast(FSDPModule, self).set_reduce_scatter_unused_params(True)
 
     @property
-    def split_unit(self) -> Literal["rollout", "group"]:
-        """What must stay in one micro-batch."""
-        ...
+    def model(self) -> Model:
+        """The model over the same modules."""
+        return self._model[0]
 
-    def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
-        ...
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Run `compute` while the root's weights are whole. It returns tensors, in a list or a dict."""
+        return compute()
 
-    def forward_outputs(self) -> frozenset[str]:
-        """What the forward pass must compute for it: names of fields of `Outputs`."""
-        ...
+    def groups(self) -> Iterator[FSDPModule]:
+        """The FSDP groups: the root and each layer."""
+        return (each for each in self.modules() if isinstance(each, FSDPModule))
 
-    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
-        """The share of a micro-batch, where `denominators` counts the update batch."""
-        ...
+    def reshard(self) -> None:
+        """Release the root's whole weights after a pass without a gradient."""
+        for group in self.groups():
+            group.reshard()
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight whole, by its external name, a group at a time. Every rank consumes all of them."""
+        layers = {id(layer): layer for layer in self.layers}
+        names = {id(layer): name for name, layer in self.module.named_modules() if id(layer) in layers}
+        yield from self._group_weights(cast(FSDPModule, self), self.module, "", skip=set(layers))
+        for layer in self.layers:
+            yield from self._group_weights(cast(FSDPModule, layer), layer, f"{names[id(layer)]}.", skip=set())
+
+    def _group_weights(
+        self, group: FSDPModule, module: nn.Module, prefix: str, *, skip: set[int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        group.unshard()
+        try:
+            for name, weight in _named_parameters(module, prefix, skip):
+                yield external_name(name), weight.detach()
+        finally:
+            group.reshard()
 
 
-class Learner:
-    """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
+def _named_parameters(module: nn.Module, prefix: str, skip: set[int]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a module and its submodules without those in `skip`, each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
 
-    The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
-    are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`. A model that was loaded with
-    `exact` gives up its float32 weights to the first learner it has.
-    """
+    def visit(part: nn.Module, name: str) -> None:
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (name + leaf, parameter))
+        for child, inner in part.named_children():
+            if id(inner) not in skip:
+                visit(inner, f"{name}{child}.")
+
+    visit(module, prefix)
+    return list(found.values())
+
+
+class FsdpBackend:
+    """A `Backend` over a `ShardedModel`."""
 
     def __init__(
         self,
-        model: Model,
+        sharded: ShardedModel,
         config: TrainConfig,
+        ranks: Ranks,
         *,
-        temperature: float = 1.0,
-        steps: int | None = None,
-        peak: float | None = None,
-        pack: Callable[[Batch], Pack] = pack_prefix_tree,
+        temperature: float,
+        pack: Callable[[Batch], Pack],
         reference: ReferenceModel | None = None,
-        mesh: Mesh | None = None,
-        bucket: int = BUCKET,
         option: str = "train",
     ) -> None:
-        """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
-        can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
-        schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
-        compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
-        of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
-        configuration is called by whoever gave it."""
-        _check_learner(model, config, temperature, steps, option)
-        self.model = model
-        if config.compile:
-            model.compile()
-        model.activation_checkpointing = config.activation_checkpointing
-        self._config, self._option, self._steps, self._peak = config, option, steps, peak
-        self._mesh = mesh or Mesh()
-        self._forward = ForwardPass(model, pack, temperature, reference, self._mesh.over(model))
-        self._columns = SCORING if model.has_score_head else LANGUAGE
-        self._outputs = {"value", "score"} if model.has_score_head else {"logp", "entropy", "topk_logp"}
-        self._outputs |= set() if reference is None else {"full_kl"}
-        self._ranks = self._mesh.data
-        layers = model.layer_weights() if config.weights == "divided" else ()
-        told: dict[str, Any] = {"ranks": current_ranks(), "bucket": bucket, "layers": layers, "option": option}
-        self._masters = MixedPrecisionOptimizer(model.trained_weights(), config, model.take_float32_weights(), **told)
-        model.visits = self._masters.sections
-        self._version = torch.tensor(0)
-        self._cost = ModelFlops.from_model(model)
-        self._on_gpu = model.device.type == "cuda"
-        self._resting = (
-            OffloadedTensors(self._masters.offloadable_tensors(), model.device, torch.device("cpu"))
-            if config.offload
-            else None
-        )
+        self._sharded, self.model, self.ranks, self.ranks_per_rollout = sharded, sharded.model, ranks, 1
+        self.model.activation_checkpointing = config.activation_checkpointing
+        self.dtype = PRECISIONS[config.precision]
+        self._forward = ForwardPass(self.model, pack, temperature, reference)
+        self._optimizer = ShardedOptimizer(dict(self.model.trained_weights()), config, option=option)
+        self._outputs: list[Tensor] | None = None
+        """The outputs of the current micro-batch whose backward pass is not made yet."""
+        self._computed = False
+        """True once the current micro-batch has run the model."""
+        self._losses = 0
+        """The losses since `zero_grad` that had a gradient."""
 
     @property
-    def columns(self) -> frozenset[str]:
-        """The batch columns that its model can tell."""
-        return frozenset(self._columns)
+    def same_passes(self) -> bool:
+        """True: each pass gathers weights."""
+        return True
 
     @property
-    def ranks(self) -> Ranks:
-        """Those that hold the rest of a batch."""
-        return self._ranks
-
-    @property
-    def version(self) -> int:
-        """How many updates were made: the policy version of the weights."""
-        return int(self._version)
-
-    @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
-    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
-        """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
-        odd = sorted(columns - self._columns.keys())
-        if odd:
-            raise ConfigError(
-                f"The column `{odd[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. Choose "
-                f"an algorithm that does not need it."
-            )
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
-        wanted = frozenset(self._columns[name] for name in columns)
-        for micro, at in self._passes(self._micro_batches(batch, "rollout")):
-            with torch.no_grad(), self._memory(micro):
-                passed = self._forward(micro, wanted)
-            for name, column in found.items():
-                column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
-        return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
-
-    def working(self) -> AbstractContextManager[None]:
-        """Within, all that updates need is on the device: several of them bring it there once."""
-        return nullcontext() if self._resting is None else self._resting.loaded()
-
-    @dispatch_mode(Split.GROUPS, Gather.METRICS)
-    def update(self, batch: Batch, objective: Objective) -> Metrics:
-        """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
-        weights and the version stay."""
-        with self.working():
-            return self._update(batch, objective)
-
-    def _update(self, batch: Batch, objective: Objective) -> Metrics:
-        begun = self._begin()
-        mine, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
-        whole = sum_denominators(mine, self._ranks)
-        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        self._refuse_what_it_cannot_tell(objective)
-        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
-        for index in range(max_over_ranks(len(micros), self._ranks)):
-            with self._masters.played(backward=True):
-                if index < len(micros):
-                    with self._memory(micros[index]):
-                        value, cost = self._share(micros[index], objective, whole)
-                    metrics.merge(value.metrics)
-                    loss = loss + value.loss.detach()
-                    flops += cost
-            self._masters.gather()
-        scale = float(self._masters.scale)
-        learning_rate = compute_learning_rate(self._config, self.version, self._steps)
-        taken = self._masters.step(learning_rate)
-        self._version += 1
-        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
-        metrics.add("learning_rate", Last.of(learning_rate))
-        metrics.add("micro_batches", Sum.of(len(micros)))
-        if self._config.precision == "fp16":
-            metrics.merge(
-                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count_ranks(self._ranks))}
-            )
-        if not taken.skipped:
-            metrics.add("grad_norm", Mean.of(taken.norm))
-        metrics.merge(self._measured(batch, mine, flops, begun))
-        return metrics
-
-    @dispatch_mode(Split.GROUPS, Gather.METRICS)
-    def measure(
-        self, batch: Batch, objective: Objective, annotated: Callable[[Batch], Batch] = lambda micro: micro
-    ) -> Metrics:
-        """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
-        that the objective reads and the batch has not, so that they need not be held for all of it at once."""
-        self._refuse_what_it_cannot_tell(objective)
-        whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
-        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for micro, _ in self._passes(self._micro_batches(batch, objective.split_unit)):
-            if micro.num_rollouts:
-                with torch.no_grad(), self._memory(micro):
-                    value, _cost = self._share(annotated(micro), objective, whole)
-                metrics.merge(value.metrics)
-                loss = loss + value.loss
-        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
-        return metrics
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their published names, in the precision that is computed with: views, not copies.
-
-        Where they are divided, each is brought together as it is asked for, and all ranks ask for all of them."""
-        for name, weight in self.model.named_weights():
-            yield name, self._masters.whole(name) if weight.requires_grad else weight.detach()
-
-    @property
-    def divided(self) -> bool:
-        """Whether this rank has its rows of the weights and no more, for now."""
-        return self._masters.sections is not None and not self._masters.sections.assembled
-
-    def assemble(self) -> None:
-        """Have the weights be whole in the model, on every rank, until the next update."""
-        if self._masters.sections is not None:
-            self._masters.sections.assemble()
-
-    def disperse(self) -> None:
-        """Give up what an engine had whole, where they are divided."""
-        if self._masters.sections is not None:
-            self._masters.sections.disperse()
-
-    def state(self) -> TensorTree:
-        """Everything that the next update depends on, as the tensors themselves and not as copies."""
-        return {**self._masters.state(), "learner": {"version": self._version}}
-
-    def restore(self, state: TensorTree) -> None:
-        """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
-        with (
-            torch.no_grad(),
-            self.working(),
-        ):  # what is written to are the tensors as they are now, not where they rested
-            mine, given = flat(self.state()), flat(state)
-            odd = sorted(mine.keys() ^ given.keys())
-            if odd:
-                raise ConfigError(
-                    f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into "
-                    f"what it was taken from."
-                )
-            for name, tensor in mine.items():
-                kept(tensor).copy_(kept(given[name]))  # which may be on another device
-            self._masters.refresh_copy()
-
-    # -- inside an update -----------------------------------------------------------------------------------------
-
-    def _refuse_what_it_cannot_tell(self, objective: Objective) -> None:
-        odd = sorted(objective.forward_outputs() - self._outputs)
-        if odd:
-            raise ConfigError(
-                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
-                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
-            )
-
-    def _share(self, micro: Batch, objective: Objective, whole: Denominators) -> tuple[LossValue, float]:
-        """Forward and backward of one micro-batch: its loss, and what it cost."""
-        observations = "observation" in objective.required_columns()
-        passed = self._forward(micro, objective.forward_outputs(), observations=observations)
-        value = objective.loss(micro, Outputs(**passed.columns), whole)
-        if value.loss.requires_grad:
-            (value.loss * float(self._masters.scale)).backward()  # type: ignore[no-untyped-call]
-        return value, self._cost.update(passed.pack, passed.predicted) if passed.predicted else 0.0
-
-    def _micro_batches(
-        self, batch: Batch, by: Literal["rollout", "group"]
-    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
-        return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
-
-    def _passes(
-        self, micros: Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]
-    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
-        """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
-        passes, and some of them for the others alone."""
-        if not self.divided:
-            yield from micros
-            return
-        while max_over_ranks(int((micro := next(micros, None)) is not None), self._ranks):
-            with self._masters.played(backward=False):
-                if micro is not None:
-                    yield micro
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return float(self._optimizer.scale)
 
     @contextmanager
-    def _memory(self, micro: Batch) -> Iterator[None]:
-        """Where memory runs out, say which knob to turn."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            if not ran_out and "can't allocate memory" not in str(error):
-                raise
-            self._masters.zero_grad()
-            told = str(error).splitlines()[0]
-            switch = f", or set `{self._option}.activation_checkpointing=true`"
-            also = "" if self._config.activation_checkpointing else switch
-            raise TrainingError(
-                f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
-                f"{micro.num_tokens} tokens; the weights are as they were. Lower "
-                f"`{self._option}.max_tokens_per_micro_batch`, now {self._config.max_tokens_per_micro_batch}{also}. "
-                f"({told})"
-            ) from error
+    def micro_pass(self, *, backward: bool) -> Iterator[None]:
+        """Frame one micro-batch, and complete what this rank did not compute of it."""
+        self._outputs, self._computed = None, False
+        yield
+        if not self._computed:
+            self._run_empty()
+        if backward and self._outputs is not None:
+            torch.autograd.backward(_zero(self._outputs))
+        self._outputs = None
+        if not backward:
+            self._sharded.reshard()
 
-    # -- measuring ------------------------------------------------------------------------------------------------
+    def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
+        """Compute these outputs of a micro-batch."""
+        results: list[ForwardResult] = []
 
-    def _begin(self) -> float:
-        """Forget the last gradient, and start the clock."""
-        self._masters.zero_grad()
-        self.disperse()
-        for exchanges in (self._mesh, self._masters):
-            exchanges.waited()  # before the update, which is not of it
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.model.device)
-        return self._now()
+        def compute() -> dict[str, Tensor]:
+            results.append(self._forward(batch, wanted, observations=observations))
+            return results[0].columns
 
-    def _now(self) -> float:
-        if self._on_gpu:
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+        if not self._forward.runs_model(batch, wanted, observations=observations):
+            compute()
+            return results[0]
+        columns = self._sharded(compute)
+        self._computed, self._outputs = True, list(columns.values())
+        return ForwardResult(columns, results[0].pack, results[0].predicted)
 
-    def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
-        """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
-        seconds = self._now() - begun
-        if self._on_gpu:
-            peak = torch.cuda.max_memory_allocated(self.model.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        metrics = Metrics(
-            {
-                "trained_tokens": Sum.of(batch.num_tokens),
-                "action_tokens": Sum.of(mine.tokens),
-                "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
-                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
-                "peak_memory_gb": Max.of(peak / 1e9),
-            }
-        )
-        if (
-            count_ranks(current_ranks()) > 1 and not self._on_gpu
-        ):  # there, exchanges are begun, and awaited by the device alone
-            waited = self._masters.waited() + self._mesh.waited()
-            metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
-        if count_ranks(self._ranks) > 1:
-            metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
-        if self._peak is not None:
-            metrics.add("mfu", Mean.over(flops / self._mesh.size / self._peak, seconds))
-        return metrics
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss."""
+        if loss.requires_grad:
+            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+            self._outputs, self._losses = None, self._losses + 1
 
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        self._losses = 0
+        self._optimizer.zero_grad()
 
-def _imbalance(work: float, ranks: Ranks) -> float:
-    """How much more than the mean the rank has to do that has most: 0 where all have as much."""
-    every = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
-    return float(every.max() / every.mean()) - 1 if float(every.max()) else 0.0
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip the gradient and update the weights. Without a loss on any rank the gradient is none, not zero: weight
+        decay and AdamW's moments do not act then."""
+        if not max_over_ranks(self._losses, current_ranks()):
+            self._optimizer.zero_grad()
+        return self._optimizer.step(learning_rate)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole. Every rank consumes all of them."""
+        return self._sharded.whole_weights()
 
-def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """A column of the batch before anything is known."""
-    return torch.full(
-        (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
-    )
+    def state(self) -> TensorTree:
+        """Return what the next update depends on, as DTensors."""
+        return self._optimizer.state()
 
+    def refresh(self) -> None:
+        """Do nothing: forward passes gather the weights that the optimizer steps."""
 
-def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
-    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+    def assemble(self) -> None:
+        """Do nothing: an engine beside shards has weights of its own."""
 
-    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
-    frozen, and with adapters if it had any.
-    """
-    kept = read_weights(model, checkpoints, checkpoint)
-    with torch.no_grad():
-        for name, weight in model.trained_weights():
-            weight.copy_(kept[name])
+    def disperse(self) -> None:
+        """Do nothing."""
+
+    def offloadable_tensors(self) -> list[Tensor]:
+        """The moments."""
+        return self._optimizer.offloadable_tensors()
+
+    def exchange_seconds(self) -> float:
+        """Return 0: FSDP2 overlaps its exchanges, and does not tell how long it waits."""
+        return 0.0
+
+    def _run_empty(self) -> None:
+        """Run one token through the model, for the exchanges of ranks that have more."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        self._outputs = list(self._sharded(lambda: [self.model.hidden(token, token, _attend_self).sum()]))
 
 
-def read_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
-    kept = {
-        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
-        for name, weight in model.trained_weights()
-    }
-    checkpoints.load(checkpoint, {"weights": kept})
-    return kept
+def _attend_self(layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    """Attend to the token itself alone; queries and keys enter, so that their weights get a gradient of zero."""
+    del layer
+    score = (q.sum() + k.sum()) * 0
+    return v.repeat_interleave(q.shape[1] // k.shape[1], 1) + score
 
 
-def _check_learner(model: Model, config: TrainConfig, temperature: float, steps: int | None, option: str) -> None:
-    """Refuse options that contradict each other or the model."""
-    if model.dtype != PRECISIONS[config.precision]:
-        raise ConfigError(
-            f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
-            f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
-        )
-    if config.lr_scheduler != "constant" and steps is not None and config.warmup_steps >= steps:
-        raise ConfigError(
-            f"`{option}.warmup_steps={config.warmup_steps}` leaves nothing of the {steps} updates for "
-            f"`{option}.lr_scheduler={config.lr_scheduler}`. Shorten the warm-up, or choose "
-            f"`{option}.lr_scheduler=constant`."
-        )
-    if temperature <= 0:
-        raise ConfigError(
-            f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
-        )
-    if config.offload and model.device.type == "cpu":
-        raise ConfigError(
-            f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
-            "computes on the processor, where it is already. Leave it out."
-        )
+def _zero(outputs: list[Tensor]) -> Tensor:
+    """A loss that is 0 and has a gradient of 0 for everything that these outputs depend on."""
+    return torch.stack([output.nan_to_num().sum() * 0 for output in outputs if output.requires_grad]).sum()
+
+
+def data_ranks(mesh: DeviceMesh) -> DistributedRanks:
+    """The ranks of a mesh as those that hold other rollouts."""
+    return DistributedRanks(mesh.get_group())

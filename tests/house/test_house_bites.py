@@ -230,7 +230,7 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
             "batch.py": '"""B."""\nclass B(etude.A[int]):\n  """B."""\nclass C(B):\n  """C."""\n  def f(self): ...\n',
         },
     ),
-    ("no rank", rules.ranks, {"recipes/run/loop.py": "frank = 1", "train/fsdp.py": "rank = 1"}),
+    ("no rank", rules.ranks, {"recipes/run/loop.py": "frank = 1", "train/learner.py": "rank = 1"}),
     ("pure", rules.named, {"recipes/collect/scheduler.py": "import heapq", "recipes/run/build.py": "import time"}),
 ]
 

@@ -11,16 +11,23 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.algorithms import AlgorithmConfig, Loss
 from etude.algorithms.losses.supervised import SFT
 from etude.batch import Batch
 from etude.checkpoint import Checkpoint, CheckpointManager
+from etude.data.pack import pack_prefix_tree
+from etude.data.partition import partition_rollouts
+from etude.dispatch import CrewConfig
+from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError
 from etude.models import LoraAdapterConfig, Model, adapt, create, tiny_config
 from etude.models.transformers_backbone import _SelfOnlyAttention
@@ -32,6 +39,7 @@ from etude.recipes.workers.policy_worker import AuxiliaryModels, PolicyWorker
 from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
 from etude.train import FrozenModel, Learner, Mesh, MeshConfig, TrainConfig
+from etude.train.fsdp import FsdpBackend, ShardedModel
 from etude.train.offload import OffloadedTensors
 from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer
 from etude.train.ranks import DistributedRanks, current_ranks, rank_of
@@ -56,6 +64,7 @@ class Pupil:
         policy: Callable[[str], Model] = model,
         mesh: MeshConfig | None = None,
         bucket: int = BUCKET,
+        engine: Literal["local", "fsdp"] = "local",
         **options: Any,
     ) -> None:
         """A policy that has learned nothing yet; the rate is high enough to see."""
@@ -64,7 +73,10 @@ class Pupil:
         other = learns if learns.has_adapters else model(precision, seed=7)
         self.reference = FrozenModel(other, 50, disable_adapters=learns.has_adapters, mesh=shape)
         held = self.reference if "full_kl" in (algorithm or AlgorithmConfig()).forward_outputs() else None
-        self.learner = Learner(learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket)
+        backend = sharded(learns, config, held) if engine == "fsdp" else None
+        self.learner = Learner(
+            learns, config, steps=20, peak=1e12, reference=held, mesh=shape, bucket=bucket, backend=backend
+        )
         beside = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
             algorithm or AlgorithmConfig(), self.learner, seed=0, epochs=epochs, auxiliary=beside
@@ -74,7 +86,7 @@ class Pupil:
         }
         self.step = 0
         self.sent = {"during": 0, "after": 0}
-        if (shards := self.learner._masters._shards) is not None:
+        if engine == "local" and (shards := self.learner._backend._optimizer._shards) is not None:
             shards._send = self._counted(shards._send)  # type: ignore[method-assign]
 
     def _counted(self, send: Callable[[], None]) -> Callable[[], None]:
@@ -89,7 +101,7 @@ class Pupil:
     @dispatch_mode(gather=Gather.ALL)
     def buckets(self) -> list[dict[str, int]]:
         """How many were sent when, how many there are, and how many leaves stand in more than one of them."""
-        shards = self.learner._masters._shards
+        shards = self.learner._backend._optimizer._shards
         assert shards is not None
         pieces = Counter(piece.name for each in shards._buckets for piece in each.pieces)
         cut = sum(count > 1 for count in pieces.values())
@@ -143,7 +155,7 @@ class Pupil:
     def another(self) -> list[str]:
         """What another thread is told that computes with divided weights during a pass."""
         model, asked = self.learner.model, (torch.arange(5), torch.arange(5), _SelfOnlyAttention())
-        with ThreadPoolExecutor(1) as other, self.learner._masters.played(backward=False):
+        with ThreadPoolExecutor(1) as other, self.learner._backend._optimizer.played(backward=False):
             told = str(other.submit(model.hidden, *asked).exception(30))
             with torch.no_grad():
                 model.hidden(*asked)
@@ -154,7 +166,7 @@ class Pupil:
         """Publish to an engine with weights of its own, whose model is another on one rank: what went wrong, whether it
         has all of them, and how many of them the rank brought together."""
         own = model("fp32", seed=5, layers=3 if rank_of(current_ranks()) == odd else 2)
-        shards = self.learner._masters._shards
+        shards = self.learner._backend._optimizer._shards
         assert shards is not None
         gathered, calls, wrong = shards.gathered, Counter[str](), ""
 
@@ -186,7 +198,7 @@ class Pupil:
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def ordered(self, batch: Batch) -> Batch:
         """What the model says of a batch, of which the next micro-batch is made when the last was computed."""
-        cut, passed, seen = self.learner._micro_batches, self.learner._forward, list[str]()
+        cut, passed, seen = self.learner._micro_batches, self.learner._backend.forward, list[str]()
 
         def cutting(*asked: Any) -> Iterator[Any]:
             for micro in cut(*asked):
@@ -197,16 +209,16 @@ class Pupil:
             seen.append("computed")
             return passed(*asked, **how)
 
-        self.learner._micro_batches, self.learner._forward = cutting, passing  # type: ignore[method-assign, assignment]
+        self.learner._micro_batches, self.learner._backend.forward = cutting, passing  # type: ignore[method-assign]
         told = self.learner.annotate(batch, frozenset({"entropy"}))
-        self.learner._micro_batches, self.learner._forward = cut, passed  # type: ignore[method-assign]
+        self.learner._micro_batches, self.learner._backend.forward = cut, passed  # type: ignore[method-assign]
         assert seen == ["made", "computed"] * (len(seen) // 2) and len(seen) > 4
         return told
 
     @dispatch_mode()
     def waited(self, seconds: float) -> None:
         """Have so much been waited for, as for another rank whose server is slow to take what is published."""
-        shards = self.learner._masters._shards
+        shards = self.learner._backend._optimizer._shards
         assert shards is not None
         shards._seconds += seconds
 
@@ -313,6 +325,33 @@ class Pupil:
         return found  # type: ignore[return-value]
 
 
+def crew_of(ranks: int, logs: Path) -> ProcessCrew:
+    """So many processes with a pupil each."""
+    return ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
+
+
+def sharded(learns: Model, config: TrainConfig, reference: FrozenModel | None) -> FsdpBackend:
+    """The policy in shards over all ranks."""
+    ranks = current_ranks()
+    if not dist.is_initialized():  # one rank that computes as many do
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    half = PRECISIONS[config.precision] if config.precision in ("bf16", "fp16") else None
+    model = ShardedModel(learns, mesh, compute_dtype=half)
+    return FsdpBackend(model, config, ranks, temperature=1.0, pack=pack_prefix_tree, reference=reference)
+
+
+def unfused(precision: str, seed: int = 0) -> Model:
+    """The policy in transformers' own layers; its norms compute in the dtype of their input, so that float64 is it."""
+    Qwen3RMSNorm.forward = _norm  # type: ignore[method-assign]
+    wide = precision if precision == "fp64" else "fp32"
+    return Model(model(wide, seed=seed).module, fused=False)
+
+
+def _norm(self: Any, hidden: Tensor) -> Tensor:
+    return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
 def adapted(precision: str) -> Model:
     """A policy with adapters that do something already."""
     made = adapt(model(precision), LoraAdapterConfig(rank=4), seed=0)
@@ -368,7 +407,7 @@ class Watched(OffloadedTensors):
     """Notes whether a learner's weights are divided when its optimizer comes home."""
 
     def __init__(self, learner: Learner) -> None:
-        super().__init__(learner._masters.offloadable_tensors(), learner.model.device, learner.model.device)
+        super().__init__(learner._backend._optimizer.offloadable_tensors(), learner.model.device, learner.model.device)
         self._learner, self.divided = learner, list[bool]()
 
     def loaded(self) -> AbstractContextManager[None]:

@@ -18,13 +18,10 @@ from etude.algorithms.entropy import EntropyConfig
 from etude.algorithms.losses import LOSSES
 from etude.algorithms.losses.clip import PPO
 from etude.checkpoint import CheckpointManager
-from etude.data.partition import partition_rollouts
-from etude.dispatch import CrewConfig, LocalCrew
+from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
-from etude.errors import TrainingError
 from etude.protocols import Crew
-from etude.train import load_weights
-from tests.recipes.ranked import Pupil
+from tests.recipes.ranked import Pupil, crew_of
 from tests.train.tasks import answered, model, rollouts
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
@@ -41,10 +38,6 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
 """How far a weight may be off after five steps of four updates at a rate of 1e-2: each moves it by up to as much."""
 TIMES = {"update_seconds", "trained_tokens_per_second", "exchange_seconds", "peak_memory_gb", "mfu", "micro_batches"}
 """Metrics that say how it was computed."""
-
-
-def crew_of(ranks: int, logs: Path) -> ProcessCrew:
-    return ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
 @pytest.fixture(scope="module")
@@ -101,53 +94,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("precision", sorted(TOLERANCE))
-@pytest.mark.parametrize(
-    "algorithm", [AlgorithmConfig(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"]
-)
-def test_five_steps_are_those_of_one_rank(many: ProcessCrew, algorithm: AlgorithmConfig, precision: str) -> None:
-    """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
-    options: dict[str, Any] = {
-        "precision": precision,
-        "algorithm": algorithm,
-        "epochs": 2,
-        "max_tokens_per_micro_batch": 60,
-    }
-    one = alone(**options)
-    many.call(Pupil.begin, **options)
-    before = one.call(Pupil.weights)[0]
-    wanted, found = practised(one), practised(many)
-    tolerance = TOLERANCE[precision]
-    assert apart(one, many) <= tolerance
-    assert max(float((w - before[name]).abs().max()) for name, w in one.call(Pupil.weights)[0].items()) > 0.05
-    for mine, theirs in zip(wanted, found, strict=True):
-        assert mine.keys() | {"exchange_seconds", "imbalance"} == theirs.keys()
-        assert 0 <= theirs["imbalance"] <= many.ranks - 1
-        for name in ("loss", "grad_norm", "policy_loss"):
-            assert theirs[name] == pytest.approx(mine[name], rel=50 * tolerance, abs=tolerance), name
-        for name in mine.keys() - TIMES:  # what the sampler said is in float32 always
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
-
-
-def test_ranks_without_a_rollout_take_part(many: ProcessCrew) -> None:
-    """Fewer groups than ranks, and update batches with nothing for some of them."""
-    one = alone(algorithm=EVERYTHING)
-    many.call(Pupil.begin, algorithm=EVERYTHING)
-    practised(one, 2, groups=1, updates=3), practised(many, 2, groups=1, updates=3)
-    assert apart(one, many) <= 1e-12
-
-
-def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(many: ProcessCrew) -> None:
-    options = {"algorithm": AlgorithmConfig(), "max_tokens_per_micro_batch": 1}
-    one = alone(**options)
-    many.call(Pupil.begin, **options)
-    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one
-    batch = rollouts(groups=3).select(lengths)
-    for crew in (one, many):
-        crew.call(Pupil.update, [crew.call(Pupil.ready, batch)])
-    assert apart(one, many) <= 1e-12
-
-
 def test_half_precision_is_the_masters_rounded_on_every_rank(many: ProcessCrew, tmp_path: Path) -> None:
     many.call(Pupil.begin, "bf16")
     practised(many, 2)
@@ -169,72 +115,6 @@ def test_a_scale_that_overflows_is_lowered_on_every_rank_at_once(two: ProcessCre
     for crew in (one, two):
         told = [crew.call(Pupil.update, [crew.call(Pupil.ready, batch)]).reduce() for _ in range(3)]
         assert [each["skipped_updates"] for each in told] == [0] * 3  # advantages do not grow with rewards
-
-
-def test_a_weight_that_nothing_pulls_at_stays(two: ProcessCrew) -> None:
-    """Where no rank has a gradient, weight decay and AdamW's memory do not act either."""
-    two.call(Pupil.begin, weight_decay=0.5)
-    two.call(Pupil.imitate, rollouts())
-    before = two.call(Pupil.weights)[0]
-    told = two.call(Pupil.imitate, rollouts(), seen=0).reduce()
-    assert told["grad_norm"] == 0 and told["action_tokens"] == 0
-    assert same(two.call(Pupil.weights)[0], before)
-
-
-def test_a_gradient_that_is_not_finite_is_refused_by_all_and_named(two: ProcessCrew) -> None:
-    two.call(Pupil.begin)
-    batch = two.call(Pupil.ready, rollouts())
-    before = two.call(Pupil.weights)[0]
-    broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(1e308).double(), 0.0))
-    with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model\.embed_tokens\.weight` first"):
-        two.call(Pupil.update, [broken])
-    assert same(two.call(Pupil.weights)[0], before)
-    two.call(Pupil.update, [batch])
-
-
-@pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
-    two: ProcessCrew, readers: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """Others go on from it as the two do; and a model is read from it alone."""
-    two.call(Pupil.begin, algorithm=EVERYTHING)
-    practised(two, 2)
-    two.call(Pupil.save, CheckpointManager(tmp_path), 2)
-    if readers == 1:
-        other: Crew = alone(algorithm=EVERYTHING)
-    else:
-        other = request.getfixturevalue("three")
-        other.call(Pupil.begin, algorithm=EVERYTHING)
-    assert apart(two, other) > 0.01
-    other.call(Pupil.resume, tmp_path)
-    assert apart(two, other) == 0
-    policy, checkpoints = model(seed=5), CheckpointManager(tmp_path)
-    newest = checkpoints.newest()
-    assert newest is not None
-    load_weights(policy, checkpoints, newest)
-    assert same({name: w.detach() for name, w in policy.named_weights()}, two.call(Pupil.weights)[0])
-    practised(two, 2, first=2), practised(other, 2, first=2)
-    assert 0 < apart(two, other) <= 1e-12
-
-
-def test_a_checkpoint_of_one_rank_is_read_by_two(two: ProcessCrew, tmp_path: Path) -> None:
-    one = alone()
-    practised(one, 2)
-    one.call(Pupil.save, CheckpointManager(tmp_path), 2)
-    two.call(Pupil.begin)
-    two.call(Pupil.resume, tmp_path)
-    assert apart(one, two) == 0
-    practised(one, 2, first=2), practised(two, 2, first=2)
-    assert apart(one, two) <= 1e-12
-
-
-def test_the_same_ranks_find_the_same_bits(many: ProcessCrew) -> None:
-    weights = []
-    for _ in range(2):
-        many.call(Pupil.begin, "fp32")
-        practised(many, 3)
-        weights.append(many.call(Pupil.weights)[0])
-    assert same(*weights)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own count of memory is read")

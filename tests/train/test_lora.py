@@ -69,7 +69,7 @@ def test_memory_is_two_bytes_a_parameter_and_sixteen_more_for_what_is_trained() 
         sum(w.numel() for w in of) for of in (by.model.parameters(), dict(by.model.trained_weights()).values())
     )
     held = sum(weight.nbytes for weight in by.model.parameters()) + sum(
-        t.nbytes for t in by._masters.offloadable_tensors()
+        t.nbytes for t in by._backend._optimizer.offloadable_tensors()
     )
     assert held + 4 * trained == 2 * every + 16 * trained, "four of them are the gradient's"
     assert not by.model.take_float32_weights()

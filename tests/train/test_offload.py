@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def resting(by: Learner) -> Learner:
     """The learner, as one on a GPU is made whose optimizer rests."""
-    by._resting = OffloadedTensors(by._masters.offloadable_tensors(), CPU, CPU)
+    by._resting = OffloadedTensors(by._backend._optimizer.offloadable_tensors(), CPU, CPU)
     return by
 
 
@@ -59,7 +59,7 @@ def test_they_are_home_while_anybody_works() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_are_the_same_to_the_bit(precision: str, tmp_path: Path) -> None:
     plain, rested = learner(precision), resting(learner(precision))
-    held = rested._masters.offloadable_tensors()
+    held = rested._backend._optimizer.offloadable_tensors()
     elements = sum(weight.numel() for weight in plain.model.parameters())
     assert sum(t.numel() for t in held) == elements * (3 if precision == "bf16" else 2), "what computes stays"
     algorithm = AlgorithmConfig()
@@ -131,7 +131,7 @@ def test_an_engine_sleeps_while_its_trainer_works(tmp_path: Path) -> None:
             if rests:
                 resting(worker._learner)
                 parts.learners.free_engine_memory = lambda parts=parts: parts.runner.run(parts.engine.sleep())  # type: ignore[misc]
-            worker._learner._masters._adam.register_step_pre_hook(
+            worker._learner._backend._optimizer._adam.register_step_pre_hook(
                 lambda *_, engine=parts.engine, asleep=asleep: asleep.append(engine._cache is None)  # type: ignore[misc]
             )
             run_loop(parts)

@@ -1,0 +1,416 @@
+"""The learner: owner of a model's weights, their optimizer and their version.
+
+    update batch ──► micro-batches ──► forward ──► objective ──► backward ──┐   until all are through
+                                                                            ▼
+                                     weights ◄── AdamW ◄── clip ◄── one gradient
+
+An update is one optimizer step. How its batch was cut, packed or shared changes nothing but time and memory: the
+objective divides by counts of the whole update batch, and gradients add up.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import Denominators, LossValue, Outputs, View
+from etude.algorithms.view import Ranks
+from etude.batch import COLUMNS as KINDS
+from etude.batch import Batch, ColumnKind, Pack
+from etude.checkpoint import Checkpoint, CheckpointManager, TensorTree, flat
+from etude.data.pack import pack_prefix_tree
+from etude.errors import ConfigError, TrainingError
+from etude.models import Model
+from etude.observe import Last, Max, Mean, Metrics, Sum
+from etude.protocols import Gather, Split, dispatch_mode
+from etude.train.backend import Backend
+from etude.train.config import TrainConfig
+from etude.train.flops import ModelFlops
+from etude.train.forward import ReferenceModel, iterate_micro_batches
+from etude.train.local import LocalBackend
+from etude.train.mesh import Mesh
+from etude.train.offload import OffloadedTensors
+from etude.train.optim import compute_learning_rate
+from etude.train.ranks import count_ranks, current_ranks, max_over_ranks, sum_denominators
+from etude.train.shards import BUCKET, kept
+
+__all__ = ["Learner", "Objective", "load_weights", "read_weights"]
+
+LANGUAGE = {"old_logp": "logp", "entropy": "entropy", "sum_pi_squared": "sum_pi_squared"}
+SCORING = {"value": "value", "final_value": "score"}
+"""The batch columns that a model of either head can tell, and what they are called while they are computed: what the
+state after a rollout's last token is worth is read where a score is."""
+
+
+class Objective(Protocol):
+    """What is minimised. It may change from one update to the next; the learner keeps nothing of it."""
+
+    @property
+    def split_unit(self) -> Literal["rollout", "group"]:
+        """What must stay in one micro-batch."""
+        ...
+
+    def required_columns(self) -> frozenset[str]:
+        """The batch columns it reads."""
+        ...
+
+    def forward_outputs(self) -> frozenset[str]:
+        """What the forward pass must compute for it: names of fields of `Outputs`."""
+        ...
+
+    def loss(self, batch: Batch, outputs: Outputs, whole: Denominators) -> LossValue:
+        """The share of a micro-batch, where `denominators` counts the update batch."""
+        ...
+
+
+class Learner:
+    """One model on one device, and how it learns; together with others like it, where ranks share the rollouts.
+
+    The model's parameters are what is computed with, here and in an engine that shares them. In half precision they
+    are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`. A model that was loaded with
+    `exact` gives up its float32 weights to the first learner it has.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        steps: int | None = None,
+        peak: float | None = None,
+        pack: Callable[[Batch], Pack] = pack_prefix_tree,
+        reference: ReferenceModel | None = None,
+        mesh: Mesh | None = None,
+        bucket: int = BUCKET,
+        option: str = "train",
+        backend: Backend | None = None,
+    ) -> None:
+        """`temperature` is the sampler's; `steps` is how many updates the schedule is for; `peak` is what the device
+        can do in operations a second, where the share of it that is used shall be told. Without `steps` there is no
+        schedule to follow, as for a learner that only annotates. `reference` is who its whole distributions are
+        compared with, where an objective does that. `mesh` is how ranks share the work; by default each has rollouts
+        of its own, and `bucket` how many bytes of gradients or weights they exchange at once. `option` is what its
+        configuration is called by whoever gave it."""
+        _check_learner(model, config, temperature, steps, option)
+        self.model = model
+        self._backend: Backend = backend or LocalBackend(
+            model,
+            config,
+            temperature=temperature,
+            pack=pack,
+            reference=reference,
+            mesh=mesh,
+            bucket=bucket,
+            option=option,
+        )
+        self._config, self._option, self._steps, self._peak = config, option, steps, peak
+        self._columns = SCORING if model.has_score_head else LANGUAGE
+        self._outputs = {"value", "score"} if model.has_score_head else {"logp", "entropy", "topk_logp"}
+        self._outputs |= set() if reference is None else {"full_kl"}
+        self._ranks = self._backend.ranks
+        self._version = torch.tensor(0)
+        self._cost = ModelFlops.from_model(model)
+        self._on_gpu = model.device.type == "cuda"
+        self._resting = (
+            OffloadedTensors(self._backend.offloadable_tensors(), model.device, torch.device("cpu"))
+            if config.offload
+            else None
+        )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The batch columns that its model can tell."""
+        return frozenset(self._columns)
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that hold the rest of a batch."""
+        return self._ranks
+
+    @property
+    def version(self) -> int:
+        """How many updates were made: the policy version of the weights."""
+        return int(self._version)
+
+    @dispatch_mode(Split.ROLLOUTS, Gather.CONCAT)
+    def annotate(self, batch: Batch, columns: frozenset[str]) -> Batch:
+        """The batch with these columns computed by the model as it stands, NaN where a token is no action."""
+        odd = sorted(columns - self._columns.keys())
+        if odd:
+            raise ConfigError(
+                f"The column `{odd[0]}` cannot be told by this model, which knows {', '.join(self._columns)}. Choose "
+                f"an algorithm that does not need it."
+            )
+        dtype = torch.promote_types(self._backend.dtype, torch.float32)
+        found = {name: _unknown(name, batch, dtype) for name in sorted(columns)}
+        wanted = frozenset(self._columns[name] for name in columns)
+        for micro, at in self._passes(self._micro_batches(batch, "rollout")):
+            with torch.no_grad(), self._memory(micro):
+                passed = self._backend.forward(micro, wanted)
+            for name, column in found.items():
+                column[at[KINDS[name]]] = passed.columns[self._columns[name]].to(column)
+        return batch.replace(**{name: column.to(batch.device) for name, column in found.items()})
+
+    def working(self) -> AbstractContextManager[None]:
+        """Within, all that updates need is on the device: several of them bring it there once."""
+        return nullcontext() if self._resting is None else self._resting.loaded()
+
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
+    def update(self, batch: Batch, objective: Objective) -> Metrics:
+        """One optimizer step over an update batch, of which this may be one rank's share. If it cannot be made, the
+        weights and the version stay."""
+        with self.working():
+            return self._update(batch, objective)
+
+    def _update(self, batch: Batch, objective: Objective) -> Metrics:
+        begun = self._begin()
+        mine, metrics, flops = Denominators.from_view(View(batch)), Metrics(), 0.0
+        whole = sum_denominators(mine, self._ranks)
+        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        self._refuse_what_it_cannot_tell(objective)
+        micros = [micro for micro, _ in self._micro_batches(batch, objective.split_unit) if micro.num_rollouts]
+        for index in range(max_over_ranks(len(micros), self._ranks)):
+            with self._backend.micro_pass(backward=True):
+                if index < len(micros):
+                    with self._memory(micros[index]):
+                        value, cost = self._share(micros[index], objective, whole, backward=True)
+                    metrics.merge(value.metrics)
+                    loss = loss + value.loss.detach()
+                    flops += cost
+        scale = self._backend.scale
+        learning_rate = compute_learning_rate(self._config, self.version, self._steps)
+        taken = self._backend.step(learning_rate)
+        self._version += 1
+        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
+        metrics.add("learning_rate", Last.of(learning_rate))
+        metrics.add("micro_batches", Sum.of(len(micros)))
+        if self._config.precision == "fp16":
+            metrics.merge(
+                {"loss_scale": Last.of(scale), "skipped_updates": Sum.of(taken.skipped / count_ranks(self._ranks))}
+            )
+        if not taken.skipped:
+            metrics.add("grad_norm", Mean.of(taken.norm))
+        metrics.merge(self._measured(batch, mine, flops, begun))
+        return metrics
+
+    @dispatch_mode(Split.GROUPS, Gather.METRICS)
+    def measure(
+        self, batch: Batch, objective: Objective, annotated: Callable[[Batch], Batch] = lambda micro: micro
+    ) -> Metrics:
+        """What an objective says of a batch that nothing is learned from. annotated: a micro-batch with the columns
+        that the objective reads and the batch has not, so that they need not be held for all of it at once."""
+        self._refuse_what_it_cannot_tell(objective)
+        whole, metrics = sum_denominators(Denominators.from_view(View(batch)), self._ranks), Metrics()
+        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        for micro, _ in self._passes(self._micro_batches(batch, objective.split_unit)):
+            if micro.num_rollouts:
+                with torch.no_grad(), self._memory(micro):
+                    value, _cost = self._share(annotated(micro), objective, whole, backward=False)
+                metrics.merge(value.metrics)
+                loss = loss + value.loss
+        metrics.add("loss", Mean.of(self._ranks.all_reduce(loss)))
+        return metrics
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by their published names, in the precision that is computed with: views, not copies.
+
+        Where they are divided, each is brought together as it is asked for, and all ranks ask for all of them."""
+        yield from self._backend.weights()
+
+    @property
+    def divided(self) -> bool:
+        """Whether this rank has its rows of the weights and no more, for now."""
+        return self._backend.same_passes
+
+    def assemble(self) -> None:
+        """Have the weights be whole in the model, on every rank, until the next update."""
+        self._backend.assemble()
+
+    def disperse(self) -> None:
+        """Give up what an engine had whole, where they are divided."""
+        self._backend.disperse()
+
+    def state(self) -> TensorTree:
+        """Everything that the next update depends on, as the tensors themselves and not as copies."""
+        return {**self._backend.state(), "learner": {"version": self._version}}
+
+    def restore(self, state: TensorTree) -> None:
+        """Go on from a state: another learner's, or one's own after a checkpoint was read into it."""
+        with (
+            torch.no_grad(),
+            self.working(),
+        ):  # what is written to are the tensors as they are now, not where they rested
+            mine, given = flat(self.state()), flat(state)
+            odd = sorted(mine.keys() ^ given.keys())
+            if odd:
+                raise ConfigError(
+                    f"This state is of another model or precision: only one of them has `{odd[0]}`. Restore it into "
+                    f"what it was taken from."
+                )
+            for name, tensor in mine.items():
+                kept(tensor).copy_(kept(given[name]))  # which may be on another device
+            self._backend.refresh()
+
+    # -- inside an update -----------------------------------------------------------------------------------------
+
+    def _refuse_what_it_cannot_tell(self, objective: Objective) -> None:
+        odd = sorted(objective.forward_outputs() - self._outputs)
+        if odd:
+            raise ConfigError(
+                f"The objective needs the model's `{odd[0]}`, for which this learner has no second model or head; it "
+                f"computes {', '.join(sorted(self._outputs))}. Choose another loss or another KL."
+            )
+
+    def _share(
+        self, micro: Batch, objective: Objective, whole: Denominators, *, backward: bool
+    ) -> tuple[LossValue, float]:
+        """Forward and backward of one micro-batch: its loss, and what it cost."""
+        observations = "observation" in objective.required_columns()
+        passed = self._backend.forward(micro, objective.forward_outputs(), observations=observations)
+        value = objective.loss(micro, Outputs(**passed.columns), whole)
+        if backward:
+            self._backend.backward(value.loss)
+        return value, self._cost.update(passed.pack, passed.predicted) if passed.predicted else 0.0
+
+    def _micro_batches(
+        self, batch: Batch, by: Literal["rollout", "group"]
+    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
+        return iterate_micro_batches(batch, self._config.max_tokens_per_micro_batch, by, self.model.device)
+
+    def _passes(
+        self, micros: Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]
+    ) -> Iterator[tuple[Batch, dict[ColumnKind, Tensor]]]:
+        """One after the other, while the weights are there for it. Where they are divided, every rank makes as many
+        passes, and some of them for the others alone."""
+        if not self.divided:
+            yield from micros
+            return
+        while max_over_ranks(int((micro := next(micros, None)) is not None), self._ranks):
+            with self._backend.micro_pass(backward=False):
+                if micro is not None:
+                    yield micro
+
+    @contextmanager
+    def _memory(self, micro: Batch) -> Iterator[None]:
+        """Where memory runs out, say which knob to turn."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if not ran_out and "can't allocate memory" not in str(error):
+                raise
+            self._backend.zero_grad()
+            told = str(error).splitlines()[0]
+            switch = f", or set `{self._option}.activation_checkpointing=true`"
+            also = "" if self._config.activation_checkpointing else switch
+            raise TrainingError(
+                f"Memory ran out on {self.model.device} in a micro-batch of {micro.num_rollouts} rollouts and "
+                f"{micro.num_tokens} tokens; the weights are as they were. Lower "
+                f"`{self._option}.max_tokens_per_micro_batch`, now {self._config.max_tokens_per_micro_batch}{also}. "
+                f"({told})"
+            ) from error
+
+    # -- measuring ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> float:
+        """Forget the last gradient, and start the clock."""
+        self._backend.zero_grad()
+        self.disperse()
+        self._backend.exchange_seconds()  # those before the update are not part of it
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        return self._now()
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+    def _measured(self, batch: Batch, mine: Denominators, flops: float, begun: float) -> Metrics:
+        """Of this rank: tokens add up over ranks, and seconds pass on all of them at once."""
+        seconds = self._now() - begun
+        if self._on_gpu:
+            peak = torch.cuda.max_memory_allocated(self.model.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        metrics = Metrics(
+            {
+                "trained_tokens": Sum.of(batch.num_tokens),
+                "action_tokens": Sum.of(mine.tokens),
+                "update_seconds": Sum.of(seconds / count_ranks(self._ranks)),
+                "trained_tokens_per_second": Mean.over(batch.num_tokens, seconds / count_ranks(self._ranks)),
+                "peak_memory_gb": Max.of(peak / 1e9),
+            }
+        )
+        if (
+            count_ranks(current_ranks()) > 1 and not self._on_gpu
+        ):  # there, exchanges are begun, and awaited by the device alone
+            waited = self._backend.exchange_seconds()
+            metrics.add("exchange_seconds", Sum.of(waited / count_ranks(self._ranks)))
+        if count_ranks(self._ranks) > 1:
+            metrics.add("imbalance", Mean.of(_imbalance(flops, self._ranks)))
+        if self._peak is not None:
+            metrics.add("mfu", Mean.over(flops / self._backend.ranks_per_rollout / self._peak, seconds))
+        return metrics
+
+
+def _imbalance(work: float, ranks: Ranks) -> float:
+    """How much more than the mean the rank has to do that has most: 0 where all have as much."""
+    every = ranks.all_gather(torch.tensor([work], dtype=torch.float64))
+    return float(every.max() / every.mean()) - 1 if float(every.max()) else 0.0
+
+
+def _unknown(name: str, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """A column of the batch before anything is known."""
+    return torch.full(
+        (batch.num_rollouts if KINDS[name] is ColumnKind.UNIT else batch.num_tokens,), torch.nan, dtype=dtype
+    )
+
+
+def load_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> None:
+    """Bring a model to the weights of a learner's checkpoint, to sample from or to export, without an optimizer.
+
+    A checkpoint holds what is trained. The model must have been loaded as it was to be trained: with what was frozen
+    frozen, and with adapters if it had any.
+    """
+    kept = read_weights(model, checkpoints, checkpoint)
+    with torch.no_grad():
+        for name, weight in model.trained_weights():
+            weight.copy_(kept[name])
+
+
+def read_weights(model: Model, checkpoints: CheckpointManager, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The trained weights of a learner's checkpoint, by their published names, in float32 or wider."""
+    kept = {
+        name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32), requires_grad=False)
+        for name, weight in model.trained_weights()
+    }
+    checkpoints.load(checkpoint, {"weights": kept})
+    return kept
+
+
+def _check_learner(model: Model, config: TrainConfig, temperature: float, steps: int | None, option: str) -> None:
+    """Refuse options that contradict each other or the model."""
+    if config.lr_scheduler != "constant" and steps is not None and config.warmup_steps >= steps:
+        raise ConfigError(
+            f"`{option}.warmup_steps={config.warmup_steps}` leaves nothing of the {steps} updates for "
+            f"`{option}.lr_scheduler={config.lr_scheduler}`. Shorten the warm-up, or choose "
+            f"`{option}.lr_scheduler=constant`."
+        )
+    if temperature <= 0:
+        raise ConfigError(
+            f"The temperature is {temperature:g}: greedy answers have no log-prob to train on. Sample above 0."
+        )
+    if config.offload and model.device.type == "cpu":
+        raise ConfigError(
+            f"`{option}.offload` keeps the optimizer in the processor's memory while a GPU samples, and this run "
+            "computes on the processor, where it is already. Leave it out."
+        )

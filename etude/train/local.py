@@ -1,0 +1,138 @@
+"""The engine of one rank: whole weights on one device, which an embedded engine may share.
+
+Several ranks may each hold all weights, and rows of the optimizer (`Shards`); or rows of both (`Sections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.batch import Batch, Pack
+from etude.checkpoint import TensorTree
+from etude.errors import ConfigError
+from etude.models import Model
+from etude.train.config import TrainConfig
+from etude.train.forward import ForwardPass, ForwardResult, ReferenceModel
+from etude.train.mesh import Mesh
+from etude.train.optim import PRECISIONS, MixedPrecisionOptimizer, StepResult
+from etude.train.ranks import current_ranks
+from etude.train.shards import BUCKET
+
+__all__ = ["LocalBackend"]
+
+
+class LocalBackend:
+    """A `Backend` whose forward passes read the model's own parameters.
+
+    In half precision these are a copy of float32 weights that the optimizer keeps; see `MixedPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        pack: Callable[[Batch], Pack],
+        reference: ReferenceModel | None = None,
+        mesh: Mesh | None = None,
+        bucket: int = BUCKET,
+        option: str = "train",
+    ) -> None:
+        if model.dtype != PRECISIONS[config.precision]:
+            raise ConfigError(
+                f"`{option}.precision={config.precision}` computes in {PRECISIONS[config.precision]}, and the model "
+                f"was loaded in {model.dtype}. Load it in that dtype, or choose another precision."
+            )
+        self.model = model
+        if config.compile:
+            model.compile()
+        model.activation_checkpointing = config.activation_checkpointing
+        self._mesh = mesh or Mesh()
+        self.ranks, self.ranks_per_rollout = self._mesh.data, self._mesh.size
+        self._forward = ForwardPass(model, pack, temperature, reference, self._mesh.over(model))
+        layers = model.layer_weights() if config.weights == "divided" else ()
+        options: dict[str, Any] = {"ranks": current_ranks(), "bucket": bucket, "layers": layers, "option": option}
+        self._optimizer = MixedPrecisionOptimizer(
+            model.trained_weights(), config, model.take_float32_weights(), **options
+        )
+        model.visits = self._optimizer.sections
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of forward passes."""
+        return self.model.dtype
+
+    @property
+    def same_passes(self) -> bool:
+        """True if every rank makes as many passes as the others."""
+        return self._optimizer.sections is not None and not self._optimizer.sections.assembled
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return float(self._optimizer.scale)
+
+    def micro_pass(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Frame one micro-batch."""
+        return self._micro_pass(backward)
+
+    @contextmanager
+    def _micro_pass(self, backward: bool) -> Iterator[None]:
+        with self._optimizer.played(backward=backward):
+            yield
+        if backward:
+            self._optimizer.gather()
+
+    def forward(self, batch: Batch, wanted: frozenset[str], *, observations: bool = False) -> ForwardResult:
+        """Compute these outputs of a micro-batch."""
+        return self._forward(batch, wanted, observations=observations)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch's loss."""
+        if loss.requires_grad:
+            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, and the whole weights that an engine had where they are divided."""
+        self._optimizer.zero_grad()
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip the gradient and update the weights."""
+        return self._optimizer.step(learning_rate)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight whole: a view where this rank holds it."""
+        for name, weight in self.model.named_weights():
+            yield name, self._optimizer.whole(name) if weight.requires_grad else weight.detach()
+
+    def state(self) -> TensorTree:
+        """Return what the next update depends on."""
+        return self._optimizer.state()
+
+    def refresh(self) -> None:
+        """Make the copy follow the float32 weights."""
+        self._optimizer.refresh_copy()
+
+    def offloadable_tensors(self) -> list[Tensor]:
+        """The tensors that only an optimizer step needs."""
+        return self._optimizer.offloadable_tensors()
+
+    def exchange_seconds(self) -> float:
+        """Return the seconds of waiting for other ranks since the last call."""
+        return self._optimizer.waited() + self._mesh.waited()
+
+    def assemble(self) -> None:
+        """Bring divided weights together, until the next update."""
+        if self._optimizer.sections is not None:
+            self._optimizer.sections.assemble()
+
+    def disperse(self) -> None:
+        """Release what is assembled of divided weights."""
+        if self._optimizer.sections is not None:
+            self._optimizer.sections.disperse()

@@ -1,0 +1,217 @@
+"""What every train engine promises: several ranks learn what one learns, whatever each of them holds of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.algorithms import AlgorithmConfig
+from etude.algorithms.advantages import ADVANTAGES
+from etude.algorithms.entropy import EntropyConfig
+from etude.algorithms.losses import LOSSES
+from etude.algorithms.losses.clip import PPO
+from etude.checkpoint import CheckpointManager
+from etude.dispatch import LocalCrew
+from etude.dispatch.process_crew import ProcessCrew
+from etude.errors import TrainingError
+from etude.protocols import Crew
+from etude.train import load_weights
+from tests.recipes.ranked import Pupil, crew_of, unfused
+from tests.train.tasks import model, rollouts
+
+pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
+
+EVERYTHING = AlgorithmConfig(
+    loss=PPO(reduction="seq-mean-token-mean"),
+    advantage=ADVANTAGES["reinforce++"](),
+    entropy=EntropyConfig(coefficient=0.1, top_share=0.8),
+    correction={"weight": "truncate", "high": 2.0, "normalize": "tokens"},
+    echo=0.3,
+)
+COVARIANCE = AlgorithmConfig(loss=LOSSES["clip_cov"](share=0.2), advantage=ADVANTAGES["gpg"]())
+TOLERANCE = {"fp64": 1e-12, "fp32": 2e-5}
+"""The largest difference of a weight after five steps of four updates, each of which moves it by up to 1e-2."""
+TIMES = {"update_seconds", "trained_tokens_per_second", "exchange_seconds", "peak_memory_gb", "mfu", "micro_batches"}
+"""Metrics of the computation, not of the learning."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The ranks that hold an engine, and how one rank is made that computes the same."""
+
+    crew: ProcessCrew
+    options: dict[str, Any]
+    one: dict[str, Any]
+
+    def begin(self, *args: Any, **options: Any) -> Crew:
+        """Start anew on every rank."""
+        self.crew.call(Pupil.begin, *args, **options, **self.options)
+        return self.crew
+
+    def alone(self, *args: Any, **options: Any) -> Crew:
+        """Start one rank of the local engine, in this process."""
+        crew = LocalCrew(Pupil())
+        crew.call(Pupil.begin, *args, **options, **self.one)
+        return crew
+
+
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "local": ({}, {}),
+    "fsdp": ({"engine": "fsdp", "policy": unfused}, {"policy": unfused}),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
+    with closing(crew_of(2, tmp_path_factory.mktemp("two"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
+    with closing(crew_of(3, tmp_path_factory.mktemp("three"))) as made:
+        yield made
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def engine(request: pytest.FixtureRequest, two: ProcessCrew) -> Engine:
+    return Engine(two, *ENGINES[request.param])
+
+
+def practised(
+    crew: Crew, steps: int = 5, *, updates: int = 2, groups: int = 3, first: int = 0
+) -> list[dict[str, float]]:
+    """What some steps measure, on batches of unequal groups."""
+    measured = []
+    for step in range(first, first + steps):
+        batch = crew.call(Pupil.ready, rollouts(seed=step, groups=groups))
+        measured.append(crew.call(Pupil.update, batch.split(updates, by="rollout")).reduce())
+    return measured
+
+
+def difference(one: Crew, other: Crew) -> float:
+    """The largest difference of two weights; every rank has the same ones."""
+    mine, theirs = one.call(Pupil.weights), other.call(Pupil.weights)
+    for weights in (mine, theirs):
+        assert all(same(weights[0], each) for each in weights)
+    return max(float((weight - theirs[0][name]).abs().max()) for name, weight in mine[0].items())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", sorted(TOLERANCE))
+@pytest.mark.parametrize(
+    "algorithm", [AlgorithmConfig(), EVERYTHING, COVARIANCE], ids=["grpo", "everything", "covariance"]
+)
+def test_five_steps_are_those_of_one_rank(engine: Engine, algorithm: AlgorithmConfig, precision: str) -> None:
+    """In loss, gradient norm and weights; and every other number that is measured of the learning is the same too."""
+    options: dict[str, Any] = {
+        "precision": precision,
+        "algorithm": algorithm,
+        "epochs": 2,
+        "max_tokens_per_micro_batch": 60,
+    }
+    one, many = engine.alone(**options), engine.begin(**options)
+    before = one.call(Pupil.weights)[0]
+    wanted, found = practised(one), practised(many)
+    tolerance = TOLERANCE[precision]
+    assert difference(one, many) <= tolerance
+    assert max(float((w - before[name]).abs().max()) for name, w in one.call(Pupil.weights)[0].items()) > 0.05
+    for mine, theirs in zip(wanted, found, strict=True):
+        assert mine.keys() | {"exchange_seconds", "imbalance"} == theirs.keys()
+        assert 0 <= theirs["imbalance"] <= engine.crew.ranks - 1
+        for name in ("loss", "grad_norm", "policy_loss"):
+            assert theirs[name] == pytest.approx(mine[name], rel=50 * tolerance, abs=tolerance), name
+        for name in mine.keys() - TIMES:  # what the sampler said is in float32 always
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+
+
+def test_ranks_without_a_rollout_take_part(engine: Engine) -> None:
+    """Fewer groups than ranks, and update batches with nothing for some of them."""
+    one, many = engine.alone(algorithm=EVERYTHING), engine.begin(algorithm=EVERYTHING)
+    practised(one, 2, groups=1, updates=3), practised(many, 2, groups=1, updates=3)
+    assert difference(one, many) <= 1e-12
+
+
+def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(engine: Engine) -> None:
+    options = {"algorithm": AlgorithmConfig(), "max_tokens_per_micro_batch": 1}
+    one, many = engine.alone(**options), engine.begin(**options)
+    lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one
+    batch = rollouts(groups=3).select(lengths)
+    for crew in (one, many):
+        crew.call(Pupil.update, [crew.call(Pupil.ready, batch)])
+    assert difference(one, many) <= 1e-12
+
+
+def test_a_weight_that_nothing_pulls_at_stays(engine: Engine) -> None:
+    """Where no rank has a gradient, weight decay and AdamW's memory do not act either."""
+    two = engine.begin(weight_decay=0.5)
+    two.call(Pupil.imitate, rollouts())
+    before = two.call(Pupil.weights)[0]
+    told = two.call(Pupil.imitate, rollouts(), seen=0).reduce()
+    assert told["grad_norm"] == 0 and told["action_tokens"] == 0
+    assert same(two.call(Pupil.weights)[0], before)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_by_all_and_named(engine: Engine) -> None:
+    two = engine.begin()
+    batch = two.call(Pupil.ready, rollouts())
+    before = two.call(Pupil.weights)[0]
+    broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(1e308).double(), 0.0))
+    with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model\.embed_tokens\.weight` first"):
+        two.call(Pupil.update, [broken])
+    assert same(two.call(Pupil.weights)[0], before)
+    two.call(Pupil.update, [batch])
+
+
+@pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
+    engine: Engine, readers: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Others go on from it as the two do; and a model is read from it alone."""
+    two = engine.begin(algorithm=EVERYTHING)
+    practised(two, 2)
+    two.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    if readers == 1:
+        other = engine.alone(algorithm=EVERYTHING)
+    else:
+        other = replace(engine, crew=request.getfixturevalue("three")).begin(algorithm=EVERYTHING)
+    assert difference(two, other) > 0.01
+    other.call(Pupil.resume, tmp_path)
+    assert difference(two, other) == 0
+    policy, checkpoints = model(seed=5), CheckpointManager(tmp_path)
+    newest = checkpoints.newest()
+    assert newest is not None
+    load_weights(policy, checkpoints, newest)
+    assert same({name: w.detach() for name, w in policy.named_weights()}, two.call(Pupil.weights)[0])
+    practised(two, 2, first=2), practised(other, 2, first=2)
+    assert 0 < difference(two, other) <= 1e-12
+
+
+def test_a_checkpoint_of_one_rank_is_read_by_two(engine: Engine, tmp_path: Path) -> None:
+    one = engine.alone()
+    practised(one, 2)
+    one.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    two = engine.begin()
+    two.call(Pupil.resume, tmp_path)
+    assert difference(one, two) == 0
+    practised(one, 2, first=2), practised(two, 2, first=2)
+    assert difference(one, two) <= 1e-12
+
+
+def test_the_same_ranks_find_the_same_bits(engine: Engine) -> None:
+    weights = []
+    for _ in range(2):
+        many = engine.begin("fp32")
+        practised(many, 3)
+        weights.append(many.call(Pupil.weights)[0])
+    assert same(*weights)
