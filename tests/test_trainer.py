@@ -205,7 +205,7 @@ def test_an_algorithm_of_ones_own_serves_a_model_and_has_a_client(options: dict[
         (lambda o: trainer(o).dev(looker, []), "list of tasks is empty. Give at least one"),
         (lambda o: trainer(o).fit(looker, [3]), "Tasks are mappings"),
         (lambda o: trainer(o).fit(looker), "trainer.fit(agent, train=tasks)"),
-        (lambda o: trainer(o).fit(3, rows(2, 0)), "an agent is a function"),
+        (lambda o: trainer(o).fit(3, rows(2, 0)), "An agent is a function"),
         (lambda o: trainer(o | {"data.train": "x.jsonl"}).fit(looker, rows(2, 0)), "`data.train` is in `options`, and"),
         (lambda o: trainer(o | {"agent.runners": 2}).fit(looker, rows(2, 0)), "an argument of `etude.Trainer`"),
         (lambda o: trainer(o | {"reward.path": print}).fit(looker, rows(2, 0)), "`reward.path` was given a value of"),

@@ -195,7 +195,7 @@ class ChatConfig(Config):
     )
     template: Path | None = Field(None, description="a jinja file to use in place of the model's own chat template")
     template_kwargs: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="what the template is told besides, such as enable_thinking: false"
+        default_factory=dict, description="more variables of the template, such as enable_thinking: false"
     )
 
     def build_renderer(self, tokenizer: Tokenizer) -> ChatRenderer:
