@@ -1,8 +1,8 @@
-"""An agent of LangGraph, trained as it is: `python examples/langgraph_agent.py [DIRECTORY] [STEPS]`, two minutes.
+"""Train an unchanged LangGraph agent: `python examples/langgraph_agent.py [DIRECTORY] [STEPS]`, two minutes.
 
-It takes `pip install langgraph langchain-openai`. The graph is one as LangGraph's own pages draw it, a model and its
-tools in turn; all that is said to it is where its model is. How many of a thing are there in a storeroom? A tiny model,
-which has seen functions being called and mostly guesses, learns to ask the tools.
+It needs `pip install langgraph langchain-openai`. The graph is that of LangGraph's documentation: a model and its tools
+in turn. Only the address of its model is set. The question is the number of things of a kind in a storeroom. A tiny
+model, which has seen tool calls and mostly guesses, learns to call the tools.
 """
 
 import sys
@@ -24,7 +24,7 @@ COLLECTED = {"collect.tasks": 16, "collect.group_size": 8}
 
 @etude.agent
 def solve(task, llm) -> float:
-    """Run the graph, and see whether it knows in the end."""
+    """Run the graph, and return 1 if the last message is the right answer."""
 
     @tool
     def find(kind: str) -> str:
@@ -33,7 +33,7 @@ def solve(task, llm) -> float:
 
     @tool
     def count(shelf: str) -> str:
-        """How many things lie on a shelf."""
+        """The number of things on a shelf."""
         return task["numbers"].get(shelf, "?")
 
     model = ChatOpenAI(model=llm.model, base_url=llm.base_url, api_key=llm.api_key).bind_tools([find, count])
@@ -43,17 +43,17 @@ def solve(task, llm) -> float:
     graph.add_edge(START, "model")
     graph.add_conditional_edges("model", tools_condition)
     graph.add_edge("tools", "model")
-    said = graph.compile().invoke({"messages": [("user", task["question"])]})["messages"]
-    return float(said[-1].content == task["answer"])
+    messages = graph.compile().invoke({"messages": [("user", task["question"])]})["messages"]
+    return float(messages[-1].content == task["answer"])
 
 
 def main(directory: Path, steps: int) -> None:
-    """Make the model and the tasks, train, and say what came of it."""
+    """Make the model and the tasks, train, and print the score."""
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **LENGTHS, **TRAINING, **COLLECTED}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"))
-    told = trainer.fit(solve, make_rows(0, 1000, held_out=False), make_rows(0, 50, held_out=True))
-    print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Next: etude answers {directory / 'run'}")
+    scores = trainer.fit(solve, make_rows(0, 1000, held_out=False), make_rows(0, 50, held_out=True))
+    print(f"\nRight answers to held-out questions: {scores['eval/mean@1']:.0%}. See: etude answers {directory / 'run'}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A loss of your own: `python examples/own_loss.py [DIRECTORY]`, seconds on one core.
+"""Train with a loss of your own: `python examples/own_loss.py [DIRECTORY]`, seconds on one core.
 
-A loss is a class that holds its options as fields. It is chosen by `module:Name` wherever a loss is chosen by name, and
-checked like those that are built in. The quickest place to try one is the tabular world, where the best policy is
-known exactly and training takes a second; this file must be on PYTHONPATH then:
+A loss is a class with its options as fields. `module:Name` chooses it by name, and it is checked like the built-in
+losses. The quickest test is the tabular problem of `etude demo algorithms`. Its best policy is known exactly, and
+training takes a second. This file must be on PYTHONPATH:
 
     PYTHONPATH=examples etude demo algorithms loss=own_loss:Fading loss.width=0.5
     PYTHONPATH=examples etude train grpo … loss=own_loss:Fading
@@ -27,22 +27,22 @@ from etude.recipes.run.loop import train
 
 
 class Fading(PolicyLoss):
-    """−A·w·tanh(log r / w), r = π_θ / π_old: where PPO stops a token at an edge, this one slows it down before.
+    """−A·w·tanh(log r / w), r = π_θ / π_old: PPO clips a token at an edge, this loss slows it down before the edge.
 
-    At r = 1 the gradient is that of REINFORCE; it has fallen to 42 % where log r is w, whichever way the token went.
+    At r = 1 the gradient is that of REINFORCE. It has fallen to 42 % at |log r| = w.
     """
 
     width: float = Field(0.2, gt=0, description="the log-ratio at which a token's gradient has lost more than half")
 
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
-        """The loss of each action token, and what is to be seen of it; weights, masks and denominators come after."""
+        """Return the loss of each action token, and metrics; weights, masks and denominators are applied later."""
         bent = ((view.logp - view.column("old_logp")) / self.width).tanh()
         pace = 1 - bent.detach().square()
         return -view.column("advantage") * self.width * bent, Metrics({"pace": Mean.over(pace.sum(), len(pace))})
 
 
 def main(directory: Path) -> None:
-    """Teach a tiny model to write sevens, in four optimizer steps a batch: from the second on, r is not 1."""
+    """Train a tiny model to write sevens, with four optimizer steps a batch: from the second on, r differs from 1."""
     model, tasks = directory / "model", directory / "tasks.jsonl"
     save(new_model(make_tokenizer(model), seed=0), model)
     tasks.write_text('{"prompt": "sort:", "answer": "7"}\n')

@@ -1,8 +1,8 @@
 """Tasks from Python, in an order of your own: `python examples/tasks_from_python.py [DIRECTORY]`, half a minute.
 
-`data.train` takes `module:Name` beside files: an iterable of rows, or a function that returns one. `data.sampler` takes
-a class: here one that asks easy tasks first. Where an order is a function of the place in it, as here, a run that is
-resumed needs to remember nothing else to go on exactly; one that looks at rewards says in `state` what it saw.
+`data.train` accepts `module:Name` as well as files: an iterable of rows, or a function that returns one. `data.sampler`
+accepts a class: here one with easy tasks first. This order is a function of the position, so a resumed run needs no
+other state. An order that depends on rewards has to keep them in its `state`.
 
     PYTHONPATH=examples etude train grpo … data.train=[tasks_from_python:tasks] data.sampler=tasks_from_python:EasyFirst
 """
@@ -29,7 +29,7 @@ LEVELS = 3
 
 
 def tasks() -> Iterator[dict[str, Any]]:
-    """Say the first of one, two or three digits; the more there are, the harder it is. Read once, to the end."""
+    """Yield tasks to write the first of one, two or three digits; more digits are harder. Read once, to the end."""
     chance = random.Random(0)
     for level in range(1, LEVELS + 1):
         for _ in range(100):
@@ -38,14 +38,14 @@ def tasks() -> Iterator[dict[str, Any]]:
 
 
 class EasyFirst(Sampler):
-    """Data sources in the order of their names, `each` tasks of each; from the last one on, rows of all."""
+    """Data sources in the order of their names, `each` tasks of each; after the last one, rows of all sources."""
 
-    each: int = Field(100, ge=1, description="how many tasks of a data source are asked before those of the next")
+    each: int = Field(100, ge=1, description="number of tasks of a data source before those of the next")
 
     def start(self, rows: int, seed: int, sources: Callable[[], Sequence[str]] = list) -> RowOrder:
-        """The order of a run over so many rows."""
-        found = list(sources())
-        levels = [[row for row in range(rows) if found[row] == source] for source in sorted(set(found))]
+        """Return the order of a run over this number of rows."""
+        names = list(sources())
+        levels = [[row for row in range(rows) if names[row] == source] for source in sorted(set(names))]
         return _EasyFirst(rows, seed, self.each, levels)
 
 
@@ -55,13 +55,13 @@ class _EasyFirst(RowOrder):
         self._each, self._levels = each, [*levels, range(rows)]
 
     def next_row(self) -> int:
-        """The row of the ordinal `self.position`."""
+        """Return the row of the ordinal `self.position`."""
         level = self._levels[min(self.position // self._each, len(self._levels) - 1)]
         return random.Random(f"{self.seed} {self.position}").choice(level)
 
 
 def main(directory: Path) -> None:
-    """Train a tiny model on the three levels and then on all of them, fifteen steps each."""
+    """Train a tiny model on each of the three levels, and then on all of them, fifteen steps each."""
     model = directory / "model"
     save(new_model(make_tokenizer(model), seed=0), model)
     run = compose(

@@ -1,10 +1,10 @@
-"""Demonstrations, preferences, then reinforcement: `python examples/teach_and_judge.py [DIRECTORY]`, a minute.
+"""SFT, a reward model, then GRPO with its score: `python examples/teach_and_judge.py [DIRECTORY]`, a minute.
 
-A model with random weights is shown how digits are put in order, now rightly and now the wrong way round. Another one
-learns from pairs which of the two is preferred. By its score the first one is then improved, without being told what is
-right, and held to what it was by a KL: without one it soon finds answers that the judge never saw, and likes. With
-models of yours, what changes is `model.path`, the lengths and the learning rates; the files are lines of JSON like
-those that are written here.
+A model with random weights imitates demonstrations of sorting digits, half of them in the wrong order. A second model
+learns from pairs which order is preferred. Its score then improves the first model, which never sees right answers. A
+KL term holds the policy near its start. Without it, the policy soon finds answers that the reward model never saw and
+scores high. For your own models, change `model.path`, the lengths and the learning rates. The data files are lines of
+JSON like those written here.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ SHARED = ["train.precision=fp32", "threads=1", "observe.every=10"]
 
 
 def write_examples(directory: Path, seed: int = 0) -> None:
-    """What each of the three learns from: what is shown, what is preferred, what is only asked; and what is asked in
-    the end, with the right answers."""
+    """Write demonstrations, preference pairs, prompts without answers, and held-out prompts with right answers."""
     chance = random.Random(seed)
     numbers = [f"{number:03}" for number in chance.sample(range(1000), 800)]
-    asked = [{"prompt": f"sort {number}:"} for number in numbers]
+    prompts = [{"prompt": f"sort {number}:"} for number in numbers]
     right = ["".join(sorted(number)) for number in numbers]
-    shown = [{**one, "completion": each[:: chance.choice([1, -1])]} for one, each in zip(asked, right, strict=True)]
+    rows = list(zip(prompts, right, strict=True))
+    demonstrations = [{**prompt, "completion": answer[:: chance.choice([1, -1])]} for prompt, answer in rows]
     pairs = [
-        {**one, "chosen": each, "rejected": _worse(each, chance)}
-        for one, each in zip(asked[:600], right, strict=False)
+        {**prompt, "chosen": answer, "rejected": _worse(answer, chance)}
+        for prompt, answer in rows[:600]
         for _ in range(4)
     ]
-    exam = [{**one, "answer": each} for one, each in zip(asked, right, strict=True)]
-    _write(directory / "shown.jsonl", shown[:600])
+    exam = [{**prompt, "answer": answer} for prompt, answer in rows]
+    _write(directory / "demonstrations.jsonl", demonstrations[:600])
     _write(directory / "pairs.jsonl", [pair for pair in pairs if pair["chosen"] != pair["rejected"]])
-    _write(directory / "tasks.jsonl", asked[:600])
+    _write(directory / "tasks.jsonl", prompts[:600])
     _write(directory / "exam.jsonl", exam[600:])
 
 
 def _worse(right: str, chance: random.Random) -> str:
-    """The wrong way round, or with digits that were never asked for: a judge knows of no mistake that it never saw."""
+    """Return the digits in another order, some of them replaced: a reward model knows only mistakes that it saw."""
     mixed = list(right)
     for place in chance.sample(range(3), chance.randrange(3)):
         mixed[place] = chance.choice("0123456789")
@@ -56,20 +56,21 @@ def _write(file: Path, rows: Iterable[Mapping[str, str]]) -> None:
 
 
 def run(command: str, *options: str) -> None:
-    """The command line, as a shell would call it."""
-    done = etude([*command.split(), *options])
-    if done:
-        raise SystemExit(done)
+    """Run the command line, as a shell would."""
+    status = etude([*command.split(), *options])
+    if status:
+        raise SystemExit(status)
 
 
 def main(directory: Path) -> None:
-    """Make a model and the files, and go the whole way."""
-    save(new_model(make_tokenizer(directory / "beginner"), seed=0), directory / "beginner")
+    """Make a model and the files, run SFT, the reward model and GRPO, and evaluate before and after GRPO."""
+    save(new_model(make_tokenizer(directory / "untrained"), seed=0), directory / "untrained")
     write_examples(directory)
-    given = [*SHARED, f"model.path='{directory / 'beginner'}'", "batch_size=64"]
-    shown, pairs, tasks = (f"data.train=['{directory / f'{name}.jsonl'}']" for name in ("shown", "pairs", "tasks"))
-    run("sft", *given, shown, "steps=300", "train.learning_rate=3e-3", f"directory='{directory / 'taught'}'")
-    run("reward-model", *given, pairs, "steps=200", "train.learning_rate=2e-3", f"directory='{directory / 'judging'}'")
+    common = [*SHARED, f"model.path='{directory / 'untrained'}'", "batch_size=64"]
+    files = ("demonstrations", "pairs", "tasks")
+    demonstrations, pairs, tasks = (f"data.train=['{directory / f'{name}.jsonl'}']" for name in files)
+    run("sft", *common, demonstrations, "steps=300", "train.learning_rate=3e-3", f"directory='{directory / 'taught'}'")
+    run("reward-model", *common, pairs, "steps=200", "train.learning_rate=2e-3", f"directory='{directory / 'judging'}'")
     for name in ("taught", "judging"):
         run("export", str(directory / name), str(directory / f"{name}-model"))
     run(

@@ -1,8 +1,8 @@
 """Tasks and a reward of your own: `python examples/train_my_reward.py [DIRECTORY]`, half a minute on one core.
 
-The tasks are lines of JSON, the reward is a function in this file, and the model is a tiny one with random weights, so
-that nothing has to be downloaded. It learns to write digits that rise from the one it is asked for: `3 to:` wants
-`3468`, or `379`. With a model of yours, what changes is `model.path`, the lengths and the learning rate.
+The tasks are lines of JSON, and the reward is a function in this file. The model is tiny and has random weights, so
+nothing is downloaded. It learns to write digits that rise from the digit of the prompt: `3 to:` wants `3468`, or `379`.
+For your own model, change `model.path`, the lengths and the learning rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.records import Task
 
 
 def score(task: Task, answer: str) -> dict[str, float]:
-    """What an answer earns: the sum of named parts, each of which is a metric too (`reward/starts`, `reward/rises`)."""
+    """Return the parts of the reward, which are added; each is also a metric (`reward/starts`, `reward/rises`)."""
     rises = [a < b for a, b in pairwise(answer) if a.isdigit() and b.isdigit()]
     return {
         "starts": 2.0 * answer.startswith(str(task.fields["ground_truth"])),
@@ -31,18 +31,18 @@ def score(task: Task, answer: str) -> dict[str, float]:
 
 
 def write_tasks(file: Path) -> None:
-    """A prompt and the right answer in each line. The reward sees every other key of it too, in `task.fields`."""
+    """Write a prompt and the right answer in each line. The reward gets every other key too, in `task.fields`."""
     rows = [{"prompt": f"{digit} to:", "answer": str(digit)} for digit in range(9)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_model(directory: Path) -> None:
-    """A Hugging Face directory like one that was downloaded: configuration, weights, tokenizer."""
+    """Write a Hugging Face directory, as after a download: configuration, weights, tokenizer."""
     save(new_model(make_tokenizer(directory), seed=0), directory)
 
 
 def main(directory: Path) -> None:
-    """Make the model and the tasks, train, and say what came of it."""
+    """Make the model and the tasks, train, and print the reward."""
     make_model(directory / "model")
     write_tasks(directory / "tasks.jsonl")
     run = compose(
@@ -65,7 +65,7 @@ def main(directory: Path) -> None:
     )
     train(run)
     steps = read_metrics(directory / "run")
-    print(f"reward {steps[0]['reward']:.3f} → {steps[-1]['reward']:.3f}. Now ask it:")
+    print(f"reward {steps[0]['reward']:.3f} → {steps[-1]['reward']:.3f}. Now ask the model:")
     print(f'  etude generate {directory / "run"} "3 to:" -n 4')
 
 

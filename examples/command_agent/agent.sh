@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An agent in bash, with nothing else: it asks the model over HTTP, looks up what the model wants to know, and says in
-# its last line what that earned. It knows the address and the key from its environment, like any client of OpenAI's.
+# An agent in bash without dependencies. It calls the model over HTTP, executes the model's tool calls, and prints the
+# reward in its last line. It reads the model's address and key from its environment, like any OpenAI client.
 set -euo pipefail
 export LC_ALL=C
 task=$(cat)  # {"question": "How many figs are there?", "answer": "4", "shelves": {"figs": "C", …}, "numbers": {"C": "4", …}}
@@ -11,12 +11,12 @@ tools='[{"type":"function","function":{"name":"find","description":"The shelf on
  {"type":"function","function":{"name":"count","description":"How many things lie on a shelf.",
   "parameters":{"type":"object","properties":{"shelf":{"type":"string"}},"required":["shelf"]}}}]'
 
-# What stands under a name in the task.
-known() {
+# Print the value of a key of the task.
+lookup() {
     if [[ $task =~ \"$1\":\ *\"([^\"]*)\" ]]; then echo "${BASH_REMATCH[1]}"; else echo '?'; fi
 }
 
-# The model's answer to the messages so far.
+# Send the messages so far, and print the model's reply.
 ask() {
     local body="{\"model\":\"$ETUDE_MODEL\",\"messages\":[$messages],\"tools\":$tools}"
     exec 3<>"/dev/tcp/${address%:*}/${address##*:}"
@@ -26,22 +26,22 @@ ask() {
     cat <&3
 }
 
-messages="{\"role\":\"user\",\"content\":\"$(known question)\"}"
+messages="{\"role\":\"user\",\"content\":\"$(lookup question)\"}"
 reward=0
 for _ in 1 2 3 4; do
-    told=$(ask)
-    if ! [[ $told =~ \"message\":(\{.*\}),\"logprobs\" ]]; then
-        echo "$told" >&2
+    reply=$(ask)
+    if ! [[ $reply =~ \"message\":(\{.*\}),\"logprobs\" ]]; then
+        echo "$reply" >&2
         exit 1
     fi
-    said=${BASH_REMATCH[1]}
-    messages+=",$said"
+    message=${BASH_REMATCH[1]}
+    messages+=",$message"
     # A call looks like this: {"id":"call_1","type":"function","function":{"name":"find","arguments":"{\"kind\": \"figs\"}"}}
-    if ! [[ $said =~ \"id\":\"([^\"]*)\".*:\ *\\\"([^\\]*)\\\"\}\" ]]; then
-        if [[ $said == *"\"content\":\"$(known answer)\""* ]]; then reward=1; fi
+    if ! [[ $message =~ \"id\":\"([^\"]*)\".*:\ *\\\"([^\\]*)\\\"\}\" ]]; then
+        if [[ $message == *"\"content\":\"$(lookup answer)\""* ]]; then reward=1; fi
         break
     fi
-    found=$(known "${BASH_REMATCH[2]}")
-    messages+=",{\"role\":\"tool\",\"tool_call_id\":\"${BASH_REMATCH[1]}\",\"content\":\"$found\"}"
+    result=$(lookup "${BASH_REMATCH[2]}")
+    messages+=",{\"role\":\"tool\",\"tool_call_id\":\"${BASH_REMATCH[1]}\",\"content\":\"$result\"}"
 done
 echo "{\"reward\": $reward}"

@@ -1,7 +1,7 @@
-"""A program as an agent, here one in bash: `python examples/command_agent/train.py [DIRECTORY] [STEPS]`, two minutes.
+"""Train a program as an agent, here in bash: `python examples/command_agent/train.py [DIRECTORY] [STEPS]`, two minutes.
 
-Every attempt at a task is a run of `agent.sh`, with the task on its standard input and the model's address and key in
-its environment. The model is a tiny one that has seen functions being called and mostly guesses; it learns to ask.
+Each attempt runs `agent.sh` once, with the task on its standard input, and the model's address and key in its
+environment. The tiny model has seen tool calls and mostly guesses. It learns to call the tools.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import etude
 from etude.demo.storeroom_agent import make_rows
 from etude.demo.storeroom_model import warm_up
 
-OPTIONS = {  # with a model of yours, what changes is `model.path`, the lengths and the learning rate
+OPTIONS = {  # for your own model, change `model.path`, the lengths and the learning rate
     "collect.tasks": 8,
     "collect.group_size": 8,
     "sampling.max_tokens": 12,
@@ -26,14 +26,14 @@ AGENT = etude.command(["bash", str(Path(__file__).resolve().with_name("agent.sh"
 
 
 def main(directory: Path, steps: int) -> None:
-    """Make the model and the tasks, try the agent out, train, and say what came of it."""
+    """Make the model and the tasks, try the agent on one task, train, and print the score."""
     warm_up(directory / "model", seed=0, advance=lambda: None)
     options = {"model.path": directory / "model", "steps": steps, **OPTIONS}
     trainer = etude.Trainer(etude.RL("grpo", options, directory / "run"), n_runners=2)
     train, held_out = make_rows(0, 1000, held_out=False), make_rows(0, 25, held_out=True)
     trainer.dev(AGENT, train, count=1)
-    told = trainer.fit(AGENT, train, held_out)
-    print(f"\nRight answers to held-out questions: {told['eval/mean@1']:.0%}. Read some of the rollouts:")
+    scores = trainer.fit(AGENT, train, held_out)
+    print(f"\nRight answers to held-out questions: {scores['eval/mean@1']:.0%}. Read some of the rollouts:")
     print(f"  etude answers {directory / 'run'}")
 
 
