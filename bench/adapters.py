@@ -1,14 +1,14 @@
-"""Time training and sampling with adapters, and with compiled steps, beside the same model trained whole.
+"""Time training and sampling with adapters, and with compiled steps, against full training of the same model.
 
     python -m bench.adapters [--rounds 5] [--only train] [--size 75m] [--json FILE]
 
-Everything is the same random Qwen3-shaped model in bf16, with adapters of rank 16 on every linear layer:
+All cases use one random Qwen3-shaped model in bf16, with adapters of rank 16 on every linear layer:
 
-    train    an optimizer step on rows of 16 to 128 tokens: an adapter's, and a whole one whose small steps are compiled
-    sample   64 requests of 64 tokens each and 64 new ones: by the adapters' products, and by merged weights
+    train    an optimizer step on rows of 16 to 128 tokens: with adapters, and full training with train.compile
+    sample   64 requests of 64 tokens each and 64 new ones: with adapters, and with merged weights
 
-A ratio is the time beside that of the whole model; a limit is what it should cost at most. Then it says how far
-sampler and trainer are apart where both have the same weights, over the tokens of one round of answers.
+A ratio is the time divided by that of full training; a limit is the most that it should be. At the end the benchmark
+prints the difference of sampler and trainer with equal weights, over the tokens of one round of answers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from etude.records import Completion, SamplingParams
 from etude.rollout import TorchEngine, TorchEngineConfig
 
 RANK, SPREAD = 16, 0.02
-"""Of the adapters, and how large the factors are that begin at zero: about what a short training makes of them."""
+"""The rank of the adapters, and the size of the factors that start at zero: about that of a short training."""
 KINDS = ("train", "sample")
 LENGTH = {"75m": 64, "tiny": 8}
-"""Tokens of a prompt, and of an answer."""
+"""The tokens of a prompt, and of an answer."""
 
 
 def whole(size: str) -> Model:
-    """The model, all of it trained."""
+    """Return the model for full training."""
     return create(config_of(size), seed=0, dtype=torch.bfloat16)
 
 
 def adapted(size: str) -> Model:
-    """The same with adapters that add something."""
+    """Return the model with adapters that are not zero."""
     model = adapt(whole(size), LoraAdapterConfig(rank=RANK), seed=0)
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def adapted(size: str) -> Model:
 
 
 def training(size: str, rows: int) -> list[Case]:
-    """Steps of the optimizer."""
+    """Return the cases of optimizer steps."""
     compiled = whole(size)
     compiled.compile()
     given = mixed_rows(rows, VOCABULARY[size])
@@ -69,7 +69,7 @@ def training(size: str, rows: int) -> list[Case]:
 
 
 def sampling(size: str, requests: int, engines: dict[str, TorchEngine]) -> list[Case]:
-    """Answers to prompts, each engine with weights of its own."""
+    """Return the cases of sampling, in which each engine has its own weights."""
     kind = f"{requests} requests, {LENGTH[size]} new tokens each"
     asked = {name: partial(answers, engine, size, requests) for name, engine in engines.items()}
     return [
@@ -79,7 +79,7 @@ def sampling(size: str, requests: int, engines: dict[str, TorchEngine]) -> list[
 
 
 def answers(engine: TorchEngine, size: str, requests: int) -> list[Completion]:
-    """To random prompts, the same each time."""
+    """Return requests with random prompts, the same each time."""
     length = LENGTH[size]
     params = [SamplingParams(max_tokens=length, seed=i) for i in range(requests)]
     return engine.generate_all(list(prompts(size, requests)), params)
@@ -92,8 +92,10 @@ def prompts(size: str, requests: int) -> NDArray[np.int32]:
 
 @torch.no_grad()
 def apart(engine: TorchEngine, size: str, requests: int) -> tuple[float, float, float]:
-    """How far what the trainer says of an answer's tokens is from what the sampler said: the mean distance of two
-    log-probs, their divergence by k3, the largest distance of two probabilities."""
+    """Compare the log-probs of trainer and sampler for an answer's tokens.
+
+    The result is the mean distance of log-probs, their divergence by k3, and the largest distance of probabilities.
+    """
     found, asked = answers(engine, size, requests), prompts(size, requests)
     ids = tuple(torch.from_numpy(np.concatenate(pair)) for pair in zip(asked, (c.ids for c in found), strict=True))
     rows = Rows(ids, (LENGTH[size],) * requests, 1)
@@ -107,7 +109,7 @@ def apart(engine: TorchEngine, size: str, requests: int) -> tuple[float, float, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step, and requests at once")

@@ -1,23 +1,23 @@
-"""Time the agent side beside Agent Lightning, and by itself: rollouts, the endpoint, a start, growth, and kills.
+"""Time agents against Agent Lightning, and alone: rollouts, the endpoint, the start, a large store, and kills.
 
     python -m bench.agents [--rounds 5] [--cases compared endpoint start growth kills] [--json FILE]
 
-`compared` has both play the same number of rollouts of an agent that does nothing but earn 1, with as many runners:
+In `compared` both play the same number of rollouts of an agent that only returns 1, with equal numbers of runners:
 
-    cs     two runner processes that join a server; Etude's store is a file, and acknowledges after the commit, Agent
-           Lightning's is in memory
+    cs     two runner processes that connect to a server; Etude's store is a file and acknowledges after the commit,
+           Agent Lightning's is in memory
     shm    one runner on a thread; both stores are in memory
 
-Each runs in a process of its own, Agent Lightning in an environment of its own, which is built the first time. A runner
-of Etude's plays up to 32 attempts of a coroutine at once, one of Agent Lightning's one, as it is made. They play in
-turns, each begun anew, once before it is timed; a ratio is the median over the rounds of their rollouts a second,
-Etude's over Agent Lightning's. What Etude plays in a second is then timed over more rollouts.
+Each runs in its own process. Agent Lightning has its own environment, which is built the first time. A runner of Etude
+plays up to 32 attempts of a coroutine at once; one of Agent Lightning plays one, by its design. They alternate, each
+newly started and warmed up by one run. A ratio is the median over the rounds of Etude's rollouts a second, divided by
+Agent Lightning's. Etude's rollouts a second are then timed over more rollouts.
 
-    endpoint   calls a second through keys, continuation and recording in a file, over an engine that takes no time, on
-               one core; and how long calls take that come at half that rate
-    start      from `import etude.agents` in a new process to the first claim
-    growth     what a rollout costs where 100,000 are stored, beside 1,000
-    kills      a store is killed under load, three times: what it had acknowledged is there
+    endpoint   calls a second on one core, with keys, exact continuation and recording in a file, over an engine that
+               takes no time; and the latency at half that rate
+    start      the time from `import etude.agents` in a new process to the first claim
+    growth     the cost of a rollout with 100,000 stored rollouts, relative to 1,000
+    kills      a store killed three times under load: every acknowledged write must be there
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from etude.observe import make_console, progress
 from etude.rollout.python_environments import ensure_environment, load_pins
 
 ROLLOUTS = {"cs": 800, "shm": 1500}
-"""Of both, in a round."""
+"""Rollouts of each side in a round."""
 MORE = {"cs": 4000, "shm": 6000}
-"""Of Etude alone, in a round."""
+"""Rollouts of Etude alone in a round."""
 AT_ONCE = 32
-"""Attempts that a runner of Etude's plays at once."""
+"""Concurrent attempts of a runner of Etude."""
 AIMS = {"cs_vs_agl": 15.0, "shm_vs_agl": 6.0}
-"""How many times as many rollouts a second Etude should play."""
+"""The aims for the ratios of rollouts a second."""
 CASES = ("compared", "endpoint", "start", "growth", "kills")
 WINDOWS, STARTS, TURNS, KILLS = 9, 5, 15, 3
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, and what it should be."""
+    """A measured figure and its aim."""
 
     name: str
     value: float
     unit: str
     aim: float
     most: bool = False
-    """Whether the aim is not to be exceeded; else it is to be reached."""
+    """True if the aim is a maximum, else it is a minimum."""
 
     @property
     def met(self) -> bool:
-        """Whether it is as it should be."""
+        """True if the figure meets its aim."""
         return self.value <= self.aim if self.most else self.value >= self.aim
 
 
@@ -89,7 +89,7 @@ class Compared:
         return f"{self.strategy}_vs_agl"
 
     def ratio(self) -> float:
-        """How many times as many Etude plays."""
+        """The ratio of Etude's rollouts a second to Agent Lightning's."""
         return median(ours / theirs for ours, theirs in zip(self.etude, self.agl, strict=True))
 
 
@@ -134,7 +134,7 @@ def compared(rounds: int, agl: Path, folder: Path, console: Console) -> tuple[li
 
 
 def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
-    """What is measured of Etude by itself."""
+    """Measure the figures of Etude alone."""
     figures: list[Figure] = []
     if "endpoint" in cases:
         with progress("calls", WINDOWS + 1, console) as bar:
@@ -162,14 +162,14 @@ def alone(cases: Sequence[str], folder: Path, console: Console) -> list[Figure]:
 
 
 def of_compared(found: Sequence[Compared]) -> list[Figure]:
-    """What Etude plays, as it should."""
+    """Return the rollouts a second of Etude alone."""
     least = {"cs": 600, "shm": 3000}
     names = {"cs": "cs, 2 runner processes, store in a file", "shm": "shm, 1 runner, store in memory"}
     return [Figure(names[each.strategy], median(each.more), "rollouts/s", least[each.strategy]) for each in found]
 
 
 def beside(found: Sequence[Compared]) -> Table:
-    """The comparison for a person to read; what misses its aim is marked."""
+    """Return the table of the comparison; missed aims are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for title in ("Etude, rollouts/s", "Agent Lightning", "Etude is faster by", "aim", ""):
@@ -183,7 +183,7 @@ def beside(found: Sequence[Compared]) -> Table:
 
 
 def shown(figures: Sequence[Figure]) -> Table:
-    """The figures for a person to read; what misses its aim is marked."""
+    """Return the table of the figures; missed aims are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("measured")
     for title in ("", "aim", ""):
@@ -197,7 +197,7 @@ def shown(figures: Sequence[Figure]) -> Table:
 
 
 def as_tree(found: Sequence[Compared], figures: Sequence[Figure], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, and with what."""
+    """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": dict(told)},
@@ -208,7 +208,7 @@ def as_tree(found: Sequence[Compared], figures: Sequence[Figure], told: Mapping[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often both play in turns; medians are shown")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="these alone")

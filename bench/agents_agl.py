@@ -1,11 +1,11 @@
-"""Agent Lightning's side of `bench.agents`, in a process of its own: plays rollouts, as many as a line asks for.
+"""Agent Lightning's side of `bench.agents`, in its own process: it plays the number of rollouts of each input line.
 
     python -m bench.agents_agl STRATEGY
 
-It runs under Agent Lightning's own Python, where nothing of Etude is installed, so it stands alone. It is driven as its
-documentation says: an algorithm that queues rollouts and waits for them, its store in memory, one runner (`shm`; more
-are refused as it comes) or two (`cs`). Of its tracers it is given the one that costs least and needs no service
-elsewhere, and its runners look for work every 50 ms where they would every five seconds.
+It runs in Agent Lightning's own Python environment, without Etude, so it imports nothing of it. It is used as in its
+documentation: an algorithm enqueues rollouts and waits for them. The store is in memory, with one runner (`shm`; more
+are refused by default) or two (`cs`). It has its cheapest tracer that needs no other service. Its runners poll every 50
+ms instead of every five seconds.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Trivial(agl.LitAgent):  # type: ignore[misc]
 
 
 class Timed(agl.Algorithm):  # type: ignore[misc]
-    """Has as many rollouts played as each line asks for, and says how long that took."""
+    """Plays the number of rollouts of each input line, and prints the time."""
 
     def __init__(self, told: int) -> None:
         super().__init__()
         self.told = told
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:  # noqa: ARG002
-        """Until there are no more lines."""
+        """Run until the input ends."""
         store = self.get_store()
         await store.update_resources("nothing", {})
         await self.played(20)
@@ -51,14 +51,14 @@ class Timed(agl.Algorithm):  # type: ignore[misc]
             self.say({"seconds": time.perf_counter() - began})
 
     async def played(self, count: int) -> None:
-        """Queue so many, and wait until all have succeeded."""
+        """Enqueue this number of rollouts, and wait until all have succeeded."""
         store = self.get_store()
         queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}) for n in range(count)])
         ended = await store.wait_for_rollouts(rollout_ids=[each.rollout_id for each in queued], timeout=300)
         assert [each.status for each in ended] == ["succeeded"] * count, "a rollout did not succeed"
 
     def say(self, told: dict[str, Any]) -> None:
-        """One line, past whatever the libraries print."""
+        """Write one line to the real standard output, apart from the output of libraries."""
         os.write(self.told, json.dumps(told).encode() + b"\n")
 
 

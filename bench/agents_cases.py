@@ -1,4 +1,4 @@
-"""What `bench.agents` measures of Etude alone: the endpoint, a start, a store that has grown, and kills."""
+"""The cases of `bench.agents` for Etude alone: the endpoint, a start, a large store, and kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from etude.store.rollout_queue import AttemptId, AttemptReport, RolloutLimits, R
 __all__ = ["Acknowledged", "endpoint", "grown", "killed", "started"]
 
 ATTEMPTS = 4000
-"""Attempts that are open at the endpoint, of four calls each: more calls than are made."""
+"""Open attempts at the endpoint, of four calls each: more calls than are made."""
 CONNECTIONS = 16
 OPENED_S = 6.0
 """Seconds of calls at half the load."""
@@ -36,7 +36,7 @@ SMALL, LARGE = 1_000, 100_000
 
 @contextmanager
 def server(folder: Path, attempts: int = 0, core: int | None = None) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """A store and an endpoint in a process of their own, and where they are."""
+    """Start a store and an endpoint in their own process, and yield the process and its addresses."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "bench.agents_server", str(folder), str(attempts)]
     worker = Worker("the server", [*command, *([] if core is None else [str(core)])], folder / "server.log")
@@ -102,8 +102,11 @@ async def _queued(told: dict[str, Any], count: int) -> None:
 
 
 def grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str, float]:
-    """What a rollout costs at a desk over a file that holds few, and over one that holds many: queued, claimed, handed
-    in and told of. In turns; seconds, and the median of the rounds' ratios."""
+    """Time a rollout at a rollout queue over a small journal file and over a large one, in turns.
+
+    A rollout is enqueued, claimed, finished and awaited. The result is in seconds, with the median of the rounds'
+    ratios.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_grown(folder, rounds, say))
 
@@ -143,8 +146,10 @@ async def _grown(folder: Path, rounds: int, say: Callable[[], None]) -> dict[str
 
 
 def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
-    """Kill a store by SIGKILL under load, so many times: how many ends it had acknowledged, and how many of what it had
-    acknowledged are not there."""
+    """Kill a store by SIGKILL under load, this number of times.
+
+    Returns the number of acknowledged ends, and the number of acknowledged writes that are missing.
+    """
     acknowledged = Acknowledged()
     for number in range(times):
         with server(folder) as (worker, told):
@@ -159,14 +164,14 @@ def killed(folder: Path, times: int, say: Callable[[], None]) -> dict[str, int]:
 
 
 class Acknowledged:
-    """What a store has said is written."""
+    """The writes that a store has acknowledged."""
 
     def __init__(self) -> None:
         self.queued: set[int] = set()
         self.finished: dict[AttemptId, float] = {}
 
     def lost(self, states: dict[int, RolloutState]) -> int:
-        """How much of it is not there."""
+        """Return the number of acknowledged writes that are missing."""
         lost = len(self.queued - states.keys())
         for key, reward in self.finished.items():
             attempts = states[key.rollout].attempts if key.rollout in states else ()
@@ -176,7 +181,7 @@ class Acknowledged:
 
 
 async def _loaded(told: dict[str, Any], acknowledged: Acknowledged, worker: Worker, seconds: float) -> None:
-    """Queue and play as fast as it goes, until the server is killed."""
+    """Enqueue and play at full speed until the server is killed."""
     desk = RemoteRolloutQueue(told["url"], told["key"], patience_s=0.2)
 
     async def queue() -> None:

@@ -1,10 +1,10 @@
-"""Etude's side of `bench.agents`, in a process of its own: plays rollouts, as many as a line asks for.
+"""Etude's side of `bench.agents`, in its own process: it plays the number of rollouts of each input line.
 
     python -m bench.agents_etude STRATEGY DIRECTORY AT_ONCE
 
-AT_ONCE is how many attempts each runner plays at once. `shm` is one runner on a thread, over a journal in memory; `cs`
-is two runner processes that join a server, over a journal in a file of that directory, every acknowledgement after its
-commit.
+AT_ONCE is the number of concurrent attempts of each runner. `shm` is one runner on a thread, over a journal in memory.
+`cs` is two runner processes that connect to a server, over a journal in a file of that directory. Every acknowledgement
+follows its commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etude.store.server import serve
 
 RUNNERS = {"shm": 1, "cs": 2}
 WARMING = 200
-"""Rollouts that are played before anything is timed."""
+"""Rollouts of the warm-up."""
 
 
 @etude.agent
@@ -40,7 +40,7 @@ async def trivial(task: Task) -> float:  # noqa: ARG001
 
 @contextmanager
 def at_work(strategy: str, directory: Path, max_concurrency: int) -> Iterator[LocalRolloutQueue]:
-    """A desk at which runners play."""
+    """Yield a rollout queue with runners at work."""
     keyring = Keyring()
     desk = LocalRolloutQueue(open_store(directory / "journal.sqlite" if strategy == "cs" else None), keyring)
     try:
@@ -66,13 +66,13 @@ def at_work(strategy: str, directory: Path, max_concurrency: int) -> Iterator[Lo
 
 
 class Player:
-    """Queues rollouts, and waits until all have succeeded."""
+    """Enqueues rollouts, and waits until all have succeeded."""
 
     def __init__(self, desk: LocalRolloutQueue) -> None:
         self.desk, self.cursor, self.next = desk, 0, 0
 
     async def play(self, count: int) -> None:
-        """So many."""
+        """Play this number of rollouts."""
         await self.desk.enqueue([RolloutRequest(Task(self.next + n, {"n": n})) for n in range(count)])
         self.next += count
         left = count
@@ -83,7 +83,7 @@ class Player:
 
 
 async def answer(desk: LocalRolloutQueue) -> None:
-    """Until there are no more lines."""
+    """Run until the input ends."""
     await desk.put_resource("endpoint", {"base_url": "http://127.0.0.1:8000/v1", "model": "policy"})
     player = Player(desk)
     await player.play(WARMING)

@@ -1,5 +1,6 @@
-"""The load that `bench.agents` puts on a model endpoint: conversations of four calls, each continuing the one before,
-over connections that are kept. Requests are made of bytes once, so that who asks costs little beside who answers.
+"""The load of `bench.agents` on a model endpoint: conversations of four calls over persistent connections.
+
+Each call continues the one before. Requests are built as bytes once, so the client costs little next to the server.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Load:
             yield tuple(f"{head}{len(body)}\r\n\r\n".encode() + body for body in self._bodies)
 
     async def closed(self, connections: int, seconds: float, warming: float) -> float:
-        """Answers a second, where every connection asks again as soon as it was answered."""
+        """Return answers a second; every connection sends its next request after its answer."""
         counted = 0
         began = time.perf_counter() + warming
         until = began + seconds
@@ -61,7 +62,7 @@ class Load:
         return counted / seconds
 
     async def opened(self, rate: float, seconds: float, connections: int = 32) -> list[float]:
-        """Seconds that each call took, from when it was due: so many a second are, whatever became of those before."""
+        """Return the seconds of each call from its due time; calls are due at this rate, regardless of earlier ones."""
         took: list[float] = []
         began = time.perf_counter() + 0.1
         pause, count = connections / rate, max(1, int(rate * seconds / connections / TURNS))
@@ -82,7 +83,7 @@ class Load:
 
 
 async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: bytes) -> None:
-    """Ask, and read the whole answer, which is a success."""
+    """Send a request, and read the whole answer, which must be a success."""
     writer.write(call)
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 "), head.decode()
@@ -91,7 +92,7 @@ async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, c
 
 
 def body_of(turn: int) -> bytes:
-    """The request of a turn: all that was said before, and one more question."""
+    """Return the request of a turn: the conversation so far, and one more question."""
     asked = (
         f"{word} way is it to the gate, and what shall I see on the way there?" for word in cycle(("Which", "What"))
     )

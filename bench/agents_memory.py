@@ -1,11 +1,11 @@
-"""Show that memory stays flat while rollouts come and go: what a run keeps is the work that is open.
+"""Show that memory stays constant over many rollouts: a run keeps only its open work.
 
     python -m bench.agents_memory [--rollouts 100000] [--plot FILE] [--json FILE]
 
-One process has all that a run of agents has beside its model: the journal in a file, the desk, the server, the endpoint
-over an engine that takes no time, and a runner on a thread. Each rollout is queued, claimed, makes one call to the
-model over HTTP, notes an event, earns something and is handed in; each 64 that ended are admitted to a step. Beside the
-process's resident memory stands the size of the file that holds everything.
+One process has all parts of an agent run except the model: the journal in a file, the rollout queue, the server, the
+endpoint over an engine that takes no time, and a runner on a thread. Each rollout is enqueued and claimed. It makes one
+call to the model over HTTP, records an event, gets a reward and is finished. Every 64 ended rollouts are admitted to a
+step. The output has the process's resident memory and the size of the journal file.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from etude.store.rollout_queue import RolloutRequest
 from etude.store.server import serve
 
 OPEN, STEP, SAMPLED = 256, 64, 1000
-"""Rollouts that are wanted at once, that a step is given, and between two looks at the memory."""
+"""Rollouts that are enqueued at once, in a step, and between two measurements of memory."""
 MIB = 2**20
 
 
 @etude.agent
 async def asks(task: Task, llm: LLM) -> float:
-    """Calls the model once, and says so."""
+    """Call the model once, and record an event."""
     place = urlsplit(llm.base_url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     body = body_of(0)
@@ -62,7 +62,7 @@ async def asks(task: Task, llm: LLM) -> float:
 
 @dataclass(frozen=True)
 class Sampled:
-    """How much memory there was after so many rollouts."""
+    """The memory after a number of rollouts."""
 
     rollouts: int
     seconds: float
@@ -73,7 +73,7 @@ class Sampled:
 
 
 async def played(desk: LocalRolloutQueue, count: int, look: Callable[[int], None]) -> None:
-    """Have so many played, and looked at now and then."""
+    """Play this number of rollouts, and measure the memory regularly."""
     cursor, queued, ended, step = 0, 0, 0, 0
     done: list[int] = []
     while ended < count:
@@ -93,7 +93,7 @@ async def played(desk: LocalRolloutQueue, count: int, look: Callable[[int], None
 
 
 def measured(folder: Path, count: int, look: Callable[[Sampled], None]) -> None:
-    """Play so many with all that a run has."""
+    """Play this number of rollouts with all parts of a run."""
     keyring, talk = Keyring(), chat(folder / "tokenizer")
     journal = folder / "journal.sqlite"
     desk = LocalRolloutQueue(open_store(journal), keyring)
@@ -133,7 +133,7 @@ def drawn(samples: Sequence[Sampled], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play, show, draw."""
+    """Play the rollouts, print the table, and draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000, help="how many are played")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it there")

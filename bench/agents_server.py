@@ -1,11 +1,12 @@
-"""What `bench.agents` speaks to, in a process of its own: a desk over a journal in a file, its server, and beside it
-the model endpoint over an engine that takes no time.
+"""The server of `bench.agents`, in its own process: a rollout queue over a journal file, and the model endpoint.
+
+The engine behind the endpoint takes no time.
 
     python -m bench.agents_server DIRECTORY ATTEMPTS [CORE]
 
-The first line it says is where it is, its admin key and its runners', and the keys of so many attempts that run, by
-which each calls the model and writes; `first` is the rollout of the first of them. Then it serves until its input ends,
-or it is killed. CORE is the one that it runs on, where it is to have no more.
+Its first output line has its address, its admin key, the runners' key, and the model and reward keys of ATTEMPTS
+running attempts; `first` is the rollout of the first attempt. Then it serves until its input ends or it is killed. With
+CORE it runs on that core only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PATIENT = RolloutLimits(timeout_s=None, unresponsive_s=3600.0)
 
 
 def chat(directory: Path) -> ChatRenderer:
-    """A small tokenizer of bytes, and the commonest of templates."""
+    """Write a small byte tokenizer with a common chat template."""
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -73,7 +74,7 @@ class _Gained:
 
 
 class Null:
-    """Says the same to everything, at once."""
+    """An engine that returns the same answer to every prompt, at once."""
 
     def __init__(self, chat: ChatRenderer) -> None:
         ids = chat.tokenizer.encode(SAID + END, add_special_tokens=True)
@@ -90,7 +91,7 @@ class Null:
 
 
 async def begun(desk: LocalRolloutQueue, count: int) -> list[Claim]:
-    """So many attempts that run."""
+    """Start this number of attempts."""
     claims: list[Claim] = []
     if count:
         await desk.enqueue([RolloutRequest(Task(n, {"n": n}), limits=PATIENT) for n in range(count)])

@@ -1,4 +1,4 @@
-"""How long a runner takes to be at work: seconds from before `import etude.agents` to its first claim.
+"""Time the start of a runner: seconds from before `import etude.agents` to its first claim.
 
 python -m bench.agents_start URL KEY
 """
@@ -17,7 +17,7 @@ from etude.records import Task  # noqa: E402
 
 @etude.agent
 async def first(task: Task) -> float:  # noqa: ARG001
-    """Says when it was."""
+    """Print the time of the call."""
     print(time.perf_counter() - began, flush=True)
     runner.stop()
     return 1.0

@@ -2,9 +2,9 @@
 
     python -m bench.algorithms [--sequences 4096] [--longest 2048] [--rounds 5] [--only gae ppo] [--json FILE]
 
-The inputs of an estimator are the columns it declares, at the action tokens: a rollout's reward counts at each of them,
-because an estimator has something to say of each. A loss has the model's outputs besides, and is timed forward and
-backward. A copy is `torch.empty_like(x).copy_(x)` of each. Finding the action tokens in the batch is part of the time,
+The inputs of an estimator are its declared columns, at the action tokens. A rollout's reward counts at each of them,
+because an estimator returns a value for each. A loss also has the model's outputs, and is timed forward and backward. A
+copy is `torch.empty_like(x).copy_(x)` of each. Finding the action tokens in the batch is part of the time,
 as it is in a run. An estimator should cost at most 60 copies, a loss 20.
 """
 
@@ -107,7 +107,7 @@ def estimator_case(name: str, estimator: Advantage, batch: Batch) -> Case:
 
 
 def loss_case(name: str, loss: Loss, batch: Batch) -> Case:
-    """A loss and its gradient. What is chosen once a step is chosen beforehand."""
+    """Return the case of a loss and its gradient. The selection of tokens, once a step, is not timed."""
     view = View(batch)
     if name in LOSSES:
         chosen = LOSSES[name].choose_tokens(loss, view, seed=0, step=0)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def loss_case(name: str, loss: Loss, batch: Batch) -> Case:
 
 
 def _output(name: str, batch: Batch) -> Tensor:
-    """What a forward pass would give, near what the batch holds."""
+    """Return outputs of a forward pass that are close to the values of the batch."""
     near = {
         "logp": lambda: batch.require("old_logp") + 0.05 * torch.randn(batch.num_tokens),
         "entropy": lambda: batch.require("entropy"),
@@ -140,7 +140,7 @@ def _output(name: str, batch: Batch) -> Tensor:
 
 
 def cases(batch: Batch, only: Sequence[str]) -> list[Case]:
-    """Every estimator and every loss, or only those that are named."""
+    """Return the cases of every estimator and every loss, or only the named ones."""
     pairs = batch.replace(group=torch.arange(batch.num_rollouts) // 2)  # learning from pairs needs groups of two
     found = [estimator_case(name, kind(), batch) for name, kind in ADVANTAGES.items() if not only or name in only]
     for name, kind in {**LOSSES, **SUPERVISED}.items():
@@ -150,7 +150,7 @@ def cases(batch: Batch, only: Sequence[str]) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=4096, help="rollouts in the batch; a multiple of 8")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest; the shortest has 64")

@@ -1,4 +1,4 @@
-"""What every benchmark shares: which machine it ran on, interleaved timing, a table, and a JSON file."""
+"""Shared code of the benchmarks: the machine, interleaved timing, a table, and a JSON file."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to time, and the yardstick to time it against."""
+    """Work to time, and the yardstick to compare it with."""
 
     name: str
     kind: str
     work: Callable[[], object]
     yardstick: Callable[[], object]
     limit: float
-    """How many yardsticks it should cost at most."""
+    """The largest allowed ratio to the yardstick."""
     is_peer: bool = False
-    """Whether the work is a peer's and the yardstick ours: then it should cost at least so many."""
+    """True if the work is a peer's and the yardstick ours: then the limit is the smallest allowed ratio."""
     before: Callable[[], object] = nothing
-    """What is done before it, and takes none of its time."""
+    """A function to call before the work, untimed."""
     after: Callable[[], object] = nothing
-    """What is done after it, likewise: it may look at what came of the work."""
+    """A function to call after the work, untimed; it may inspect the result."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def measure(cases: Sequence[Case], rounds: int, progress: Callable[[], None] = n
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Return a description of the machine."""
     return {
         "platform": platform.platform(),
         "devices": {device.name: device.what for device in list_devices()},
@@ -93,12 +93,12 @@ def matrix_rate() -> float:
 
 
 def versions() -> dict[str, str | None]:
-    """What it ran with."""
+    """Return the versions of the packages."""
     return {"etude": __version__, "python": platform.python_version()} | {p.name: p.version for p in list_packages()}
 
 
 def table(measured: Sequence[Measured], yardstick: str) -> Table:
-    """The outcome for a person to read; what misses its limit is marked."""
+    """Return the table of the results; missed limits are marked."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("case")
     for title in ("ms", f"{yardstick}, ms", "ratio", "limit", ""):
@@ -120,14 +120,14 @@ def table(measured: Sequence[Measured], yardstick: str) -> Table:
 
 
 def write_json(path: Path, measured: Sequence[Measured], about: Mapping[str, Any]) -> None:
-    """What was measured, every case, and the ratios by name."""
+    """Return every measured case, and the ratios by name."""
     written(path, [asdict(each) for each in measured], {each.name: each.ratio for each in measured}, about)
 
 
 def written(
     path: Path, cases: Sequence[Mapping[str, Any]], ratios: Mapping[str, float], about: Mapping[str, Any] | None = None
 ) -> None:
-    """The file of a benchmark: machine, versions, what was measured, every case, and the ratios by name."""
+    """Write the file of a benchmark: machine, versions, every measured case, and the ratios by name."""
     whole = {"machine": machine(), "versions": versions(), **(about or {}), "cases": [*cases], "ratios": {**ratios}}
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 

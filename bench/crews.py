@@ -1,17 +1,16 @@
-"""What the controller adds to a step: its calls to ranks that have nothing to compute, and its questions to engines.
+"""Time the controller's overhead of a step: calls to ranks that compute nothing, and requests to their engines.
 
     python -m bench.crews [--steps 50] [--only local processes] [--json FILE]
 
-Each step makes the calls that a step of `etude train` makes, with the batch of a small one (96 rollouts, about 12,000
-tokens): annotate and estimate, whose batch is cut, shared out and put together or held; update, with what came of them;
-publish, and what is measured. Before that, what each rollout is trained on as is laid where ranks look at it, one after
-another, and a batch is made of all of them, or named. And where engines stand with the ranks, every answer is a
-question of its own: 96 are asked at once, each as long as such a rollout, through the router that a run asks by. What
-the ranks do with any of it takes no time, so what is left is packing, sending, waking up and joining. Alone in this
-process, as two processes, and as two Ray actors; the median step counts.
+Each step makes the calls of a step of `etude train`, with the batch of a small one (96 rollouts, about 12,000 tokens).
+These calls are annotate and estimate, whose batch is split, sent, and gathered or kept; update, with its metrics;
+publish; and the metrics of the step. Before that, the training data of each rollout is stored where ranks read it, and
+a batch is built of them. With engines in the ranks every answer is a request of its own: 96 are sent at once through
+the run's router, each as long as such a rollout. The ranks compute nothing, so the time is packing, sending, waking up
+and gathering. The crews are this process alone, two processes, and two Ray actors; the table has the median step.
 
-The calls are held to the aim. The rest stands beside it: most of it is done while a model draws answers, when others
-are asked for and those that are there are laid down.
+The aim holds for the calls. The other times are for information: most of that work is done while the model samples
+other answers.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from etude.records import Completion, Rollout, Sample, SamplingParams
 from etude.rollout.router import Router
 
 AIMS = {"local": 1.0, "processes": 10.0, "ray": 30.0}
-"""Milliseconds a step."""
+"""Aims, in milliseconds a step."""
 CALLS, LAID, ANSWERS = "calls of a step", "96 rollouts put together", "96 answers"
 GROUPS, GROUP_SIZE, TOKENS = 12, 8, 128
 WARMING = 5
@@ -71,7 +70,7 @@ class Timed:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is within the aim; None is what is not held to it."""
+        """True if the time is within the aim; None without an aim."""
         return self.ratio <= 1 if self.what == CALLS else None
 
 
@@ -84,14 +83,14 @@ class Engine:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, begun: Callable[[], None] | None = None
     ) -> Completion:
-        """An answer, by one question."""
+        """Return an answer to one request."""
         asked = self._crew.ask(self._rank, Idle.generate, prompt, sampling, begun=begun)
         answer: Completion = await asyncio.wrap_future(asked)
         return answer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Time them, one after the other, and show."""
+    """Time the crews one after another, and print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--steps", type=int, default=50, help="steps that are timed (50)")
     arguments.add_argument("--only", nargs="*", choices=AIMS, default=list(AIMS), help="time these alone")
@@ -151,7 +150,7 @@ def _kinds() -> dict[str, Callable[[Path], Crew]]:
 def _timed(
     name: str, start: Callable[[Path], Crew], samples: Sequence[Sample], rollouts: Sequence[Rollout], steps: int
 ) -> list[Timed]:
-    """The median step, of each kind of work."""
+    """Return the median step of each kind of work."""
     told: dict[str, list[float]] = {CALLS: [], LAID: [], ANSWERS: []}
     prompts = [sample.ids[: TOKENS // 2] for sample in samples[::GROUP_SIZE]]
     with tempfile.TemporaryDirectory() as logs, closing(start(Path(logs))) as crew, asyncio.Runner() as runner:
@@ -178,7 +177,7 @@ def _call(crew: Crew, batch: Batch, step: int) -> None:
 
 
 async def _ask(engine: TokenGenerator, prompts: Sequence[Ids]) -> None:
-    """The answers of a step: those of a group are to one prompt."""
+    """Request the answers of a step; those of a group have one prompt."""
     begun: list[int] = []
     asked = [
         engine.generate(prompt, SAMPLING, on_start=lambda: begun.append(1))

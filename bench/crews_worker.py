@@ -1,4 +1,4 @@
-"""The worker of `bench.crews`, in a module of its own: ranks import it by its name."""
+"""The worker of `bench.crews`, in its own module, because ranks import it by name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Idle"]
 
 
 class Idle:
-    """A worker with nothing to do."""
+    """A worker that computes nothing."""
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def annotate(self, batch: Batch) -> Batch:
-        """One column more."""
+        """Return the batch with one more column."""
         return batch.replace(old_logp=torch.zeros(batch.num_tokens))
 
     @dispatch_mode(Split.GROUPS, Gather.CONCAT)
     def estimate(self, batch: Batch) -> Batch:
-        """And another."""
+        """Return the batch with another column."""
         return batch.replace(advantage=torch.zeros(batch.num_tokens))
 
     @dispatch_mode(Split.GROUPS, Gather.METRICS)
     def update(self, parts: Sequence[Batch]) -> Metrics:
-        """Look at what came."""
+        """Read the batch."""
         return Metrics({"tokens": Last.of(sum(part.num_tokens for part in parts))})
 
     @dispatch_mode()
@@ -46,7 +46,7 @@ class Idle:
     async def generate(
         self, prompt: Ids, sampling: SamplingParams, *, on_start: Callable[[], None] | None = None
     ) -> Completion:
-        """An answer of the length that is asked for, at once."""
+        """Return an answer of the requested length, at once."""
         del prompt
         if on_start is not None:
             on_start()

@@ -1,17 +1,17 @@
-"""How a whole step of GRPO grows: in time and memory, with its tokens and with the words of the vocabulary.
+"""Measure how time and memory of a whole GRPO step grow with its tokens and with the vocabulary.
 
     python -m bench.growth [--rounds 3] [--only tokens vocabulary] [--json FILE]
 
-One small model in mixed bf16, eight answers of 64 tokens to each prompt of 64, sampled, judged and learned from as by
-`etude train`; a process for each point, the points of a line in turns:
+A step uses one small model in mixed bf16, with eight answers of 64 tokens to each prompt of 64. It samples, judges and
+trains like `etude train`. Each point has its own process, and the points of a line run in turns:
 
-    tokens        16,384 to 262,144 tokens a step: prompts and answers, as they are in the batch
-    vocabulary    1,024 to 150,000 words, 16,384 tokens a step
+    tokens        16,384 to 262,144 tokens a step: prompts and answers, as in the batch
+    vocabulary    a vocabulary of 1,024 to 150,000 tokens, 16,384 tokens a step
 
-Time should grow as the tokens do, and with the vocabulary along a straight line, because the head is the only part that
-knows it. Memory is the highest that a process had. It should not grow with a step's tokens, of which 4,096 are computed
-at a time; with the vocabulary it grows by what the rows of embedding and head cost, and by what they leave between them
-where the process keeps what it frees (docs/measurements.md).
+Time should grow linearly with the tokens, and with the vocabulary, because only the head depends on it. Memory is the
+peak of a process. It should not grow with a step's tokens, because a micro-batch has 4,096. With the vocabulary it
+grows by the rows of embedding and head, and by the fragmentation of memory that the process keeps
+(docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ TOKENS = GROUP_SIZE * (PROMPT + NEW)
 STATE = 20
 """Bytes a parameter: 2 computed with and 2 laid out for the engine, 4 stepped on, 8 of AdamW's means, 4 of gradient."""
 WARMING = 1
-"""Steps of each point that are not timed."""
+"""Warm-up steps of each point."""
 
 
 @dataclass
 class Point:
-    """A size of step, and what was measured of it."""
+    """A size of step, and its measurements."""
 
     line: str
     tokens: int
@@ -58,11 +58,11 @@ class Point:
     seconds: list[float] = field(default_factory=list)
     parameters: int = 0
     highest: int = 0
-    """Bytes that the process had at most."""
+    """The peak memory of the process, in bytes."""
 
     @property
     def name(self) -> str:
-        """What the point is called."""
+        """The name of the point."""
         return f"{self.line} {self.tokens if self.line == 'tokens' else self.vocabulary}"
 
     @property
@@ -72,12 +72,12 @@ class Point:
 
     @property
     def state(self) -> int:
-        """Bytes of the weights and of all that learning keeps for each of them."""
+        """Bytes of the weights, the gradient and the optimizer."""
         return STATE * self.parameters
 
     @property
     def rest(self) -> int:
-        """Bytes of all else: what a step computes with, and the program itself."""
+        """Bytes of everything else: a step's computation, and the program itself."""
         return self.highest - self.state
 
 
@@ -88,7 +88,7 @@ LINES = {
 
 
 def asked(point: Point, folder: Path) -> dict[str, Any]:
-    """What the worker is told."""
+    """Return the specification for the worker."""
     name = point.name.replace(" ", "-")
     model, tasks = folder / f"{name}-model", folder / f"{name}.jsonl"
     point.parameters = write_model(model, {"vocab_size": point.vocabulary, **BODY})
@@ -107,13 +107,13 @@ def asked(point: Point, folder: Path) -> dict[str, Any]:
 
 
 def highest(worker: Worker) -> int:
-    """Bytes that a worker's process had at most."""
+    """Return the peak memory of a worker's process, in bytes."""
     told = Path(f"/proc/{worker.process.pid}/status").read_text(encoding="utf-8")
     return next(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmHWM"))
 
 
 def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) -> None:
-    """Steps of each point in turns."""
+    """Time the steps of the points in turns."""
     with ExitStack() as ends:
         workers: list[Worker] = []
         for point in points:
@@ -136,7 +136,7 @@ def timed(points: Sequence[Point], rounds: int, folder: Path, console: Console) 
 
 
 def ratios(points: Sequence[Point]) -> dict[str, float]:
-    """How the last stretch of a line compares with its first: 1 where growth is linear, or memory flat."""
+    """Return the slope of a line's last part relative to its first: 1 for linear growth or constant memory."""
     first, second, before, last = points[0], points[1], points[-2], points[-1]
     line = first.line
     if line == "tokens":
@@ -148,7 +148,7 @@ def ratios(points: Sequence[Point]) -> dict[str, float]:
 
 
 def shown(points: Sequence[Point]) -> Table:
-    """A line for a person to read."""
+    """Return the table of a line."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("tokens a step", "words", "s", "µs a token", "weights and optimizer, MiB", "the rest, MiB"):
         table.add_column(title, justify="right")
@@ -160,7 +160,7 @@ def shown(points: Sequence[Point]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how many steps are timed; medians are shown")
     parser.add_argument("--only", nargs="+", default=list(LINES), choices=list(LINES), help="these alone")

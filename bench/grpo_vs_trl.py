@@ -1,24 +1,23 @@
-"""Time whole steps of GRPO beside TRL's GRPOTrainer: the same models, tasks, rewards, sizes and optimizer.
+"""Time whole GRPO steps against TRL's GRPOTrainer: the same models, tasks, rewards, sizes and optimizer.
 
     python -m bench.grpo_vs_trl [--rounds 5] [--cases a b c learn] [--as-it-comes] [--json FILE]
 
-Each trainer runs in a process of its own, TRL in an environment of its own, which is built the first time. Both train
-the same random Qwen3-shaped model in mixed bf16 (bf16 products, float32 weights for AdamW), eight answers to a task at
+Each trainer runs in its own process. TRL has its own environment, which is built the first time. Both train the same
+random Qwen3-shaped model in mixed bf16 (bf16 products, float32 weights for AdamW): eight answers to a task at
 temperature 1, compared within their group, one update a step, no reference, and the same reward of the answer's text:
 
     a        3 million parameters, 64 answers of up to 64 tokens to prompts of 64
     b        75 million, the same
     c        75 million, prompts of 512 tokens, eight answers to each, 32 new tokens
-    learn    whether both learn: a small model, as many steps, and what the answers of the last ones earned
+    learn    whether both learn: a small model, equal numbers of steps, and the rewards of the last ones
 
-Etude has its process keep the memory that it frees (`models/allocator.py`). TRL is given the same, by the environment,
-because it is as much faster by it; `--as-it-comes` leaves that out.
+Etude's process keeps freed memory (`models/allocator.py`). TRL gets the same settings by environment variables, because
+it gains as much from them; `--as-it-comes` leaves them out.
 
-A step is everything from asking for it to its metrics: sampling, rewards, the update. The trainers make theirs in
-turns, the first two of each not timed; a ratio is the median over the rounds of TRL's time over Etude's. Where Etude's
-time goes is read from its metrics; its ceiling is what the machine's bf16 matrix product, timed in the same round,
-allows for the products that a step needs: two operations a parameter for each token sampled and each prompt token, six
-for each that is trained on, a prompt counted once however many answers share it.
+A step is everything from its start to its metrics: sampling, rewards, the update. The trainers alternate, with two
+warm-up steps each. A ratio is the median over the rounds of TRL's time divided by Etude's. The phases of Etude come
+from its metrics. The ceiling is the machine's bf16 matrix product, timed in the same round: two operations a parameter
+for each sampled token and each prompt token, six for each trained token. A shared prompt counts once.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ from etude.observe import make_console, progress
 from etude.rollout.python_environments import ensure_environment, load_pins
 
 LIMITS = {"a": 1.7, "b": 1.4, "c": 7.0}
-"""How many times as fast as TRL Etude should be."""
+"""Limits: the smallest speedups of Etude over TRL."""
 WARMING = 2
-"""Steps of each that are not timed."""
+"""Warm-up steps of each trainer."""
 TRAINERS = ("etude", "trl")
 RETAINING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""What has glibc keep what a process frees."""
+"""Settings with which glibc keeps freed memory."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both trainers do in a step."""
+    """The work of both trainers in a step."""
 
     name: str
     model: str
@@ -69,7 +68,7 @@ class Case:
     group_size: int = 8
     learning_rate: float = 1e-6
     accumulate: int = 1
-    """In how many parts TRL computes an update, so that it fits into memory."""
+    """The number of parts in which TRL computes an update, so that it fits into memory."""
 
     @property
     def rollouts(self) -> int:
@@ -77,7 +76,7 @@ class Case:
         return self.groups * self.group_size
 
     def operations(self, parameters: int, answers: float) -> float:
-        """What the products of a step need, where answers have so many tokens in the mean."""
+        """Return the operations of a step's products, for answers of this mean length."""
         tokens = self.rollouts * answers + self.groups * self.prompt
         return (2 + 6) * parameters * tokens
 
@@ -93,23 +92,23 @@ LEARN_STEPS = 40
 
 @dataclass
 class Timed:
-    """A case with what was measured of it; one entry a round."""
+    """A case with its measurements; one entry a round."""
 
     case: Case
     parameters: int
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRAINERS})
     rewards: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRAINERS})
     phases: list[dict[str, float]] = field(default_factory=list)
-    """Etude's: seconds of each phase of a step."""
+    """Seconds of each phase of Etude's step."""
     rates: list[float] = field(default_factory=list)
     """Floating-point operations a second of the matrix product."""
 
     def ratio(self) -> float:
-        """How many times as fast as TRL Etude is."""
+        """The speedup of Etude over TRL."""
         return median(theirs / ours for ours, theirs in zip(*(self.seconds[name] for name in TRAINERS), strict=True))
 
     def ceiling(self, trainer: str) -> float:
-        """The share it reaches of what the matrix product allows, every answer as long as it may be."""
+        """The share of the ceiling, with answers of maximum length."""
         work = self.case.operations(self.parameters, self.case.new)
         return median(work / spent / rate for spent, rate in zip(self.seconds[trainer], self.rates, strict=True))
 
@@ -123,7 +122,7 @@ class Timed:
 def started(
     case: Case, pythons: Mapping[str, Path], given: Mapping[str, str], folder: Path, console: Console
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any]]]:
-    """A worker for each trainer, ready, and which versions each runs. given: TRL's environment."""
+    """Start a worker for each trainer; return them with their versions. given: TRL's environment."""
     told: dict[str, Any] = {}
     with ExitStack() as ends:
         workers: dict[str, Worker] = {}
@@ -143,7 +142,7 @@ def started(
 def timed(
     case: Case, pythons: Mapping[str, Path], given: Mapping[str, str], rounds: int, folder: Path, console: Console
 ) -> tuple[Timed, Any]:
-    """A case on both trainers, in turns. given: TRL's environment."""
+    """Run a case on both trainers in turns. given: TRL's environment."""
     if not (folder / case.model).exists():
         write_model(folder / case.model, MODELS[case.model])
     parameters = sum(p.numel() for p in create(tiny_config(context=1024, **MODELS[case.model]), seed=0).parameters())
@@ -169,7 +168,7 @@ def timed(
 
 
 def shown(measured: Sequence[Timed]) -> Table:
-    """The outcome for a person to read; what misses its limit is marked."""
+    """Return the table of the results; missed limits are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("case")
     for title in ("Etude, s", "of the ceiling", "TRL, s", "of the ceiling", "Etude is faster by", "limit", ""):
@@ -185,7 +184,7 @@ def shown(measured: Sequence[Timed]) -> Table:
 
 
 def where(measured: Timed) -> str:
-    """Where Etude's time goes."""
+    """Return the shares of the phases of Etude's step."""
     whole = median(measured.seconds["etude"])
     spent = sorted(measured.spent().items(), key=lambda phase: -phase[1])
     told = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in spent if seconds > 0.01 * whole)
@@ -193,7 +192,7 @@ def where(measured: Timed) -> str:
 
 
 def learned(measured: Timed) -> str:
-    """What the last five steps of each earned, and the first."""
+    """Return the rewards of the last five steps of each trainer, and of the first."""
     parts = []
     for name in TRAINERS:
         rewards = measured.rewards[name]
@@ -202,7 +201,7 @@ def learned(measured: Timed) -> str:
 
 
 def as_tree(measured: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, and with what."""
+    """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": {"trl": told["trl"]}},
@@ -213,7 +212,7 @@ def as_tree(measured: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how many steps are timed; medians are shown")
     names = [case.name for case in CASES]

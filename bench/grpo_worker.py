@@ -1,11 +1,11 @@
-"""One trainer of `bench.grpo_vs_trl`, in a process of its own: makes a step for each line of its input.
+"""One trainer of `bench.grpo_vs_trl`, in its own process: it makes a step for each line of its input.
 
     python -m bench.grpo_worker TRAINER SPECIFICATION
 
-It runs under the trainer's own Python, where nothing of Etude need be installed, so it stands alone. The specification
-is a file that the benchmark wrote: model, tasks, sizes, rates. The first line that is answered says which versions run;
-after that a step is answered by `{"seconds": …, "reward": …}`, the time from the word to go to its end. Whatever a
-library prints goes to the standard error.
+It runs under the trainer's own Python, possibly without Etude, so it imports nothing of it. The specification is a file
+of the benchmark: model, tasks, sizes, learning rates. The first output line has the versions. After that each step
+prints `{"seconds": …, "reward": …}`, the time from the input line to the end of the step. Output of libraries goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("time/collect", "time/annotate", "time/estimate", "time/update", "time
 
 
 class Pace:
-    """Steps one by one, each on demand."""
+    """Steps on demand, one by one."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -35,7 +35,7 @@ class Pace:
         self._ready = False
 
     def wait(self) -> None:
-        """Until the next step is wanted. Ends the process where none is."""
+        """Wait for the next input line; end the process at the end of input."""
         if not self._ready:
             self._ready = True
             self._say({package: version(package) for package in self._packages})
@@ -44,7 +44,7 @@ class Pace:
         self._began = time.perf_counter()
 
     def done(self, reward: float, **more: Any) -> None:
-        """Say how long the step took, and what it earned."""
+        """Print the time of the step and its reward."""
         self._say({"seconds": time.perf_counter() - self._began, "reward": reward} | more)
 
     def _say(self, what: dict[str, Any]) -> None:
@@ -53,13 +53,13 @@ class Pace:
 
 
 def earned(answer: str) -> float:
-    """What an answer is worth: the share of its words from the first half of the alphabet of words."""
+    """Return the reward of an answer: the share of its words from the first half of the vocabulary."""
     words = answer.split()
     return sum(word.startswith("a") for word in words) / max(len(words), 1)
 
 
 def etude(asked: Specification, pace: Pace) -> None:
-    """The loop of `etude train`, with its journal and its metrics."""
+    """Run the loop of `etude train`, with its journal and its metrics."""
     from etude.config.compose import compose
     from etude.recipes.run.build import build
     from etude.recipes.run.config import Run
@@ -101,19 +101,19 @@ def etude(asked: Specification, pace: Pace) -> None:
 
 
 def judge(task: Any, answer: str) -> float:  # noqa: ARG001
-    """The reward as Etude calls it."""
+    """The reward with the signature of Etude."""
     return earned(answer)
 
 
 def trl(asked: Specification, pace: Pace) -> None:
-    """GRPOTrainer as its documentation has it, without a reference and without a tracker."""
+    """Run GRPOTrainer as in its documentation, without a reference and without a tracker."""
     import torch
     from datasets import Dataset  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
     class Paced(TrainerCallback):  # type: ignore[misc]
-        """Makes steps on demand."""
+        """Runs a step for each input line."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             pace.wait()
@@ -171,11 +171,11 @@ TRAINERS: dict[str, tuple[Callable[[Specification, Pace], None], tuple[str, ...]
     "etude": (etude, ("torch", "transformers")),
     "trl": (trl, ("trl", "torch", "transformers", "accelerate")),
 }
-"""Each trainer, and the packages whose versions it tells."""
+"""Each trainer, and the packages whose versions it prints."""
 
 
 def main(name: str, specification: str) -> None:
-    """Start, and make steps."""
+    """Start the trainer, and make steps."""
     start, packages = TRAINERS[name]
     start(json.loads(Path(specification).read_text(encoding="utf-8")), Pace(packages))
 

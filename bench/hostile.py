@@ -1,17 +1,17 @@
-"""Time a well-behaved client of a store and a model endpoint while another client sends what is meant to stall them.
+"""Time a normal client of a store and a model endpoint while another client attacks them.
 
     python -m bench.hostile [--seconds 6] [--shapes header note …] [--json FILE]
 
-The server, the hostile client and the well-behaved one are processes of their own. The well-behaved client asks the
-store and the endpoint a few dozen times a second, first alone and then beside each shape; shown are the milliseconds
-that its requests took, how the hostile ones were answered, and by how much the server's memory grew.
+The server, the hostile client and the normal client are separate processes. The normal client sends a few dozen
+requests a second to the store and the endpoint, first alone and then beside each shape. The table has the milliseconds
+of its requests, the status codes of the hostile requests, and the growth of the server's memory.
 
     header      a header of 64 MB, without a key               slow       500 connections that never end a head
     pipelined   5,000 requests at once on a connection         chunked    a body in chunks of one byte
     note        27 MB of [],[],… by an attempt's reward key    deep       27 MB of [[[[…
     spans       3.9 MB of empty OTLP spans                     tokens     count_tokens of a megabyte of text
     once        idempotency keys, each new and long            beats      heartbeats of 4 MB under made-up names
-    find        find with a million ids, by the admin key      typed      a note of [],[],… that says it is protobuf
+    find        find with a million ids, by the admin key      typed      a note of [],[],… declared as protobuf
     scopes      a long resource with 15,000 empty scopes       fields     4 MB of fields that no export has
     repeated    4,096 empty spans of a resource of 350 values  bodiless   500 connections: a head, and no body
     unread      500 connections that read no answer
@@ -43,7 +43,7 @@ from bench.workers import Worker
 from etude.observe import make_console, progress
 
 AIM_MS = 100.0
-"""Milliseconds: the p99 of the well-behaved client should stay below."""
+"""The largest allowed p99 of the normal client, in milliseconds."""
 PAUSE_S = 0.02
 """Between two requests of each of its two connections."""
 ATTEMPTS = 64
@@ -51,7 +51,7 @@ ATTEMPTS = 64
 
 @dataclass(frozen=True)
 class Figure:
-    """Milliseconds of the well-behaved client's requests beside one shape; `alone` is its p99 before."""
+    """Milliseconds of the normal client's requests beside one shape; `alone` is its p99 before."""
 
     name: str
     p50: float
@@ -60,9 +60,9 @@ class Figure:
     alone: float
     requests: int
     answers: dict[str, int]
-    """The hostile requests by the status of their answer; `none` is a connection that was broken off."""
+    """The hostile requests by the status of their answer; `none` is a closed connection."""
     grown_mib: float
-    """Of the server's memory, from before this shape to after it."""
+    """The growth of the server's memory during this shape."""
 
     @property
     def met(self) -> bool:
@@ -123,7 +123,7 @@ def memory_mib(pid: int) -> float:
 
 
 def measure(shapes: Sequence[str], seconds: float, folder: Path, say: Any) -> list[Figure]:
-    """Every shape, each beside the same server."""
+    """Run every shape against the same server."""
     found = []
     command = [sys.executable, "-m", "bench.agents_server", str(folder / "server"), str(ATTEMPTS)]
     (folder / "server").mkdir()
@@ -142,7 +142,7 @@ def measure(shapes: Sequence[str], seconds: float, folder: Path, say: Any) -> li
 
 
 def shown(figures: Sequence[Figure]) -> Table:
-    """The figures for a person to read; what misses the aim is marked."""
+    """Return the table of the figures; missed aims are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("shape")
     for title in ("p50, ms", "p99, ms", "longest, ms", "p99 before, ms", "answered", "memory, MiB", ""):
@@ -156,7 +156,7 @@ def shown(figures: Sequence[Figure]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="for which each shape is sent")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, help="these alone")

@@ -1,7 +1,7 @@
-"""The hostile client of `bench.hostile`, in a process of its own: `python -m bench.hostile_client SHAPE`.
+"""The hostile client of `bench.hostile`, in its own process: `python -m bench.hostile_client SHAPE`.
 
-It reads where the server is and which keys there are, says that it has begun, sends requests of one shape over a few
-connections until it reads another line, and says how they were answered.
+It reads the server's address and keys, and prints that it has begun. It sends requests of one shape over a few
+connections until it reads another line, and then prints the status codes of the answers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _typed(told: Told) -> Request:
 
 
 def _within(*numbers: int, inner: bytes) -> bytes:
-    """A message of protobuf within messages, each the field of this number."""
+    """Return nested protobuf messages, each in the field of this number."""
     for number in reversed(numbers):
         inner = bytes([number << 3 | 2]) + _varint(len(inner)) + inner
     return inner
@@ -159,7 +159,7 @@ def answered(place: tuple[str, int], request: Request) -> str:
 
 
 def dripped(place: tuple[str, int], stopped: threading.Event, counted: Counter[str]) -> None:
-    """Heads that never end, on many connections."""
+    """Send endless request heads on many connections."""
     lines = []
     while not stopped.wait(0.5):
         with suppress(OSError):
@@ -175,7 +175,7 @@ def dripped(place: tuple[str, int], stopped: threading.Event, counted: Counter[s
 
 
 def held(place: tuple[str, int], stopped: threading.Event, counted: Counter[str], request: list[bytes]) -> None:
-    """Connections that send a request and read nothing; another for each that is closed."""
+    """Open connections that send a request and read nothing; replace each that is closed."""
     lines: list[socket.socket] = []
     while not stopped.wait(0.5):
         gone, _, _ = select.select(lines, [], [], 0)
@@ -197,7 +197,7 @@ def held(place: tuple[str, int], stopped: threading.Event, counted: Counter[str]
 
 
 def main(shape: str) -> None:
-    """Send until it is told to stop."""
+    """Send requests until the next input line."""
     told = json.loads(sys.stdin.readline())
     url = urlsplit(told["url"])
     place = (str(url.hostname), int(url.port or 0))

@@ -1,11 +1,11 @@
-"""What `etude plan` foresees beside what is measured.
+"""Compare the memory that `etude plan` predicts with measured memory.
 
     python -m bench.plan [--only fp32 lora "etude train"] [--json FILE]
 
-Measured is what torch's own allocator takes and gives back, on any thread, as its profiler is told. The cases that
-begin with `etude train` are runs of it, from their start to their end. The others are the phases that a rehearsal
-plays, once without memory and once with it, on random weights; where there are several ranks they are as many
-processes, of which the first is looked at. The difference is to stay within a tenth.
+The measurement is that of torch's own allocator, over all threads, through its profiler. Cases that begin with `etude
+train` are runs from start to end. The others are the phases of a dry run, once with fake tensors and once with real
+memory and random weights. Several ranks are as many processes, of which the first is measured. The difference should
+stay within a tenth.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ LEARNING: Mapping[str, tuple[str, Sequence[str]]] = {
     "reward-model": ("reward-model", ["train.precision=fp32"]),
     "distill": ("distill", ["teacher.path={model}", "teacher.top=16"]),
 }
-"""Commands of runs that learn from examples, and their options."""
+"""Commands of supervised runs, and their options."""
 TRAINED: Mapping[str, Sequence[str]] = {
     "etude train": ["train.precision=fp32"],
     "etude train, reference": ["train.precision=bf16", "kl=reverse"],
@@ -117,7 +117,7 @@ WITHIN = 0.10
 
 @dataclass(frozen=True)
 class Compared:
-    """What was foreseen and what was measured, in bytes."""
+    """The predicted and the measured peak, in bytes."""
 
     name: str
     foreseen: int
@@ -125,12 +125,12 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """1 is exact."""
+        """Predicted over measured; 1 is exact."""
         return self.foreseen / self.measured
 
 
 def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Recipe:
-    """A run of a case, whose model is written there as its config alone."""
+    """Return the run of a case, whose model directory has only a config."""
     if name in LEARNING:
         command, options = LEARNING[name]
         tiny_config(**sizes).save_pretrained(directory)
@@ -149,7 +149,7 @@ def run_of(directory: Path, name: str, sizes: Mapping[str, Any] = SIZES) -> Reci
 
 
 def performed(run: Recipe) -> int:
-    """The most bytes that the first rank of a run holds, all of them being there."""
+    """Return the peak memory of the first rank of a run, in bytes; all ranks are running."""
     if run.ranks == 1:
         return measured(lambda: real_run(run))
     with tempfile.TemporaryDirectory() as logs, closing(start_ranks(Performer, run, Path(logs))) as crew:
@@ -157,7 +157,7 @@ def performed(run: Recipe) -> int:
 
 
 def compared(run: Recipe, name: str) -> Compared:
-    """A case, rehearsed and performed; or trained, as `etude train` does it from its start to its end."""
+    """Compare the dry run of a case with its real phases, or with a whole run of `etude train`."""
     foreseen = dry_run(run, torch.device("cpu")).tracker.peak().total
     if name not in TRAINED:
         return Compared(name, foreseen, performed(run))
@@ -166,13 +166,13 @@ def compared(run: Recipe, name: str) -> Compared:
 
 
 def main() -> int:
-    """Compare every case; exit code 1 if one differs by more than it should."""
+    """Compare every case; exit code 1 if a difference is over the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("case", "foreseen, MiB", "measured, MiB", "ratio"):
+    for title in ("case", "predicted, MiB", "measured, MiB", "ratio"):
         shown.add_column(title, justify="left" if title == "case" else "right")
     found = []
     with tempfile.TemporaryDirectory() as place:

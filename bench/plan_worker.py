@@ -1,4 +1,4 @@
-"""A rank of `bench.plan`, in a module of its own: ranks import it by its name."""
+"""A rank of `bench.plan`, in its own module, because ranks import it by name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Performer:
 
     @dispatch_mode()
     def peak(self) -> int:
-        """The most bytes that this rank held; all of them ask together, and the first one tells."""
+        """Return the peak memory of this rank in bytes; all ranks call it, and the first rank's result counts."""
         return measured(lambda: real_run(self._run))
 
 
 def measured(work: Callable[[], object]) -> int:
-    """The most bytes that tensors and kernels held at once, of what was taken within, as torch's allocator tells."""
+    """Yield the peak of the memory allocated within the block, in bytes, as measured by torch's allocator."""
     with _by_every_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
         work()
     todo: list[Any] = list(told.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
@@ -48,8 +48,11 @@ def measured(work: Callable[[], object]) -> int:
 
 @contextmanager
 def _by_every_thread() -> Iterator[None]:
-    """Within, torch's allocator counts what any thread takes and gives back. Else it counts on those alone that are
-    profiled: a tensor that a thread of gloo's is the last to let go of would be held for ever."""
+    """Let torch's allocator count the allocations and releases of all threads within the block.
+
+    By default it counts profiled threads only, and a tensor that a thread of gloo releases last would stay in the sum
+    forever.
+    """
     (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
     counts = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
     before, counts.value = counts.value, True

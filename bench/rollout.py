@@ -1,18 +1,18 @@
-"""Time sampling with Etude's engine beside vLLM's and transformers' `generate`, on the same random models.
+"""Time sampling with Etude's engine against vLLM and transformers' `generate`, with the same random models.
 
     python -m bench.rollout [--rounds 5] [--cases 75m 3m shared] [--peers vllm generate] [--json FILE]
 
-Each engine runs in a process of its own, each peer in an environment of its own, which is built the first time. All
-load the same Qwen3-shaped bf16 weights and answer 64 requests at temperature 1, with nothing to stop at:
+Each engine runs in its own process. Each peer has its own environment, which is built the first time. All load the same
+Qwen3-shaped bf16 weights and answer 64 requests at temperature 1, without stop conditions:
 
     75m, 3m    64 random prompt tokens and 64 new ones, a model of 75 million and of 3 million parameters
     shared     75 million; 512-token prompts, each shared by eight requests, and 32 new tokens
 
-A round times every engine once, one after the other, with prompts that nobody has seen; a ratio is the median over the
-rounds of a peer's time over Etude's. While the others had their turn an engine stood idle and its memory grew cold, so
-each first answers other prompts with a few tokens, untimed. Speed is new tokens a second, the time for the prompts
-included. The ceiling is what the machine's bf16 matrix product, timed in the same round, allows: two operations a
-parameter for each new token and for each prompt token, counted once however many share it.
+A round times every engine once, one after another, with new prompts. A ratio is the median over the rounds of a peer's
+time divided by Etude's. An idle engine's memory becomes cold, so each first answers other prompts with a few tokens,
+untimed. Speed is new tokens a second, including the time for the prompts. The ceiling is the machine's bf16 matrix
+product, timed in the same round: two operations a parameter for each new token and for each prompt token. A shared
+prompt counts once.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ LIMITS = {
     "3m_vs_generate": 2.3,
     "shared_vs_generate": 4,
 }
-"""How many times as fast as a peer Etude should be."""
+"""Limits: the smallest speedups of Etude over a peer."""
 CONTEXT = 1024
 """The longest sequence the models are made for."""
 WARMING = 8
-"""New tokens of each answer that is not timed."""
+"""New tokens of each warm-up answer."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What every engine is asked."""
+    """The requests to every engine."""
 
     name: str
     model: str
@@ -75,11 +75,11 @@ class Case:
     new: int
     """Tokens of an answer."""
     share: int = 1
-    """How many requests have the same prompt."""
+    """The number of requests with the same prompt."""
     requests: int = 64
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """The prompts of a round, those that are the same side by side."""
+        """Return the prompts of a round; equal prompts are adjacent."""
         chance = random.Random(f"{self.name} {seed}")
         ids = range(MODELS[self.model]["vocab_size"])
         return [
@@ -88,12 +88,12 @@ class Case:
 
     @property
     def new_tokens(self) -> int:
-        """What is counted as done."""
+        """The number of new tokens."""
         return self.requests * self.new
 
     @property
     def least_tokens(self) -> int:
-        """What must go through the model: each new token, and each prompt once however many share it."""
+        """The tokens that the model must process: each new token, and each shared prompt once."""
         return self.new_tokens + self.requests // self.share * self.prompt
 
 
@@ -106,7 +106,7 @@ CASES = [
 
 @dataclass
 class Timed:
-    """A case with what was measured of it; one entry a round."""
+    """A case with its measurements; one entry a round."""
 
     case: Case
     parameters: int
@@ -120,13 +120,13 @@ class Timed:
         return median(self.case.new_tokens / seconds for seconds in self.seconds[engine])
 
     def ceiling(self, engine: str) -> float:
-        """The share it reaches of what the matrix product allows."""
+        """Return the share of the ceiling."""
         work = 2 * self.parameters * self.case.least_tokens
         pairs = zip(self.seconds[engine], self.rates, strict=True)
         return median(work / seconds / rate for seconds, rate in pairs)
 
     def ratio(self, peer: str) -> float:
-        """How many times as fast as this peer Etude is."""
+        """Return the speedup of Etude over this peer."""
         pairs = zip(self.seconds[peer], self.seconds["etude"], strict=True)
         return median(theirs / ours for theirs, ours in pairs)
 
@@ -136,7 +136,7 @@ class Timed:
 
 
 def seconds(worker: Worker, case: Case, seed: int) -> float:
-    """How long an engine takes for the requests of a round, after some like them."""
+    """Time an engine for the requests of a round, after a warm-up."""
     _ask(worker, case.prompts(-1 - seed), WARMING)
     return _ask(worker, case.prompts(seed), case.new)
 
@@ -153,7 +153,7 @@ def _ask(worker: Worker, prompts: list[list[int]], new: int) -> float:
 def started(
     pythons: Mapping[str, Path], model: Path, console: Console
 ) -> Iterator[tuple[list[Worker], dict[str, Any]]]:
-    """A worker for each engine, ready, and which versions each runs."""
+    """Start a worker for each engine; return them with their versions."""
     told: dict[str, Any] = {}
     with ExitStack() as ends:
         workers = []
@@ -198,7 +198,7 @@ def run(
 
 
 def shown(timed: Sequence[Timed]) -> Table:
-    """The outcome for a person to read; what misses its limit is marked."""
+    """Return the table of the results; missed limits are marked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("case")
     for title in ("new tokens/s", "of the ceiling", "Etude is faster by", "limit", ""):
@@ -218,7 +218,7 @@ def shown(timed: Sequence[Timed]) -> Table:
 
 
 def as_tree(timed: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, and with what."""
+    """Return all measurements, with machine and versions."""
     return {
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions() | {"peers": {engine: found for engine, found in told.items() if engine != "etude"}},
@@ -236,7 +236,7 @@ def as_tree(timed: Sequence[Timed], told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--cases", nargs="+", default=[], choices=[case.name for case in CASES], help="these alone")

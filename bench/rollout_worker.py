@@ -1,11 +1,10 @@
-"""One engine of `bench.rollout`, in a process of its own: answers requests, a line of JSON each, until its input ends.
+"""One engine of `bench.rollout`, in its own process: it answers requests, a line of JSON each, until its input ends.
 
     python -m bench.rollout_worker ENGINE MODEL_DIRECTORY
 
-It runs under the engine's own Python, where nothing of Etude is installed, so it stands alone. A request is
-`{"prompts": [[…], …], "new": 64}`; the answer is `{"seconds": …, "tokens": …}`, the time from having the prompts as
-lists of ids to having every new id in a list. The first line of all says which versions run. Whatever a library prints
-goes to the standard error.
+It runs under the engine's own Python, without Etude, so it imports nothing of it. A request is
+`{"prompts": [[…], …], "new": 64}`. The answer is `{"seconds": …, "tokens": …}`, the time from the prompts as lists of
+ids to all new ids in lists. The first output line has the versions. Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Generate = Callable[[Prompts, int], Prompts]
 
 
 def etude(model: str) -> Generate:
-    """The engine that is measured, as a run has it: it also returns the log-prob of every token."""
+    """Etude's engine as in a run, which also returns the log-prob of every token."""
     import numpy as np
     import torch
 
@@ -44,9 +43,9 @@ def etude(model: str) -> Generate:
 
 
 def vllm(model: str) -> Generate:
-    """vLLM as it comes, compiled, on the cores it chooses; `VLLM_CPU_OMP_THREADS_BIND=0-1` would choose others for it.
+    """vLLM with default options, compiled; `VLLM_CPU_OMP_THREADS_BIND=0-1` would choose other cores than it does.
 
-    Neither text nor log-probs are asked for, so it has less to do.
+    The requests need neither text nor log-probs, so it has less to do.
     """
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -62,7 +61,7 @@ def vllm(model: str) -> Generate:
 
 
 def transformers(model: str) -> Generate:
-    """`generate` over one padded batch, drawing from the whole distribution."""
+    """`generate` over one padded batch, sampling from the whole distribution."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -92,11 +91,11 @@ ENGINES: dict[str, tuple[Callable[[str], Generate], tuple[str, ...]]] = {
     "vllm": (vllm, ("vllm-cpu", "torch", "transformers")),
     "generate": (transformers, ("torch", "transformers")),
 }
-"""Each engine, and the packages whose versions it tells."""
+"""Each engine, and the packages whose versions it prints."""
 
 
 def main(name: str, model: str) -> None:
-    """Start, say so, and serve."""
+    """Start the engine, print the versions, and serve requests."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     start, packages = ENGINES[name]

@@ -1,18 +1,17 @@
-"""Time bringing weights from a trainer to an engine, beside one copy of them.
+"""Time weight transports from a trainer to an engine, against one copy of the weights.
 
     python -m bench.sync [--size 75m] [--rounds 5] [--only shm disk] [--json FILE]
 
-The weights are a random Qwen3-shaped model's in bf16. Every publish brings all of them: cut into buckets, shown to an
-engine in a process of its own, and copied by it over its own weights, over the same code as a run's. That engine does
-nothing else, so this is the carrier's own speed; a server also packs what it fetched for its kernels. Before each
-publish, outside of what is timed, every weight is changed and the engine's are zeroed; after it, every one of them is
-compared, by a hash of its bytes.
+The weights are a random Qwen3-shaped model's in bf16. Every publish sends all of them with the code of a run: in
+buckets, to an engine in its own process, which copies them over its weights. That engine does nothing else, so the time
+is that of the transport. A server also packs weights for its kernels. Before each publish, untimed, every weight is
+changed and the engine's weights are zeroed. After it, every weight is compared by a hash of its bytes.
 
-    alias    to an engine of this process that shares the trainer's memory; nothing is moved, and nothing to compare
-    local    to an engine of this process that has weights of its own
+    alias    to an engine of this process that shares the trainer's memory; nothing is copied or compared
+    local    to an engine of this process with its own weights
     shm      through two buckets of shared memory
     disk     through files
-    gloo     by a broadcast over the loopback
+    gloo     by a broadcast over the loopback interface
 
 The yardstick is one copy of all weights, in memory; the share of its bandwidth is the inverse of the ratio.
 """
@@ -46,7 +45,7 @@ from etude.sync.shm import ShmTransport
 
 KINDS = ("alias", "local", "shm", "disk", "gloo")
 LIMITS = {"alias": 0.1, "local": 1.2, "shm": 2.0, "disk": 40.0, "gloo": 20.0}
-"""How many copies of the weights each should cost at most."""
+"""Limits: the largest time of each transport, in copies of the weights."""
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocabulary": 64, "layers": 2, "hidden": 32},
     "75m": {
@@ -61,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class Receiver:
-    """The other process, as carriers see a server."""
+    """The other process, with the interface of a server (`WeightReceiver`)."""
 
     def __init__(self, log: Path, threads: int) -> None:
         self.url, self.ranks, self.version = "a process of its own", 1, 0
@@ -72,35 +71,35 @@ class Receiver:
         self._worker.hear()
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What concerns weights is handed on."""
+        """Forward requests about weights."""
         if path in ("/update_weights", "/init_weight_transfer_engine") and body is not None:
             (told,) = body.values()
             return await asyncio.to_thread(self._asked, told)
         return {"success": True}
 
     def digests(self) -> dict[str, str]:
-        """What its weights hash to."""
+        """Return the hashes of its weights."""
         found: dict[str, str] = self._asked({"digests": True})["digests"]
         return found
 
     def forget(self) -> None:
-        """Have its weights zeroed."""
+        """Zero its weights."""
         self._asked({"forget": True})
 
     async def abort(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no requests."""
 
     async def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing: it was not paused."""
 
     async def drain(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no requests."""
 
     def withdraw(self) -> None:
-        """It is in no rotation."""
+        """Do nothing: there is no rotation."""
 
     async def set_version(self, version: int) -> None:
-        """It has this version."""
+        """Store the version."""
         self.version = version
 
     def close(self) -> None:
@@ -119,17 +118,17 @@ class Held:
         self.model, self._weights = self, weights
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """What it computes with."""
+        """The weights of the engine."""
         return self._weights.items()
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write these over its own."""
+        """Copy these weights over its own."""
         del version
         for name, weight in weights:
             self._weights[name].copy_(weight)
 
     def digests(self) -> dict[str, str]:
-        """What its weights hash to."""
+        """Return the hashes of its weights."""
         return {name: digest(weight) for name, weight in self._weights.items()}
 
     def forget(self) -> None:
@@ -139,14 +138,14 @@ class Held:
 
 
 def weights_of(size: str) -> dict[str, Tensor]:
-    """A random model's, in bf16."""
+    """Return the weights of a random model in bf16."""
     shape = dict(SIZES[size])
     model = create(tiny_config(shape.pop("vocabulary"), **shape), seed=0, dtype=torch.bfloat16)
     return {name: weight.detach() for name, weight in model.named_weights()}
 
 
 def copies(weights: dict[str, Tensor]) -> Callable[[], None]:
-    """One copy of all of them, over memory that is there."""
+    """Copy all weights once, into existing memory."""
     others = {name: torch.empty_like(weight) for name, weight in weights.items()}
 
     def copy() -> None:
@@ -157,7 +156,7 @@ def copies(weights: dict[str, Tensor]) -> Callable[[], None]:
 
 
 class Published:
-    """A publish by one carrier, again and again, of weights that are others each time."""
+    """Repeated publishes by one transport, with different weights each time."""
 
     def __init__(
         self, name: str, weights: dict[str, Tensor], receiver: Receiver, directory: Path, bucket_mib: int
@@ -180,26 +179,26 @@ class Published:
         self._carrier = ReplicaWeightSync([receiver], made[name]())
 
     def prepare(self) -> None:
-        """Change every weight, and leave the engine without any: what it has afterwards has come by this publish."""
+        """Change every weight and zero the engine's, so its later weights come from this publish."""
         for weight in self._weights.values():
             weight.neg_()
         if self.name != "alias":
             self._engine.forget()
 
     def publish(self) -> None:
-        """Bring the weights."""
+        """Publish the weights."""
         self._version += 1
         self._loop.run_until_complete(self._carrier.publish(self._weights.items(), self._version))
 
     def check(self) -> None:
-        """The engine has what was published, to the last bit of every weight."""
+        """Check that the engine has the published weights, to the last bit."""
         wanted = {name: digest(weight) for name, weight in self._weights.items()}
         if self._engine.digests() != wanted:
             raise RuntimeError(f"The engine has other weights than were published to it by {self.name}.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="75m", help="the model")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")

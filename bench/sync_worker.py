@@ -1,5 +1,8 @@
-"""An engine with nothing but weights, in a process of its own: it fetches parcels as a server does, and copies them
-over its own. It is started by `bench.sync`, says a line when it is ready, and one for each parcel."""
+"""The engine of `bench.sync`, in its own process, which has weights and nothing else.
+
+It receives buckets like a server and copies them over its weights. It prints a line when it is ready, and one for each
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from etude_vllm_weights.fetching import Fetcher
 
 
 def digest(weight: Tensor) -> str:
-    """What the bytes of a weight hash to."""
+    """Return the hash of a weight's bytes."""
     return hashlib.blake2b(weight.contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
 def main(threads: int) -> None:
-    """Answer lines until there are no more."""
+    """Answer input lines until the input ends."""
     torch.set_num_threads(threads)
     fetcher, held = Fetcher(torch.device("cpu")), dict[str, Tensor]()
     print(json.dumps({"ready": True}), flush=True)

@@ -3,13 +3,13 @@
     python -m bench.train_step [--rounds 5] [--only mixed shared] [--size 75m] [--json FILE]
 
 Both do the same work on the same random Qwen3-shaped weights in bf16: log-probs of each row's answer tokens, a
-policy-gradient loss, backward, clip-free AdamW. The plain step is what one writes with transformers alone: rows padded
-to the longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. Two cases:
+policy-gradient loss, backward, AdamW without clipping. The plain step uses transformers alone: rows padded to the
+longest, in micro-batches of eight, all logits, `log_softmax`, SDPA attention. Two cases:
 
     mixed    rows of 16 to 128 tokens, a quarter of each a prompt of its own
     shared   512-token prompts, each shared by eight answers of 32 tokens
 
-The ratio says how many times as fast as the plain step Etude's is; the limits are 1.15 and 4.
+The ratio is the speedup of Etude over the plain step; the limits are 1.15 and 4.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ GROUP, PROMPT, ANSWER, MICRO = 8, 512, 32, 8
 
 @dataclass(frozen=True)
 class Rows:
-    """Token sequences with their answers, and which of them share a prompt."""
+    """Token sequences with their answers and shared prompts."""
 
     ids: tuple[Tensor, ...]
     prompts: tuple[int, ...]
-    """How many tokens of each row are its prompt."""
+    """The number of prompt tokens of each row."""
     group: int
-    """How many neighbouring rows have the same prompt."""
+    """The number of adjacent rows with the same prompt."""
 
     @property
     def tokens(self) -> int:
-        """Without padding, nothing shared."""
+        """The number of tokens without padding and without sharing."""
         return sum(len(row) for row in self.ids)
 
 
 def mixed_rows(count: int, vocabulary: int, seed: int = 0) -> Rows:
-    """Rows of 16 to 128 tokens, nothing in common."""
+    """Return rows of 16 to 128 tokens without shared prompts."""
     chance = torch.Generator().manual_seed(seed)
     lengths = torch.randint(16, 129, (count,), generator=chance).tolist()
     ids = tuple(torch.randint(0, vocabulary, (n,), generator=chance) for n in lengths)
@@ -64,7 +64,7 @@ def mixed_rows(count: int, vocabulary: int, seed: int = 0) -> Rows:
 
 
 def shared_rows(count: int, vocabulary: int, prompt: int = PROMPT, answer: int = ANSWER, seed: int = 0) -> Rows:
-    """Groups of eight answers to one long prompt."""
+    """Return groups of eight answers to one long prompt."""
     chance = torch.Generator().manual_seed(seed)
     ids: list[Tensor] = []
     for _ in range(count // GROUP):
@@ -74,7 +74,7 @@ def shared_rows(count: int, vocabulary: int, prompt: int = PROMPT, answer: int =
 
 
 def tree(rows: Rows) -> Pack:
-    """A prompt that rows share is one segment, their answers its children."""
+    """Return the pack, in which a shared prompt is one segment, and its answers are the children."""
     segments: list[Tensor] = []
     parents, positions, source = [], [], []
     start = 0
@@ -105,7 +105,7 @@ def tree(rows: Rows) -> Pack:
 
 
 def answers(rows: Rows) -> Tensor:
-    """[T] bool: the tokens that are trained."""
+    """Return the trained tokens. [T] bool"""
     return torch.cat([torch.arange(len(row)) >= asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
 
 
@@ -157,18 +157,18 @@ def plain_step(model: torch.nn.Module, rows: Rows) -> Callable[[], float]:
 
 
 def _advantages(rows: Rows) -> Tensor:
-    """[A]: one number for each answer token, the same at all of a row's."""
+    """Return one number for each answer token, equal within a row. [A]"""
     lengths = torch.tensor([len(row) - asked for row, asked in zip(rows.ids, rows.prompts, strict=True)])
     return torch.randn(len(lengths), generator=torch.Generator().manual_seed(1)).repeat_interleave(lengths)
 
 
 def config_of(size: str) -> PreTrainedConfig:
-    """The shape of a size: Qwen3, tied embeddings."""
+    """Return the config of a size: Qwen3, tied embeddings."""
     return tiny_config(VOCABULARY[size], **SIZES[size])
 
 
 def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
-    """Each case with weights of its own on both sides."""
+    """Return the cases; both sides have their own weights."""
     prompt, answer = (PROMPT, ANSWER) if size == "75m" else (24, 4)
     told = {
         "mixed": (mixed_rows(count, VOCABULARY[size]), 1.15),
@@ -189,7 +189,7 @@ def cases(size: str, count: int, only: Sequence[str]) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and show."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each is timed; medians are shown")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step; a multiple of 8")

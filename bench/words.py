@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps train: a random model whose tokens are words of two alphabets, and its tasks."""
+"""The model and the tasks of whole-step benchmarks: a random model whose tokens are words of two alphabets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["write_model", "write_tasks"]
 
 
 def write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
-    """A model of these sizes with its tokenizer; returns how many parameters it has."""
+    """Write a model of these sizes with its tokenizer; return its number of parameters."""
     count = sizes["vocab_size"]
     words = ["<pad>", "<end>", *(f"{'ab'[index % 2]}{index}" for index in range(count - 2))]
     inner = tokenizers.Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<pad>"))
@@ -34,7 +34,7 @@ def write_model(directory: Path, sizes: Mapping[str, Any]) -> int:
 
 
 def write_tasks(file: Path, vocabulary: int, prompt: int, count: int = 512) -> None:
-    """Prompts of so many random words."""
+    """Return prompts of this number of random words."""
     chance, size = random.Random(file.stem), vocabulary - 2
     with file.open("w") as tasks:
         for _ in range(count):

@@ -1,6 +1,6 @@
-"""Processes that a benchmark talks to line by line, each with a peer in it and under that peer's own Python.
+"""Worker processes of a benchmark, with line-based communication, each under the Python of its peer.
 
-They end with the benchmark, however that ends: a process beside it kills their groups when it is gone.
+They end with the benchmark in any case: a separate process kills their groups when the benchmark is gone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from etude.agents.process_reaper import ProcessReaper
 __all__ = ["Worker"]
 
 PATIENCE = 600.0
-"""Seconds within which a worker must start, and answer."""
+"""Time limits for the start of a worker and for an answer, in seconds."""
 ROOT = Path(__file__).parents[1]
 _GUARD = ProcessReaper()
 
 
 class Worker:
-    """A process that answers lines of JSON. Its group of processes ends with it, whatever it started itself."""
+    """A process that answers lines of JSON. Its process group ends with it, child processes included."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -47,12 +47,12 @@ class Worker:
         self._asks, self._tells = self.process.stdin, self.process.stdout
 
     def tell(self, line: str) -> None:
-        """Hand it a line."""
+        """Send a line."""
         self._asks.write(line.encode() + b"\n")
         self._asks.flush()
 
     def hear(self) -> dict[str, Any]:
-        """The next line it says."""
+        """Return the next output line."""
         ready, _, _ = select.select([self._tells], [], [], PATIENCE)
         line = self._tells.readline() if ready else b""
         if not line:
@@ -63,7 +63,7 @@ class Worker:
         return told
 
     def close(self) -> None:
-        """Let it end by itself, then end what is left of its group."""
+        """Wait for its end, then kill the rest of its process group."""
         with suppress(BrokenPipeError):
             self._asks.close()
         with suppress(subprocess.TimeoutExpired):
