@@ -46,7 +46,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
-def test_questions_are_answered_side_by_side_by_the_rank_that_is_asked(crew: ProcessCrew) -> None:
+def test_async_calls_run_concurrently_on_their_rank(crew: ProcessCrew) -> None:
     started: list[int] = []
     start = time.perf_counter()
     futures = [
@@ -57,7 +57,7 @@ def test_questions_are_answered_side_by_side_by_the_rank_that_is_asked(crew: Pro
     assert results == [(i % 2, crew.pids[i % 2]) for i in range(20)] and sorted(started) == list(range(20))
 
 
-def test_a_question_is_answered_while_a_call_is_under_way_and_the_other_way_round(crew: ProcessCrew) -> None:
+def test_an_async_call_runs_beside_a_call_and_the_other_way_round(crew: ProcessCrew) -> None:
     future = crew.submit(1, CountingWorker.wonder, 0.3)
     crew.call(CountingWorker.work, 1.0)
     assert future.done() and future.result() == (1, crew.pids[1])
@@ -66,7 +66,7 @@ def test_a_question_is_answered_while_a_call_is_under_way_and_the_other_way_roun
     future.cancel()
 
 
-def test_whoever_leaves_a_question_is_forgotten(crew: ProcessCrew) -> None:
+def test_an_abandoned_async_call_is_forgotten(crew: ProcessCrew) -> None:
     async def leave() -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(crew.submit(0, CountingWorker.wonder, 60.0)), 0.2)
@@ -79,7 +79,7 @@ def test_whoever_leaves_a_question_is_forgotten(crew: ProcessCrew) -> None:
     assert crew.submit(0, CountingWorker.wonder, 0.0).result(30)[0] == 0
 
 
-def test_what_goes_wrong_in_a_question_is_raised_where_it_was_asked(crew: ProcessCrew) -> None:
+def test_an_error_of_an_async_call_is_raised_in_its_caller(crew: ProcessCrew) -> None:
     with pytest.raises(ConfigError, match=r"Time goes on\."):
         crew.submit(1, CountingWorker.wonder, -1.0).result(30)
     with pytest.raises(CrewError, match=r"Rank 0 \(process \d+\) failed in CountingWorker.wonder: TypeError"):
@@ -93,7 +93,7 @@ def test_a_long_call_is_no_silence(crew: ProcessCrew) -> None:
     crew.call(CountingWorker.work, SILENCE + 1.5)
 
 
-def test_what_cannot_travel_is_told(crew: ProcessCrew) -> None:
+def test_values_that_cannot_be_pickled_are_named(crew: ProcessCrew) -> None:
     with pytest.raises(CrewError, match=r"failed in CountingWorker\.generator: TypeError: cannot pickle"):
         crew.call(CountingWorker.generator)
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
@@ -101,7 +101,7 @@ def test_what_cannot_travel_is_told(crew: ProcessCrew) -> None:
     assert crew.call(CountingWorker.add, 0) >= 10
 
 
-def test_warnings_are_passed_on_and_what_all_say_is_said_once(
+def test_warnings_are_forwarded_and_those_of_all_ranks_once(
     crew: ProcessCrew, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "etude"):
@@ -113,11 +113,11 @@ def test_warnings_are_passed_on_and_what_all_say_is_said_once(
     assert len(messages) == 3 and sum(text.endswith("the weather is bad") for text in messages) == 1
 
 
-def test_it_computes_with_as_many_threads_as_it_was_told(crew: ProcessCrew) -> None:
+def test_a_rank_computes_with_the_requested_threads(crew: ProcessCrew) -> None:
     assert crew.call(CountingWorker.threads) == [1, 1]
 
 
-def test_nobody_else_can_reach_the_ranks(crew: ProcessCrew) -> None:
+def test_no_other_machine_can_reach_the_ranks(crew: ProcessCrew) -> None:
     """Every socket that a rank listens at is on the loopback interface."""
     inodes = set()
     for pid in crew.pids:
@@ -168,7 +168,7 @@ def test_a_rank_that_is_lost_ends_the_call_soon_and_is_named(
     assert seconds < within
 
 
-def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_never_ends_a_call_that_another_has_ended_is_named(tmp_path: Path) -> None:
     crew = crew_of(tmp_path, heartbeat_timeout=SILENCE)
     pid, crew._config = crew.pids[1], CrewConfig(timeout=2.0)  # they may have taken longer to start
     error_text, seconds = failing(crew, CountingWorker.hang, 1)
@@ -182,7 +182,7 @@ def test_a_rank_that_breathes_and_never_ends_a_call_that_another_has_ended_is_na
     assert "in hang" in (tmp_path / "rank-1.log").read_text() and "in hang" not in (tmp_path / "rank-0.log").read_text()
 
 
-def test_whoever_waits_is_told_before_ranks_are_ended_and_they_are_ended_side_by_side(
+def test_callers_get_the_error_before_ranks_are_killed_in_parallel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ending one comes to, be it an error, keeps neither the caller nor the others."""
@@ -274,7 +274,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_closed_crew_works_no_more_and_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_closed_crew_takes_no_calls_and_leaves_no_process(tmp_path: Path) -> None:
     crew = crew_of(tmp_path)
     pids, asked = crew.pids, crew.submit(0, CountingWorker.wonder, 600.0)
     crew.close()

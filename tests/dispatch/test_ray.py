@@ -138,7 +138,7 @@ def _division(crew: RayCrew, batch: Batch, repeats: int = 1) -> Any:
 # -- where they stand -------------------------------------------------------------------------------------------------
 
 
-def test_what_the_cluster_has_too_little_of_is_told(
+def test_the_shortage_of_a_cluster_is_reported(
     crew: RayCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from etude.dispatch import ray_reservation

@@ -34,7 +34,7 @@ def test_a_place_is_on_one_node_whatever_several_have_together() -> None:
     assert count_bundles(ResourcePool(("policy",), ranks=1, cpus=0.1), [{"CPU": 1.0}]) == 10
 
 
-def test_a_pool_that_nobody_can_stand_in_is_refused() -> None:
+def test_a_pool_without_bundles_is_refused() -> None:
     for roles, ranks, sentence in (
         ((), 1, "has one or more roles"),
         (("policy", "policy"), 1, "no role twice"),

@@ -58,7 +58,7 @@ def test_answers_are_those_of_the_adapted_model(family: str, merge: bool) -> Non
 
 @HOW
 @pytest.mark.parametrize("rank", [1, 3, 8, 16])
-def test_an_answer_does_not_depend_on_its_company(rank: int, merge: bool) -> None:
+def test_an_answer_does_not_depend_on_its_batch(rank: int, merge: bool) -> None:
     with engine_of(adapted_of(rank=rank), merge=merge) as engine:
         together = asked(engine, tuple(range(3, 40, 2)))
         for length in (3, 17, 39):

@@ -51,7 +51,7 @@ def test_requests_that_generate_are_one_group() -> None:
     assert (group.prefix_groups, group.prefix_length, group.real.all()) == (4, 0, True)
 
 
-def test_a_long_prompt_is_cut_into_pieces_that_see_what_is_before_them() -> None:
+def test_a_long_prompt_is_split_into_chunks_that_see_earlier_tokens() -> None:
     pieces = split_into_chunks(column(5, 305), column(40, 7), column(340, 8), column(3, 1))
     assert pieces.row.tolist() == [5, 133, 261, 305]
     assert pieces.count.tolist() == [128, 128, 44, 1]
@@ -64,7 +64,7 @@ def test_short_and_long_do_not_share_a_group_where_padding_would_cost() -> None:
     assert sorted(len(group.chunks) for group in groups) == [1, 1, 6]
 
 
-def test_who_holds_the_same_first_blocks_is_a_family() -> None:
+def test_requests_with_the_same_first_blocks_form_a_prefix_group() -> None:
     table = np.arange(5 * 64).reshape(5, 64)
     table[1, :20] = table[0, :20]  # 320 tokens: two runs of KEYS
     table[2, :10] = table[0, :10]  # 160: one run, but the others share more with each other
@@ -74,7 +74,7 @@ def test_who_holds_the_same_first_blocks_is_a_family() -> None:
     assert shared == {(0, 1): 2 * KEY_CHUNK, (3, 4): KEY_CHUNK, (2,): 0}
 
 
-def test_a_family_shares_nothing_that_one_of_them_has_not_got() -> None:
+def test_a_prefix_group_shares_only_keys_that_all_of_it_have() -> None:
     table = np.zeros((2, 64), dtype=np.int64)
     assert [
         group.prefix_length for group in groups_of([(KEY_CHUNK - 1, KEY_CHUNK), (KEY_CHUNK - 1, KEY_CHUNK)], table)
@@ -84,7 +84,7 @@ def test_a_family_shares_nothing_that_one_of_them_has_not_got() -> None:
     ] == [KEY_CHUNK]
 
 
-def test_smaller_families_are_filled_up_and_marked() -> None:
+def test_smaller_prefix_groups_are_padded_and_marked() -> None:
     table = np.arange(5 * 64).reshape(5, 64)
     table[:2, :8] = table[0, :8]
     table[2:, :8] = table[2, :8]

@@ -72,7 +72,7 @@ def test_a_block_released_too_often_is_our_mistake() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_is_done_what_matches_holds_those_tokens_and_no_block_is_lost(data: st.DataObject) -> None:
+def test_matches_hold_their_tokens_and_no_block_is_lost(data: st.DataObject) -> None:
     """The contents of blocks are kept beside them; a match must find exactly the content asked for."""
     blocks = BlockPool(6, 2)
     content: dict[int, tuple[int, ...]] = {}

@@ -36,7 +36,7 @@ def leave() -> None:
     raise SystemExit("no mere Exception")
 
 
-def test_what_goes_wrong_in_an_act_reaches_its_caller_and_not_the_thread() -> None:
+def test_an_error_of_a_command_reaches_its_caller_and_not_the_thread() -> None:
     inbox = CommandQueue()
     with worked(inbox):
         for _ in range(2):
@@ -47,7 +47,7 @@ def test_what_goes_wrong_in_an_act_reaches_its_caller_and_not_the_thread() -> No
         assert asyncio.run(inbox.call_async(lambda: 8)) == 8
 
 
-def test_after_the_end_whoever_waits_is_told_and_whoever_comes_is_refused() -> None:
+def test_after_the_end_waiting_callers_get_an_error_and_later_ones_are_refused() -> None:
     inbox = CommandQueue()
     told: list[str] = []
 
@@ -67,7 +67,7 @@ def test_after_the_end_whoever_waits_is_told_and_whoever_comes_is_refused() -> N
     assert told == ["The device is lost."] * 2
 
 
-def test_no_answer_is_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_result_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_TIMEOUT", 0.02)
     inbox = CommandQueue()
     with pytest.raises(EngineError, match=r"has not answered for 0.02 s"):
@@ -76,7 +76,7 @@ def test_no_answer_is_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(inbox.call_async(lambda: 7))
 
 
-def test_running_out_of_time_in_an_act_is_its_own_error() -> None:
+def test_a_timeout_inside_a_command_is_its_own_error() -> None:
     def slow() -> None:
         raise TimeoutError("of the act itself")
 

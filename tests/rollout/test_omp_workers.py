@@ -13,7 +13,7 @@ from etude.rollout.omp_workers import release_omp_workers
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-def test_a_dismissed_team_is_gone_and_the_next_kernel_works_as_before() -> None:
+def test_released_workers_are_gone_and_the_next_kernel_works_as_before() -> None:
     found: list[int] = []
     threads = Path("/proc/self/task")
 
@@ -37,6 +37,6 @@ def test_a_dismissed_team_is_gone_and_the_next_kernel_works_as_before() -> None:
     assert found == [2, 2, 2]
 
 
-def test_dismissing_where_there_is_none_does_nothing() -> None:
+def test_releasing_without_workers_does_nothing() -> None:
     release_omp_workers()
     release_omp_workers()

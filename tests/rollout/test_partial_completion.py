@@ -24,7 +24,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return found
 
 
-def test_another_is_asked_for_the_rest(tokenizer: Tokenizer) -> None:
+def test_another_server_continues_the_rest(tokenizer: Tokenizer) -> None:
     begun: list[None] = []
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7, stop=("end",))
     prompt = np.array(ids(tokenizer, "1+2="), np.int32)
@@ -44,7 +44,7 @@ def test_another_is_asked_for_the_rest(tokenizer: Tokenizer) -> None:
     assert done.raw_logp is None  # no end could be drawn at first: not the model's own distribution
 
 
-def test_versions_are_those_that_a_server_tells(tokenizer: Tokenizer) -> None:
+def test_versions_are_those_that_a_server_reports(tokenizer: Tokenizer) -> None:
     answer = PartialCompletion(np.array([5], np.int32), SamplingParams(max_tokens=5), limit=100, tokenizer=tokenizer)
     answer.remaining_request()
     answer.append(StreamChunk([5, 6], [-1.0, -1.0]), 1)
@@ -57,7 +57,7 @@ def test_versions_are_those_that_a_server_tells(tokenizer: Tokenizer) -> None:
     assert done.raw_logp is not None and done.logp.tolist() == [-1.0] * 5
 
 
-def test_one_that_broke_off_at_its_end_is_over(tokenizer: Tokenizer) -> None:
+def test_an_answer_that_broke_off_at_its_end_is_complete(tokenizer: Tokenizer) -> None:
     end = tokenizer.eos_ids[0]
     for tokens, finish in (([5, end], "stop"), ([5, 6, 7], "length")):
         answer = PartialCompletion(
@@ -67,7 +67,7 @@ def test_one_that_broke_off_at_its_end_is_over(tokenizer: Tokenizer) -> None:
         assert answer.finish_if_complete() and answer.finish == finish
 
 
-def test_what_is_greedy_is_certain_and_what_is_forgotten_is_gone(tokenizer: Tokenizer) -> None:
+def test_greedy_tokens_are_certain_and_a_restart_drops_all(tokenizer: Tokenizer) -> None:
     answer = PartialCompletion(np.array([5], np.int32), SamplingParams(temperature=0), limit=4, tokenizer=tokenizer)
     answer.append(StreamChunk([5], [-1.0]), 0)
     answer.restart()

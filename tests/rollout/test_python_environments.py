@@ -138,7 +138,7 @@ def test_it_sees_nothing_of_the_environment_it_was_built_from(tmp_path: Path) ->
     )
 
 
-def test_what_a_package_asks_for_must_be_had_unless_it_stands_alone(tmp_path: Path) -> None:
+def test_dependencies_must_be_pinned_unless_a_package_has_none(tmp_path: Path) -> None:
     pins = (pin(tmp_path, "little", "1.0", needs="other @ file:///nowhere/other-1.0-py3-none-any.whl"),)
     with pytest.raises(EngineError) as caught:
         ensure_environment(PackagePins("small", pins), tmp_path / "cache", console=silent())
@@ -147,7 +147,7 @@ def test_what_a_package_asks_for_must_be_had_unless_it_stands_alone(tmp_path: Pa
     assert not folders(tmp_path / "cache")
 
 
-def test_a_build_that_was_killed_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_a_killed_build_is_not_taken_for_complete(tmp_path: Path) -> None:
     """Its pip lives on for a while: nobody builds over it, and then the build is done again."""
     program = (
         "import sys; from pathlib import Path; from etude.rollout.python_environments import PackagePins, "
@@ -174,7 +174,7 @@ def test_a_build_that_was_killed_is_not_taken_for_whole(tmp_path: Path) -> None:
     assert said_by(made, "import held; print(held.VERSION)") == "1.0"
 
 
-def test_two_that_want_the_same_build_it_once_and_say_that_it_takes_long(tmp_path: Path) -> None:
+def test_two_processes_build_the_same_environment_once(tmp_path: Path) -> None:
     consoles = [silent(), silent()]
     with holding() as server, ThreadPoolExecutor() as pool:
         pinned = PackagePins("held", (server.pin,))

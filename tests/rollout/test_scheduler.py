@@ -61,7 +61,7 @@ def test_a_group_that_comes_together_is_computed_once() -> None:
     assert scheduler.blocks.in_use == 2 + 3  # two full blocks between them, and a half-full one each
 
 
-def test_who_comes_later_computes_what_is_not_known() -> None:
+def test_later_requests_compute_only_what_is_not_cached() -> None:
     scheduler = scheduler_of()
     scheduler.add(request_of(10))
     step(scheduler)
@@ -80,7 +80,7 @@ def test_other_weights_share_nothing_with_what_was_computed_before() -> None:
     assert spans(step(scheduler))[1] == (0, 10)
 
 
-def test_the_last_to_begin_gives_way_and_comes_back_first() -> None:
+def test_the_last_to_start_is_preempted_and_restarts_first() -> None:
     scheduler = scheduler_of(blocks=8, size=4)
     first, second, third = request_of(11, seed=1), request_of(11, seed=2), request_of(3, seed=3)
     for request in (first, second, third):
@@ -97,7 +97,7 @@ def test_the_last_to_begin_gives_way_and_comes_back_first() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_everybody_finishes_with_their_tokens_and_no_block_is_lost(seed: int) -> None:
+def test_all_requests_finish_with_their_tokens_and_no_block_is_lost(seed: int) -> None:
     """Random lengths, arrivals and departures on little memory."""
     random = np.random.default_rng(seed)
     scheduler = scheduler_of(blocks=20, size=4, max_num_seqs=5, max_num_batched_tokens=16)

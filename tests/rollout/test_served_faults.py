@@ -39,7 +39,7 @@ def states(engine: ServerPool) -> list[tuple[bool, bool]]:
     return asyncio.run(engine.run_on_all(state))
 
 
-def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
+def test_a_server_gets_no_more_requests_than_its_limit(tmp_path: Path) -> None:
     """A group belongs to one, until that one is full; and what ends at one that takes nothing frees no place."""
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         first, second = engine.servers
@@ -60,7 +60,7 @@ def test_a_server_is_given_no_more_than_its_own_pace(tmp_path: Path) -> None:
         assert third.result(60)[0].ids.tolist() == expected([9], 1) and len(asked.result(60)) == 2
 
 
-def test_how_servers_are_to_be_reaches_those_that_are_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_desired_state_reaches_servers_that_were_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.rollout.server_engine.HEALTH_TIMEOUT", 0.5)
     monkeypatch.setattr("etude.rollout.replica.MAX_FAILED_CHECKS", 1000)
     with served(tmp_path, replicas=2) as engine:
@@ -100,9 +100,7 @@ def test_one_that_dies_in_its_sleep_is_started_when_it_is_to_wake_and_where_ther
     engine.close()  # once more, which does nothing
 
 
-def test_whoever_waits_for_servers_that_never_come_back_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_fail_if_no_server_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, restarts=0) as owner:
         config = joining(owner, monkeypatch).model_copy(update={"start_timeout": 1.5})
         with start_servers(
@@ -148,7 +146,7 @@ def goes_on(server: ServerEngine) -> None:
     until(lambda: server.new_tokens > seen + 1)
 
 
-def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing_goes_on(tmp_path: Path) -> None:
+def test_answers_end_here_if_a_server_does_not_hear_the_abort(tmp_path: Path) -> None:
     """Nobody knows with which weights it would."""
     new = weights(tmp_path / "new", 11)
     with served(tmp_path, replicas=2, server_args=("--pace=0.2",)) as engine, ThreadPoolExecutor() as pool:
@@ -166,7 +164,7 @@ def test_where_it_is_not_heard_that_answers_are_to_end_they_end_here_and_nothing
         assert states(engine) == [(False, False)] * 2 and busy.version == 1
 
 
-def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_who_drew_it(tmp_path: Path) -> None:
+def test_an_answer_of_uncertain_version_begins_anew(tmp_path: Path) -> None:
     """Whoever brings weights has a server go on, before it is known here that it holds them."""
     with served(tmp_path, replicas=2, restarts=0, server_args=("--pace=0.1",)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 40)
@@ -188,7 +186,7 @@ def test_what_came_while_weights_were_brought_is_begun_anew_where_nobody_said_wh
         assert engine.stats().reduce()["engine/requests_restarted"] == 1
 
 
-def test_one_that_is_joined_and_comes_back_with_its_own_weights_is_asked_nothing_with_them(
+def test_a_joined_server_that_returns_with_other_weights_gets_no_requests(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the version is called that it was given: 0 is one as any other."""
@@ -296,7 +294,7 @@ def test_an_engine_that_is_at_work_or_takes_weights_or_sleeps_is_not_taken_to_ha
         assert engine.servers[0].is_up and engine.stats().reduce()["engine/restarts"] == 0
 
 
-def test_a_keeper_that_is_killed_leaves_nothing_of_its_server(tmp_path: Path) -> None:
+def test_a_killed_reaper_leaves_nothing_of_its_server(tmp_path: Path) -> None:
     with served(tmp_path, server_args=("--child",)) as engine:
         (server,) = pids(tmp_path)
         child = int(re.findall(r"child (\d+)", (tmp_path / "logs" / "vllm-0.log").read_text())[-1])

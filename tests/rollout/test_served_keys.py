@@ -17,7 +17,7 @@ from etude.rollout.server_engine import ServerEngine
 from tests.rollout.test_server_pool import ask, expected, served, weights
 
 
-def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path: Path) -> None:
+def test_a_started_server_has_a_key_that_no_other_user_finds(tmp_path: Path) -> None:
     with served(tmp_path, server_args=("--tells",)) as engine:
         address = engine.servers[0].address
         key = address.key
@@ -46,7 +46,7 @@ def test_a_server_that_is_started_asks_for_a_key_that_nobody_else_finds(tmp_path
         pass
 
 
-def test_a_server_that_takes_its_key_from_a_file_is_told_where_it_is(tmp_path: Path) -> None:
+def test_a_server_that_reads_its_key_from_a_file_gets_its_path(tmp_path: Path) -> None:
     shape = ModelShape.read(weights(tmp_path / "model", 0))
     config = SglangConfig()
     (launch,) = launch_specs(config, Path("python"), tmp_path / "model", shape, dtype="bfloat16", device="cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from etude.rollout.server_load import AdaptiveConcurrencyLimit, ServerLoad
 
 
-def test_it_shrinks_where_answers_are_put_off_and_grows_again_where_there_is_room() -> None:
+def test_it_shrinks_at_preemptions_and_grows_again_with_room() -> None:
     pace = AdaptiveConcurrencyLimit(64)
     assert pace.update(ServerLoad(running=64, waiting=0, kv_cache_usage=0.9, preemptions=0)) == 64
     assert pace.update(ServerLoad(running=60, waiting=4, kv_cache_usage=0.99, preemptions=3)) == 45
@@ -24,7 +24,7 @@ def test_a_moment_at_which_none_runs_says_nothing_of_how_many_could() -> None:
     assert pace.update(ServerLoad(running=0, waiting=64, kv_cache_usage=0.9, preemptions=64)) == 48
 
 
-def test_what_was_put_off_before_it_was_watched_does_not_count() -> None:
+def test_preemptions_before_the_first_look_do_not_count() -> None:
     assert (
         AdaptiveConcurrencyLimit(8).update(ServerLoad(running=8, waiting=0, kv_cache_usage=0.5, preemptions=100)) == 8
     )

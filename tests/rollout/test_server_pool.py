@@ -109,7 +109,7 @@ def ask(engine: ServerPool, prompts: list[list[int]], tokens: int) -> list[Compl
     return engine.generate_all([ids(prompt) for prompt in prompts], [SamplingParams(max_tokens=tokens)] * len(prompts))
 
 
-def test_they_share_the_work_and_tell_what_they_did(tmp_path: Path) -> None:
+def test_servers_share_the_work_and_report_it(tmp_path: Path) -> None:
     prompts = [[n, n + 1] for n in range(12)]
     with served(tmp_path, replicas=2, server_args=("--pace=0.005",)) as engine:
         answers = ask(engine, prompts, 6)
@@ -152,7 +152,7 @@ def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert [answer.ids.tolist() for answer in answers] == [expected([3], 30), expected([4], 30)]
 
 
-def test_the_last_one_gone_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_the_loss_of_the_last_server_is_reported_with_its_log(tmp_path: Path) -> None:
     with served(tmp_path, restarts=0, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[3]], 60)
         until(lambda: engine.servers[0].new_tokens > 2)
@@ -243,7 +243,7 @@ async def reached(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> None:
+def test_a_full_queue_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> None:
     async def scenario(engine: ServerPool) -> None:
         running = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=60)))
         await reached(lambda: engine.servers[0].active_requests == 1)
@@ -265,7 +265,7 @@ def test_a_full_line_refuses_and_a_cancelled_wait_leaves_it(tmp_path: Path) -> N
         asyncio.run(scenario(engine))
 
 
-def test_an_answer_that_broke_off_is_never_refused_and_goes_before_those_that_wait(tmp_path: Path) -> None:
+def test_an_answer_that_broke_off_is_never_refused_and_goes_first(tmp_path: Path) -> None:
     async def scenario(engine: ServerPool) -> None:
         begun = asyncio.create_task(engine.generate(ids([1]), SamplingParams(max_tokens=40)))
         await reached(lambda: engine.servers[0].new_tokens > 2)
@@ -296,7 +296,7 @@ def test_a_stream_comes_piece_by_piece_and_ends_when_it_is_left(tmp_path: Path) 
         asyncio.run(scenario(engine))
 
 
-def test_whoever_carries_weights_withdraws_drains_and_stamps(tmp_path: Path) -> None:
+def test_a_weight_sender_withdraws_drains_and_labels_servers(tmp_path: Path) -> None:
     with served(tmp_path, replicas=2, server_args=(SLOW,)) as engine, ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, engine, [[n] for n in range(4)], 20)
         until(lambda: all(server.active_requests for server in engine.servers))
@@ -387,7 +387,7 @@ def test_servers_that_are_there_are_joined_and_left(tmp_path: Path, monkeypatch:
         assert len(pids(tmp_path)) == 1
 
 
-def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_path: Path) -> None:
     """And goes on there with the answer that it was ended over."""
     new = weights(tmp_path / "new", 11)
     with theirs(tmp_path) as there, ThreadPoolExecutor() as pool:
@@ -406,7 +406,7 @@ def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tm
             assert ask(engine, [[4]], 4)[0].ids.tolist() == expected([4], 4, salt=11)
 
 
-def test_what_a_server_gives_up_though_nobody_asked_it_to_is_gone_on_with(tmp_path: Path) -> None:
+def test_an_answer_that_a_server_aborts_by_itself_is_continued(tmp_path: Path) -> None:
     with served(tmp_path) as engine:
         asyncio.run(engine.run_on_all(lambda server: server.post("/be", {"gives_up": 2})))
         answers = ask(engine, [[3], [4], [5]], 20)
@@ -415,7 +415,7 @@ def test_what_a_server_gives_up_though_nobody_asked_it_to_is_gone_on_with(tmp_pa
         assert engine.stats().reduce()["engine/requests_resumed"] == 2
 
 
-def test_no_server_outlives_whoever_started_it(tmp_path: Path) -> None:
+def test_no_server_outlives_its_owner(tmp_path: Path) -> None:
     """Killed at once, with no time to end anything."""
     program = (
         "import sys, time; from pathlib import Path; from tests.rollout.test_server_pool import served\n"

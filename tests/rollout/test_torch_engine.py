@@ -247,7 +247,7 @@ def test_sleep_gives_the_memory_back_and_wake_takes_it_again() -> None:
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="this processor does not multiply bfloat16 itself"
 )
-def test_weights_laid_out_for_the_processor_follow_its_sleep_and_its_weights() -> None:
+def test_prepacked_weights_follow_sleep_and_new_weights() -> None:
     """And answer as weights that are not: asleep nothing is held, and new weights are laid out when it wakes."""
     model, other = (model_of(seed=seed).copy(dtype=torch.bfloat16) for seed in (0, 1))
     asked = [prompt_of(40)], [SamplingParams(max_tokens=20, seed=1)]
@@ -263,7 +263,7 @@ def test_weights_laid_out_for_the_processor_follow_its_sleep_and_its_weights() -
         assert engine.generate_all(*asked)[0].ids.tolist() == plain.generate_all(*asked)[0].ids.tolist()
 
 
-def test_new_weights_take_over_in_the_middle_and_nobody_new_reads_old_keys() -> None:
+def test_new_weights_take_over_in_the_middle_and_new_requests_read_no_old_keys() -> None:
     model, other = model_of(seed=0), model_of(seed=1)
     prompt, sampling = prompt_of(40), SamplingParams(max_tokens=200, seed=1)
     with engine_of(model) as engine, engine_of(other) as reference:
@@ -362,7 +362,7 @@ def test_a_cache_too_small_for_one_block_is_refused() -> None:
         TorchEngine(model_of(), None, TorchEngineConfig(kv_gib=1e-9))
 
 
-def test_weights_that_have_diverged_are_told_to_everybody_and_leave_nothing_behind() -> None:
+def test_diverged_weights_fail_all_requests_and_leave_nothing_behind() -> None:
     model = model_of()
     good = [(name, weight.detach().clone()) for name, weight in model.named_weights()]
     with engine_of(model, kv_gib=0.001) as engine:
@@ -424,7 +424,7 @@ def test_handing_over_that_fails_ends_one_request_alone(tmp_path: Path) -> None:
         assert (left["engine/running"], left["engine/waiting"]) == (0, 0)
 
 
-def test_an_engine_that_cannot_start_afresh_tells_everybody_and_refuses_the_next() -> None:
+def test_an_engine_that_cannot_recover_fails_all_requests_and_refuses_the_next() -> None:
     def lost(*asked: Any) -> Any:
         raise RuntimeError("the device is lost")
 
@@ -447,7 +447,7 @@ def test_an_engine_that_cannot_start_afresh_tells_everybody_and_refuses_the_next
             engine.stats()
 
 
-def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
+def test_running_out_of_memory_names_the_options_and_the_engine_continues() -> None:
     """A real refusal by the allocator: the scores of one long prompt under an address-space limit would be flaky, so
     the model is asked for logits in a vocabulary's worth of petabytes."""
     model = model_of()
@@ -459,7 +459,7 @@ def test_running_out_of_memory_names_the_knobs_and_the_engine_goes_on() -> None:
         assert len(engine.generate_all([prompt_of(9)], [SamplingParams(max_tokens=4)])[0].ids) == 4
 
 
-def test_close_is_bounded_and_tells_those_who_wait() -> None:
+def test_close_is_bounded_and_fails_waiting_requests() -> None:
     with engine_of() as engine:
 
         async def main() -> None:
@@ -476,7 +476,7 @@ def test_close_is_bounded_and_tells_those_who_wait() -> None:
             engine.generate_all([prompt_of(5)], [SamplingParams(max_tokens=3)])
 
 
-def test_a_step_that_outlasts_the_closing_is_told_and_hides_no_other_error(
+def test_a_step_that_outlasts_the_close_is_reported_and_hides_no_other_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_engine, "CLOSE_TIMEOUT", 0.02)

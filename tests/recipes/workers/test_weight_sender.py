@@ -258,7 +258,7 @@ def test_where_the_weights_have_moved_on_it_waits_for_the_next_publish(tmp_path:
     assert shared() <= before
 
 
-def test_one_that_somebody_else_starts_again_is_brought_to_the_newest_weights(tmp_path: Path) -> None:
+def test_a_joined_server_that_its_owner_restarts_gets_the_newest_weights(tmp_path: Path) -> None:
     with theirs(tmp_path) as there, world_of(tmp_path, **{"rollout.url": f"[{there.url}]"}) as world:
         world.publish(1)
         there.end()
