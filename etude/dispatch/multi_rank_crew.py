@@ -8,9 +8,10 @@ wait for it, or soon would. These are failures:
 - a call raised an error in it and not in the others, which may then wait for it in vain;
 - it sends heartbeats but does not end a call that another rank has ended (a deadlock, an endless loop, a hung disk).
 
-consumes       calls to all ranks, one at a time; async calls to one of them, any number at once produces       their
-results, or an error that names the rank waits for      the ranks unblocked by   their replies, and the watchdog: every
-wait ends when the ranks do
+consumes       calls to all ranks, one at a time; async calls to one of them, any number at once
+produces       their results, or an error that names the rank
+waits for      the ranks
+unblocked by   their replies, and the watchdog: every wait ends when the ranks do
 """
 
 from __future__ import annotations
@@ -180,9 +181,8 @@ class MultiRankCrew(Generic[M]):
             for handle in self._handles:
                 payload = payloads[handle.rank // ranks_per_share]
                 handle.send(CallRequest(number, payload, keep, split.uses_answer_of(handle.rank)))
-            answers = [
-                future.result() for future in call.replies.values()
-            ]  # each gets a reply, or the watchdog's error
+            # each future gets a reply, or the watchdog's error
+            answers = [future.result() for future in call.replies.values()]
         if call.first_failure is not None:
             raise call.first_failure.to_exception(call.name)
         return answers

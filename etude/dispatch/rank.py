@@ -1,9 +1,9 @@
 """The main program of a rank: one worker, which may exchange tensors with those of other ranks.
 
 consumes       calls, one after the other, on the main thread; async calls, concurrently, on an event loop beside it
-produces       a reply to each, heartbeats, and the warnings that it logs waits for      a call; and, within one, for
-the other ranks, no longer than `timeout` unblocked by   any message of the pipe; the end of the pipe kills the process
-and all its children at once
+produces       a reply to each, heartbeats, and the warnings that it logs
+waits for      a call; and, within one, for the other ranks, no longer than `timeout`
+unblocked by   any message of the pipe; the end of the pipe kills the process and all its children at once
 
 Only the controller handles the signals that ask a run to stop. A rank runs until its pipe ends, or it is killed.
 """

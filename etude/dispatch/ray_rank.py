@@ -1,8 +1,9 @@
 """The main program of a rank in a Ray actor: the same rank as in a process, reached by calls to the actor.
 
-consumes       messages, in the order of their delivery produces       messages, which the controller fetches: each
-fetch waits a moment if there are none waits for      a call; and, within one, for the other ranks, no longer than
-`timeout` unblocked by   a message; the end of the actor is the end of its process
+consumes       messages, in the order of their delivery
+produces       messages, which the controller fetches: each fetch waits a moment if there are none
+waits for      a call; and, within one, for the other ranks, no longer than `timeout`
+unblocked by   a message; the end of the actor is the end of its process
 
 Each fetch, even of no message, is a sign of life: its thread does nothing else.
 """

@@ -1,7 +1,8 @@
 """Commands to the thread of the embedded engine, which it runs between two tokens.
 
-consumes       commands, from any thread and any event loop produces       the result or the error of each, for its
-caller waits for      commands, while there is nothing to compute; a caller waits for the current step and for its turn
+consumes       commands, from any thread and any event loop
+produces       the result or the error of each, for its caller
+waits for      commands, while there is nothing to compute; a caller waits for the current step and for its turn
 unblocked by   a command, or `close`: waiting callers then get an error, and later commands are refused
 """
 
