@@ -190,9 +190,9 @@ def find_batch_invariant_shapes(model: Model) -> ProductShapes:
     if rows is None or attention is None:
         paddings = (("linear layers", rows), ("attention", attention))
         get_logger("rollout").warning(
-            "With this model on this processor the last bits of an answer depend on what shares its batch: no form of "
-            "the products of %s was found in which they do not. A run goes on exactly after a kill, and not bit for "
-            "bit. `threads=1` may help; `etude doctor` says whether that is the processor's, and what else may.",
+            "With this model on this processor the last bits of an answer depend on what shares its batch: no "
+            "padding of the products of %s prevents it. A killed run resumes exactly, but not bit for bit. "
+            "`threads=1` may help; `etude doctor` reports if the processor is the cause, and what else may help.",
             " and ".join(name for name, padding in paddings if padding is None),
         )
     return _choose_shapes(rows, attention)
