@@ -48,7 +48,7 @@ class DemonstrationDataConfig(SupervisedDataConfig):
 
     columns: DemonstrationColumns = Field(DemonstrationColumns(), description="columns of the files with the examples")
     train_on: Literal["all", "last"] = Field(
-        "all", description="which answers of a conversation are learned; the others are context"
+        "all", description="answers of a conversation to train on: `all`, or only the `last`; the others are context"
     )
 
     def tokenize_row(self, row: Mapping[str, Any], chat: ChatRenderer, where: str) -> Example:
