@@ -149,7 +149,7 @@ def test_the_options_are_shown_with_their_meaning(capsys: Captured) -> None:
     assert main(["config", "show", "loss=gspo", "steps=7"]) == 0
     shown = capsys.readouterr().out
     assert "loss: gspo" in shown and "steps: 7" in shown
-    assert "how often rollouts are collected and trained on" in shown
+    assert "training steps; each collects rollouts" in shown
 
 
 def test_the_options_of_a_run_and_of_the_demonstration_are_shown_apart(capsys: Captured) -> None:
@@ -204,7 +204,7 @@ def test_an_unknown_key_is_told_with_the_nearest(capsys: Captured) -> None:
 
 def test_a_wrong_type_is_told_with_the_meaning(capsys: Captured) -> None:
     told = refused(capsys, "config", "show", "steps=many")
-    assert "steps expects a whole number" in told and "'many'" in told and "how often rollouts" in told
+    assert "steps expects a whole number" in told and "'many'" in told and "training steps; each" in told
 
 
 def test_a_value_out_of_range_is_told(capsys: Captured) -> None:
@@ -249,7 +249,7 @@ def test_a_sweep_without_its_flag_is_told(capsys: Captured) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("")
     told = refused(capsys, *SHORT, "loss=ppo", f"directory={tmp_path / 'file' / 'runs'}")
-    assert "no folder can be made there" in told
+    assert "no directory can be created there" in told
 
 
 def test_what_shows_only_in_training_is_refused_like_the_rest(tmp_path: Path, capsys: Captured) -> None:

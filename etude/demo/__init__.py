@@ -1,1 +1,1 @@
-"""Demonstrations small enough to be watched, and exact enough to be believed."""
+"""The demos of `etude demo`: small enough to watch, with results that can be checked exactly."""

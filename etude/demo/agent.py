@@ -1,8 +1,7 @@
-"""The demonstration of agents: code written for OpenAI's client learns to use its tools, live.
+"""`etude demo agent`: an agent written for the OpenAI client learns to use its tools.
 
-The agent calls the model endpoint of the run as it would call any server; what it was shown and what it sampled is
-recorded there, and learned from. Everything after the warm-up is what `etude train agent.path=…` runs, and leaves a run
-directory like any other.
+The agent calls the run's endpoint like any server. The endpoint records its prompts and completions, and the run trains
+on them. Everything after the warm-up is what `etude train agent.path=…` does, and writes a normal run directory.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ TASKS, HELD_OUT = 2_000, 200
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 BY_TOOL = {"find": "shelf {}", "count": "{} of them"}
 LEARNING = ("annotate", "estimate", "update", "publish")
-"""The parts of a step that are no playing and no scoring."""
+"""The phases of a step without rollouts and evaluation."""
 
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """One held-out task, as it was played to score the model."""
+    """One held-out task, with the agent's conversation in an evaluation."""
 
     question: str
     wanted: str
@@ -51,14 +50,14 @@ class ScoredTask:
 
     @property
     def calls(self) -> int:
-        """How many functions the model called."""
+        """The number of tool calls of the model."""
         return sum(bool(CALL.search(message["text"])) for message in self.conversation if message["by"] == "model")
 
 
 def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
-    """Make a world and a model, have an agent play in it, learn from that, show how; returns the outcome.
+    """Create tasks and a model, train the model with the agent, print the progress, and return the result.
 
-    began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
+    began: a reading of `time.perf_counter` at the start of the program, so that import time counts too.
     """
     demo_run = compose_demo(AGENT_DEMO, overrides, file)
     directory = demo_run.directory or new_directory(Path("runs"), "demo-agent")
@@ -89,7 +88,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
     run = compose(Run, overrides, values=path_options(data, directory), file=file, preset=AGENT_DEMO.preset)
     with build(run) as parts:
         run_loop(parts)
-        if parts.checkpoint.step == parts.checkpoint.steps:  # else it was stopped, which `build` tells and raises
+        if parts.checkpoint.step == parts.checkpoint.steps:  # else the run was stopped, and `build` raises
             before, after = (_scored(directory, step) for step in (0, parts.checkpoint.steps))
     seconds = time.perf_counter() - began
     steps = read_metrics(directory)
@@ -107,7 +106,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 
 
 def _scored(directory: Path, step: int) -> list[ScoredTask]:
-    """What the agent said and earned on held-out tasks, as the run wrote it down after a step."""
+    """Read the evaluation that the run wrote after a step."""
     lines = (directory / "evaluations" / f"step-{step:08d}.jsonl").read_text(encoding="utf-8").splitlines()
     scored = []
     for line in map(json.loads, lines):
@@ -119,7 +118,7 @@ def _scored(directory: Path, step: int) -> list[ScoredTask]:
 def _outcome(
     before: Sequence[ScoredTask], after: Sequence[ScoredTask], steps: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """The outcome in numbers."""
+    """Return the result in numbers."""
     last, training_steps = steps[-1], [step for step in steps if step["step"] > 0]
     continued, branched = (last.get(f"endpoint/turns_{name}", 0.0) for name in ("continued", "branched"))
 
@@ -150,17 +149,17 @@ def _share(results: Iterable[bool]) -> float:
     return sum(values) / len(values)
 
 
-# -- what a person sees -----------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def _introduce(console: Console, run: Run) -> None:
     runners = "threads of this process" if run.agent.strategy == "shm" else "processes of their own"
     for line in (
-        f"The task: say how many of a kind lie in a storeroom. `{storeroom_agent.question('figs')}` An agent that "
-        "calls find and then count knows; a guess is right one time in ten.",
+        f"The task: say how many items of a kind are in a storeroom. `{storeroom_agent.question('figs')}` An agent "
+        "that calls find and then count knows; a guess is right one time in ten.",
         f"The agent is {Path(storeroom_agent.__file__).name}, written for OpenAI's client. It runs in {runners}, and "
         "calls the model like any server.",
-        "First a model with random weights imitates a lazy teacher, who mostly guesses. Then it improves by GRPO. "
+        "First a model with random weights imitates a lazy teacher, which mostly guesses. Then it improves by GRPO. "
         "Nothing is downloaded.",
     ):
         console.print(Text(line), soft_wrap=True)
@@ -168,7 +167,7 @@ def _introduce(console: Console, run: Run) -> None:
 
 
 def _compare(console: Console, before: Sequence[ScoredTask], after: Sequence[ScoredTask]) -> None:
-    """One held-out task, played before and after; one on which that can be seen, if there is one."""
+    """Print one held-out task before and after training; an improved one, if there is one."""
     pairs = list(zip(before, after, strict=True))
     old, new = next((pair for pair in pairs if pair[1].right and not pair[0].right), pairs[0])
     console.print(Text(f"\nA held-out task: {old.question}"), soft_wrap=True)
@@ -181,7 +180,7 @@ def _compare(console: Console, before: Sequence[ScoredTask], after: Sequence[Sco
 
 
 def format_conversation(scored: ScoredTask) -> list[tuple[str, Text]]:
-    """Who said what, a line each: calls as calls, and what was written otherwise as it stands."""
+    """Return the speaker and the text of each line; tool calls are formatted as calls."""
     lines: list[tuple[str, Text]] = []
     name = ""
     for message in scored.conversation:
@@ -199,7 +198,7 @@ def format_conversation(scored: ScoredTask) -> list[tuple[str, Text]]:
 
 
 def _read(call: str) -> dict[str, Any]:
-    """A call as it was written; nothing of one that is malformed."""
+    """Parse a tool call; return an empty mapping for a malformed one."""
     try:
         parsed: dict[str, Any] = json.loads(call)
     except ValueError:
@@ -208,33 +207,33 @@ def _read(call: str) -> dict[str, Any]:
 
 
 def _account(console: Console, outcome: Mapping[str, Any]) -> None:
-    """The figures, and where the time went."""
+    """Print the figures, and the time of each phase."""
     seconds = {name: outcome[f"{name}_seconds"] for name in ("warm_up", "playing", "learning", "scoring")}
     rest = outcome["seconds"] - sum(seconds.values())
     shares = ", ".join(f"{name.replace('_', ' ')} {format_seconds(duration)}" for name, duration in seconds.items())
     for name, figure in (
         ("held-out accuracy", f"{outcome['accuracy_before']:.1%}  →  {outcome['accuracy_after']:.1%}"),
-        ("calls of functions a task", f"{outcome['calls_before']:.2f}  →  {outcome['calls_after']:.2f}"),
-        ("turns recorded", f"{outcome['turns']:,}, of {outcome['rollouts']:,} rollouts to learn from and the scoring"),
+        ("tool calls per task", f"{outcome['calls_before']:.2f}  →  {outcome['calls_after']:.2f}"),
+        ("turns recorded", f"{outcome['turns']:,}, of {outcome['rollouts']:,} training rollouts and the evaluation"),
         (
             "conversations continued",
-            f"{outcome['continued_exactly']:.1%} exactly, from the very tokens that were served; rendering them anew "
-            f"would have changed {outcome['tokens_changed_by_rerendering']:,}",
+            f"{outcome['continued_exactly']:.1%} exactly, from the served tokens; rendering them again would have "
+            f"changed {outcome['tokens_changed_by_rerendering']:,}",
         ),
         ("tokens", f"{outcome['tokens_read']:,} read, {outcome['tokens_written']:,} written"),
-        ("time", f"{shares}, all else {format_seconds(max(rest, 0.0))}"),
+        ("time", f"{shares}, other {format_seconds(max(rest, 0.0))}"),
     ):
         console.print(Text.assemble((f"{name:<27}", "dim"), figure), soft_wrap=True)
 
 
 def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
-    console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
+    console.print(Text(f"\n{seconds:.0f} seconds in total. The run is in {directory}. Try next:"), soft_wrap=True)
     etude, where = etude_command(), shlex.quote(str(directory))
     for command, comment in (
-        (f"{etude} answers {where}", "look at what it was trained on last"),
-        (f"{etude} eval {where} evaluate.samples=4", "have the agent score it, four attempts a task"),
-        (f"{etude} train --resume {where} steps={2 * steps}", "go on for as many steps again"),
-        (f"{etude} demo agent agent.strategy=shm", "the same with runners as threads of one process"),
-        (f"{etude} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]", "yours"),
+        (f"{etude} answers {where}", "print the answers of the last step"),
+        (f"{etude} eval {where} evaluate.samples=4", "evaluate it with four attempts a task"),
+        (f"{etude} train --resume {where} steps={2 * steps}", "train for as many steps again"),
+        (f"{etude} demo agent agent.strategy=shm", "the same demo with runners as threads"),
+        (f"{etude} train grpo agent.path=my_agent.py:solve model.path=… data.train=[…]", "your own agent"),
     ):
         console.print(Text.assemble(f"  {command}", (f"   # {comment}", "dim")), soft_wrap=True)

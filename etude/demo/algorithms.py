@@ -1,8 +1,8 @@
-"""The whole loop on one screen: collect, score, estimate, update, publish; and the run that configures it.
+"""The whole RL loop on one screen: collect, score, estimate, update, publish; and its options.
 
-A table of logits is trained on a world of thirty answers, by any advantage, loss, KL and correction that Etude has. All
-of it is real: groups are sampled, advantages estimated from them, gradients taken on micro-batches, steps made by Adam.
-Only the judge is better than in life: J(θ), the expected reward, is a sum over all answers and therefore exact.
+A table of logits is trained on a problem with thirty answers, with any advantage, loss, KL term and correction of
+Etude. The loop is a real one: it samples groups, estimates advantages, computes gradients on micro-batches, and steps
+Adam. Only the evaluation is exact, unlike in real training: the expected reward J(θ) is a sum over all answers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,29 @@ __all__ = ["DemoRun", "Progress", "train"]
 
 
 class DemoRun(AlgorithmConfig):
-    """An algorithm, and a tabular policy to train by it."""
+    """The options of an algorithm, and of a tabular policy to train with it."""
 
-    seed: int = Field(0, ge=0, lt=2**63, description="what all chance in the run is derived from")
-    steps: int = Field(32, ge=1, description="how often rollouts are collected and trained on")
-    groups: int = Field(8, ge=1, description="groups a step; the prompts take turns")
-    group_size: int = Field(8, ge=1, description="rollouts in a group, all of one prompt")
-    mini_batches: int = Field(
-        6, ge=1, description="optimizer steps a step; from the second on, the policy is off its data"
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of all random numbers of the run")
+    steps: int = Field(32, ge=1, description="training steps; each collects rollouts and trains on them")
+    groups: int = Field(
+        8, ge=1, description="groups of a step, over the prompts in turn; more give a less noisy gradient"
     )
-    micro_batches: int = Field(2, ge=1, description="parts that an update is computed in; they change nothing")
-    learning_rate: float = Field(0.1, gt=0, description="of Adam")
-    lag: int = Field(0, ge=0, description="how many steps older than the trainer's the sampler's policy is")
-    noise: float = Field(0.0, ge=0, description="standard deviation of an error in the sampler's logits")
-    observe: ObserveConfig = Field(ObserveConfig(), description="what is shown, and where numbers go")
-    directory: Path = Field(Path("runs/demo"), description="the folder in which each run makes a folder of its own")
+    group_size: int = Field(8, ge=1, description="rollouts of a group, all of one prompt; more give better baselines")
+    mini_batches: int = Field(
+        6, ge=1, description="optimizer steps per training step; from the second on the data is off-policy"
+    )
+    micro_batches: int = Field(2, ge=1, description="micro-batches of an update; the number does not change the result")
+    learning_rate: float = Field(0.1, gt=0, description="learning rate of Adam; larger learns faster and less stably")
+    lag: int = Field(
+        0,
+        ge=0,
+        description="steps by which the sampling policy is older than the trained one; larger is more off-policy",
+    )
+    noise: float = Field(
+        0.0, ge=0, description="standard deviation of noise in the sampler's logits; larger is more off-policy"
+    )
+    observe: ObserveConfig = Field(ObserveConfig(), description="console, log level and metric trackers")
+    directory: Path = Field(Path("runs/demo"), description="directory in which each run creates its own directory")
 
     @model_validator(mode="after")
     def _rollouts_suffice(self) -> DemoRun:
@@ -54,7 +62,7 @@ class DemoRun(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: after `step` steps the policy expects the reward `expected`."""
+    """The progress of a run: the exact expected reward after a step."""
 
     step: int
     expected_reward: float
@@ -62,7 +70,7 @@ class Progress:
 
 
 def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
-    """Collect, score, estimate, update, publish, until the steps are done."""
+    """Run all steps: collect, score, estimate, update, publish."""
     policy = TabularPolicy(EnumeratedMDP(), run.seed)
     generator = torch.Generator().manual_seed(run.seed)
     optimizer = torch.optim.Adam([policy.table], lr=run.learning_rate)
@@ -85,7 +93,7 @@ def train(run: DemoRun, log: RunLog) -> Iterator[Progress]:
 
 
 def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], generator: torch.Generator) -> Batch:
-    """Groups of rollouts, sampled and scored. The sampler may be some versions old, and compute a little wrongly."""
+    """Sample and score groups of rollouts. The sampler may be older (`lag`) and inexact (`noise`)."""
     version = max(len(published) - 1 - run.lag, 0)
     error = torch.randn(published[0].shape, dtype=torch.float64, generator=generator)
     sampler = (published[version] + run.noise * error).log_softmax(-1)
@@ -99,7 +107,7 @@ def collect(run: DemoRun, policy: TabularPolicy, published: list[torch.Tensor], 
 def update(
     run: DemoRun, policy: TabularPolicy, optimizer: torch.optim.Optimizer, batch: Batch, state: AlgorithmState
 ) -> Metrics:
-    """One optimizer step: the gradient of the update batch, added up over its micro-batches."""
+    """Take one optimizer step, with the gradient of the update batch accumulated over its micro-batches."""
     whole, metrics = Denominators.from_view(View(batch)), Metrics()
     optimizer.zero_grad()
     for part in batch.split(run.micro_batches, by=run.loss.split_unit):
@@ -114,11 +122,11 @@ def update(
 
 
 def _refuse_nonfinite(run: DemoRun, policy: TabularPolicy, step: int) -> None:
-    """Nothing can be sampled from logits that have left the numbers."""
+    """Refuse logits that are not finite, because no answer can be sampled from them."""
     if not bool(policy.logp().detach().isfinite().all()):
         raise ConfigError(
-            f"At step {step} the policy's logits grew beyond what a number can hold. Lower `learning_rate`, which is "
-            f"{run.learning_rate:g}, or the coefficients of what is added to the loss."
+            f"At step {step} the policy's logits are not finite. Lower `learning_rate`, which is "
+            f"{run.learning_rate:g}, or the coefficients of the terms that are added to the loss."
         )
 
 

@@ -1,4 +1,4 @@
-"""The demonstration as a person meets it: what it is, the curves as they grow, where it all lies, what to try next."""
+"""`etude demo algorithms`: train with each loss, print live curves, and name the files and the next commands."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from etude.recipes.run.interrupt import Interrupt
 __all__ = ["NEXT", "run_demo"]
 
 NEXT = (
-    ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with an option of its own"),
-    ("etude demo algorithms advantage=rloo", "every loss again, with another advantage"),
-    ("etude demo algorithms kl=reverse kl.coefficient=0.1", "every loss, held to where it began"),
+    ("etude demo algorithms loss=gspo loss.clip_high=0.01", "one loss, with one of its options"),
+    ("etude demo algorithms advantage=rloo", "every loss with another advantage"),
+    ("etude demo algorithms kl=reverse kl.coefficient=0.1", "every loss with a KL term to the first policy"),
     ("etude demo algorithms --multirun loss=ppo seed=0,1,2", "one run for each seed"),
     ("etude config show", "every option, with its meaning"),
 )
-"""Commands to try next, and what they show."""
+"""The commands to try next, with comments."""
 
 
 def run_demo(overrides: Sequence[str], file: Path | None = None, *, sweep: bool = False) -> dict[str, Any]:
-    """Train what was asked for, show it, draw it; returns the report."""
+    """Train the selected runs, print and plot them, and return the report."""
     compared = select_runs(overrides, file, sweep=sweep)
     run = next(entry.run for entry in compared if entry.run is not None)
     configure_logging(run.observe.level, mask=mask_text)
@@ -60,7 +60,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, *, sweep: bool 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A table of logits is too small to be shared among threads, which would only wait for each other."""
+    """Use one thread inside the block: a table of logits is too small for several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,10 +71,12 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _checking_interrupt() -> Iterator[Callable[[], None]]:
-    """A function that stops where somebody pressed Ctrl-C and a library swallowed it, as one does while it is imported:
-    the first optimizer brings sympy, whose imports are tried and given up whatever is raised."""
+    """Yield a function that raises `KeyboardInterrupt` if a library has swallowed a Ctrl-C.
+
+    The first optimizer imports sympy, which catches every exception of its own imports.
+    """
     with Interrupt(lambda _: None) as interrupt:
-        interrupt.may_finish_step = False  # there is nothing to save: any Ctrl-C stops at once
+        interrupt.may_finish_step = False  # nothing is saved, so the first Ctrl-C stops at once
 
         def check() -> None:
             if interrupt.stop_requested:
@@ -86,10 +88,10 @@ def _checking_interrupt() -> Iterator[Callable[[], None]]:
 def _introduce(console: Console, run: DemoRun, compared: Sequence[ComparedRun]) -> None:
     what = f"{len(compared)} runs, one after another" if len(compared) > 1 else "one run"
     lines = [
-        "Two prompts, three tokens, thirty answers: a world in which the expected reward J is known exactly.",
-        f"A table of logits learns in it from sampled answers, {what}: {run.steps} steps of "
+        "Two prompts, three tokens, thirty answers: a problem with an exactly known expected reward J.",
+        f"A table of logits learns from sampled answers, {what}: {run.steps} steps of "
         f"{run.groups} groups of {run.group_size}, {run.mini_batches} updates a step.",
-        "`gained` is how much of the way from the first J to the optimum was made.",
+        "`gained` is the gain of J as a share of the way to the optimum.",
     ]
     for line in [*lines, *run.warnings()]:
         console.print(Text(line), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Several runs of the demonstration, one after the other: which ones, what becomes of each, and the report of all."""
+"""Several runs of the algorithms demo: selection, training, and the report."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from etude.observe import RunInfo, open_run_log
 __all__ = ["ComparedRun", "build_report", "new_directory", "select_runs", "train_run"]
 
 LONGEST_FOLDER = 100
-"""Letters in the name of a folder, well below what file systems allow."""
+"""The longest directory name, far below the limits of file systems."""
 LEARNT = 0.9
-"""The share of what there was to gain from which on an algorithm is said to have learnt."""
+"""The smallest share of the possible gain that counts as learnt."""
 
 
 @dataclass
 class ComparedRun:
-    """One run of a comparison, and what has become of it."""
+    """One run of a comparison, and its result."""
 
     name: str
     run: DemoRun | None = None
     number: int | None = None
-    """Its place in a sweep, whose jobs may well have the same name."""
+    """The job's index in a sweep, whose jobs may have the same name."""
     refused: str = ""
-    """Why it cannot run, in a sentence: it is shown in its place, and not left out in silence."""
+    """The error sentence of a run that cannot start. It is printed in the run's place."""
     curve: list[float] = field(default_factory=list)
     """J before the first step and after each."""
     optimum: float = 1.0
@@ -47,23 +47,23 @@ class ComparedRun:
 
     @property
     def folder(self) -> str:
-        """The name of its own folder: of a job in a sweep, its number goes before."""
+        """The name of the run's directory; a job of a sweep has its number in front."""
         label = re.sub(r"[^\w.=-]+", "_", self.name, flags=re.ASCII)
         return (label if self.number is None else f"{self.number}_{label}")[:LONGEST_FOLDER]
 
     @property
     def share(self) -> float:
-        """How much of what there was to gain has been gained: 1 is the optimum, below 0 is worse than the start."""
+        """The gain as a share of the possible gain: 1 is the optimum, below 0 is worse than the start."""
         return (self.curve[-1] - self.curve[0]) / (self.optimum - self.curve[0])
 
     @property
     def learnt(self) -> bool:
-        """Whether it came near the optimum."""
+        """True if the run came near the optimum."""
         return not self.refused and self.share >= LEARNT
 
 
 def select_runs(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> list[ComparedRun]:
-    """The jobs of a sweep; or the loss that was chosen; or, where none was, every loss in turn."""
+    """Return the jobs of a sweep, or the chosen loss, or every loss if none is chosen."""
     if sweep:
         return _sweep_runs(overrides, file)
     if _chooses_loss(overrides, file):
@@ -82,7 +82,7 @@ def select_runs(overrides: Sequence[str], file: Path | None, *, sweep: bool) -> 
 
 
 def train_run(entry: ComparedRun, directory: Path, on_step: Callable[[], None]) -> None:
-    """Train one, with its metrics and its configuration in a folder of its own; `stepped` is called after each step."""
+    """Train one run, and write its metrics and options to its directory; `on_step` is called after each step."""
     run = entry.run
     assert run is not None
     info = RunInfo(entry.name, directory, run.steps, mask(to_tree(run)))
@@ -102,7 +102,7 @@ def train_run(entry: ComparedRun, directory: Path, on_step: Callable[[], None]) 
 
 
 def build_report(runs: Sequence[ComparedRun], directory: Path, figure: Path) -> dict[str, Any]:
-    """What happened, as plain data."""
+    """Return the results as plain data."""
     return {
         "directory": str(directory),
         "figure": str(figure),
@@ -129,7 +129,7 @@ def build_report(runs: Sequence[ComparedRun], directory: Path, figure: Path) -> 
 
 
 def new_directory(parent: Path) -> Path:
-    """A folder that was not there before, named by the time."""
+    """Create a new directory, named by the time."""
     name, count = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
     while True:
         directory = parent / (name if count == 1 else f"{name}_{count}")
@@ -139,14 +139,14 @@ def new_directory(parent: Path) -> Path:
             count += 1
         except OSError as error:
             raise ConfigError(
-                f"`directory` is {parent}, and no folder can be made there: {error.strerror}. Choose another."
+                f"`directory` is {parent}, and no directory can be created there: {error.strerror}. Choose another."
             ) from error
         else:
             return directory
 
 
 def _sweep_runs(overrides: Sequence[str], file: Path | None) -> list[ComparedRun]:
-    """One entry for each job, named by what sets it apart."""
+    """Return one entry for each job of a sweep, named by the overrides that differ."""
     with TemporaryDirectory() as scratch:
         jobs = multirun(DemoRun, overrides, lambda _: None, file=file, directory=Path(scratch))
     _refuse_differing([job.run for job in jobs])
@@ -158,7 +158,7 @@ def _sweep_runs(overrides: Sequence[str], file: Path | None) -> list[ComparedRun
 
 
 def _refuse_differing(runs: Sequence[DemoRun]) -> None:
-    """All jobs of a sweep are shown on one screen and kept in one folder."""
+    """Refuse a sweep over options of the console or the directory, which its jobs share."""
     shared: dict[str, Callable[[DemoRun], object]] = {
         "directory": lambda run: run.directory,
         "observe.console": lambda run: run.observe.console,
@@ -168,16 +168,16 @@ def _refuse_differing(runs: Sequence[DemoRun]) -> None:
         values = list(dict.fromkeys(map(value_of, runs)))
         if len(values) > 1:
             raise ConfigError(
-                f"The jobs of a sweep share one screen and one folder, in which each has its own, and this sweep asks "
-                f"for several values of `{key}`: {', '.join(map(str, values))}. Give it one value."
+                f"The jobs of a sweep share one console and one directory, and this sweep has several values of "
+                f"`{key}`: {', '.join(map(str, values))}. Give it one value."
             )
 
 
 def _chooses_loss(overrides: Sequence[str], file: Path | None) -> bool:
-    """Whether the command line or the file speaks of the loss."""
+    """Return True if the command line or the file sets the loss."""
     if any(parse_override(text, example="steps").path.split(".")[0] == "loss" for text in overrides):
         return True
     if file is None:
         return False
-    compose(DemoRun, file=file)  # refuses, in a sentence, what cannot be read
+    compose(DemoRun, file=file)  # raises a `ConfigError` for an unreadable file
     return "loss" in OmegaConf.load(file)

@@ -1,7 +1,7 @@
-"""What a person sees of the demonstration: live curves in the terminal, plain lines elsewhere, and a picture.
+"""The output of the algorithms demo: live curves in the terminal, plain lines elsewhere, and a PNG.
 
-In the terminal each run is a line of blocks, from where it began (lowest) to the optimum (highest). The picture has a
-panel for each run, all on the same axes, with the others in grey behind it.
+In the terminal each run is a sparkline, from its start (lowest block) to the optimum (highest). The PNG has a panel for
+each run, on the same axes, with the other runs in grey behind it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = ["LiveTable", "draw_curves"]
 
 WIDEST = 40
 REDRAW = 0.1
-"""Seconds between two pictures on the terminal."""
+"""Seconds between two redraws of the terminal."""
 
 MOST_COLUMNS = 5
 TITLE = "Expected reward J, known exactly, after each step. Dashed: the optimum."
 
 
 class LiveTable:
-    """The entries as they train: a live table on a terminal; elsewhere a line for each that is done."""
+    """The table of the runs: live on a terminal; elsewhere one line for each finished run."""
 
     def __init__(self, console: Console, entries: Sequence[ComparedRun]) -> None:
         self._console, self._entries = console, entries
@@ -68,13 +68,13 @@ class LiveTable:
             self._live.stop()
 
     def on_step(self) -> None:
-        """An entry made a step."""
+        """Redraw the table after a step of a run."""
         if self._live is not None and time.monotonic() - self._drawn > REDRAW:
             self._drawn = time.monotonic()
             self._live.update(self._table(), refresh=True)
 
     def on_finish(self, entry: ComparedRun) -> None:
-        """An entry is done, or was refused."""
+        """Print the line of a finished or refused run."""
         if self._live is None:
             name = entry.name.ljust(max(len(other.name) for other in self._entries))
             line = Text("  ").join([Text(name), *self._cells(entry, WIDEST)])
@@ -87,7 +87,7 @@ class LiveTable:
         width = max(8, min(WIDEST, self._console.width - min(names, 20) - 40))
         table.add_column("trained by", no_wrap=True, overflow="ellipsis")
         table.add_column("J, step by step", no_wrap=True, overflow="crop")
-        for title, figures in (("J", 13), ("gained", 6), ("time", 6)):  # on a narrow screen the others give way
+        for title, figures in (("J", 13), ("gained", 6), ("time", 6)):  # on a narrow screen the other columns shrink
             table.add_column(title, justify="right", no_wrap=True, min_width=figures)
         for entry in self._entries:
             if entry.curve or entry.refused:
@@ -95,11 +95,11 @@ class LiveTable:
         return table
 
     def _cells(self, entry: ComparedRun, width: int) -> list[Text]:
-        """What is told of an entry beside its name."""
+        """Return the cells of a run, without its name."""
         if entry.refused:
             return [Text("refused, see below", "dim")]
         curve, low = entry.curve, entry.curve[0]
-        # While it trains, the line grows towards the width that it will have.
+        # While it trains, the line grows to its final width.
         total = (entry.run.steps if entry.run is not None else 0) + 1
         length = max(1, round(min(width, total) * len(curve) / total))
         style = "green" if entry.learnt else "yellow"
@@ -112,7 +112,7 @@ class LiveTable:
 
 
 def draw_curves(entries: Sequence[ComparedRun], path: Path) -> None:
-    """The picture of every run that was not refused."""
+    """Draw the PNG with every run that was not refused."""
     drawn = [entry for entry in entries if not entry.refused]
     figure, panels, columns = make_figure(len(drawn), TITLE, most_columns=MOST_COLUMNS, panel=(2.35, 1.75), shared=True)
     for index, (panel, entry) in enumerate(zip(panels, drawn, strict=True)):

@@ -1,4 +1,4 @@
-"""What the demonstrations that train share: a world of their own, which a command line does not change."""
+"""The shared parts of the language demo and the agent demo: their own model, tasks and fixed options."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DemoSpec:
-    """A demonstration's run, as far as its options go."""
+    """The options of a demo's run."""
 
     preset: Path
     reserved: tuple[str, ...]
-    """The options that it brings itself."""
+    """The options that the demo sets itself."""
     what: str
-    """These in words."""
+    """These options in words."""
     replacements: str
-    """The options with which one trains one's own."""
+    """The options of `etude train` for the user's own model and tasks."""
 
 
 RESERVED_OPTIONS = ("model", "data.train", "data.val", "data.columns", "reward", "chat")
@@ -58,21 +58,21 @@ AGENT_DEMO = DemoSpec(
 )
 
 MIN_SERVER_HEAD_DIM = 32
-"""The size of the smallest heads that servers have kernels for."""
+"""The smallest head size for which servers have kernels."""
 
 
 def head_dim(run: Run, default: int) -> int:
-    """The size of the heads of the model that learns. own: what it is where nothing speaks against it."""
+    """Return the head size of the demo's model: `default`, or more if servers sample."""
     return max(default, MIN_SERVER_HEAD_DIM) if isinstance(run.rollout, ServerConfig) else default
 
 
 def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) -> Run:
-    """The run of a demonstration; an option that it brings itself is refused."""
+    """Compose the run of a demo; refuse the options that it sets itself."""
     for option in overrides:
         name = option.partition("=")[0].strip("+ ")
         if any(name == reserved or name.startswith(f"{reserved}.") for reserved in demo.reserved):
             raise ConfigError(
-                f"The demonstration brings its own {demo.what}: `{name}` has no place in it. To train yours: "
+                f"The demonstration brings its own {demo.what}, so `{name}` cannot be set. To train yours: "
                 f"`{etude_command()} train grpo {demo.replacements}`."
             )
     return compose(Run, overrides, file=file, preset=demo.preset)
@@ -81,8 +81,10 @@ def compose_demo(demo: DemoSpec, overrides: Sequence[str], file: Path | None) ->
 def write_tasks(
     directory: Path, tasks: int, held_out: int, rows: Callable[[int, bool], Iterable[Mapping[str, Any]]]
 ) -> Path:
-    """Write the tasks into a folder of the run's directory: what is trained on, and what is only ever scored on. rows:
-    so many of either kind."""
+    """Write the training tasks and the held-out tasks to a subdirectory of the run.
+
+    rows: returns `count` rows, held-out ones if the second argument is true.
+    """
     create_directory(directory)
     data_directory = directory / "world"
     data_directory.mkdir(exist_ok=True)
@@ -101,8 +103,10 @@ def warm_up(
     console: Console,
     **shape: int,
 ) -> None:
-    """The model that learns: the one that an earlier start of the same made here, or one made now. make: makes it in a
-    directory by a seed, of this shape, and tells of each of so many steps."""
+    """Create the demo's model, unless an earlier start with the same settings has created it.
+
+    make: creates the model in a directory, from a seed and this shape, and reports each of its steps.
+    """
     marker = data_directory / "made.json"
     settings = json.dumps({"seed": seed, "steps": steps, **shape})
     if marker.exists() and marker.read_text(encoding="utf-8") == settings:
@@ -114,7 +118,7 @@ def warm_up(
 
 
 def path_options(data_directory: Path, directory: Path) -> dict[str, Any]:
-    """The options that say where all of it is."""
+    """Return the options with the paths of the model, the tasks and the run."""
     return {
         "model.path": data_directory / "model",
         "data.train": [data_directory / "train.jsonl"],

@@ -1,11 +1,11 @@
-"""A world small enough to know everything about it: two prompts, three tokens, answers of at most three.
+"""A problem small enough to be solved exactly: two prompts, three tokens, answers of at most three tokens.
 
     prompt │ y₁ │ tool │ y₂ y₃          tokens: a, b and the stop `.`
      ctx     turn 0  ctx    turn 1
 
-After a first letter that is not the stop, a tool says `a` (that was right) or `b` (it was not). Each prompt wants one
-answer. Its reward has three named parts: `opening` (paid at once, with the first token), `middle` and `answer`.
-There are 15 answers to each prompt, so every expectation is a sum over 30 episodes, and no claim rests on sampling.
+After a first letter that is not the stop, a tool replies `a` (it was right) or `b` (it was wrong). Each prompt has one
+right answer. The reward has three named parts: `opening` (paid with the first token), `middle` and `answer`. Each
+prompt has 15 possible answers, so every expectation is a sum over 30 episodes, without sampling.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ TOKENS = "ab."
 STOP = TOKENS.index(".")
 HORIZON = 3
 WANTED = ("ab.", "b.")
-"""The answer that each prompt wants."""
+"""The right answer of each prompt."""
 PARTS = {"opening": 0.25, "middle": 0.25, "answer": 0.5}
-"""What an answer earns: its first token is right; its first two are; it is the one wanted."""
+"""The reward parts: for a right first token, two right first tokens, and a right answer."""
 TEACHER_TEMPERATURE = 0.2
-"""How much better an answer must be for the teacher to prefer it e-fold."""
+"""The reward difference by which the teacher prefers an answer e-fold."""
 
 
 @dataclass(frozen=True)
 class EnumeratedEpisode:
-    """One answer to one prompt, as the tokens that a policy would see."""
+    """One answer to one prompt, as tokens."""
 
     prompt: int
     answer: str
     ids: tuple[int, ...] = field(init=False)
-    """Prompt, answer, and what the tool said in between."""
+    """The tokens of the prompt, the answer, and the tool's reply inside it."""
 
     def __post_init__(self) -> None:
         first, rest = TOKENS.index(self.answer[0]), [TOKENS.index(letter) for letter in self.answer[1:]]
@@ -49,12 +49,12 @@ class EnumeratedEpisode:
 
     @property
     def action(self) -> list[bool]:
-        """Which tokens the policy chose."""
+        """The mask of the tokens that the policy chose."""
         return [index not in (0, 2) for index in range(len(self.ids))]
 
     @property
     def parts(self) -> dict[str, float]:
-        """What it earns, by name."""
+        """The reward parts by name."""
         wanted = WANTED[self.prompt]
         matches = {
             "opening": self.answer[0] == wanted[0],
@@ -65,16 +65,16 @@ class EnumeratedEpisode:
 
 
 def all_answers() -> list[str]:
-    """Every answer: letters up to the stop, or cut off at the horizon."""
+    """Return every answer: letters up to the stop, or truncated at the horizon."""
     letters = TOKENS[:STOP]
     stopped = ["".join(word) + "." for length in range(HORIZON) for word in product(letters, repeat=length)]
     return stopped + ["".join(word) for word in product(letters, repeat=HORIZON)]
 
 
 class EnumeratedMDP:
-    """The episodes, the states they pass, and what is known of both.
+    """The episodes and their states, with exact rewards and transitions.
 
-    A state is what stands before a token: a prefix. E episodes, N states, three tokens.
+    A state is the prefix before a token. E: episodes, N: states; there are three tokens.
     """
 
     def __init__(self) -> None:
@@ -86,27 +86,25 @@ class EnumeratedMDP:
         self.rewards = torch.tensor([sum(episode.parts.values()) for episode in self.episodes], dtype=torch.float64)
         self.prompt = torch.tensor([episode.prompt for episode in self.episodes])
         self.start = torch.tensor([self.state_index[(prompt,)] for prompt in range(len(WANTED))])  # [P]
-        self.next, self.end = (
-            self._transitions()
-        )  # [N, 3] the state that follows; [N, 3] the episode that ends there, or -1
+        self.next, self.end = self._transitions()  # [N, 3] the next state; [N, 3] the episode that ends there, or -1
         self.action_segments = Segments(torch.tensor([sum(episode.action) for episode in self.episodes]))
         self.visits, self.reward_to_go = (
             self._rewards_to_go()
-        )  # [N, E] whether an episode passes a state; what it earns from there
-        self.best_return = self._best()  # [N, 3] the most that can still be earned in all, by choosing this token here
+        )  # [N, E] 1 if an episode passes a state; its reward from there on
+        self.best_return = self._best()  # [N, 3] the highest total reward after this token in this state
 
     @property
     def states(self) -> int:
-        """N: how many rows a table needs."""
+        """N: the number of rows of a table."""
         return len(self.state_index)
 
     @property
     def optimum(self) -> float:
-        """The most that any policy can expect."""
+        """The highest expected reward of any policy."""
         return sum(float(self.rewards[self.prompt == p].max()) for p in range(len(WANTED))) / len(WANTED)
 
     def run_episodes(self, prompts: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-        """prompts [n] → episodes [n]: answer token by token; `choose` takes states [n] and gives tokens [n]."""
+        """Answer prompts [n] token by token, and return the episodes [n]. `choose` maps states [n] to tokens [n]."""
         state, episode = self.start[prompts], torch.full_like(prompts, -1)
         for _ in range(HORIZON):
             token = choose(state)
@@ -115,21 +113,21 @@ class EnumeratedMDP:
         return episode
 
     def episode_probabilities(self, logp: Tensor) -> Tensor:
-        """logp [N, 3] → [E]: the probability of each episode given its prompt, with its gradient."""
+        """Return [E], the probability of each episode given its prompt, from logp [N, 3], with its gradient."""
         chosen = logp[self.state, self.all_episodes.ids.long()]
         return self.action_segments.sum(chosen[self.all_episodes.action]).exp()
 
     def expected_reward(self, logp: Tensor) -> float:
-        """J: the exact expected reward, prompts being equally likely."""
+        """Return J, the exact expected reward, with equally likely prompts."""
         return float((self.episode_probabilities(logp) * self.rewards).sum()) / len(WANTED)
 
     def values(self, logp: Tensor) -> Tensor:
-        """logp [N, 3] → [N]: V^π, the exact reward still to come at each state where the policy chooses."""
+        """Return V^π [N] from logp [N, 3]: the exact future reward at each state where the policy chooses."""
         weights = self.episode_probabilities(logp) * self.visits
         return (weights * self.reward_to_go).sum(1) / weights.sum(1).clamp(min=1e-300)
 
     def _all_episodes(self) -> Batch:
-        """Every episode once, as a batch: a sampled batch is picked from it."""
+        """Return a batch with every episode once; sampled batches select from it."""
         episodes = self.episodes
         lengths = torch.tensor([0, *(len(episode.ids) for episode in episodes)])
         action = torch.tensor([chosen for episode in episodes for chosen in episode.action])

@@ -1,7 +1,7 @@
-"""The demonstration: a language model from nothing outgrows an unreliable teacher by reinforcement learning.
+"""`etude demo`: a small language model with random weights becomes better than its unreliable teacher.
 
-Everything after the warm-up is the trainer that `etude train` runs, and leaves a run directory like any other: it can
-be resumed, scored, asked, plotted and exported.
+Everything after the warm-up is what `etude train` does, and writes a normal run directory: it can be resumed,
+evaluated, sampled, plotted and exported.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ TASKS, HELD_OUT, SHOWN = 20_000, 500, 5
 
 @dataclass(frozen=True)
 class Scores:
-    """How good a model is on problems it was never trained on."""
+    """The accuracy of a model on held-out problems."""
 
     sampled: float
-    """The share of right answers at temperature 1: the accuracy of the policy as it samples."""
+    """The accuracy at temperature 1."""
     greedy: float
-    """The same when the likeliest token is always taken."""
+    """The accuracy of greedy answers."""
     answers: Sequence[EvaluatedAnswer]
 
 
 def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | None = None) -> dict[str, Any]:
-    """Make a world, warm a model up in it, improve it, show how; returns the outcome.
+    """Create tasks and a model, train the model, print the progress, and return the result.
 
-    began: a reading of `time.perf_counter` from which its seconds count, what was loaded before included.
+    began: a reading of `time.perf_counter` at the start of the program, so that import time counts too.
     """
     demo_run = compose_demo(LANGUAGE_DEMO, overrides, file)
     directory = demo_run.directory or new_directory(Path("runs"), "demo")
@@ -94,7 +94,7 @@ def run_demo(overrides: Sequence[str], file: Path | None = None, began: float | 
 
 
 def _scored(parts: RunComponents, console: Console) -> Scores:
-    """The policy's accuracy on held-out problems, sampled and greedy."""
+    """Return the policy's accuracy on held-out problems, sampled and greedy."""
     evaluator = parts.evaluate.evaluator
     assert evaluator is not None
     with progress("scoring on held-out problems", 2 * evaluator.tasks * evaluator.samples, console) as bar:
@@ -108,20 +108,20 @@ def _accuracy(answers: Sequence[EvaluatedAnswer]) -> float:
 
 
 def _rate(steps: Sequence[Mapping[str, float]]) -> float:
-    """Tokens trained on for each second of the reinforcement learning."""
+    """Return the trained tokens per second of the RL steps."""
     return sum(step["tokens"] for step in steps) / sum(step["time/step"] for step in steps)
 
 
-# -- what a person sees -----------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def _introduce(console: Console) -> None:
     prompt, answer = sorting_task.prompt_of("582134"), sorting_task.answer_to("582134")
     for line in (
-        f"The task: put {sorting_task.DIGITS} digits in order. `{prompt}` wants `{answer}`.",
-        f"First a model with random weights imitates a teacher who sorts the wrong way round "
+        f"The task: put {sorting_task.DIGITS} digits in order. The answer to `{prompt}` is `{answer}`.",
+        f"First a model with random weights imitates a teacher that sorts in reverse order "
         f"{1 - sorting_task.TEACHER_RIGHT:.0%} of the time.",
-        "Then it improves by GRPO: it samples answers, and those that are right earn 1. Nothing is downloaded.",
+        "Then it improves by GRPO: it samples answers, and right ones have reward 1. Nothing is downloaded.",
     ):
         console.print(Text(line), soft_wrap=True)
     console.print()
@@ -144,14 +144,14 @@ def _compare(console: Console, before: Scores, after: Scores) -> None:
 
 
 def _conclude(console: Console, directory: Path, seconds: float, steps: int) -> None:
-    console.print(Text(f"\n{seconds:.0f} seconds in all. The run lies in {directory}. Try next:"), soft_wrap=True)
+    console.print(Text(f"\n{seconds:.0f} seconds in total. The run is in {directory}. Try next:"), soft_wrap=True)
     etude, where = etude_command(), shlex.quote(str(directory))
     for command, comment in (
-        (f'{etude} generate {where} "sort 582134:" -n 4', "ask the model"),
-        (f"{etude} answers {where}", "look at what it was trained on last"),
-        (f"{etude} eval {where} evaluate.samples=4", "score it with several answers a problem"),
-        (f"{etude} train --resume {where} steps={2 * steps}", "go on for as many steps again"),
-        (f"{etude} export {where} my-model", "write a Hugging Face directory"),
-        (f"{etude} demo seed=1 loss=gspo", "the same from another seed, with another loss"),
+        (f'{etude} generate {where} "sort 582134:" -n 4', "sample answers from the model"),
+        (f"{etude} answers {where}", "print the answers of the last step"),
+        (f"{etude} eval {where} evaluate.samples=4", "evaluate it with several answers a problem"),
+        (f"{etude} train --resume {where} steps={2 * steps}", "train for as many steps again"),
+        (f"{etude} export {where} my-model", "write a Hugging Face model"),
+        (f"{etude} demo seed=1 loss=gspo", "the same demo with another seed and loss"),
     ):
         console.print(Text.assemble(f"  {command}", (f"   # {comment}", "dim")), soft_wrap=True)

@@ -1,7 +1,7 @@
-"""A language model from nothing: its alphabet, its first weights, and what it picks up from an unreliable teacher.
+"""The language demo's model: its tokenizer, its random weights, and its warm-up on an unreliable teacher.
 
-The warm-up is ordinary supervised training by the same learner that reinforcement learning uses afterwards. It ends
-after a number of steps that was fixed beforehand; nobody looks at held-out problems meanwhile.
+The warm-up is supervised training with the same trainer that RL uses afterwards. Its number of steps is fixed; held-out
+problems play no part in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAINING = TrainConfig(
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:
-    """A tokenizer with a token for each character, written as Hugging Face lays it out."""
+    """Write a tokenizer with one token a character, in the Hugging Face format."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: i for i, token in enumerate([PAD, END, *ALPHABET])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -51,7 +51,7 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 
 
 def new_model(tokenizer: Tokenizer, seed: int, head_dim: int = HEAD_DIM) -> Model:
-    """A small transformer with random weights."""
+    """Create a small transformer with random weights."""
     config = tiny_config(
         tokenizer.vocab_size,
         layers=LAYERS,
@@ -66,7 +66,8 @@ def new_model(tokenizer: Tokenizer, seed: int, head_dim: int = HEAD_DIM) -> Mode
 
 
 def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> Model:
-    """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
+    """Train a new model on the teacher's answers for `STEPS` steps, and write it; `advance` is called after each
+    step."""
     tokenizer = make_tokenizer(directory)
     model = new_model(tokenizer, seed, head_dim)
     learner = Learner(model, TRAINING, steps=STEPS)
@@ -79,7 +80,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
 
 
 def demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Batches of what the teacher writes down, each problem a new one."""
+    """Iterate over batches of the teacher's answers, to new problems."""
     generator, source, chat = random.Random(seed), problems(seed, held_out=False), ChatRenderer(tokenizer)
     while True:
         examples = ((prompt_of(problem), teacher_answer(problem, generator)) for problem in islice(source, BATCH))

@@ -1,9 +1,8 @@
-"""What the demonstration teaches: to put six digits in order. Everybody can check an answer; nobody can guess it.
+"""The language demo's task: put six digits in order. An answer is easy to check and hard to guess.
 
-There are a million problems. Which of them are held out is decided by a hash of the *answer*, so that neither a
-held-out problem nor its answer, nor the same digits in another order, can ever slip into training. The teacher who
-shows how it is done is unreliable: more often than not it sorts the wrong way round. A model that imitates it holds
-both procedures; which of them is right is what the reward tells.
+There are a million problems. A hash of the *answer* selects the held-out ones, so that a held-out problem, its answer,
+or the same digits in another order never get into training. The teacher is unreliable: it mostly sorts in reverse
+order. A model that imitates it knows both procedures, and the reward tells which one is right.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ __all__ = [
 
 DIGITS = 6
 TEACHER_RIGHT = 0.4
-"""How often the teacher's answer is right."""
+"""The share of right answers of the teacher."""
 HELD_OUT = 10
-"""One answer of so many is never trained on."""
+"""One of this many answers is held out."""
 ALPHABET = " 0123456789:orst"
 
 
 def prompt_of(problem: str) -> str:
-    """What the model is asked: `sort 582134:`."""
+    """Return the prompt: `sort 582134:`."""
     return f"sort {problem}:"
 
 
 def answer_to(problem: str) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return "".join(sorted(problem))
 
 
 def is_held_out(problem: str) -> bool:
-    """Whether a problem is kept for scoring."""
+    """Return True if a problem is held out for evaluation."""
     return int.from_bytes(hashlib.sha256(answer_to(problem).encode()).digest()[:8], "big") % HELD_OUT == 0
 
 
 def problems(seed: int, *, held_out: bool) -> Iterator[str]:
-    """Problems without end, all of them held out or none."""
+    """Iterate over endless problems, all of them held out or none."""
     generator = random.Random(f"{seed} {held_out}")
     while True:
         problem = f"{generator.randrange(10**DIGITS):0{DIGITS}}"
@@ -56,13 +55,13 @@ def problems(seed: int, *, held_out: bool) -> Iterator[str]:
 
 
 def teacher_answer(problem: str, generator: random.Random) -> str:
-    """What the unreliable teacher writes down: the digits in order, or the wrong way round."""
+    """Return the teacher's answer: the digits in order, or in reverse order."""
     right = answer_to(problem)
     return right if generator.random() < TEACHER_RIGHT else right[::-1]
 
 
 def make_rows(seed: int, count: int, *, held_out: bool) -> list[Mapping[str, str]]:
-    """Different problems as rows of a dataset."""
+    """Return distinct problems as dataset rows."""
     source, rows = problems(seed, held_out=held_out), dict[str, Mapping[str, str]]()
     while len(rows) < count:
         problem = next(source)

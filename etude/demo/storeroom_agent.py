@@ -1,10 +1,9 @@
-"""What the agent of the demonstration is for: to say how many of a kind there are in a storeroom.
+"""The agent demo's task and agent: say how many items of a kind are in a storeroom.
 
-Things lie on shelves, one kind on each, and every task has a storeroom of its own: where things lie and how many there
-are is drawn anew, so that no model can know it by heart. Who asks two functions, one after the other, knows; who
-guesses is right one time in ten.
+Items are on shelves, one kind on each. Every task draws its own storeroom, so that a model cannot memorize it. Two tool
+calls, one after the other, give the answer; a guess is right one time in ten.
 
-The agent is code as one writes it for OpenAI's client, and knows nothing of training.
+The agent is normal code for the OpenAI client, and knows nothing of training.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ KINDS = ("apples", "beets", "figs", "kiwis", "leeks", "limes", "pears", "plums")
 SHELVES = "ABCDEFGH"
 NUMBERS = "0123456789"
 MOST_CALLS = 4
-"""How often the model is asked before the agent gives up."""
+"""The most requests to the model before the agent gives up."""
 
 
 def _function(name: str, description: str, parameter: str) -> dict[str, Any]:
@@ -40,7 +39,7 @@ TOOLS: list[Any] = [
 
 @agent
 async def storeroom_agent(task: Task, llm: LLM) -> float:
-    """Ask the model, call what it wants called, and see whether it knows in the end."""
+    """Send the question, run the tool calls of the model, and compare its final answer."""
     messages: list[Any] = [{"role": "user", "content": task["question"]}]
     for _ in range(MOST_CALLS):
         response = await llm.async_client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
@@ -56,7 +55,7 @@ async def storeroom_agent(task: Task, llm: LLM) -> float:
 
 
 def call_tool(task: Task, name: str, arguments: str) -> str:
-    """What a function says; `?` where there is no such shelf or thing."""
+    """Return the result of a tool; `?` for an unknown shelf or kind."""
     table: Any = task["shelves"] if name == "find" else task["numbers"]
     try:
         argument = next(iter(json.loads(arguments).values()), "")
@@ -66,12 +65,12 @@ def call_tool(task: Task, name: str, arguments: str) -> str:
 
 
 def question(kind: str) -> str:
-    """What the agent is asked."""
+    """Return the question of a task."""
     return f"How many {kind} are there?"
 
 
 def make_rows(seed: int, count: int, *, held_out: bool) -> list[Mapping[str, Any]]:
-    """Tasks, each with a storeroom of its own."""
+    """Return tasks, each with its own storeroom."""
     generator = random.Random(f"{seed} {held_out}")
     rows: list[Mapping[str, Any]] = []
     for _ in range(count):

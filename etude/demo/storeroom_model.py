@@ -1,8 +1,8 @@
-"""A model from nothing that has seen functions being called: its words, its first weights, its teacher.
+"""The agent demo's model: its tokenizer, its random weights, and its warm-up on a lazy teacher.
 
-The teacher knows how it is done and is lazy: most of the time it guesses, now and then it finds the shelf and guesses
-then, and only the rest of the time does it find, count and say what it was told. A model that imitates it can do all
-three; which of them pays is what the reward tells. Imitation ends after a number of steps that was fixed beforehand.
+The teacher mostly guesses. Sometimes it finds the shelf and then guesses; otherwise it finds, counts and gives the
+right number. A model that imitates it can do all three, and the reward tells which one is best. The number of warm-up
+steps is fixed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIND, COUNT = ('\n{"name": "find", "arguments": {"kind": "', '\n{"name": "count"
 AFTER = '"}}\n'
 BEFORE_KIND, AFTER_KIND = question("|").split("|")
 PIECES = (OPEN, CLOSE, FIND, COUNT, AFTER, BEFORE_KIND, AFTER_KIND, *KINDS)
-"""Each is one token, so that a tiny model can write a call."""
+"""The strings that are one token each, so that a tiny model can write a call."""
 TEMPLATE = (
     "{%- for m in messages -%}{%- if m.role == 'assistant' -%}<model>{{ m.content }}"
     "{%- for call in m.tool_calls or [] -%}"
@@ -47,16 +47,16 @@ TEMPLATE = (
 )
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 1, 48, 4, 2, 16, 96, 96
 INITIALIZER_RANGE = 0.1
-"""Of the first weights. With the 0.02 of large models, one this small may not find in 600 steps that what it was told
-is to be said again, and what it cannot do no reward teaches it."""
+"""The standard deviation of the first weights. With the 0.02 of large models, so small a model may not learn within 600
+steps to repeat a tool's result, and RL cannot reward an answer that it never samples."""
 STEPS, BATCH = 300, 64
 CALLS_BOTH, CALLS_ONE = 0.25, 0.25
-"""How often the teacher does it right, and how often it guesses once it knows the shelf."""
+"""The shares of dialogues in which the teacher makes both calls, and only the first call."""
 TRAINING = TrainConfig(precision="fp32", learning_rate=1e-2, lr_scheduler="cosine", warmup_steps=20)
 
 
 def make_tokenizer(directory: Path) -> Tokenizer:
-    """A tokenizer of the storeroom's words, with a chat template, written as Hugging Face lays it out."""
+    """Write a tokenizer of the storeroom's words with a chat template, in the Hugging Face format."""
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: i for i, token in enumerate([PAD, END, *ROLES, *PIECES, *SHELVES, *NUMBERS, "?"])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -72,7 +72,8 @@ def make_tokenizer(directory: Path) -> Tokenizer:
 
 
 def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim: int = HEAD_DIM) -> None:
-    """Make a model, let it imitate the teacher for `STEPS` steps, and write it; `advance` is called after each."""
+    """Train a new model on the teacher's dialogues for `STEPS` steps, and write it; `advance` is called after each
+    step."""
     tokenizer = make_tokenizer(directory)
     config = tiny_config(
         tokenizer.vocab_size,
@@ -95,7 +96,7 @@ def warm_up(directory: Path, seed: int, advance: Callable[[], None], *, head_dim
 
 
 def _demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Batches of what the teacher does, each in a storeroom of its own."""
+    """Iterate over batches of the teacher's dialogues, each in its own storeroom."""
     generator = random.Random(seed)
     while True:
         rows = [_row(tokenizer, _teacher_dialogue(generator), index) for index in range(BATCH)]
@@ -103,8 +104,7 @@ def _demonstrations(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
 
 
 def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[str, bool]]:
-    """A dialogue in pieces, each with whether the model is to write it. calls: how many functions are called before
-    the number is said."""
+    """Return a dialogue as texts, each with True if the model writes it. calls: the tool calls before the answer."""
     pieces = [(f"<user>{question(kind)}{END}<model>", False)]
     for call_start, argument, result in ((FIND, kind, shelf), (COUNT, shelf, number))[:calls]:
         pieces += [(f"{OPEN}{call_start}{argument}{AFTER}{CLOSE}{END}", True), (f"<tool>{result}{END}<model>", False)]
@@ -112,7 +112,7 @@ def dialogue(kind: str, shelf: str, number: str, *, calls: int) -> list[tuple[st
 
 
 def _teacher_dialogue(generator: random.Random) -> list[tuple[str, bool]]:
-    """What the teacher does, in a storeroom of its own."""
+    """Return a dialogue of the teacher, in a new storeroom."""
     draw = generator.random()
     calls = 2 if draw < CALLS_BOTH else 1 if draw < CALLS_BOTH + CALLS_ONE else 0
     return dialogue(generator.choice(KINDS), generator.choice(SHELVES), generator.choice(NUMBERS), calls=calls)

@@ -1,7 +1,7 @@
-"""The smallest language model: a table with one row of three logits for every state of a `EnumeratedMDP`.
+"""The smallest language model: a table with one row of three logits for every state of an `EnumeratedMDP`.
 
-It offers what a large model's engine offers (sample, annotate, forward), and all that algorithms ask for, exactly:
-values are V^π itself, entropies and divergences are sums over the whole vocabulary of three.
+It has the methods of a large model's engine (sample, annotate, forward), and all columns of the algorithms are exact:
+values are V^π itself, entropies and divergences are sums over the vocabulary of three.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from etude.errors import ConfigError
 __all__ = ["TabularPolicy"]
 
 TEACHER_TOP = 2
-"""How many of the teacher's tokens top-k distillation sees, of three."""
+"""The number of the teacher's tokens in top-k distillation, of three."""
 
 
 class TabularPolicy:
-    """A softmax table [N, 3] in float64, the reference it started from, and a teacher that knows the answers."""
+    """A softmax table [N, 3] in float64, with its reference (the first table) and a teacher that knows the answers."""
 
     def __init__(self, mdp: EnumeratedMDP, seed: int) -> None:
         start = 0.1 * torch.randn(
@@ -36,15 +36,15 @@ class TabularPolicy:
         self.teacher = (mdp.best_return / TEACHER_TEMPERATURE).log_softmax(-1)
 
     def logp(self) -> Tensor:
-        """[N, 3]: log π_θ of every token at every state, with gradient."""
+        """Return [N, 3]: log π_θ of every token at every state, with gradient."""
         return self.table.log_softmax(-1)
 
     def expected_reward(self) -> float:
-        """J(θ), exactly."""
+        """Return the exact J(θ)."""
         return self.mdp.expected_reward(self.logp().detach())
 
     def sample(self, logp: Tensor, prompts: Tensor, generator: torch.Generator) -> Batch:
-        """One rollout for each prompt [n], drawn token by token from log-probs [N, 3], which it records as μ."""
+        """Sample one rollout for each prompt [n] from log-probs [N, 3], which are recorded as μ."""
         probabilities = logp.exp()
         episodes = self.mdp.run_episodes(
             prompts, lambda s: torch.multinomial(probabilities[s], 1, generator=generator)[:, 0]
@@ -53,7 +53,7 @@ class TabularPolicy:
         return batch.replace(behavior_logp=_token_logp(logp, batch))
 
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """The batch with the columns that an algorithm needs of the policy as it stands, and of its elders."""
+        """Return the batch with the columns that an algorithm needs, of the policy, the reference and the teacher."""
         logp = self.logp().detach()
         state = batch.require("state")
         top = self.teacher.topk(TEACHER_TOP, dim=-1)
@@ -71,7 +71,7 @@ class TabularPolicy:
         return batch.replace(**{name: columns[name]() for name in sorted(needs & columns.keys())})
 
     def forward(self, batch: Batch, names: frozenset[str]) -> Outputs:
-        """What a loss asks of a forward pass, with gradient."""
+        """Return the outputs of a forward pass for a loss, with gradient."""
         logp, state = self.logp(), batch.require("state")
         outputs: dict[str, Callable[[], Tensor]] = {
             "logp": lambda: _token_logp(logp, batch),
@@ -82,19 +82,19 @@ class TabularPolicy:
         unknown = sorted(names - outputs.keys())
         if unknown:
             raise ConfigError(
-                f"The loss asks for the model's `{unknown[0]}`, and a table of logits has none; it has "
+                f"The loss needs the model's `{unknown[0]}`, which a table of logits does not have; it has "
                 f"{', '.join(outputs)}. Choose another loss for this demonstration."
             )
         return Outputs(**{name: outputs[name]() for name in names})
 
     def _greedy(self, logp: Tensor) -> Tensor:
-        """[P]: what the likeliest answer to each prompt earns."""
+        """Return [P]: the reward of the greedy answer to each prompt."""
         episodes = self.mdp.run_episodes(torch.arange(len(WANTED)), lambda state: logp[state].argmax(-1))
         return self.mdp.rewards[episodes]
 
 
 def _token_logp(logp: Tensor, batch: Batch) -> Tensor:
-    """[N, 3] → [T]: the log-prob of each token of a batch."""
+    """Return [T], the log-prob of each token of a batch, from logp [N, 3]."""
     return logp[batch.require("state"), batch.ids.long()]
 
 

@@ -97,7 +97,7 @@ def test_what_is_refused_while_training_is_kept_with_the_entry(tmp_path: Path) -
 def test_a_new_directory_is_new(tmp_path: Path) -> None:
     assert new_directory(tmp_path / "a") != new_directory(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(EtudeError, match="no folder can be made there"):
+    with pytest.raises(EtudeError, match="no directory can be created there"):
         new_directory(tmp_path / "file")
 
 

@@ -79,5 +79,5 @@ def test_the_forward_pass_gives_what_is_asked_for_with_a_gradient() -> None:
 
 def test_an_output_that_a_table_does_not_have_is_refused_in_a_sentence() -> None:
     policy, batch = sampled()
-    with pytest.raises(ConfigError, match=r"asks for the model's `score`, and a table of logits has none"):
+    with pytest.raises(ConfigError, match=r"needs the model's `score`, which a table of logits does not have"):
         policy.forward(batch, frozenset({"score"}))

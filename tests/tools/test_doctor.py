@@ -102,7 +102,7 @@ def test_what_is_damaged_is_found(tmp_path: Path) -> None:
     assert "pydantic 1.0 (tested: " in bad["tested"].what
     wants = [each for each in found if each.name == "packages" and each.grade == "fail"]
     assert [each.what for each in wants] == ["etude needs pydantic>=2.9, and 1.0 is installed."]
-    assert wants[0].remedy == "`pip install 'pydantic>=2.9'` mends it."
+    assert wants[0].remedy == "`pip install 'pydantic>=2.9'` fixes it."
     assert named(found, "loopback").grade == "ok"
 
 
@@ -211,7 +211,7 @@ def test_limits_of_a_process_are_told() -> None:
     found = in_process("limits()", "sh", "-c", 'ulimit -n 200; ulimit -f 2048; exec "$0" "$@"')
     assert [each.grade for each in found] == ["warn", "warn"]
     assert found[0].what == "A process may open 200 files." and "ulimit -n 1024" in found[0].remedy
-    assert "bytes in a file is ended" in found[1].what and "ulimit -f unlimited" in found[1].remedy
+    assert "more than 1,048,576 bytes in a file" in found[1].what and "ulimit -f unlimited" in found[1].remedy
 
 
 def test_a_machine_that_cannot_be_reached_is_told() -> None:
