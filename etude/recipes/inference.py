@@ -31,9 +31,10 @@ from etude.recipes.evaluate import compute_scores, write_answers
 from etude.recipes.recipe import Recipe
 from etude.recipes.run import checks, inputs
 from etude.recipes.run import directory as run_directory
-from etude.recipes.run.build import build_agent_evaluator, build_episode_player, build_evaluator, load_policy
+from etude.recipes.run.build import build_agent_evaluator, build_evaluator, load_policy
 from etude.recipes.run.config import Run
 from etude.recipes.run.device import select_device
+from etude.recipes.run.episodes import build_episode_player
 from etude.recipes.run.event_loop import run_outside_event_loop
 from etude.recipes.run.placement import gpus_of_servers
 from etude.recipes.run_argument import without_secrets

@@ -45,6 +45,13 @@ class TorchEngineConfig(RolloutConfig):
         return self.max_num_seqs * ranks
 
 
+LAUNCH_OPTIONS = (
+    *("python", "replicas", "tensor_parallel", "nodes", "rendezvous", "devices"),
+    *("gpu_memory_utilization", "kv_gib", "restarts", "server_args"),
+)
+"""The options of servers that Etude starts."""
+
+
 class ServerConfig(RolloutConfig):
     """Servers that sample, in a separate Python environment."""
 
@@ -133,17 +140,7 @@ class ServerConfig(RolloutConfig):
     def _fits_together(self) -> Self:
         fields = type(self).model_fields
         if self.url:
-            launch_options = (
-                "python",
-                "replicas",
-                "tensor_parallel",
-                "nodes",
-                "rendezvous",
-                "devices",
-                "gpu_memory_utilization",
-                "kv_gib",
-            )
-            for name in (*launch_options, "restarts", "server_args"):
+            for name in LAUNCH_OPTIONS:
                 if getattr(self, name) != fields[name].default:
                     raise ConfigError(
                         f"`rollout.{name}` is for servers to start, and `rollout.url` names running ones. "

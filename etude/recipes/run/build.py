@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from etude.chat import ChatRenderer, Tokenizer
 from etude.config.secrets import mask
 from etude.config.tree import to_tree
+from etude.data import Dataset
 from etude.dispatch import LocalCrew
 from etude.errors import ConfigError
 from etude.lazy import pause_gc
@@ -26,6 +27,7 @@ from etude.recipes.collect.player import EnginePlayer
 from etude.recipes.collect.sources import AgentSource, EngineSource
 from etude.recipes.evaluate import Evaluator
 from etude.recipes.run.console_metrics import failure_metrics, headline
+from etude.recipes.run.episodes import build_episode_player, refuse_uncallable_tools
 from etude.recipes.run.interrupt import Interrupt
 from etude.recipes.run.tasks import build_prompt_encoder, load_agent_tasks, load_tasks
 from etude.rewards import Judge, RewardFunction
@@ -47,7 +49,6 @@ __all__ = [
     "build",
     "build_agent_evaluator",
     "build_chat_renderer",
-    "build_episode_player",
     "build_evaluator",
     "build_rank_worker",
     "load_model",
@@ -80,16 +81,9 @@ def build(
             from etude.recipes.run import checks
             from etude.recipes.run.session import run_session
 
-            interrupted_note = "; the answers drawn since are kept"
-            session = run_session(
-                run,
-                assemble,
-                interrupt,
-                check=checks.check_run,
-                inspect_commands=("plot", "answers"),
-                interrupted_note=interrupted_note,
-            )
-            parts = stack.enter_context(session)
+            note = "; the answers drawn since are kept"
+            shown: dict[str, Any] = {"inspect_commands": ("plot", "answers"), "interrupted_note": note}
+            parts = stack.enter_context(run_session(run, assemble, interrupt, check=checks.check_run, **shown))
         yield parts
 
 
@@ -108,7 +102,7 @@ def _assemble_parts(
     from etude.recipes.workers.policy_worker import PolicyWorker
 
     chat = build_chat_renderer(run)
-    _refuse_uncallable_tools(run, chat)
+    refuse_uncallable_tools(run, chat)
     agentic = run.agent.path is not None
     if agentic:
         train, overlong = load_agent_tasks(run, run.data.train), 0
@@ -119,15 +113,7 @@ def _assemble_parts(
     runner = stack.enter_context(asyncio.Runner())
     store = stack.enter_context(closing(open_store(directory / run_directory.JOURNAL)))
     max_total_tokens = crew.call(PolicyWorker.max_total_tokens)
-    order = run.data.sampler.start(len(train), run.seed, train.sources)
-    source_options: dict[str, Any] = {
-        "seed": run.seed,
-        "dataset": train,
-        "order": order,
-        "judge": judge,
-        "store": store,
-    }
-    source_options |= {"runner": runner, "keep": crew.put} | _failure_rules(run, directory)
+    source_options = _source_options(run, directory, train, judge, store, runner, crew)
     source: AgentSource | EngineSource
     client: Callable[[], RolloutQueue] | None = None
     if agentic:
@@ -179,12 +165,24 @@ def _open_log(run: Run, directory: Path, last_written_step: int) -> AbstractCont
     )
 
 
-def _failure_rules(run: Run, directory: Path) -> dict[str, Any]:
-    """Return the options of a source that govern failed rollouts."""
+def _source_options(
+    run: Run, directory: Path, dataset: Dataset, judge: Judge, store: Journal, runner: asyncio.Runner, crew: Crew
+) -> dict[str, Any]:
+    """The options that both kinds of rollout sources take."""
     from etude.recipes.run import inputs
     from etude.recipes.run.group_size import min_group_size
 
-    return {"min_group_size": min_group_size(run), "code_changed": bool(inputs.code_changed(directory, run))}
+    return {
+        "seed": run.seed,
+        "dataset": dataset,
+        "order": run.data.sampler.start(len(dataset), run.seed, dataset.sources),
+        "judge": judge,
+        "store": store,
+        "runner": runner,
+        "keep": crew.put,
+        "min_group_size": min_group_size(run),
+        "code_changed": bool(inputs.code_changed(directory, run)),
+    }
 
 
 def _log_placement(placement: Sequence[str], replays: int) -> None:
@@ -384,28 +382,6 @@ def load_model(run: Recipe, chat: ChatRenderer, *, trained: bool) -> Model:
     if run.model.freeze:
         model.freeze(run.model.freeze)
     return model
-
-
-def _refuse_uncallable_tools(run: Run, chat: ChatRenderer) -> None:
-    """Refuse tools that the model could never call."""
-    if run.env.tools and chat.tool_format is None:
-        raise ConfigError(
-            "`env.tools` offers functions to a model whose chat template has no known format of tool calls, so none "
-            "would ever be called. Known are those of Hermes, Qwen, Llama, Mistral and LFM 2. Set `chat.template`, "
-            "or parse other formats in an environment: a `ToolEnv` that overrides `calls`."
-        )
-
-
-def build_episode_player(run: Run, max_total_tokens: int, chat: ChatRenderer) -> EpisodePlayer | None:
-    """Return the player of multi-turn rollouts, of at most `max_total_tokens` tokens; None without an environment or
-    tools."""
-    _refuse_uncallable_tools(run, chat)
-    if run.env.max_tokens is not None and run.env.max_tokens > max_total_tokens:
-        raise ConfigError(
-            f"`env.max_tokens={run.env.max_tokens}` is more than the {max_total_tokens} tokens that the model's "
-            "context and the engine's memory have room for. Lower it, leave it out, or raise `rollout.kv_gib`."
-        )
-    return EpisodePlayer(run.env, chat, max_total_tokens) if run.env.is_enabled else None
 
 
 def build_evaluator(
