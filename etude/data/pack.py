@@ -10,7 +10,7 @@ and its completions are below it::
 
 Two rows share the common prefix of their contexts, which are the tokens before the first action. The hidden state of a
 token depends only on the tokens up to it. So sharing changes no number, only the number of times that it is computed.
-Only contexts are shared, so every action token is in a segment of its own row.
+Only contexts are shared, so every action token is in a segment of one row alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pack_prefix_tree(batch: Batch) -> Pack:
 def micro_batches(batch: Batch, max_tokens: int, by: str = "rollout") -> list[Batch]:
     """Split a batch into batches of whole rollouts or groups with at most `max_tokens` packed tokens.
 
-    A shared context counts once. A unit over the budget is a batch of its own. With `by="rollout"`, a group within the
+    A shared context counts once. A unit over the budget is a separate batch. With `by="rollout"`, a group within the
     budget stays together, so that its prompt is computed once. A larger group is split between rollouts, and each part
     has the prompt.
     """

@@ -220,7 +220,7 @@ class _WeightedOrder(RowOrder):
 class CurriculumSampler(Sampler):
     """Rows whose rollouts got different rewards come more often: equal rewards of a group teach nothing.
 
-    Each row has an epoch of its own. The row with the earliest epoch is next, in an order that is drawn for each epoch.
+    Each row has a separate epoch. The row with the earliest epoch is next, in an order that is drawn for each epoch.
     A use moves a row to its next epoch; equal rewards of its group move it `cooldown` epochs further. So no row comes
     twice in an epoch, and a row that teaches misses none. A row that was too hard or too easy comes again later.
     """

@@ -1,6 +1,6 @@
 """Verifiable constraints on a text: those of IFEval under IFEval's names, and a few more of the same kind.
 
-Each is a function of the text and of its own arguments. IFEval uses language libraries for some of them; this module
+Each is a function of the text and of further arguments. IFEval uses language libraries for some of them; this module
 uses simpler rules. A sentence ends at a mark before a space or the end, if the mark ends no abbreviation. Words are
 runs of letters and digits. `english_capital` and `english_lowercase` check the case alone. `response_language` cannot
 be verified.

@@ -58,7 +58,7 @@ class Gsm8k(RewardFunction):
         )
 
     def extract(self, answer: str) -> str | None:
-        """Return the final number in one normal form, whatever its notation."""
+        """Return the final number in one normal form, equal for all notations of the number."""
         number = extract_final_number(answer, strict=self.method == "strict")
         return None if number is None else str(number)
 

@@ -5,7 +5,7 @@
 
 The judge calls quick rewards in place and awaits coroutine functions in place, many at a time. It runs any other
 function outside the event loop. On a thread, a call that hangs does not block the others. In worker processes, the
-reward or `JudgingConfig.workers` sets their number. Each part of a combined reward has an executor of its own
+reward or `JudgingConfig.workers` sets their number. Each part of a combined reward has a separate executor
 (`etude.rewards.executors`).
 
 An exception, a call that takes too long, a process that dies, a NaN: each is a verdict without a reward.

@@ -53,7 +53,7 @@ SCORE_PATTERN = (
 )
 """A score at the end of a line and outside a longer sentence: `Score: 7`, `**Overall score (0-10):** 7/10.`"""
 _PLACEHOLDERS = re.compile(r"\{(question|answer|reference|low|high|with_reference|reference_part)\}")
-# The start of one of the prompt's tags, closed or not. Its replacement starts no tag, whatever text stands next to it.
+# The start of one of the prompt's tags, closed or not. Its replacement starts no tag next to any text.
 _TAGS = re.compile(r"(?i)<(?=\s*+/?\s*+(?:question|answer|reference)\b)")
 _FENCED = re.compile(r"```(?:json)?(.*?)```", re.DOTALL)
 

@@ -72,7 +72,7 @@ class Isolation:
 
     @property
     def has_pid_namespace(self) -> bool:
-        """True if it sees only processes of its own sandbox."""
+        """True if it sees only the processes of this sandbox."""
         return "processes" in self._granted
 
     def enter_namespaces(self) -> None:
