@@ -88,7 +88,7 @@ def build_policy_worker(
         run,
         learner,
         seed=run.seed,
-        epochs=run.ppo_epochs,
+        ppo_epochs=run.ppo_epochs,
         auxiliary=auxiliary,
         engine=engine,
         max_total_tokens=max_total_tokens,

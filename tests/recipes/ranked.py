@@ -79,7 +79,7 @@ class Pupil:
         )
         beside = AuxiliaryModels({"ref_logp": self.reference})
         self.worker = PolicyWorker(
-            algorithm or AlgorithmConfig(), self.learner, seed=0, epochs=epochs, auxiliary=beside
+            algorithm or AlgorithmConfig(), self.learner, seed=0, ppo_epochs=epochs, auxiliary=beside
         )
         self.wanted = (algorithm or AlgorithmConfig()).required_columns() & (POLICY_COLUMNS | REFERENCE_COLUMNS) | {
             "old_logp"

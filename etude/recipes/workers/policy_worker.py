@@ -130,7 +130,7 @@ class PolicyWorker:
         learner: Learner,
         *,
         seed: int,
-        epochs: int,
+        ppo_epochs: int,
         auxiliary: AuxiliaryModels | None = None,
         engine: TorchEngine | None = None,
         max_total_tokens: int = 0,
@@ -143,7 +143,7 @@ class PolicyWorker:
             auxiliary or AuxiliaryModels(),
             engine,
         )
-        self._seed, self._epochs, self._ranks = seed, epochs, learner.ranks
+        self._seed, self._ppo_epochs, self._ranks = seed, ppo_epochs, learner.ranks
         self._max_total_tokens = max_total_tokens
         self._meter = UtilizationMeter(learner.model.device)
         self._objective = PolicyObjective(algorithm)
@@ -189,13 +189,13 @@ class PolicyWorker:
         critic = self._auxiliary.critic
         critic_work = nullcontext() if critic is None else critic.working()
         with self._pause_engine(), self._learner.working(), critic_work:
-            for _ in range(self._epochs):
+            for _ in range(self._ppo_epochs):
                 for part in parts:
                     if critic is not None:
                         critic_metrics = critic.update(part, self._auxiliary.critic_objective)
                         metrics.merge({f"critic/{name}": metric for name, metric in critic_metrics.items()})
                     if self._step > self._auxiliary.warmup:
-                        metrics.merge(self._update_policy(part, alone=self._epochs * len(parts) == 1))
+                        metrics.merge(self._update_policy(part, alone=self._ppo_epochs * len(parts) == 1))
         metrics.add("optimizer_steps", Last.of(self._learner.version - before))
         return metrics
 

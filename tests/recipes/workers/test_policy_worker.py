@@ -33,7 +33,7 @@ def worker_of(run: Run) -> LocalCrew:
     """A crew of one worker for a run."""
     model, _ = load_policy(run)
     learner = Learner(model, run.train, steps=100)
-    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, epochs=run.ppo_epochs))
+    return LocalCrew(PolicyWorker(run, learner, seed=run.seed, ppo_epochs=run.ppo_epochs))
 
 
 def batch_of(groups: int = 2, size: int = 4) -> Batch:
@@ -202,7 +202,7 @@ def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
     long = SamplingParams(max_tokens=100, min_tokens=100)
     with ThreadPoolExecutor(1) as others, closing(Held(run)) as engine:
         learner = Learner(engine.model, run.train, steps=100)
-        worker = PolicyWorker(run, learner, seed=run.seed, epochs=run.ppo_epochs, engine=engine)
+        worker = PolicyWorker(run, learner, seed=run.seed, ppo_epochs=run.ppo_epochs, engine=engine)
         told = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, on_start=engine.hold))
         assert engine.inside.wait(30)
         yield LocalCrew(worker), told
