@@ -53,7 +53,7 @@ class Process:
             time.sleep(0.05)
         return found
 
-    def told(self, number: signal.Signals = signal.SIGINT) -> None:
+    def send_signal(self, number: signal.Signals = signal.SIGINT) -> None:
         """Send it a signal, as the terminal or a supervisor does: to itself, not to its children."""
         with suppress(ProcessLookupError):
             self.running.send_signal(number)

@@ -229,7 +229,7 @@ def test_a_file_that_is_not_yaml_is_told_with_the_place(tmp_path: Path, capsys: 
     assert "is not YAML" in told and "line 2" in told
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path, capsys: Captured) -> None:
+def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: Captured) -> None:
     assert "cannot be read" in refused(capsys, "config", "show", "--config", str(tmp_path / "none.yaml"))
 
 

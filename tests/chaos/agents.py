@@ -58,12 +58,12 @@ async def asks(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
 @etude.agent
 async def asks_openai(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
     """The same by OpenAI's own client, which asks again where nobody answers."""
-    said, client = str(task["prompt"]), llm.async_client.with_options(max_retries=8)
+    text, client = str(task["prompt"]), llm.async_client.with_options(max_retries=8)
     for turn in range(2 + rollout.id % 2):
-        answer = await client.completions.create(model=llm.model, prompt=said, max_tokens=4)
+        answer = await client.completions.create(model=llm.model, prompt=text, max_tokens=4)
         _noted(task, rollout, turn, answer.choices[0].text)
-        said += f"{answer.choices[0].text}:"
-    return _paid(said, rollout)
+        text += f"{answer.choices[0].text}:"
+    return _paid(text, rollout)
 
 
 def _noted(task: Task, rollout: RolloutInfo, turn: int, text: str) -> None:
@@ -195,7 +195,7 @@ def _alive(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     """The runner processes that a trainer has now."""
-    found = []
+    result = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
@@ -204,8 +204,8 @@ def children_of(pid: int) -> list[int]:
                 and state != "Z"
                 and b"execution.runner_process" in (stat.parent / "cmdline").read_bytes()
             ):
-                found.append(int(stat.parent.name))
-    return sorted(found)
+                result.append(int(stat.parent.name))
+    return sorted(result)
 
 
 def answers_told(directory: Path) -> list[dict[str, Any]]:
@@ -219,8 +219,8 @@ def options_of(directory: Path, world: Path, timeout: float, **changes: Any) -> 
     tasks = directory.with_suffix(".jsonl")
     if not tasks.exists():
         rows = [json.loads(line) for line in make_tasks(tasks, 24).read_text().splitlines()]
-        told = str(directory.with_suffix(TOLD))
-        tasks.write_text("".join(json.dumps(row | {"told": told}) + "\n" for row in rows))
+        message = str(directory.with_suffix(TOLD))
+        tasks.write_text("".join(json.dumps(row | {"told": message}) + "\n" for row in rows))
     return {
         "data.train": f"[{tasks}]",
         "data.val": f"[{tasks}]",
@@ -289,9 +289,9 @@ def _told_is_written(store: Journal, directory: Path) -> None:
         for _, event in store.read(kinds=(TurnRecorded,))
         if isinstance(event, TurnRecorded)
     }
-    told = answers_told(directory)
-    assert told
-    for line in told:
+    answers = answers_told(directory)
+    assert answers
+    for line in answers:
         assert written[line["rollout"], line["attempt"], line["turn"]] == line["text"]
 
 

@@ -100,8 +100,8 @@ def damages(directories: list[Path], flips: int, cuts: int, seed: int = 0) -> It
 def files_of(directory: Path) -> list[str]:
     """The files of a run that hold anything. Those of the last checkpoint alone: the one before is not read."""
     kept = sorted((directory / "checkpoints").glob("step-*"))[:-1]
-    found = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size]
-    return [str(path.relative_to(directory)) for path in found if not any(path.is_relative_to(old) for old in kept)]
+    result = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size]
+    return [str(path.relative_to(directory)) for path in result if not any(path.is_relative_to(old) for old in kept)]
 
 
 def kind_of(file: str) -> str:
@@ -181,12 +181,12 @@ def copied(base: Path, place: Path) -> Iterator[Path]:
 
 def main() -> int:
     """Do the damage, print the table; returns 0 if nothing wrong came of any."""
-    told = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     configure_logging("error")
-    told.add_argument("--flips", type=int, default=2100, help="how many bits are turned, one at a time")
-    told.add_argument("--cuts", type=int, default=200, help="how often a file is cut short")
-    told.add_argument("--seed", type=int, default=0, help="what the places are derived from")
-    arguments = told.parse_args()
+    parser.add_argument("--flips", type=int, default=2100, help="how many bits are turned, one at a time")
+    parser.add_argument("--cuts", type=int, default=200, help="how often a file is cut short")
+    parser.add_argument("--seed", type=int, default=0, help="what the places are derived from")
+    arguments = parser.parse_args()
     counts: dict[str, Counter[str]] = {}
     wrong: list[str] = []
     began = time.perf_counter()
@@ -199,11 +199,11 @@ def main() -> int:
             wanted = resuming.weights(whole)
         with suppress(KeyboardInterrupt):  # what was done by then is shown
             for base, damage in damages(directories, arguments.flips, arguments.cuts, arguments.seed):
-                found = resuming.outcome(base, damage, wanted, place)
+                result = resuming.outcome(base, damage, wanted, place)
                 done = "flips" if damage.bit is not None else "cuts"
-                counts.setdefault(kind_of(damage.file), Counter()).update([done, found.partition(":")[0]])
-                if found not in ("refused", "no effect"):
-                    wrong.append(f"{base.name}: {damage}: {found}")
+                counts.setdefault(kind_of(damage.file), Counter()).update([done, result.partition(":")[0]])
+                if result not in ("refused", "no effect"):
+                    wrong.append(f"{base.name}: {damage}: {result}")
                     print(wrong[-1], flush=True)
     _show(counts, time.perf_counter() - began)
     return 1 if wrong else 0

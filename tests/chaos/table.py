@@ -23,10 +23,10 @@ __all__ = ["main"]
 
 def main() -> int:
     """Play the stories, print the tables; returns 0 if every one of them ended as the run that nobody killed."""
-    told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("--kills", type=int, default=50, help="how many kills there must be of each kind of run")
-    told.add_argument("--seed", type=int, default=0, help="what the random times are derived from")
-    arguments = told.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50, help="how many kills there must be of each kind of run")
+    parser.add_argument("--seed", type=int, default=0, help="what the random times are derived from")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         world = make_world(Path(place) / "world")
         engine = _engine(Path(place) / "engine", world, arguments.kills, arguments.seed)
@@ -43,12 +43,12 @@ def _engine(place: Path, world: Path, wanted: int, seed: int) -> bool:
     while kills < wanted:
         name, ends = _story(story, seed, whole)
         began = time.perf_counter()
-        found = theatre.play(place / str(story), world, ends)
-        same = (found.tasks == whole.tasks and found.issued == whole.issued, found.weights == whole.weights)
+        result = theatre.play(place / str(story), world, ends)
+        same = (result.tasks == whole.tasks and result.issued == whole.issued, result.weights == whole.weights)
         good &= all(same)
-        kills, story = kills + found.kills, story + 1
+        kills, story = kills + result.kills, story + 1
         cells = ("the same" if same[0] else "OTHERS", "bit for bit" if same[1] else "OTHERS")
-        table.add_row(name, str(found.kills), *cells, f"{time.perf_counter() - began:.1f}")
+        table.add_row(name, str(result.kills), *cells, f"{time.perf_counter() - began:.1f}")
     table.add_row("all", str(kills), f"{len(whole.tasks)} tasks, each once", "", "")
     Console().print(table)
     return good
@@ -66,14 +66,14 @@ def _agents(place: Path, world: Path, wanted: int, seed: int) -> bool:
         strategy = ("shm", "cs")[story % 2]
         began = time.perf_counter()
         acts = some_acts(12, seed + story, whole, falls=strategy == "cs")
-        found = company.perform(place / str(story), world, acts, **{"agent.strategy": strategy})
-        same = (found.rows, found.steps) == (whole.rows, whole.steps)
+        result = company.perform(place / str(story), world, acts, **{"agent.strategy": strategy})
+        same = (result.rows, result.steps) == (whole.rows, whole.steps)
         good &= same
-        kills, story = kills + found.kills + found.falls, story + 1
-        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.attempts.items()))
+        kills, story = kills + result.kills + result.falls, story + 1
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.attempts.items()))
         cells = ("the same" if same else "OTHERS", ended, "all written", f"{time.perf_counter() - began:.1f}")
         name = "on threads" if strategy == "shm" else "in processes"
-        table.add_row(name, str(found.kills), str(found.falls), *cells)
+        table.add_row(name, str(result.kills), str(result.falls), *cells)
     table.add_row("all", str(kills), "", f"{len(whole.rows)} tasks, each once", "", "", "")
     Console().print(table)
     return good

@@ -48,25 +48,25 @@ def test_a_killed_run_on_threads_trains_the_same_tasks(
 ) -> None:
     points = ["calling", "judging", "admitted", "published", "evaluated", "checkpoint.renaming"]
     acts = [Act(Life(point, 1 + place % 2)) for place, point in enumerate(points)]
-    found = company.perform(tmp_path / "run", world, [*acts, *some_acts(2, 0, whole, falls=False)])
-    assert found.kills >= len(points) and same(found, whole)
-    assert found.attempts["infra_error"] > 0, "nothing was under way when it was killed"
+    result = company.perform(tmp_path / "run", world, [*acts, *some_acts(2, 0, whole, falls=False)])
+    assert result.kills >= len(points) and same(result, whole)
+    assert result.attempts["infra_error"] > 0, "nothing was under way when it was killed"
 
 
 def test_so_does_one_in_processes_whose_runners_are_killed_too(
     company: Company, world: Path, whole: Played, tmp_path: Path
 ) -> None:
     acts = [Act(Life("judging", 2), (0.0,)), Act(0.0), Act(Life("evaluated")), Act(falls=(0.0, 0.5))]
-    found = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
-    assert found.kills == 3 and found.falls >= 2 and same(found, whole)
+    result = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
+    assert result.kills == 3 and result.falls >= 2 and same(result, whole)
 
 
 @pytest.mark.smoke
 def test_one_kill_of_a_run_in_processes(company: Company, world: Path, whole: Played, tmp_path: Path) -> None:
     """The trainer is killed while it judges, and a runner as soon as an agent has its first answer."""
     acts = [Act(Life("judging", 2), (0.0,))]
-    found = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
-    assert found.kills == 1 and same(found, whole)
+    result = company.perform(tmp_path / "run", world, acts, **{"agent.strategy": "cs"})
+    assert result.kills == 1 and same(result, whole)
 
 
 @contextmanager
@@ -99,8 +99,8 @@ def test_runners_from_elsewhere_outlive_the_server_and_go_on(
     with joined(tmp_path / "run", 3) as (listen, pids):
         acts = [Act(Life("judging", 2)), Act(Life("judging", 3), (0.0,)), Act(Life("admitted"))]
         changes = {"agent.runners": 0, "agent.listen": listen, "agent.path": "tests.chaos.agents:asks_openai"}
-        found = company.perform(tmp_path / "run", world, acts, pids, **changes)
-        assert found.kills == 3 and found.falls == 1 and same(found, whole)
+        result = company.perform(tmp_path / "run", world, acts, pids, **changes)
+        assert result.kills == 3 and result.falls == 1 and same(result, whole)
 
 
 @pytest.mark.soak
@@ -109,6 +109,6 @@ def test_killed_thirty_times(company: Company, world: Path, whole: Played, tmp_p
     kills, story = 0, 0
     while kills < 30:
         acts = some_acts(16, story, whole, falls=strategy == "cs")
-        found = company.perform(tmp_path / str(story), world, acts, **{"agent.strategy": strategy})
-        assert same(found, whole)
-        kills, story = kills + found.kills + found.falls, story + 1
+        result = company.perform(tmp_path / str(story), world, acts, **{"agent.strategy": strategy})
+        assert same(result, whole)
+        kills, story = kills + result.kills + result.falls, story + 1

@@ -31,9 +31,9 @@ def swept(place: Path, flips: int, cuts: int) -> Counter[str]:
         with copied(directories[0], place) as whole:
             wanted = resuming.weights(whole)
         for base, damage in damages(directories, flips, cuts):
-            found = resuming.outcome(base, damage, wanted, place)
+            result = resuming.outcome(base, damage, wanted, place)
             done[kind_of(damage.file)] += 1
-            wrong += [] if found in ("refused", "no effect") else [f"{damage}: {found}"]
+            wrong += [] if result in ("refused", "no effect") else [f"{damage}: {result}"]
     assert not wrong
     with closing(open_store(directories[0] / "journal.sqlite", read_only=True)) as store:
         newest = CheckpointManager(directories[0] / "checkpoints").newest()

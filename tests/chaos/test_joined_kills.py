@@ -84,7 +84,7 @@ class Kept:
 
     def falls(self) -> None:
         """Kill it, and serve it again after a while."""
-        self.store.told(signal.SIGKILL)
+        self.store.send_signal(signal.SIGKILL)
         self.store.ends()
         self.store.log.unlink()
         time.sleep(1.0)
@@ -116,8 +116,8 @@ def nothing_lost(run: Path, store: Path) -> None:
         known = {state.id: state for state in there}
         assert known.keys() == {state.id for state in here}
         for state in here:
-            told = [(each.status, each.turns, each.runner) for each in known[state.id].attempts]
-            assert [(each.status, each.turns, each.runner) for each in state.attempts] == told
+            attempts = [(each.status, each.turns, each.runner) for each in known[state.id].attempts]
+            assert [(each.status, each.turns, each.runner) for each in state.attempts] == attempts
             assert [turn.completion.text for turn in mine.turns(state.id)] == [
                 turn.completion.text for turn in theirs.turns(state.id)
             ]
@@ -139,9 +139,9 @@ def test_a_joined_trainer_that_is_killed_trains_with_the_weights_of_each_step(
         acts = [Act(Life("judging", 10)), Act(0.0), Act(Life("published", 2))]
         falling = threading.Thread(target=_once_begun, args=(tmp_path / "run", there))
         falling.start()
-        found = company.perform(tmp_path / "run", world, acts, there.pids, **there.options)
+        result = company.perform(tmp_path / "run", world, acts, there.pids, **there.options)
         falling.join()
-    assert found.kills == len(acts) and same(found, whole)
+    assert result.kills == len(acts) and same(result, whole)
     assert cut_off(tmp_path / "run") > 0, "nothing was under way when it was killed"
     nothing_lost(tmp_path / "run", tmp_path / "store")
 
@@ -164,8 +164,8 @@ def test_a_trainer_that_is_away_for_long_loses_nothing(
         for _ in range(2):
             assert not company.live(tmp_path / "run", world, Life("judging", 2), **options)
             time.sleep(LEASE_S + 10)
-        found = company.perform(tmp_path / "run", world, [], there.pids, **there.options)
-    assert same(found, whole)
+        result = company.perform(tmp_path / "run", world, [], there.pids, **there.options)
+    assert same(result, whole)
     nothing_lost(tmp_path / "run", tmp_path / "store")
     with closing(open_store(tmp_path / "run" / "journal.sqlite")) as journal:
         broken = [

@@ -41,21 +41,21 @@ def test_one_kill_and_the_run_is_the_run_bit_for_bit(
     theatre: Theatre, world: Path, whole: Story, tmp_path: Path
 ) -> None:
     """Killed between two checkpoints, after an update and before its publish."""
-    found = theatre.play(tmp_path / "run", world, [Life("updated", 6)])
-    assert found.kills == 1
-    assert (found.tasks, found.issued, found.weights) == (whole.tasks, whole.issued, whole.weights)
+    result = theatre.play(tmp_path / "run", world, [Life("updated", 6)])
+    assert result.kills == 1
+    assert (result.tasks, result.issued, result.weights) == (whole.tasks, whole.issued, whole.weights)
 
 
 def test_a_killed_run_is_the_run_bit_for_bit(theatre: Theatre, world: Path, whole: Story, tmp_path: Path) -> None:
     """Killed at every named point, and as often at any moment."""
-    found = theatre.play(tmp_path / "run", world, some_ends(2 * len(POINTS), 1, whole))
-    assert found.kills >= 12
-    assert found.tasks == whole.tasks
-    assert found.issued == whole.issued
-    assert found.weights == whole.weights
+    result = theatre.play(tmp_path / "run", world, some_ends(2 * len(POINTS), 1, whole))
+    assert result.kills >= 12
+    assert result.tasks == whole.tasks
+    assert result.issued == whole.issued
+    assert result.weights == whole.weights
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_end(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_leads_to_the_same_end(
     theatre: Theatre, world: Path, whole: Story, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
@@ -65,18 +65,18 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_en
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=shard.name), build(run_of(directory, world)):
         pass
-    found = theatre.play(directory, world, [], **{"checkpoint.fall_back": "true"})
-    assert found.weights == whole.weights and found.tasks == whole.tasks
+    result = theatre.play(directory, world, [], **{"checkpoint.fall_back": "true"})
+    assert result.weights == whole.weights and result.tasks == whole.tasks
 
 
 def test_so_is_one_with_an_environment_that_compares_with_greedy_answers(
     theatre: Theatre, world: Path, tmp_path: Path
 ) -> None:
     """Killed amid rollouts of many turns, and everywhere else."""
-    given = {"env.path": "tests.chaos.scenario:Moody", "advantage": "remax", "steps": 4, "data.val": "[]"}
-    given |= {"evaluate.every": 0, "checkpoint.every": 2}
-    whole = theatre.play(tmp_path / "whole", world, [], **given)
+    options = {"env.path": "tests.chaos.scenario:Moody", "advantage": "remax", "steps": 4, "data.val": "[]"}
+    options |= {"evaluate.every": 0, "checkpoint.every": 2}
+    whole = theatre.play(tmp_path / "whole", world, [], **options)
     ends = [Life("stepping", 5), Life("admitted"), Life("checkpoint.renaming"), Life("stepping", 40)]
-    found = theatre.play(tmp_path / "run", world, [*ends, 0.2 * whole.seconds], **given)
-    assert found.kills >= 4
-    assert (found.tasks, found.issued, found.weights) == (whole.tasks, whole.issued, whole.weights)
+    result = theatre.play(tmp_path / "run", world, [*ends, 0.2 * whole.seconds], **options)
+    assert result.kills >= 4
+    assert (result.tasks, result.issued, result.weights) == (whole.tasks, whole.issued, whole.weights)

@@ -23,7 +23,7 @@ from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import TrainingError
 from etude.protocols import Crew
 from etude.train import load_weights
-from tests.recipes.ranked import Pupil, crew_of, unfused
+from tests.recipes.ranked import RankPolicy, crew_of, unfused
 from tests.train.tasks import model, rollouts
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
@@ -52,13 +52,13 @@ class Engine:
 
     def begin(self, *args: Any, **options: Any) -> Crew:
         """Start anew on every rank."""
-        self.crew.call(Pupil.begin, *args, **options, **self.options)
+        self.crew.call(RankPolicy.begin, *args, **options, **self.options)
         return self.crew
 
     def alone(self, *args: Any, **options: Any) -> Crew:
         """Start one rank of the local engine, in this process."""
-        crew = LocalCrew(Pupil())
-        crew.call(Pupil.begin, *args, **options, **self.one)
+        crew = LocalCrew(RankPolicy())
+        crew.call(RankPolicy.begin, *args, **options, **self.one)
         return crew
 
 
@@ -91,14 +91,14 @@ def practised(
     """What some steps measure, on batches of unequal groups."""
     measured = []
     for step in range(first, first + steps):
-        batch = crew.call(Pupil.ready, rollouts(seed=step, groups=groups))
-        measured.append(crew.call(Pupil.update, batch.split(updates, by="rollout")).reduce())
+        batch = crew.call(RankPolicy.ready, rollouts(seed=step, groups=groups))
+        measured.append(crew.call(RankPolicy.update, batch.split(updates, by="rollout")).reduce())
     return measured
 
 
 def difference(one: Crew, other: Crew) -> float:
     """The largest difference of two weights; every rank has the same ones."""
-    mine, theirs = one.call(Pupil.weights), other.call(Pupil.weights)
+    mine, theirs = one.call(RankPolicy.weights), other.call(RankPolicy.weights)
     for weights in (mine, theirs):
         assert all(same(weights[0], each) for each in weights)
     return max(float((weight - theirs[0][name]).abs().max()) for name, weight in mine[0].items())
@@ -121,11 +121,11 @@ def test_five_steps_are_those_of_one_rank(engine: Engine, algorithm: AlgorithmCo
         "max_tokens_per_micro_batch": 60,
     }
     one, many = engine.alone(**options), engine.begin(**options)
-    before = one.call(Pupil.weights)[0]
+    before = one.call(RankPolicy.weights)[0]
     wanted, found = practised(one), practised(many)
     tolerance = TOLERANCE[precision]
     assert difference(one, many) <= tolerance
-    assert max(float((w - before[name]).abs().max()) for name, w in one.call(Pupil.weights)[0].items()) > 0.05
+    assert max(float((w - before[name]).abs().max()) for name, w in one.call(RankPolicy.weights)[0].items()) > 0.05
     for mine, theirs in zip(wanted, found, strict=True):
         assert mine.keys() | {"exchange_seconds", "imbalance"} == theirs.keys()
         assert 0 <= theirs["imbalance"] <= engine.crew.ranks - 1
@@ -148,29 +148,29 @@ def test_ranks_with_more_micro_batches_than_others_do_not_wait_in_vain(engine: E
     lengths = torch.tensor([0, 1, 2, 3, 4, 5, 8])  # groups of four, of two and of one
     batch = rollouts(groups=3).select(lengths)
     for crew in (one, many):
-        crew.call(Pupil.update, [crew.call(Pupil.ready, batch)])
+        crew.call(RankPolicy.update, [crew.call(RankPolicy.ready, batch)])
     assert difference(one, many) <= 1e-12
 
 
 def test_a_weight_that_nothing_pulls_at_stays(engine: Engine) -> None:
     """Where no rank has a gradient, weight decay and AdamW's memory do not act either."""
     two = engine.begin(weight_decay=0.5)
-    two.call(Pupil.imitate, rollouts())
-    before = two.call(Pupil.weights)[0]
-    told = two.call(Pupil.imitate, rollouts(), seen=0).reduce()
+    two.call(RankPolicy.imitate, rollouts())
+    before = two.call(RankPolicy.weights)[0]
+    told = two.call(RankPolicy.imitate, rollouts(), seen=0).reduce()
     assert told["grad_norm"] == 0 and told["action_tokens"] == 0
-    assert same(two.call(Pupil.weights)[0], before)
+    assert same(two.call(RankPolicy.weights)[0], before)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_by_all_and_named(engine: Engine) -> None:
     two = engine.begin()
-    batch = two.call(Pupil.ready, rollouts())
-    before = two.call(Pupil.weights)[0]
+    batch = two.call(RankPolicy.ready, rollouts())
+    before = two.call(RankPolicy.weights)[0]
     broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(1e308).double(), 0.0))
     with pytest.raises(TrainingError, match=r"not finite in \d+ weights, `model\.embed_tokens\.weight` first"):
-        two.call(Pupil.update, [broken])
-    assert same(two.call(Pupil.weights)[0], before)
-    two.call(Pupil.update, [batch])
+        two.call(RankPolicy.update, [broken])
+    assert same(two.call(RankPolicy.weights)[0], before)
+    two.call(RankPolicy.update, [batch])
 
 
 @pytest.mark.parametrize("readers", [1, pytest.param(3, marks=pytest.mark.soak)])
@@ -180,19 +180,19 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
     """Others go on from it as the two do; and a model is read from it alone."""
     two = engine.begin(algorithm=EVERYTHING)
     practised(two, 2)
-    two.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    two.call(RankPolicy.save, CheckpointManager(tmp_path), 2)
     if readers == 1:
         other = engine.alone(algorithm=EVERYTHING)
     else:
         other = replace(engine, crew=request.getfixturevalue("three")).begin(algorithm=EVERYTHING)
     assert difference(two, other) > 0.01
-    other.call(Pupil.resume, tmp_path)
+    other.call(RankPolicy.resume, tmp_path)
     assert difference(two, other) == 0
     policy, checkpoints = model(seed=5), CheckpointManager(tmp_path)
     newest = checkpoints.newest()
     assert newest is not None
     load_weights(policy, checkpoints, newest)
-    assert same({name: w.detach() for name, w in policy.named_weights()}, two.call(Pupil.weights)[0])
+    assert same({name: w.detach() for name, w in policy.named_weights()}, two.call(RankPolicy.weights)[0])
     practised(two, 2, first=2), practised(other, 2, first=2)
     assert 0 < difference(two, other) <= 1e-12
 
@@ -200,9 +200,9 @@ def test_a_checkpoint_of_two_ranks_is_one_of_any_number(
 def test_a_checkpoint_of_one_rank_is_read_by_two(engine: Engine, tmp_path: Path) -> None:
     one = engine.alone()
     practised(one, 2)
-    one.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    one.call(RankPolicy.save, CheckpointManager(tmp_path), 2)
     two = engine.begin()
-    two.call(Pupil.resume, tmp_path)
+    two.call(RankPolicy.resume, tmp_path)
     assert difference(one, two) == 0
     practised(one, 2, first=2), practised(two, 2, first=2)
     assert difference(one, two) <= 1e-12
@@ -213,5 +213,5 @@ def test_the_same_ranks_find_the_same_bits(engine: Engine) -> None:
     for _ in range(2):
         many = engine.begin("fp32")
         practised(many, 3)
-        weights.append(many.call(Pupil.weights)[0])
+        weights.append(many.call(RankPolicy.weights)[0])
     assert same(*weights)

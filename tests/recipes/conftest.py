@@ -24,7 +24,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def school(world: Path) -> Path:
+def supervised_world(world: Path) -> Path:
     """The same directory, with `teacher`, another model, and examples to learn from."""
     make_model(world / "teacher", seed=1)
     make_examples(world)
@@ -66,13 +66,13 @@ def talked(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(school: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def finished(supervised_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Runs of three steps that nobody disturbed, one of each recipe that learns from examples. Look at them only."""
     done: dict[str, Path] = {}
 
     def run(recipe: str) -> Path:
         if recipe not in done:
-            done[recipe] = learned(recipe, school, tmp_path_factory.mktemp(recipe) / "run", steps=3)
+            done[recipe] = learned(recipe, supervised_world, tmp_path_factory.mktemp(recipe) / "run", steps=3)
         return done[recipe]
 
     return run

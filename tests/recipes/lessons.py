@@ -92,9 +92,9 @@ def learned(recipe: str, world: Path, directory: Path, **changes: Any) -> Path:
 
 def refusal(capsys: Captured, recipe: str, world: Path, directory: Path, **changes: Any) -> str:
     """The sentence that a run is refused with; it leaves nothing behind."""
-    told = refused(capsys, recipe, *options(recipe, world, directory=directory, **changes))
+    message = refused(capsys, recipe, *options(recipe, world, directory=directory, **changes))
     assert not directory.exists(), "a run that cannot begin leaves no directory"
-    return told
+    return message
 
 
 def began(directory: Path) -> dict[str, Any]:
@@ -130,13 +130,13 @@ def stopping(verb: Callable[..., Any], error: BaseException, after: int) -> Call
     return act
 
 
-def dying(pupil: Any, after: int) -> Any:
-    """A pupil that ends the run at an update, behind so many of them."""
+def dying(learner: Any, after: int) -> Any:
+    """A learner that ends the run at an update, after so many of them."""
 
     class Dying:
         def __getattr__(self, name: str) -> Any:
-            return getattr(pupil, name)
+            return getattr(learner, name)
 
     mortal = Dying()
-    mortal.update = stopping(pupil.update, Killed(), after)  # type: ignore[attr-defined]
+    mortal.update = stopping(learner.update, Killed(), after)  # type: ignore[attr-defined]
     return mortal

@@ -40,10 +40,10 @@ def share(text: str) -> float:
 async def say(llm: LLM, prompt: str, tag: str = "", state: str = "", **more: Any) -> str:
     """What the model goes on with."""
     headers = {"x-etude-tags": tag, "x-etude-state": state}
-    told = await llm.async_client.completions.create(
+    response = await llm.async_client.completions.create(
         model=llm.model, prompt=prompt, extra_headers={k: v for k, v in headers.items() if v}, **more
     )
-    return str(told.choices[0].text)
+    return str(response.choices[0].text)
 
 
 @etude.agent
@@ -68,8 +68,8 @@ async def talker(task: Task, llm: LLM, rollout: RolloutInfo) -> dict[str, float]
 @etude.agent
 async def forker(task: Task, llm: LLM) -> float:
     """Say something, and then two things at the same time, and none of it again."""
-    said = await say(llm, str(task["prompt"]))
-    both = await asyncio.gather(say(llm, f"a {said}"), say(llm, f"b {said}"))
+    text = await say(llm, str(task["prompt"]))
+    both = await asyncio.gather(say(llm, f"a {text}"), say(llm, f"b {text}"))
     return share("".join(both))
 
 
@@ -83,7 +83,7 @@ async def loser(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
         await asyncio.sleep(60)
     if how == 2:
         return 0.5
-    said = await say(llm, str(task["prompt"]))
+    text = await say(llm, str(task["prompt"]))
     if how == 3:
         return None
     if how == 4:
@@ -98,18 +98,18 @@ async def loser(task: Task, llm: LLM, rollout: RolloutInfo) -> float | None:
     if how == 6:
         await cancel[0](rollout.id)
         await asyncio.sleep(60)
-    return share(said)
+    return share(text)
 
 
 @etude.agent
 async def late_failure(task: Task, llm: LLM, rollout: RolloutInfo) -> float:
     """Every other one says what it earned, and breaks down then."""
-    said = await say(llm, str(task["prompt"]))
+    text = await say(llm, str(task["prompt"]))
     if rollout.id % 2:
-        etude.emit.reward(share(said), turn=0)
+        etude.emit.reward(share(text), turn=0)
         etude.emit.reward(0.75)
         raise ValueError("too late")
-    return share(said)
+    return share(text)
 
 
 @etude.agent

@@ -48,7 +48,7 @@ from tests.processes import rise_of
 from tests.train.tasks import VOCABULARY, Imitate, model
 
 
-class Pupil:
+class RankPolicy:
     """One rank."""
 
     def __init__(self) -> None:
@@ -327,7 +327,7 @@ class Pupil:
 
 def crew_of(ranks: int, logs: Path) -> ProcessCrew:
     """So many processes with a pupil each."""
-    return ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
+    return ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=CrewConfig(timeout=120))
 
 
 def sharded(learns: Model, config: TrainConfig, reference: FrozenModel | None) -> FsdpBackend:

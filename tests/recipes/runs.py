@@ -71,9 +71,9 @@ def refused(capsys: Captured, *words: str) -> str:
     """The sentence that a command is refused with, and no traceback."""
     capsys.readouterr()
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" not in told and "etude: " in told
-    return told.partition("etude: ")[2]
+    message = capsys.readouterr().err
+    assert "Traceback" not in message and "etude: " in message
+    return message.partition("etude: ")[2]
 
 
 def refused_run(capsys: Captured, world: Path, directory: Path, *words: str, **changes: Any) -> str:
@@ -86,7 +86,7 @@ def rows_of(groups: StepGroups) -> list[Sample]:
     return [sample for rows in groups.rows for sample in rows.samples_ref]
 
 
-def measured(directory: Path) -> list[dict[str, Any]]:
+def step_metrics(directory: Path) -> list[dict[str, Any]]:
     """What each step of training measured."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["step"] > 0]
@@ -121,5 +121,5 @@ def at(tree: Any, path: str) -> object:
 
 def is_straight(directory: Path, straight: Path) -> None:
     """It has made each step once, and has come to the weights of a run that nobody disturbed, bit for bit."""
-    assert [step["step"] for step in measured(directory)] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in step_metrics(directory)] == list(range(1, STEPS + 1))
     assert same(weights(directory), weights(straight))

@@ -23,8 +23,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def scored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
     capsys.readouterr()
     assert main(["eval", "--json", *words]) == 0
-    found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
 
 
 def test_a_run_of_an_agent_scores_as_it_did_when_it_ended(
@@ -33,14 +33,14 @@ def test_a_run_of_an_agent_scores_as_it_did_when_it_ended(
     run = world[0] / "run"
     before = (run / "journal.sqlite").read_bytes()
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    found = scored(capsys, str(run))
-    assert (found["tasks"], found["step"], found["eval/failed"]) == (3, 2, 0)
-    assert {name: found[name] for name in ("eval/mean@1", "eval/length")} == {
+    result = scored(capsys, str(run))
+    assert (result["tasks"], result["step"], result["eval/failed"]) == (3, 2, 0)
+    assert {name: result[name] for name in ("eval/mean@1", "eval/length")} == {
         name: last[name] for name in ("eval/mean@1", "eval/length")
     }
     kept, again = (
         [(line["text"], line["conversation"]) for line in map(json.loads, Path(place).read_text().splitlines())]
-        for place in (run / "evaluations" / "step-00000002.jsonl", str(found["answers"]))
+        for place in (run / "evaluations" / "step-00000002.jsonl", str(result["answers"]))
     )
     assert kept == again, "the same numbers are drawn"
     assert (run / "journal.sqlite").read_bytes() == before, "the journal of the run is not written"
@@ -52,8 +52,8 @@ def test_a_model_is_scored_by_an_agent_without_a_run(
     place, options = world
     asked = [word for word in options if word.partition("=")[0] in ("model.path", "data.val", "train.precision")]
     words = [*asked, "data.max_prompt_length=16", "sampling.max_tokens=8", f"agent.path={LOOKER}", "evaluate.samples=2"]
-    found = scored(capsys, *words, "agent.strategy=cs", "observe.console=plain")
-    assert found["tasks"] == 3 and found["samples"] == 2 and "eval/mean@2" in found and found["eval/failed"] == 0
+    result = scored(capsys, *words, "agent.strategy=cs", "observe.console=plain")
+    assert result["tasks"] == 3 and result["samples"] == 2 and "eval/mean@2" in result and result["eval/failed"] == 0
     assert not (place / "journal.sqlite").exists()
     for option in ("agent.store=http://127.0.0.1:9", "agent.listen=127.0.0.1:9"):
         assert main(["eval", *words, option]) == 2

@@ -97,12 +97,12 @@ def test_a_server_keeps_its_rank_and_is_met_anew_in_each_of_its_lives(monkeypatc
             """To those at these places, by all ranks."""
             there = {place: three[place].remote.address for place in places}
             weights = [("layer.weight", torch.full((8, 8), float(version)))]
-            told = [
+            updates = [
                 each
                 for rank in how.ranks
                 for each in ranks[rank].send(how.share(there, rank), weights, version).servers
             ]
-            assert [each.error for each in told if not each.updated] == [] and len(told) == len(places)
+            assert [each.error for each in updates if not each.updated] == [] and len(updates) == len(places)
             assert all(three[place].holds == version for place in places)
 
         publish(1, 0, 1, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from etude.models import create, save, tiny_config
-from tests.recipes.runs import Captured, measured, refused_run, train, weights
+from tests.recipes.runs import Captured, refused_run, step_metrics, train, weights
 from tests.worlds import make_tokenizer
 
 
@@ -16,10 +16,10 @@ from tests.worlds import make_tokenizer
 def test_it_learns_the_same_and_goes_on(world: Path, whole: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", steps=2, **{"train.compile": "true"})
     train(world, run, steps=4, **{"train.compile": "false"})
-    wanted, found = weights(whole), weights(run)
+    wanted, result = weights(whole), weights(run)
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=0.02)
-    for line, plain in zip(measured(run), measured(whole), strict=True):
+        torch.testing.assert_close(result[name], wanted[name], rtol=0.05, atol=0.02)
+    for line, plain in zip(step_metrics(run), step_metrics(whole), strict=True):
         assert line["mismatch/k3"] < 1e-9 and line["reward"] == plain["reward"]
 
 

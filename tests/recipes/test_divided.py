@@ -19,7 +19,7 @@ from etude.dispatch.process_crew import ProcessCrew
 from etude.errors import ConfigError, TrainingError
 from etude.models import Model
 from etude.train import MeshConfig
-from tests.recipes.ranked import Pupil
+from tests.recipes.ranked import RankPolicy
 from tests.recipes.test_ranks import EVERYTHING, alone, apart, practised, same
 from tests.train.tasks import model, rollouts
 
@@ -57,7 +57,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Proces
     try:
         for ranks in (2, 4):
             logs, config = tmp_path_factory.mktemp("ranks"), CrewConfig(timeout=120)
-            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
+            made[ranks] = ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
         yield made
     finally:
         for crew in made.values():
@@ -70,7 +70,7 @@ def begun(crews: dict[int, ProcessCrew], shape: str, **options: Any) -> ProcessC
     ranks, mesh = SHAPES[shape]
     crew = crews[ranks]
     crew._repeats = 1 if mesh is None else mesh.size
-    crew.call(Pupil.begin, mesh=mesh, **options)
+    crew.call(RankPolicy.begin, mesh=mesh, **options)
     return crew
 
 
@@ -79,59 +79,61 @@ def test_steps_are_those_of_ranks_with_whole_weights_bit_for_bit(
     crews: dict[int, ProcessCrew], shape: str, learner: str
 ) -> None:
     """In every weight, and in what is measured on the way."""
-    found, told = [], []
+    result, results = [], []
     for weights in ("whole", "divided"):
         crew = begun(crews, shape, weights=weights, **LEARNERS[learner])
-        told.append(practised(crew, 3))
-        found.append(crew.call(Pupil.weights))
-    for each in (*found[0], *found[1]):
-        assert same(found[0][0], each)
-    for whole, divided in zip(*told, strict=True):
+        results.append(practised(crew, 3))
+        result.append(crew.call(RankPolicy.weights))
+    for each in (*result[0], *result[1]):
+        assert same(result[0][0], each)
+    for whole, divided in zip(*results, strict=True):
         assert whole.keys() == divided.keys()
         assert (divided["loss"], divided["grad_norm"]) == (whole["loss"], whole["grad_norm"])
 
 
 def test_ranks_with_nothing_to_compute_bring_every_layer_all_the_same(crews: dict[int, ProcessCrew]) -> None:
     """Fewer groups than ranks, update batches with nothing for some of them, micro-batches without an action."""
-    found = []
+    result = []
     for weights in ("whole", "divided"):
         crew = begun(crews, "4", weights=weights, algorithm=EVERYTHING, max_tokens_per_micro_batch=1)
         practised(crew, 2, groups=1, updates=3)
-        crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts().select(torch.tensor([0, 1, 2, 3, 4, 5, 8])))])
+        crew.call(
+            RankPolicy.update, [crew.call(RankPolicy.ready, rollouts().select(torch.tensor([0, 1, 2, 3, 4, 5, 8])))]
+        )
         for seen in (1, 0):
-            crew.call(Pupil.imitate, rollouts(), seen=seen)
-        found.append(crew.call(Pupil.weights))
-    for each in (*found[0], *found[1]):
-        assert same(found[0][0], each)
+            crew.call(RankPolicy.imitate, rollouts(), seen=seen)
+        result.append(crew.call(RankPolicy.weights))
+    for each in (*result[0], *result[1]):
+        assert same(result[0][0], each)
 
 
 def test_weights_are_whole_for_an_engine_and_divided_again_for_the_next_update(crews: dict[int, ProcessCrew]) -> None:
-    found, told = [], []
+    result, results = [], []
     for weights in ("whole", "divided"):
         crew = begun(crews, "2", weights=weights, precision="bf16")
         for step in range(2):
-            assert all(crew.call(Pupil.assembled))
-            told.append(practised(crew, 1, first=step)[0]["loss"])
-        found.append(crew.call(Pupil.weights)[0])
-    assert same(*found) and told[:2] == told[2:]
+            assert all(crew.call(RankPolicy.assembled))
+            results.append(practised(crew, 1, first=step)[0]["loss"])
+        result.append(crew.call(RankPolicy.weights)[0])
+    assert same(*result) and results[:2] == results[2:]
 
 
 def test_an_engine_that_shares_them_rests_from_an_update_until_they_are_published(
     crews: dict[int, ProcessCrew],
 ) -> None:
     """Whatever it still computes when the update begins, and whatever it is asked for while that is made."""
-    found = []
-    for update in (Pupil.update, Pupil.disturbed):
+    result = []
+    for update in (RankPolicy.update, RankPolicy.disturbed):
         crew = begun(crews, "2", weights="divided", precision="fp32")
-        told = crew.call(update, [crew.call(Pupil.ready, rollouts())]).reduce()
-        found.append((told["loss"], crew.call(Pupil.weights)[0]))
-    assert told["met"] == 0 and told["late_version"] == 2
-    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+        metrics = crew.call(update, [crew.call(RankPolicy.ready, rollouts())]).reduce()
+        result.append((metrics["loss"], crew.call(RankPolicy.weights)[0]))
+    assert metrics["met"] == 0 and metrics["late_version"] == 2
+    assert result[0][0] == result[1][0] and same(result[0][1], result[1][1])
 
 
-def test_nobody_but_who_plays_computes_with_divided_weights(crews: dict[int, ProcessCrew]) -> None:
+def test_only_the_working_ranks_compute_with_divided_weights(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided", precision="fp32")
-    assert all("Publish them first, and sample then." in told for told in crew.call(Pupil.another))
+    assert all("Publish them first, and sample then." in message for message in crew.call(RankPolicy.another))
     practised(crew, 1)
 
 
@@ -139,49 +141,49 @@ def test_an_engine_with_weights_of_its_own_is_brought_them_by_all_ranks_together
     """Also where that of another rank takes none."""
     crew = begun(crews, "2", weights="divided", precision="fp32")
     count = len(list(model("fp32").named_weights()))
-    assert crew.call(Pupil.beside, odd=-1) == [("", True, count)] * 2
-    refused, took = crew.call(Pupil.beside, odd=0)
+    assert crew.call(RankPolicy.beside, odd=-1) == [("", True, count)] * 2
+    refused, took = crew.call(RankPolicy.beside, odd=0)
     assert "Give both the same model." in refused[0] and refused[1:] == (False, count)
     assert took == ("", True, count)
 
 
 def test_what_an_engine_had_whole_makes_room_before_the_optimizer_comes_home(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided", precision="bf16")
-    crew.call(Pupil.rest)
-    batch = crew.call(Pupil.ready, rollouts())
-    assert all(crew.call(Pupil.assembled))
-    crew.call(Pupil.update, [batch])
-    assert all(told and all(told) for told in crew.call(Pupil.woken))
+    crew.call(RankPolicy.rest)
+    batch = crew.call(RankPolicy.ready, rollouts())
+    assert all(crew.call(RankPolicy.assembled))
+    crew.call(RankPolicy.update, [batch])
+    assert all(sizes and all(sizes) for sizes in crew.call(RankPolicy.woken))
 
 
 def test_a_pass_without_gradients_takes_one_micro_batch_after_the_other(crews: dict[int, ProcessCrew]) -> None:
-    told = []
+    results = []
     for weights in ("whole", "divided"):
         crew = begun(crews, "2", weights=weights, max_tokens_per_micro_batch=20)
-        told.append(crew.call(Pupil.ordered, rollouts(groups=4)).entropy)
-    assert told[0] is not None and told[1] is not None
-    assert torch.equal(told[0].nan_to_num(), told[1].nan_to_num())
+        results.append(crew.call(RankPolicy.ordered, rollouts(groups=4)).entropy)
+    assert results[0] is not None and results[1] is not None
+    assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num())
 
 
 def test_exchanges_before_an_update_are_not_of_it(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided")
-    batch = crew.call(Pupil.ready, rollouts())
-    crew.call(Pupil.waited, 1000.0)
-    told = crew.call(Pupil.update, [batch]).reduce()
-    assert 0 < told["exchange_seconds"] < told["update_seconds"]
+    batch = crew.call(RankPolicy.ready, rollouts())
+    crew.call(RankPolicy.waited, 1000.0)
+    metrics = crew.call(RankPolicy.update, [batch]).reduce()
+    assert 0 < metrics["exchange_seconds"] < metrics["update_seconds"]
 
 
 def test_frozen_weights_stay_whole_and_as_they_are(crews: dict[int, ProcessCrew]) -> None:
     """Those that share a product with others too."""
-    found = []
+    result = []
     for weights in ("whole", "divided"):
         crew = begun(crews, "2", weights=weights, policy=partly)
-        before = crew.call(Pupil.weights)[0]
+        before = crew.call(RankPolicy.weights)[0]
         practised(crew, 2)
-        found.append(crew.call(Pupil.weights)[0])
-        moved = {name for name, weight in found[-1].items() if not torch.equal(weight, before[name])}
+        result.append(crew.call(RankPolicy.weights)[0])
+        moved = {name for name, weight in result[-1].items() if not torch.equal(weight, before[name])}
         assert moved and not any(frozen in name for name in moved for frozen in ("embed_tokens", "q_proj"))
-    assert same(*found)
+    assert same(*result)
 
 
 def partly(precision: str) -> Model:
@@ -193,13 +195,13 @@ def partly(precision: str) -> Model:
 
 def test_a_failed_update_leaves_the_weights_as_they_were(crews: dict[int, ProcessCrew]) -> None:
     crew = begun(crews, "2", weights="divided")
-    batch = crew.call(Pupil.ready, rollouts())
-    before = crew.call(Pupil.weights)[0]
+    batch = crew.call(RankPolicy.ready, rollouts())
+    before = crew.call(RankPolicy.weights)[0]
     broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(1e308).double(), 0.0))
     with pytest.raises(TrainingError, match=r"not finite in \d+ weights"):
-        crew.call(Pupil.update, [broken])
-    assert same(crew.call(Pupil.weights)[0], before)
-    crew.call(Pupil.update, [batch])
+        crew.call(RankPolicy.update, [broken])
+    assert same(crew.call(RankPolicy.weights)[0], before)
+    crew.call(RankPolicy.update, [batch])
 
 
 def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
@@ -207,10 +209,10 @@ def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
 ) -> None:
     crew = begun(crews, "2", weights="divided")
     practised(crew, 2)
-    crew.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    crew.call(RankPolicy.save, CheckpointManager(tmp_path), 2)
     four, one = begun(crews, "4", weights="divided"), alone()
     for other in (one, four):
-        other.call(Pupil.resume, tmp_path)
+        other.call(RankPolicy.resume, tmp_path)
         assert apart(crew, other) == 0
         practised(other, 1, first=2)
     practised(crew, 1, first=2)
@@ -220,12 +222,12 @@ def test_a_checkpoint_is_one_of_whole_weights_and_of_any_number_of_ranks(
 def test_what_rests_elsewhere_is_kept_and_read_where_it_rests(crews: dict[int, ProcessCrew], tmp_path: Path) -> None:
     """As far as a processor shows it; that a GPU's memory does not rise by it has not been run."""
     crew = begun(crews, "2", weights="divided")
-    assert crew.call(Pupil.named) == [True, True]
+    assert crew.call(RankPolicy.named) == [True, True]
     practised(crew, 1)
-    crew.call(Pupil.save, CheckpointManager(tmp_path), 1)
+    crew.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
     other = begun(crews, "4", weights="divided")
-    other.call(Pupil.rest)
-    other.call(Pupil.resume, tmp_path)
+    other.call(RankPolicy.rest)
+    other.call(RankPolicy.resume, tmp_path)
     assert apart(crew, other) == 0
     practised(crew, 1, first=1), practised(other, 1, first=1)
     assert apart(crew, other) <= 1e-12
@@ -243,14 +245,14 @@ def test_a_rank_keeps_its_rows_and_has_one_layer_at_a_time(crews: dict[int, Proc
     taken = []
     for weights in ("whole", "divided") * 2:
         crew = begun(crews, ranks, weights=weights, precision="fp32", policy=large)
-        batch = crew.call(Pupil.ready, rollouts(groups=4))  # something for every rank
-        crew.call(Pupil.update, [batch])
-        taken.append(crew.call(Pupil.taken))
+        batch = crew.call(RankPolicy.ready, rollouts(groups=4))  # something for every rank
+        crew.call(RankPolicy.update, [batch])
+        taken.append(crew.call(RankPolicy.taken))
     for one, other in zip(*taken[2:], strict=True):  # the first time round, connections take memory too
         assert one - other == pytest.approx(whole - rows, rel=0.05)
-    crew.call(Pupil.watch)
-    crew.call(Pupil.update, [batch])
-    assert set(crew.call(Pupil.watched)) == {(0, whole - sum(layers) + max(layers))}
+    crew.call(RankPolicy.watch)
+    crew.call(RankPolicy.update, [batch])
+    assert set(crew.call(RankPolicy.watched)) == {(0, whole - sum(layers) + max(layers))}
 
 
 def test_one_rank_has_nothing_to_divide() -> None:

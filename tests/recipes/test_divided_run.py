@@ -11,7 +11,7 @@ import pytest
 from etude.cli import main
 from etude.errors import EngineError
 from tests.recipes.lessons import learned, loaded
-from tests.recipes.runs import Captured, measured, options, refused, same, train, weights
+from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
 from tests.recipes.test_ranks_run import children, drawn
 from tests.recipes.test_ray_run import PATIENT
 from tests.recipes.workers.test_weight_sender import answers, ask, world_of
@@ -26,7 +26,7 @@ def test_a_run_is_that_of_whole_weights_bit_for_bit(world: Path, tmp_path: Path)
     run = train(world, tmp_path / "run", steps=2, **DIVIDED)
     assert not children()
     assert same(weights(run), weights(whole)) and drawn(run, 2) == drawn(whole, 2)
-    for mine, theirs in zip(measured(run), measured(whole), strict=True):
+    for mine, theirs in zip(step_metrics(run), step_metrics(whole), strict=True):
         assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
         assert mine["publish_bytes"] == 0 and mine["mismatch/largest_gap"] < 1e-5
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
@@ -47,11 +47,11 @@ def test_what_cannot_be_divided_is_refused(world: Path, tmp_path: Path, capsys: 
 @pytest.mark.soak
 def test_others_go_on_with_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", steps=1, **DIVIDED)
-    told = refused(capsys, "train", "--resume", str(run), "ranks=1", "steps=2")
-    assert "Set `ranks`, or `train.weights=whole`" in told
+    message = refused(capsys, "train", "--resume", str(run), "ranks=1", "steps=2")
+    assert "Set `ranks`, or `train.weights=whole`" in message
     assert main(["train", "--resume", str(run), "ranks=3", "steps=2"]) == 0
     assert main(["train", "--resume", str(run), "ranks=1", "train.weights=whole", "steps=3"]) == 0
-    assert [step["step"] for step in measured(run)] == [1, 2, 3]
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3]
 
 
 @pytest.mark.soak
@@ -60,22 +60,25 @@ def test_a_critic_is_divided_by_itself(world: Path, tmp_path: Path) -> None:
     whole = train(world, tmp_path / "whole", **given)
     run = train(world, tmp_path / "run", critic__train__weights="divided", **given)
     assert same(weights(run), weights(whole))
-    assert [step["critic/loss"] for step in measured(run)] == [step["critic/loss"] for step in measured(whole)]
+    assert [step["critic/loss"] for step in step_metrics(run)] == [step["critic/loss"] for step in step_metrics(whole)]
 
 
 @pytest.mark.soak
-def test_supervised_learning_divides_too(school: Path, tmp_path: Path) -> None:
+def test_supervised_learning_divides_too(supervised_world: Path, tmp_path: Path) -> None:
     """With a loss on held-out examples, which nothing is learned from."""
-    found = []
+    result = []
     for weights_are in ("whole", "divided"):
-        changes: dict[str, Any] = {"data__val": f"[{school / 'held_out_pairs.jsonl'}]", "train__weights": weights_are}
-        run = learned("dpo", school, tmp_path / weights_are, steps=2, ranks=2, **changes)
+        changes: dict[str, Any] = {
+            "data__val": f"[{supervised_world / 'held_out_pairs.jsonl'}]",
+            "train__weights": weights_are,
+        }
+        run = learned("dpo", supervised_world, tmp_path / weights_are, steps=2, ranks=2, **changes)
         model = {name: weight.detach() for name, weight in loaded(run).named_weights()}
-        found.append((model, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]))
-    assert same(found[0][0], found[1][0])
-    for mine, theirs in zip(found[0][1], found[1][1], strict=True):
+        result.append((model, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]))
+    assert same(result[0][0], result[1][0])
+    for mine, theirs in zip(result[0][1], result[1][1], strict=True):
         assert [mine.get(name) for name in TOLD] == [theirs.get(name) for name in TOLD]
-    assert any("eval/loss" in line for line in found[1][1])
+    assert any("eval/loss" in line for line in result[1][1])
 
 
 @pytest.mark.soak

@@ -26,8 +26,8 @@ from etude.rewards import Judge
 
 def answer(task: int, text: str, reward: float, source: str = "a", **more: object) -> EvaluatedAnswer:
     """An answer of three tokens, all of it extracted."""
-    told = {"extracted": text.strip(), **more}
-    return EvaluatedAnswer(task, source, "?", text, reward, {}, 3, "stop", **told)  # type: ignore[arg-type]
+    fields = {"extracted": text.strip(), **more}
+    return EvaluatedAnswer(task, source, "?", text, reward, {}, 3, "stop", **fields)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.data())
@@ -44,17 +44,19 @@ def test_for_right_and_wrong_it_is_pass_at_k(n: int, data: st.DataObject) -> Non
     assert best_of(rewards, k) == pytest.approx(1 - math.comb(n - right, k) / math.comb(n, k))
 
 
-def test_scores_are_told_by_task_and_by_source() -> None:
+def test_scores_are_reported_by_task_and_by_source() -> None:
     answers = [answer(0, "4", 1.0), answer(0, "5", 0.0), answer(0, "5 ", 0.0), answer(0, "4", 1.0)]
     answers += [answer(1, "x", 0.0, "b"), answer(1, "y", 1.0, "b"), answer(1, "y", 1.0, "b"), answer(1, "z", 0.0, "b")]
-    found = compute_scores(answers).reduce()
-    assert found["eval/mean@4"] == 0.5 and found["eval/a/mean@4"] == 0.5
-    assert found["eval/best@4"] == 1.0 and found["eval/best@2"] == pytest.approx(1 - math.comb(2, 2) / math.comb(4, 2))
-    assert found["eval/maj@4"] == 1.0  # 4 was given first, y most often
-    assert found["eval/b/length"] == 3 and found["eval/failed"] == 0
+    result = compute_scores(answers).reduce()
+    assert result["eval/mean@4"] == 0.5 and result["eval/a/mean@4"] == 0.5
+    assert result["eval/best@4"] == 1.0 and result["eval/best@2"] == pytest.approx(
+        1 - math.comb(2, 2) / math.comb(4, 2)
+    )
+    assert result["eval/maj@4"] == 1.0  # 4 was given first, y most often
+    assert result["eval/b/length"] == 3 and result["eval/failed"] == 0
 
 
-def test_one_source_is_not_told_twice() -> None:
+def test_one_source_is_not_reported_twice() -> None:
     assert not any(name.startswith("eval/a/") for name in compute_scores([answer(0, "4", 1.0)]).reduce())
 
 
@@ -71,12 +73,12 @@ def test_a_majority_is_of_what_was_read_as_the_answer() -> None:
         ("?", None, 0.0),
         ("?", None, 0.0),
     ]
-    voted = [answer(0, text, reward, extracted=read) for text, read, reward in said]
+    voted = [answer(0, extracted, reward, extracted=read) for extracted, read, reward in said]
     assert compute_scores(voted).reduce()["eval/maj@6"] == 1.0, "who says nothing has no vote"
     silent = [answer(0, "one thing", 1.0, extracted=None), answer(0, "another", 0.0, extracted=None)]
     assert "eval/maj@2" not in compute_scores(silent).reduce()
-    found = compute_scores([*silent, answer(1, "4", 1.0), answer(1, "4", 1.0)]).reduce()
-    assert found["eval/maj@2"] == 0.5, "a task without a vote is not won"
+    result = compute_scores([*silent, answer(1, "4", 1.0), answer(1, "4", 1.0)]).reduce()
+    assert result["eval/maj@2"] == 0.5, "a task without a vote is not won"
 
 
 class Slow:
@@ -119,7 +121,7 @@ def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected
             episodes=None,
         )
         dataset = Dataset.load([{"prompt": "2+2="}] * 12)
-        found = Evaluator(
+        result = Evaluator(
             EvaluationConfig(),
             sampling=SamplingConfig(),
             seed=0,
@@ -129,10 +131,10 @@ def test_a_clock_counts_the_drawing_and_no_wait_in_line(seconds: float, expected
             runner=runner,
         ).answer_all()
     assert engine.most == 3 and engine.under_way == 0
-    assert {a.reward for a in found} == {expected} and {a.failed for a in found} == {not expected}
+    assert {a.reward for a in result} == {expected} and {a.failed for a in result} == {not expected}
 
 
-def test_answers_for_scoring_are_as_long_as_in_training_unless_told_otherwise() -> None:
+def test_answers_for_scoring_are_as_long_as_in_training_unless_set_otherwise() -> None:
     assert EvaluationSampling(temperature=0.5).fill_from(SamplingConfig(max_tokens=7)) == SamplingConfig(
         max_tokens=7, temperature=0.5
     )
@@ -141,8 +143,8 @@ def test_answers_for_scoring_are_as_long_as_in_training_unless_told_otherwise() 
 
 def test_answers_are_kept_to_be_looked_at(tmp_path: Path) -> None:
     write_answers([answer(3, "vier", 1.0)], tmp_path / "evaluations" / "a.jsonl")
-    told = json.loads((tmp_path / "evaluations" / "a.jsonl").read_text())
-    assert told["task"] == 3 and told["text"] == "vier" and told["reward"] == 1.0
+    data = json.loads((tmp_path / "evaluations" / "a.jsonl").read_text())
+    assert data["task"] == 3 and data["text"] == "vier" and data["reward"] == 1.0
 
 
 def test_seeds_follow_from_what_they_are_for_and_nothing_else() -> None:

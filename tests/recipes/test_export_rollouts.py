@@ -40,7 +40,7 @@ from tests.alone import alone
 from tests.recipes import players
 from tests.recipes.lessons import learned, refusal
 from tests.recipes.players import TALKS
-from tests.recipes.runs import Captured, measured, refused, train
+from tests.recipes.runs import Captured, refused, step_metrics, train
 from tests.worlds import make_tokenizer
 
 END = 1
@@ -86,7 +86,7 @@ def test_demonstrations_are_the_very_tokens_of_what_earned_enough(talked: Path, 
 
 
 @pytest.mark.parametrize("form", ["ids", "text"])
-def test_sft_learns_from_them(form: str, school: Path, talked: Path, tmp_path: Path) -> None:
+def test_sft_learns_from_them(form: str, supervised_world: Path, talked: Path, tmp_path: Path) -> None:
     rows = written(talked, tmp_path / "good.parquet", "--as", "sft", "--form", form)
     with closing(journal(talked)) as store:
         drawn = [turn.completion.ids.tolist() for id in totals(store) for turn in store.turns(id)]
@@ -94,11 +94,11 @@ def test_sft_learns_from_them(form: str, school: Path, talked: Path, tmp_path: P
         rows = [row for row in rows if row["completion"]]
         drawn = [[*(id for id in ids if id != END), END] for ids in drawn if ids != [END]]
     of = {"batch_size": len(rows), "steps": 1, "data__train": f"[{tmp_path / 'good.parquet'}]"}
-    (step,) = measured(learned("sft", school, tmp_path / "run", **of))
+    (step,) = step_metrics(learned("sft", supervised_world, tmp_path / "run", **of))
     assert np.isfinite(step["loss"]) and step["action_tokens"] == sum(map(len, drawn))
 
 
-def test_turns_of_chosen_tags_alone(school: Path, talked: Path, tmp_path: Path) -> None:
+def test_turns_of_chosen_tags_alone(supervised_world: Path, talked: Path, tmp_path: Path) -> None:
     whole = written(talked, tmp_path / "whole.jsonl", "--as", "sft", "--form", "text")
     plans = written(talked, tmp_path / "plans.jsonl", "--as", "sft", "--form", "text", "--tags", "planner")
     assert len(whole) == 96 and len(plans) == 32
@@ -108,11 +108,15 @@ def test_turns_of_chosen_tags_alone(school: Path, talked: Path, tmp_path: Path) 
         len(row["input_ids"]) - row["assistant_masks"].index(1) for row in exact
     ]
     file = f"[{tmp_path / 'exact.jsonl'}]"
-    assert measured(learned("sft", school, tmp_path / "run", data__train=file, data__train_on="last", steps=1))
+    assert step_metrics(
+        learned("sft", supervised_world, tmp_path / "run", data__train=file, data__train_on="last", steps=1)
+    )
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "reward-model"])
-def test_pairs_are_the_best_and_the_worst_of_a_group(recipe: str, school: Path, talked: Path, tmp_path: Path) -> None:
+def test_pairs_are_the_best_and_the_worst_of_a_group(
+    recipe: str, supervised_world: Path, talked: Path, tmp_path: Path
+) -> None:
     rows = written(talked, tmp_path / "pairs.parquet", "--as", "dpo", "--min-gap", "0.01")
     with closing(journal(talked)) as store:
         earned = totals(store)
@@ -121,19 +125,21 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(recipe: str, school: Path, 
             assert row["chosen_reward"] == max(tries) > row["rejected_reward"] == min(tries)
             for side in ("chosen", "rejected"):
                 wanted = build_samples(store.turns(row[f"{side}_rollout"]), 0)
-                found = [(each["input_ids"], each["assistant_masks"]) for each in row[f"{side}_tokens"]]
-                assert found == [(each.ids.tolist(), each.action.tolist()) for each in wanted]
+                result = [(each["input_ids"], each["assistant_masks"]) for each in row[f"{side}_tokens"]]
+                assert result == [(each.ids.tolist(), each.action.tolist()) for each in wanted]
     assert 4 <= len(rows) <= 8
     file = f"[{tmp_path / 'pairs.parquet'}]"
-    (step,) = measured(learned(recipe, school, tmp_path / "run", data__train=file, steps=1))
+    (step,) = step_metrics(learned(recipe, supervised_world, tmp_path / "run", data__train=file, steps=1))
     assert np.isfinite(step["loss"]) and step["grad_norm"] > 0
 
 
-def test_pairs_of_one_answer_each_as_text(school: Path, trained: Path, tmp_path: Path) -> None:
+def test_pairs_of_one_answer_each_as_text(supervised_world: Path, trained: Path, tmp_path: Path) -> None:
     """Of a run whose rollouts an engine makes."""
     rows = written(trained, tmp_path / "pairs.jsonl", "--as", "dpo", "--form", "text")
     assert all(row["prompt"].endswith("=") and row["chosen"] != row["rejected"] for row in rows)
-    assert measured(learned("dpo", school, tmp_path / "run", data__train=f"[{tmp_path / 'pairs.jsonl'}]", steps=1))
+    assert step_metrics(
+        learned("dpo", supervised_world, tmp_path / "run", data__train=f"[{tmp_path / 'pairs.jsonl'}]", steps=1)
+    )
 
 
 def test_ids_of_another_vocabulary_are_refused(talked: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -142,23 +148,23 @@ def test_ids_of_another_vocabulary_are_refused(talked: Path, tmp_path: Path, cap
     make_tokenizer(other, "abc")
     file = f"[{tmp_path / 'good.jsonl'}]"
     model = {"model.tokenizer": other, "data.train": file}
-    told = refusal(capsys, "sft", talked.parent, tmp_path / "run", **model, **{"model.path": _model(talked)})
-    assert "has token ids of another vocabulary" in told and "--form text" in told
-    for change, said in (
+    message = refusal(capsys, "sft", talked.parent, tmp_path / "run", **model, **{"model.path": _model(talked)})
+    assert "has token ids of another vocabulary" in message and "--form text" in message
+    for change, text in (
         ({"vocabulary": None, "input_ids": [10_000]}, "has 1 `input_ids` and"),
         ({"assistant_masks": "no"}, "that is not a list of whole numbers"),
         ({"vocabulary": None, "input_ids": [10_000] * len(rows[0]["input_ids"])}, "has the token id 10000"),
     ):
         (tmp_path / "good.jsonl").write_text(json.dumps(rows[0] | change) + "\n")
-        assert said in refusal(
+        assert text in refusal(
             capsys, "sft", talked.parent, tmp_path / "run", **{"data.train": file, "model.path": _model(talked)}
         )
 
 
 def _model(run: Path) -> Path:
-    found = read_run(run).model.path
-    assert found is not None
-    return found
+    result = read_run(run).model.path
+    assert result is not None
+    return result
 
 
 # -- everything -------------------------------------------------------------------------------------------------------
@@ -180,12 +186,12 @@ def test_lines_have_all_that_is_known(talked: Path, tmp_path: Path) -> None:
                 attempt["events"][-1]["name"] == "said"
                 and attempt["began"] <= attempt["turns"][0]["at"] <= attempt["ended"]
             )
-            for told, turn in zip(attempt["turns"], store.turns(state.id), strict=True):
-                said = turn.completion
-                assert told["prompt_ids"] == turn.prompt.tolist() and told["ids"] == said.ids.tolist()
-                assert np.array_equal(np.array(told["logp"], np.float32), said.logp)
-                assert told["versions"] == said.version.tolist() and told["tags"] == list(turn.tags)
-                assert told["text"] == said.text and told["reward"] == turn.reward and told["prompt"]
+            for record, turn in zip(attempt["turns"], store.turns(state.id), strict=True):
+                completion = turn.completion
+                assert record["prompt_ids"] == turn.prompt.tolist() and record["ids"] == completion.ids.tolist()
+                assert np.array_equal(np.array(record["logp"], np.float32), completion.logp)
+                assert record["versions"] == completion.version.tolist() and record["tags"] == list(turn.tags)
+                assert record["text"] == completion.text and record["reward"] == turn.reward and record["prompt"]
 
 
 def test_what_json_has_no_number_for_is_nothing_in_a_line(tmp_path: Path) -> None:
@@ -220,8 +226,8 @@ def test_what_failed_is_shown_and_ranked_by_what_it_counted_for(world: Path, tmp
     }
     scored = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 1}
     run = train(world, tmp_path / "run", **TALKS | fails | scored)
-    _, told = load_answers(run)
-    assert len(told) == 16 and [each["reward"] for each in told if not each["parts"]].count(-1.0) == 8
+    _, message = load_answers(run)
+    assert len(message) == 16 and [each["reward"] for each in message if not each["parts"]].count(-1.0) == 8
     done = export_rollouts(ExportOptions(run, tmp_path / "pairs.jsonl", "dpo"))
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["rejected_reward"] == -1.0 and row["rejected_rollout"] % 2 for row in rows)
@@ -249,11 +255,13 @@ def test_traces_are_what_opentelemetry_reads(talked: Path, tmp_path: Path) -> No
         assert attempt.start_time_unix_nano < times[0] and times[-1] <= attempt.end_time_unix_nano
         assert attempt.events[-1].name == "said"
     read = otlp.parse_spans(json.dumps(lines[0]).encode(), otlp.JSON)
-    told = read[2].data["attributes"]
+    attributes = read[2].data["attributes"]
     with closing(journal(talked)) as store:
         turn = store.turns(read[0].data["attributes"]["etude.rollout"])[0]
-    assert told["gen_ai.usage.output_tokens"] == len(turn.completion.ids) and told["etude.tags"] == ["planner"]
-    assert told["etude.text"] == turn.completion.text and told["etude.reward"] == turn.reward
+    assert attributes["gen_ai.usage.output_tokens"] == len(turn.completion.ids) and attributes["etude.tags"] == [
+        "planner"
+    ]
+    assert attributes["etude.text"] == turn.completion.text and attributes["etude.reward"] == turn.reward
     again = written(talked, tmp_path / "again.jsonl", "--as", "otlp")
     assert again == lines, "what is exported twice is the same trace"
 
@@ -301,10 +309,10 @@ def made(run: Path, count: int, notes: list[NoteRecorded] | None = None) -> Path
             store.append([TaskIssued(task, task, "s", {"prompt": "?"})])
             for id in (2 * task, 2 * task + 1)[:count]:
                 ids = rng.integers(0, 9, 400).astype(np.int32)
-                said = Completion(ids, np.zeros(400, np.float32), np.zeros(400, np.int32), "stop", "words " * 60)
+                completion = Completion(ids, np.zeros(400, np.float32), np.zeros(400, np.int32), "stop", "words " * 60)
                 story = [RolloutQueued(id, task, id % 2), AttemptStarted(id, 0, at=1.0), *(notes or [])]
                 story += [
-                    TurnRecorded(id, 0, Turn(np.arange(9, dtype=np.int32), said, 0), 2.0),
+                    TurnRecorded(id, 0, Turn(np.arange(9, dtype=np.int32), completion, 0), 2.0),
                     AttemptRewarded(id, 0, float(id % 2)),
                 ]
                 store.append([*story, AttemptEnded(id, 0, Outcome.SUCCEEDED, at=3.0)])
@@ -354,7 +362,7 @@ def test_memory_does_not_grow_with_the_run(kind: str, suffix: str, world: Path, 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_exported_is_told_with_what_to_do(talked: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_what_cannot_be_exported_is_reported_with_what_to_do(talked: Path, tmp_path: Path, capsys: Captured) -> None:
     def told(to: str, *words: str, run: Path = talked) -> str:
         return refused(capsys, "export", "rollouts", str(run), str(tmp_path / to), *words)
 
@@ -375,19 +383,19 @@ def test_what_cannot_be_exported_is_told_with_what_to_do(talked: Path, tmp_path:
 
 
 def test_help_teaches(capsys: Captured) -> None:
-    for words, said in (
+    for words, text in (
         (["export", "--help"], "etude export rollouts --help"),
         (["export", "rollouts", "--help"], "good.parquet --as sft --min-reward 1"),
     ):
         with pytest.raises(SystemExit):
             main(words)
-        assert said in capsys.readouterr().out
+        assert text in capsys.readouterr().out
 
 
 def test_what_was_written_is_said_with_what_to_type_next(talked: Path, tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "good.parquet"
     assert main(["export", "rollouts", str(talked), str(file), "--as", "sft", "--min-reward", "1.7", "--json"]) == 0
     out = capsys.readouterr().out
-    told = json.loads(out.splitlines()[-1])
-    assert told["rows"] == pq.read_table(file).num_rows and told["skipped"].keys() == {"earned less than 1.7"}
+    data = json.loads(out.splitlines()[-1])
+    assert data["rows"] == pq.read_table(file).num_rows and data["skipped"].keys() == {"earned less than 1.7"}
     assert f"etude sft model.path=MODEL data.train=[{file}]" in out

@@ -41,10 +41,10 @@ def judge(seen: list[str]) -> FastAPI:
 async def judged(task: Task, llm: LLM) -> float:
     """Answer, and have somebody else say what that is worth."""
     client, asked = llm.async_client.chat.completions, [{"role": "user", "content": task["key"]}]
-    said = await client.create(model=llm.model, messages=asked)  # type: ignore[call-overload]
-    shown = [{"role": "user", "content": f"How good is {said.choices[0].message.content}?"}]
-    told = await client.create(model="judge", messages=shown)  # type: ignore[call-overload]
-    return float(told.choices[0].message.content)
+    answer = await client.create(model=llm.model, messages=asked)  # type: ignore[call-overload]
+    shown = [{"role": "user", "content": f"How good is {answer.choices[0].message.content}?"}]
+    verdict = await client.create(model="judge", messages=shown)  # type: ignore[call-overload]
+    return float(verdict.choices[0].message.content)
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
@@ -68,11 +68,14 @@ def test_an_agent_may_ask_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         file = tmp_path / "models.yaml"
         file.write_text(f"judge: {{url: '{url}', model: large, api_key_env: JUDGES_KEY}}\n")
         algorithm = etude.RL("grpo", options(tmp_path, **{"agent.external": file}), tmp_path / "run")
-        told = etude.Trainer(algorithm).fit(judged, [{"key": key} for key in "abc"])
+        metrics = etude.Trainer(algorithm).fit(judged, [{"key": key} for key in "abc"])
     assert seen == ["Bearer not-to-be-seen large"] * 4
-    assert told["reward"] == 0.5 and told["failed_attempts"] == 0
+    assert metrics["reward"] == 0.5 and metrics["failed_attempts"] == 0
     assert (
-        told["endpoint/external_answered"] == told["endpoint/turns"] == told["endpoint/external_completion_tokens"] == 4
+        metrics["endpoint/external_answered"]
+        == metrics["endpoint/turns"]
+        == metrics["endpoint/external_completion_tokens"]
+        == 4
     )
     with closing(open_store(tmp_path / "run/journal.sqlite", read_only=True)) as store:
         (step,) = store.admitted().values()

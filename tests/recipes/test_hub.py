@@ -112,9 +112,9 @@ def refused(*options: str) -> str:
 
 
 def test_nothing_is_asked_of_the_hub_unless_that_is_allowed(served: Hub) -> None:
-    told = refused("model.path=owner/tiny")
-    assert "`hf download owner/tiny`" in told
-    assert "ETUDE_DOWNLOAD=1" in told
+    message = refused("model.path=owner/tiny")
+    assert "`hf download owner/tiny`" in message
+    assert "ETUDE_DOWNLOAD=1" in message
     assert served.asked == []
 
 
@@ -158,7 +158,9 @@ def test_a_name_of_one_word_is_a_models_where_it_is_cached_or_may_be_downloaded(
     served.repositories["models/tiny"] = published / "tiny"
     monkeypatch.setenv("ETUDE_DOWNLOAD", "1")
     assert run_of("model.path=tiny").model.path == cached("models", "tiny")
-    assert "is no directory (seen from" in (told := refused("model.path=tyni")) and "no model of that name" in told
+    assert (
+        "is no directory (seen from" in (message := refused("model.path=tyni")) and "no model of that name" in message
+    )
     monkeypatch.setenv("ETUDE_DOWNLOAD", "0")
     asked = len(served.asked)
     assert run_of("model.path=tiny").model.path == cached("models", "tiny")
@@ -168,7 +170,7 @@ def test_a_name_of_one_word_is_a_models_where_it_is_cached_or_may_be_downloaded(
     assert len(served.asked) == asked
 
 
-def test_an_index_that_cannot_be_read_is_told(served: Hub, published: Path) -> None:
+def test_an_index_that_cannot_be_read_is_reported(served: Hub, published: Path) -> None:
     place = prepared(published / "tiny", "models", "owner/tiny")
     for text in ("{", "[]", "{}", '{"weight_map": 3}'):
         (place / "model.safetensors.index.json").write_text(text)
@@ -242,7 +244,7 @@ def test_only_the_split_that_is_wanted_is_downloaded(allowed: Hub) -> None:
     assert not list(cached("datasets", "owner/sums").glob("main/train-*"))
 
 
-def test_files_without_a_card_are_told_apart_by_their_names(allowed: Hub) -> None:
+def test_files_without_a_card_are_distinguished_by_their_names(allowed: Hub) -> None:
     assert names_of(run_of("data.train=[owner/bare]").data.train) == ["data/train.jsonl"]
     assert names_of(run_of("data.val=[owner/bare:validation]").data.val) == ["data/validation.jsonl"]
 
@@ -274,11 +276,11 @@ def test_what_tells_of_the_data_is_none_of_it(allowed: Hub, tmp_path: Path) -> N
 def test_a_files_own_name_says_its_split_before_its_directory_does(allowed: Hub, tmp_path: Path) -> None:
     names = ("test-set/train-0.jsonl", "test-set/valid/part.jsonl", "test-set/part.jsonl")
     allowed.repositories["datasets/owner/nested"] = written(tmp_path / "nested", *names)
-    found = {
+    result = {
         split: run_of(f"data.train=[owner/nested:{split}]").data.train for split in ("train", "validation", "test")
     }
-    assert [Path(files[0]).name for files in found.values()] == ["train-0.jsonl", "part.jsonl", "part.jsonl"]
-    assert {len(files) for files in found.values()} == {1}
+    assert [Path(files[0]).name for files in result.values()] == ["train-0.jsonl", "part.jsonl", "part.jsonl"]
+    assert {len(files) for files in result.values()} == {1}
 
 
 def test_a_card_may_name_a_directory_alone(allowed: Hub, tmp_path: Path) -> None:
@@ -300,8 +302,10 @@ def test_a_card_may_name_a_directory_alone(allowed: Hub, tmp_path: Path) -> None
 def test_a_card_that_cannot_be_read_is_named(text: str, allowed: Hub, tmp_path: Path) -> None:
     allowed.repositories["datasets/owner/odd"] = root = written(tmp_path / "odd", "train.jsonl")
     card(text, root / "README.md")
-    told = refused("data.train=[owner/odd]")
-    assert told.startswith("`data.train=[owner/odd]`: the data set's card, ") and "README.md, says where its" in told
+    message = refused("data.train=[owner/odd]")
+    assert (
+        message.startswith("`data.train=[owner/odd]`: the data set's card, ") and "README.md, says where its" in message
+    )
 
 
 def test_a_card_that_names_no_split_means_train(allowed: Hub, tmp_path: Path) -> None:
@@ -318,8 +322,8 @@ def test_the_tasks_of_a_data_set_are_shown_by_its_name(
     assert main(["data", "show", "owner/sums/main:train", "-n", "1", "--model", "owner/tiny"]) == 0
     assert "8 rows; the longest prompt" in capsys.readouterr().out
     assert main(["data", "show", "owner/others"]) == 2
-    told = capsys.readouterr().err
-    assert "`owner/others` is no file" in told and "`hf download owner/others --repo-type dataset`" in told
+    message = capsys.readouterr().err
+    assert "`owner/others` is no file" in message and "`hf download owner/others --repo-type dataset`" in message
     assert served.asked == []
 
 
@@ -334,9 +338,9 @@ def test_a_data_set_in_the_cache_needs_no_network_and_a_part_of_one_is_refused(s
     place = prepared(published / "sums", "datasets", "owner/sums")
     assert len(run_of("data.train=[owner/sums/main:train]").data.train) == 2
     (place / "main" / "train-00001-of-00002.jsonl").unlink()
-    told = refused("data.train=[owner/sums/main:train]")
-    assert "without main/train-00001-of-00002.jsonl" in told
-    assert "`hf download owner/sums --repo-type dataset`" in told
+    message = refused("data.train=[owner/sums/main:train]")
+    assert "without main/train-00001-of-00002.jsonl" in message
+    assert "`hf download owner/sums --repo-type dataset`" in message
     assert served.asked == []
 
 

@@ -27,8 +27,8 @@ def scored(capsys: Captured, *words: str) -> dict[str, float]:
     """What `etude eval --json` says last."""
     capsys.readouterr()
     assert main(["eval", "--json", *words]) == 0
-    found: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
 
 
 def answers(capsys: Captured, *words: str) -> str:
@@ -48,12 +48,14 @@ def quiet(world: Path) -> list[str]:
 
 def test_a_run_scores_as_it_did_when_it_ended(trained: Path, capsys: Captured) -> None:
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
-    found = scored(capsys, str(trained))
-    about = {"tasks": 5, "samples": 2, "step": 4, "answers": found["answers"]}
-    assert found == about | {name: last[name] for name in found.keys() - about.keys()} and "eval/mean@2" in found
-    path = Path(str(found["answers"]))
+    result = scored(capsys, str(trained))
+    about = {"tasks": 5, "samples": 2, "step": 4, "answers": result["answers"]}
+    assert result == about | {name: last[name] for name in result.keys() - about.keys()} and "eval/mean@2" in result
+    path = Path(str(result["answers"]))
     assert path.parent == trained / "evaluations" and len(path.read_text().splitlines()) == 10
-    assert len({scored(capsys, str(trained))["answers"] for _ in range(2)} | {found["answers"]}) == 3, "a file for each"
+    assert len({scored(capsys, str(trained))["answers"] for _ in range(2)} | {result["answers"]}) == 3, (
+        "a file for each"
+    )
 
 
 def test_the_best_checkpoint_scores_as_it_did_then(trained: Path, capsys: Captured) -> None:
@@ -78,9 +80,9 @@ def test_a_model_is_scored_without_a_run(world: Path, trained: Path, quiet: list
 
 
 def test_scores_follow_what_is_asked_for(trained: Path, world: Path, capsys: Captured) -> None:
-    found = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
-    assert {"eval/mean@4", "eval/best@2"} <= found.keys() and "eval/maj@4" not in found
-    assert found["eval/best@4"] == found["eval/mean@4"], "greedy answers are all the same"
+    result = scored(capsys, str(trained), "evaluate.samples=4", "evaluate.limit=2", "evaluate.sampling.temperature=0")
+    assert {"eval/mean@4", "eval/best@2"} <= result.keys() and "eval/maj@4" not in result
+    assert result["eval/best@4"] == result["eval/mean@4"], "greedy answers are all the same"
 
 
 def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
@@ -93,7 +95,7 @@ def test_servers_that_are_joined_find_the_weights_in_the_directory_of_the_run(
     assert given.parent.parent == trained.resolve() and set(trained.iterdir()) == before
 
 
-def test_what_cannot_be_scored_is_told(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_what_cannot_be_scored_is_reported(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "`data.val=[tasks.parquet]`" in refused(capsys, "eval", str(whole))
     assert "no best checkpoint" in refused(capsys, "generate", str(whole), "1+1=", "--best")
     assert "There is no directory" in refused(capsys, "eval", str(tmp_path / "nowhere"))
@@ -119,12 +121,12 @@ def test_several_answers_are_numbered(world: Path, capsys: Captured) -> None:
 def test_the_prompt_may_come_from_standard_input(
     world: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=8")
+    text = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=8")
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
-    assert answers(capsys, str(world / "model"), "sampling.max_tokens=8") == said
+    assert answers(capsys, str(world / "model"), "sampling.max_tokens=8") == text
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    told = refused(capsys, "generate", str(world / "model"))
-    assert "There is no prompt" in told and str(world / "model") in told
+    message = refused(capsys, "generate", str(world / "model"))
+    assert "There is no prompt" in message and str(world / "model") in message
     assert "Name a model or a run's directory" in refused(capsys, "generate")
 
 
@@ -145,13 +147,13 @@ def test_one_answer_is_shown_as_it_is_written(world: Path, capsys: Captured, mon
         return console
 
     monkeypatch.setattr(ask, "make_console", watched)
-    said = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=12", "seed=3")
-    assert "".join(pieces) == said.removesuffix("\n") and len([piece for piece in pieces if piece]) > 3
+    text = answers(capsys, str(world / "model"), "1+1=", "sampling.max_tokens=12", "seed=3")
+    assert "".join(pieces) == text.removesuffix("\n") and len([piece for piece in pieces if piece]) > 3
 
 
 def test_a_misspelt_option_is_no_prompt(world: Path, capsys: Captured) -> None:
-    told = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
-    assert "samplin is not an option. Did you mean sampling?" in told
+    message = refused(capsys, "generate", str(world / "model"), "1+1=", "samplin.max_tokens=3")
+    assert "samplin is not an option. Did you mean sampling?" in message
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.integration), "bf16"])
@@ -178,8 +180,8 @@ def test_an_export_is_loaded_by_transformers_and_says_the_same(
             source=places - 1,
         )
         hidden = ours.hidden(alone.ids, alone.positions, PackedAttention(alone))
-        said = theirs(ids).logits[0].float()
-        assert torch.allclose(said, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
+        logits = theirs(ids).logits[0].float()
+        assert torch.allclose(logits, ours.logits(hidden), atol=1e-5 if precision == "fp32" else 0.05)
     asked = ["1+1=", "sampling.max_tokens=12", f"train.precision={precision}"]
     assert answers(capsys, str(run), *asked[:2]) == answers(capsys, str(tmp_path / "out"), *asked)
 
@@ -192,9 +194,9 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_can_be_asked_and_
     os.truncate(newest / "tensors.json", 3)
     asked = ["generate", str(run), "1+1=", "sampling.max_tokens=2"]
     for words in (asked, ["export", str(run), str(tmp_path / "out")]):
-        told = refused(capsys, *words)
-        assert "checkpoint.fall_back=true" in told and "--fall-back" in told
-        step = int(told.partition("of step ")[2].partition(".")[0])
+        message = refused(capsys, *words)
+        assert "checkpoint.fall_back=true" in message and "--fall-back" in message
+        step = int(message.partition("of step ")[2].partition(".")[0])
     assert main([*asked, "checkpoint.fall_back=true"]) == 0
     capsys.readouterr()
     assert main(["export", str(run), str(tmp_path / "out"), "--fall-back"]) == 0
@@ -229,8 +231,8 @@ def test_the_answers_of_a_model_are_written_where_that_is_asked_for(
     world: Path, tmp_path: Path, quiet: list[str], capsys: Captured
 ) -> None:
     assert "answers" not in scored(capsys, str(world / "model"), *quiet)
-    found = scored(capsys, str(world / "model"), *quiet, "--answers", str(tmp_path / "answers.jsonl"))
-    assert found["answers"] == str(tmp_path / "answers.jsonl") and "step" not in found
+    result = scored(capsys, str(world / "model"), *quiet, "--answers", str(tmp_path / "answers.jsonl"))
+    assert result["answers"] == str(tmp_path / "answers.jsonl") and "step" not in result
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 10
 
 
@@ -254,8 +256,8 @@ def test_an_option_that_a_command_does_not_read_is_refused(
 
 def test_a_run_brings_its_own_options(trained: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other.yaml").write_text("steps: 3\n")
-    told = refused(capsys, "eval", str(trained), "--config", str(tmp_path / "other.yaml"))
-    assert "--config has no place beside it" in told
+    message = refused(capsys, "eval", str(trained), "--config", str(tmp_path / "other.yaml"))
+    assert "--config has no place beside it" in message
 
 
 def test_a_prompt_is_a_message_unless_it_is_to_be_continued(

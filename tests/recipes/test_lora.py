@@ -19,7 +19,7 @@ from etude.models import load, save
 from etude.recipes.run.build import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from tests.components import require
-from tests.recipes.runs import Captured, loaded, measured, refused, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, loaded, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.rollout.engines import logits_of
 
 LORA = {"lora.rank": 4, "lora.alpha": 16}
@@ -29,8 +29,8 @@ IDS = torch.tensor([[5, 9, 2, 7, 11, 3]])
 
 def logits(module: torch.nn.Module) -> Tensor:
     with torch.no_grad():
-        found: Tensor = module(input_ids=IDS).logits
-    return found
+        result: Tensor = module(input_ids=IDS).logits
+    return result
 
 
 def stored(directory: Path) -> set[str]:
@@ -54,14 +54,14 @@ def frozen(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_adapter_alone_is_trained_and_kept(world: Path, adapted: Path) -> None:
     base = {name: weight.detach() for name, weight in load(world / "model", dtype=torch.float32).named_weights()}
-    found = weights(adapted)
-    learned = {name for name in found if ".lora_" in name}
-    assert same(base, {name: found[name] for name in base}) and learned == found.keys() - base.keys()
-    assert all(bool(found[name].any()) for name in learned if ".lora_B." in name), "every B has left zero"
+    result = weights(adapted)
+    learned = {name for name in result if ".lora_" in name}
+    assert same(base, {name: result[name] for name in base}) and learned == result.keys() - base.keys()
+    assert all(bool(result[name].any()) for name in learned if ".lora_B." in name), "every B has left zero"
     kinds = ("weights", "exp_avg", "exp_avg_sq", "step")
     others = {"learner.version", "scaling.scale", "scaling.good_steps"}
     assert stored(adapted) == {f"{kind}.{name}" for kind in kinds for name in learned} | others
-    assert all(line["publish_bytes"] == 0 and line["mismatch/k3"] < 1e-9 for line in measured(adapted))
+    assert all(line["publish_bytes"] == 0 and line["mismatch/k3"] < 1e-9 for line in step_metrics(adapted))
 
 
 @pytest.mark.parametrize(("options", "name"), [(LORA, "adapted"), (FROZEN, "frozen")], ids=["adapter", "frozen"])
@@ -100,21 +100,21 @@ def test_it_is_held_to_the_model_it_adapts_without_a_second_copy(world: Path, ad
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
         assert isinstance(worker, PolicyWorker) and "ref_logp" in worker._auxiliary.frozen
         assert worker._auxiliary.frozen["ref_logp"].model is worker._learner.model is parts.engine.model
-    first, second = measured(train(world, tmp_path / "run", steps=2, **held))
+    first, second = step_metrics(train(world, tmp_path / "run", steps=2, **held))
     assert first["kl"] == 0, "the adapter begins as nothing"
     assert abs(second["kl"]) > 1e-5
     apart = train(world, tmp_path / "apart", steps=2, **held | {"reference.path": world / "model"})
-    assert [line["kl"] for line in measured(apart)] == pytest.approx([0, second["kl"]], abs=1e-6)
+    assert [line["kl"] for line in step_metrics(apart)] == pytest.approx([0, second["kl"]], abs=1e-6)
     assert not same(weights(adapted), weights(tmp_path / "run"))
 
 
 def test_a_merged_engine_samples_from_what_is_trained(world: Path, tmp_path: Path, adapted: Path) -> None:
-    lines = measured(train(world, tmp_path / "run", steps=2, **LORA, **{"lora.publish": "merged"}))
+    lines = step_metrics(train(world, tmp_path / "run", steps=2, **LORA, **{"lora.publish": "merged"}))
     layer = 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 96)
     assert {line["engine/merged_bytes"] for line in lines} == {2 * layer}
     assert all(line["engine/merge_seconds"] > 0 and line["publish_bytes"] == 0 for line in lines)
     assert all(line["mismatch/k3"] < 1e-9 for line in lines)
-    assert "engine/merged_bytes" not in measured(adapted)[0]
+    assert "engine/merged_bytes" not in step_metrics(adapted)[0]
 
 
 def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -132,9 +132,12 @@ def test_it_is_exported_whole_or_as_an_adapter(world: Path, adapted: Path, tmp_p
     torch.testing.assert_close(
         logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), wanted, rtol=1e-4, atol=1e-4
     )
-    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str(world / "model") and (told["r"], told["lora_alpha"]) == (4, 16)
-    assert "down_proj" in told["target_modules"]
+    data = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert data["base_model_name_or_path"] == str(world / "model") and (data["r"], data["lora_alpha"]) == (
+        4,
+        16,
+    )
+    assert "down_proj" in data["target_modules"]
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -160,11 +163,11 @@ def test_it_is_scored_and_asked(world: Path, adapted: Path, capsys: Captured) ->
     capsys.readouterr()
     assert main(["eval", str(adapted), f"data.val=[{world / 'held_out.jsonl'}]", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2
-    said = []
+    results = []
     for how in ("adapter", "merged"):
         assert main(["generate", str(adapted), "1+2=", "sampling.temperature=0", f"lora.publish={how}"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        results.append(capsys.readouterr().out)
+    assert results[0] == results[1]
 
 
 def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -180,11 +183,11 @@ def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path:
     asked = ["generate", str(world / "model"), "1+2=", "sampling.temperature=0", "sampling.max_tokens=6"]
     for words in (["generate", str(adapted), *asked[2:]], [*asked, f"lora.path={adapter}"]):
         assert main(words) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == said[1]
+    text = capsys.readouterr().out.splitlines()
+    assert text[0] == text[1]
     moved = adapter.rename(tmp_path / "moved")
     train(world, run, steps=2, **on | {"lora.path": moved})
-    first, second = measured(run)
+    first, second = step_metrics(run)
     assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5, "held to what it began with"
     (moved / "adapter_model.safetensors").write_bytes(b"other")
     assert "was started on other files: adapter" in refused(
@@ -195,16 +198,16 @@ def test_a_new_run_goes_on_from_an_adapter(world: Path, adapted: Path, tmp_path:
 def test_frozen_parts_stay_and_cost_nothing(world: Path, frozen: Path, tmp_path: Path) -> None:
     run = frozen
     base = dict(load(world / "model", dtype=torch.float32).named_weights())
-    found = weights(run)
+    result = weights(run)
     still = {name for name in base if "embed_tokens" in name or ".layers.0." in name}
-    assert {name for name in base if torch.equal(base[name], found[name])} == still
+    assert {name for name in base if torch.equal(base[name], result[name])} == still
     assert not any(name.partition(".")[2] in still for name in stored(run))
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     exported = dict(load(tmp_path / "model", dtype=torch.float32).named_weights())
-    assert all(torch.equal(exported[name], found[name]) for name in base)
+    assert all(torch.equal(exported[name], result[name]) for name in base)
 
 
-def test_how_much_is_trained_is_told_and_the_rest_must_be_what_it_was(
+def test_how_much_is_trained_is_reported_and_the_rest_must_be_what_it_was(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
@@ -215,8 +218,10 @@ def test_how_much_is_trained_is_told_and_the_rest_must_be_what_it_was(
         model.head_weight.add_(1)
     save(model, tmp_path / "model")
     for words in (["export", str(run), str(tmp_path / "out")], ["generate", str(run), "1+1="]):
-        told = refused(capsys, *words)
-        assert "trained a part of a model, and the rest is read from" in told and "model.safetensors changed" in told
+        message = refused(capsys, *words)
+        assert (
+            "trained a part of a model, and the rest is read from" in message and "model.safetensors changed" in message
+        )
     assert main(["generate", str(run), "1+1=", f"model.path={world / 'model'}"]) == 0
 
 
@@ -237,8 +242,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_is_refused(name: str, world: Path, tmp_path: Path, capsys: Captured) -> None:
     require("lora")
-    options, told = REFUSED[name]
-    assert told in refused_run(capsys, world, tmp_path / "run", **options)
+    options, message = REFUSED[name]
+    assert message in refused_run(capsys, world, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -251,5 +256,5 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.delitem(sys.modules, "etude.models.lora", raising=False)
-    told = refused_run(capsys, world, tmp_path / "run", **LORA)
-    assert "`lora` needs the package peft" in told and "pip install 'etude[lora]'" in told
+    message = refused_run(capsys, world, tmp_path / "run", **LORA)
+    assert "`lora` needs the package peft" in message and "pip install 'etude[lora]'" in message

@@ -17,7 +17,7 @@ from etude.models import load
 from etude.recipes.run.build import build
 from etude.store import open_store
 from tests.recipes import partners
-from tests.recipes.runs import Captured, measured, options, refused, rows_of, run_of, same, train, weights
+from tests.recipes.runs import Captured, options, refused, rows_of, run_of, same, step_metrics, train, weights
 
 ECHO = {
     "env.path": f"{partners.__name__}:Echo",
@@ -41,7 +41,7 @@ def echoed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_step_tells_what_its_rollouts_were_like(echoed: Path) -> None:
-    first = measured(echoed)[0]
+    first = step_metrics(echoed)[0]
     assert first["turns"] == 2 and first["rollouts"] == 12 and first["tool_calls"] == 0
     assert first["environment_seconds"] > 0 and first["observation_length"] > 0
     assert first["answer_length"] <= 12 and first["prompt_length"] <= 5
@@ -104,12 +104,12 @@ def test_an_environment_in_a_file_is_found_from_anywhere(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "game.py").write_text("from tests.recipes.partners import Echo  # mended\n")
     assert main(["train", "--resume", str(run), "steps=2", "env.timeout=9"]) == 0
-    assert len(measured(run)) == 2
+    assert len(step_metrics(run)) == 2
 
 
 def test_another_environment_is_another_run(echoed: Path, capsys: Captured) -> None:
-    told = refused(capsys, "train", "--resume", str(echoed), "steps=3", "env.max_turns=5")
-    assert "env.max_turns was 8, is 5" in told
+    message = refused(capsys, "train", "--resume", str(echoed), "steps=3", "env.max_turns=5")
+    assert "env.max_turns was 8, is 5" in message
 
 
 def test_the_answers_of_a_step_are_shown_with_what_came_of_them(echoed: Path, capsys: Captured) -> None:
@@ -119,8 +119,8 @@ def test_the_answers_of_a_step_are_shown_with_what_came_of_them(echoed: Path, ca
     for line in lines:
         by = [each["by"] for each in line["conversation"]]
         assert by == ["model", "environment", "model"] and line["conversation"][-1]["text"] == line["answer"]
-        said, shown = line["conversation"][0]["text"], line["conversation"][1]["text"]
-        assert shown == f"{said[:3]}:" or said.startswith(" ")
+        text, shown = line["conversation"][0]["text"], line["conversation"][1]["text"]
+        assert shown == f"{text[:3]}:" or text.startswith(" ")
     with closing(open_store(echoed / "journal.sqlite", read_only=True)) as store:
         turns = store.turns(store.admitted()[2][0])
         assert lines[0]["reward"] == sum(turn.reward or 0 for turn in turns)
@@ -136,9 +136,9 @@ def test_answers_are_shown_without_what_came_of_them_where_the_model_was_moved(
     write_text(file, read_text(file).replace(str(world / "model"), str(tmp_path / "moved")))
     capsys.readouterr()
     assert main(["answers", str(run), "--json"]) == 0
-    told = capsys.readouterr()
-    assert [each["by"] for each in json.loads(told.out.splitlines()[0])["conversation"]] == ["model", "model"]
-    assert "The observations between answers cannot be decoded" in told.err
+    message = capsys.readouterr()
+    assert [each["by"] for each in json.loads(message.out.splitlines()[0])["conversation"]] == ["model", "model"]
+    assert "The observations between answers cannot be decoded" in message.err
 
 
 def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -146,7 +146,7 @@ def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_pa
     assert first["step"] == 0 and first["eval/mean@2"] > 0 and first["eval/failed"] == 0
     answers = [json.loads(line) for line in (echoed / "evaluations/step-00000002.jsonl").read_text().splitlines()]
     assert len(answers) == 10 and all(len(answer["conversation"]) == 3 for answer in answers)
-    last = measured(echoed)[-1]["eval/mean@2"]
+    last = step_metrics(echoed)[-1]["eval/mean@2"]
     assert last == pytest.approx(sum(answer["reward"] for answer in answers) / 10)
     capsys.readouterr()
     assert main(["eval", str(echoed), "--json"]) == 0
@@ -154,8 +154,8 @@ def test_a_policy_is_scored_in_its_environment(world: Path, echoed: Path, tmp_pa
     words = options(world, **ECHO, **{"data.train": None, "data.val": world / "held_out.jsonl"})
     read = [word for word in words if not word.startswith(("collect.", "train.", "steps", "sampling.", "observe"))]
     assert main(["eval", *read, "sampling.max_tokens=6", "evaluate.samples=2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["eval/mean@2"] == pytest.approx(first["eval/mean@2"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["eval/mean@2"] == pytest.approx(first["eval/mean@2"])
 
 
 # -- greedy answers ---------------------------------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def test_remax_trains_and_is_no_other_advantage(world: Path, whole: Path, tmp_pa
     trained["grpo"] = whole
     for one, other in combinations(trained, 2):
         assert not same(weights(trained[one], 1), weights(trained[other], 1)), f"{one} learns what {other} does"
-    (numbers,) = measured(trained["remax"])
-    rewards = {name: measured(run)[0]["reward"] for name, run in trained.items()}
+    (numbers,) = step_metrics(trained["remax"])
+    rewards = {name: step_metrics(run)[0]["reward"] for name, run in trained.items()}
     assert len(set(rewards.values())) == 1, "the answers that are trained on are the same"
     assert numbers["advantage_mean"] == pytest.approx(_expected(trained["remax"]), abs=1e-6)
-    assert numbers["sampled_tokens"] > measured(trained["rloo"])[0]["sampled_tokens"]
-    assert "greedy_reward" not in measured(trained["rloo"])[0]
+    assert numbers["sampled_tokens"] > step_metrics(trained["rloo"])[0]["sampled_tokens"]
+    assert "greedy_reward" not in step_metrics(trained["rloo"])[0]
 
 
 def _expected(run: Path) -> float:
@@ -194,7 +194,7 @@ def test_greedy_answers_survive_a_stop(world: Path, tmp_path: Path) -> None:
     half = train(world, tmp_path / "half", steps=1, **REMAX, **ECHO)
     train(world, half, steps=2, **REMAX, **ECHO)
     assert same(weights(half), weights(whole))
-    assert all(0 <= line["greedy_reward"] <= 2 for line in measured(whole))
+    assert all(0 <= line["greedy_reward"] <= 2 for line in step_metrics(whole))
 
 
 def test_one_rollout_and_its_greedy_answer_are_enough(world: Path, tmp_path: Path) -> None:
@@ -202,4 +202,4 @@ def test_one_rollout_and_its_greedy_answer_are_enough(world: Path, tmp_path: Pat
     run = train(world, tmp_path / "run", steps=1, **REMAX, **{"collect.group_size": 1, "collect.tasks": 8})
     first = dict(load(world / "model", dtype=torch.float32).named_weights())
     assert not same(weights(run), {name: weight.detach() for name, weight in first.items()})
-    assert all(abs(line["grad_norm"]) > 0 for line in measured(run))
+    assert all(abs(line["grad_norm"]) > 0 for line in step_metrics(run))

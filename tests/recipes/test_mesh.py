@@ -22,7 +22,7 @@ from etude.errors import ConfigError
 from etude.train import MeshConfig
 from etude.train.shards import BUCKET
 from tests.components import require
-from tests.recipes.ranked import Pupil, adapted, judge
+from tests.recipes.ranked import RankPolicy, adapted, judge
 from tests.recipes.test_ranks import EVERYTHING, TIMES, alone, apart, practised, same
 from tests.train.tasks import model, rollouts
 from tests.train.test_scoring import pairs
@@ -77,7 +77,7 @@ def crews(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Proces
     try:
         for ranks in (2, 4):
             logs, config = tmp_path_factory.mktemp("ranks"), CrewConfig(timeout=120)
-            made[ranks] = ProcessCrew(Pupil, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
+            made[ranks] = ProcessCrew(RankPolicy, ranks=ranks, share=partition_rollouts, logs=logs, config=config)
         yield made
     finally:
         for crew in made.values():
@@ -90,7 +90,7 @@ def meshed(crews: dict[int, ProcessCrew], shape: str, **options: Any) -> Process
     ranks, mesh = SHAPES[shape]
     crew = crews[ranks]
     crew._repeats = mesh.size
-    crew.call(Pupil.begin, mesh=mesh, **options)
+    crew.call(RankPolicy.begin, mesh=mesh, **options)
     return crew
 
 
@@ -101,17 +101,17 @@ def test_a_gradient_is_that_of_one_rank(crews: dict[int, ProcessCrew], shape: st
     """And its norm, clipped or not."""
     for max_grad_norm in (None, 1e-3):
         one, many = alone(max_grad_norm=max_grad_norm), meshed(crews, shape, max_grad_norm=max_grad_norm, bucket=bucket)
-        told = []
+        results = []
         for crew in (one, many):
-            batch = crew.call(Pupil.ready, rollouts())
-            told.append(crew.call(Pupil.update, [batch]).reduce())
-        wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)
-        assert wanted.keys() == found.keys()
+            batch = crew.call(RankPolicy.ready, rollouts())
+            results.append(crew.call(RankPolicy.update, [batch]).reduce())
+        wanted, result = one.call(RankPolicy.gradient), many.call(RankPolicy.gradient)
+        assert wanted.keys() == result.keys()
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=NEAR, msg=name)
+            torch.testing.assert_close(result[name], gradient, rtol=0, atol=NEAR, msg=name)
         assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e3 * NEAR
-        assert told[1]["grad_norm"] == pytest.approx(told[0]["grad_norm"], rel=NEAR)
-        assert told[1]["loss"] == pytest.approx(told[0]["loss"], abs=NEAR)
+        assert results[1]["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=NEAR)
+        assert results[1]["loss"] == pytest.approx(results[0]["loss"], abs=NEAR)
 
 
 @pytest.mark.parametrize(("shape", "learner"), EVERY)
@@ -149,7 +149,7 @@ def test_many_small_buckets_bring_what_one_large_one_does(crews: dict[int, Proce
     one, many = alone(**learner), meshed(crews, shape, bucket=SMALL, **learner)
     agree(practised(one, 5), practised(many, 5), shape)
     assert apart(one, many) <= NEAR
-    for each in many.call(Pupil.buckets):
+    for each in many.call(RankPolicy.buckets):
         assert each["all"] > 20 and each["cut"] > 10 and each["during"] > each["after"], each
 
 
@@ -159,19 +159,19 @@ def test_what_a_bucket_holds_changes_no_bit(crews: dict[int, ProcessCrew]) -> No
     for bucket in (SMALL, BUCKET):
         crew = meshed(crews, "dp2", precision="bf16", bucket=bucket, **LEARNERS["everything"])
         practised(crew, 1)
-        weights.append(crew.call(Pupil.weights)[0])
+        weights.append(crew.call(RankPolicy.weights)[0])
     assert same(*weights)
 
 
 @pytest.mark.parametrize("shape", ["tp2 x sp2", pytest.param("tp2 x dp2", marks=pytest.mark.soak)])
 def test_scores_and_values_are_those_of_one_rank(crews: dict[int, ProcessCrew], shape: str) -> None:
     one, many = alone(policy=judge), meshed(crews, shape, policy=judge)
-    told = [crew.call(Pupil.tell, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
+    batches = [crew.call(RankPolicy.tell, rollouts(), frozenset({"value", "final_value"})) for crew in (one, many)]
     for name in ("value", "final_value"):
-        mine, theirs = (each.require(name) for each in told)
+        mine, theirs = (each.require(name) for each in batches)
         torch.testing.assert_close(theirs, mine, rtol=0, atol=NEAR, equal_nan=True)
     for crew in (one, many):
-        crew.call(Pupil.imitate, pairs(), loss=RewardModelLoss())
+        crew.call(RankPolicy.imitate, pairs(), loss=RewardModelLoss())
     assert apart(one, many) <= NEAR
 
 
@@ -182,7 +182,7 @@ def test_a_micro_batch_of_a_few_tokens_leaves_some_ranks_without_any(crews: dict
         for crew in (one, many):
             practised(crew, 1, groups=1, updates=3)
             for seen in () if "dp2" in shape else (1, 0):
-                crew.call(Pupil.imitate, rollouts(), seen=seen)
+                crew.call(RankPolicy.imitate, rollouts(), seen=seen)
         assert apart(one, many) <= NEAR
 
 
@@ -191,10 +191,10 @@ def test_models_of_other_families_are_cut_along_the_sequence_alone(crews: dict[i
         policy = partial(model, family=family)
         one, many = alone(policy=policy, max_grad_norm=None), meshed(crews, "sp2", policy=policy, max_grad_norm=None)
         for crew in (one, many):
-            crew.call(Pupil.update, [crew.call(Pupil.ready, rollouts())])
-        wanted, found = one.call(Pupil.gradient), many.call(Pupil.gradient)
+            crew.call(RankPolicy.update, [crew.call(RankPolicy.ready, rollouts())])
+        wanted, result = one.call(RankPolicy.gradient), many.call(RankPolicy.gradient)
         for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=near, msg=name)
+            torch.testing.assert_close(result[name], gradient, rtol=0, atol=near, msg=name)
     with pytest.raises(ConfigError, match=r"`mesh\.tensor=2` divides the layers of the Llama.* a gpt2 model"):
         meshed(crews, "tp2", policy=policy)
 
@@ -203,10 +203,10 @@ def test_a_checkpoint_of_one_mesh_is_one_of_any(crews: dict[int, ProcessCrew], t
     """And its weights are whole on every rank."""
     four = meshed(crews, "tp2 x sp2")
     practised(four, 2)
-    four.call(Pupil.save, CheckpointManager(tmp_path), 2)
+    four.call(RankPolicy.save, CheckpointManager(tmp_path), 2)
     one, two = alone(), meshed(crews, "sp2")
     for other in (one, two):
-        other.call(Pupil.resume, tmp_path)
+        other.call(RankPolicy.resume, tmp_path)
         assert apart(four, other) == 0
         practised(other, 1, first=2)
     practised(four, 1, first=2)
@@ -218,7 +218,7 @@ def test_half_precision_and_the_same_bits_again(crews: dict[int, ProcessCrew]) -
     for _ in range(2):
         four = meshed(crews, "tp2 x sp2", precision="bf16")
         practised(four, 2)
-        each = four.call(Pupil.weights)
+        each = four.call(RankPolicy.weights)
         assert all(same(each[0], other) for other in each)
         weights.append(each[0])
     assert same(*weights)

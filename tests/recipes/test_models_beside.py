@@ -15,7 +15,7 @@ from etude.cli import main
 from etude.models import create, load, save, tiny_config
 from etude.recipes.run.build import build
 from etude.recipes.workers.policy_worker import PolicyWorker
-from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.worlds import make_tokenizer
 
 PPO = {"advantage": "gae", "critic.train.precision": "fp32", "critic.train.learning_rate": 0.01}
@@ -39,7 +39,7 @@ def other_model(world: Path, directory: Path, seed: int = 0) -> Path:
 def test_a_critic_learns_beside_the_policy(world: Path, tmp_path: Path) -> None:
     """A policy that stands still is foreseen better and better."""
     still = {"collect.tasks": 8, "train.learning_rate": 0.0, "ppo_epochs": 3}
-    steps = measured(train(world, tmp_path / "run", steps=6, **PPO | still | {"critic.train.learning_rate": 0.03}))
+    steps = step_metrics(train(world, tmp_path / "run", steps=6, **PPO | still | {"critic.train.learning_rate": 0.03}))
     assert steps[0]["critic/value_loss"] > 0 and steps[0]["critic/grad_norm"] > 0
     assert steps[0]["explained_variance"] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
     late = [step["critic/value_loss"] for step in steps[-2:]]
@@ -83,7 +83,7 @@ def test_while_a_critic_warms_up_the_policy_rests(world: Path, tmp_path: Path) -
     run = train(
         world, tmp_path / "run", steps=3, **PPO | {"critic.warmup": 2, "checkpoint.every": 1, "checkpoint.keep": 3}
     )
-    steps = measured(run)
+    steps = step_metrics(run)
     assert [step["optimizer_steps"] for step in steps] == [0, 0, 1]
     assert all("critic/loss" in step for step in steps) and "grad_norm" not in steps[1]
     kept = CheckpointManager(run / "checkpoints").list_complete()
@@ -99,13 +99,13 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit(world: Path, tmp_path: Path) ->
     half = train(world, tmp_path / "half", steps=1, mini_batches=2, **PPO)
     train(world, half, steps=2, mini_batches=2, **PPO)
     assert same(weights(whole), weights(half))
-    assert measured(whole)[-1]["critic/loss"] == measured(half)[-1]["critic/loss"]
+    assert step_metrics(whole)[-1]["critic/loss"] == step_metrics(half)[-1]["critic/loss"]
 
 
 def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> None:
     judge = create(load(world / "model", dtype=torch.float32).module.config, seed=3, head="score")
     save(judge, tmp_path / "judge")
-    step = measured(train(world, tmp_path / "run", steps=1, **PPO | {"critic.path": tmp_path / "judge"}))[0]
+    step = step_metrics(train(world, tmp_path / "run", steps=1, **PPO | {"critic.path": tmp_path / "judge"}))[0]
     assert step["explained_variance"] != pytest.approx(0, abs=1e-6), "its head foresees something from the start"
     with build(run_of(world, directory=tmp_path / "other", **PPO)) as parts:
         worker = parts.learners.crew._worker  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_a_critic_may_begin_from_another_model(world: Path, tmp_path: Path) -> N
 
 
 def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    for options, told in (
+    for options, message in (
         ({"critic.train.learning_rate": 0.1}, "Choose `advantage=gae`, or leave it out"),
         ({"critic.path": world / "model"}, "this advantage uses no critic"),
         (PPO | {"critic.warmup": 2}, "leaves none of the 2 `steps` to train the policy"),
@@ -129,7 +129,7 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
         (PPO | {"critic.train.offload": "true"}, "`critic.train.offload` keeps the optimizer"),
         (TAUGHT | {"teacher.path": tmp_path / "nowhere"}, "`teacher.path="),
     ):
-        assert told in refused_run(capsys, world, tmp_path / "run", **options)
+        assert message in refused_run(capsys, world, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -139,8 +139,8 @@ def test_idle_models_are_refused(world: Path, tmp_path: Path, capsys: Captured) 
 @pytest.mark.integration
 def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Path, capsys: Captured) -> None:
     teacher = other_model(world, tmp_path / "teacher")
-    given = TAUGHT | {"teacher.path": teacher, "collect.tasks": 6, "reward": "nothing", "reward.path": None}
-    steps = measured(train(world, tmp_path / "run", steps=25, **given))
+    options = TAUGHT | {"teacher.path": teacher, "collect.tasks": 6, "reward": "nothing", "reward.path": None}
+    steps = step_metrics(train(world, tmp_path / "run", steps=25, **options))
     assert "earned the same" not in capsys.readouterr().err
     # the advantage is −(log π − log π_teacher): its mean is the divergence that is left, with its sign turned
     assert steps[0]["advantage_mean"] < 0 and steps[-1]["advantage_mean"] > 0.6 * steps[0]["advantage_mean"]
@@ -149,15 +149,15 @@ def test_a_policy_nears_its_teacher_on_its_own_answers(world: Path, tmp_path: Pa
 def test_a_teacher_of_other_words_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
-    told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": tmp_path / "large"})
-    assert f"knows {size} tokens" in told and "`teacher.path` of the same tokenizer" in told
+    message = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": tmp_path / "large"})
+    assert f"knows {size} tokens" in message and "`teacher.path` of the same tokenizer" in message
     turned = other_model(world, tmp_path / "turned")
     text = (turned / "tokenizer.json").read_text()
     swapped = text.replace('"1"', '"§"').replace('"2"', '"1"').replace('"§"', '"2"')
     assert swapped != text
     (turned / "tokenizer.json").write_text(swapped)
-    told = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": turned})
-    assert "has another tokenizer than the policy: id" in told
+    message = refused_run(capsys, world, tmp_path / "run", **TAUGHT | {"teacher.path": turned})
+    assert "has another tokenizer than the policy: id" in message
 
 
 def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -171,14 +171,14 @@ def test_a_model_beside_that_reads_less_far_is_refused(world: Path, tmp_path: Pa
             if not refuses:
                 with build(run_of(world, directory=tmp_path / role, **given)):
                     continue
-            told = refused_run(capsys, world, tmp_path / "run", **given)
-            assert f"The {role} in {short} has a context of 21 tokens, and a row of this run may have 22" in told
-            assert "`sampling.max_tokens`" in told
+            message = refused_run(capsys, world, tmp_path / "run", **given)
+            assert f"The {role} in {short} has a context of 21 tokens, and a row of this run may have 22" in message
+            assert "`sampling.max_tokens`" in message
 
 
 def test_a_reward_of_nothing_teaches_nothing_by_itself(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"reward": "nothing", "reward.path": None})
-    assert "`reward=nothing`" in told and "reads the reward" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"reward": "nothing", "reward.path": None})
+    assert "`reward=nothing`" in message and "reads the reward" in message
 
 
 def test_a_run_with_a_teacher_is_known_by_its_files(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -187,5 +187,5 @@ def test_a_run_with_a_teacher_is_known_by_its_files(world: Path, tmp_path: Path,
     moved = teacher.rename(tmp_path / "moved")
     assert main(["train", "--resume", str(run), "steps=2", f"teacher.path={moved}"]) == 0
     save(load(world / "model", dtype=torch.float32), moved)
-    told = refused(capsys, "train", "--resume", str(run), "steps=3", f"teacher.path={moved}")
-    assert "was started on other files: teacher" in told
+    message = refused(capsys, "train", "--resume", str(run), "steps=3", f"teacher.path={moved}")
+    assert "was started on other files: teacher" in message

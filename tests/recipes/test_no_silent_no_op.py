@@ -48,11 +48,11 @@ def alike(moments: dict[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def every(world: Path, directory: Path, choices: dict[str, dict[str, Any]]) -> None:
-    found = {
-        name: moment(world, directory / str(place), **given) for place, (name, given) in enumerate(choices.items())
+    result = {
+        name: moment(world, directory / str(place), **options) for place, (name, options) in enumerate(choices.items())
     }
-    assert all(float(value.norm()) > 0 for value in found.values())
-    assert not alike(found)
+    assert all(float(value.norm()) > 0 for value in result.values())
+    assert not alike(result)
 
 
 def test_every_advantage(world: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ ADAPTIVE = {"kl.controller": "adaptive", "kl.controller.target": 0.01, "kl.contr
 
 @pytest.mark.parametrize("controller", [{}, ADAPTIVE], ids=["fixed", "adaptive"])
 def test_every_kl_and_its_controller(controller: dict[str, Any], world: Path, tmp_path: Path) -> None:
-    given = SUMMED | {"kl.coefficient": 0.3, "steps": 2} | controller
+    options = SUMMED | {"kl.coefficient": 0.3, "steps": 2} | controller
     more = {"weighted_reverse": {"kl.estimator": "k1"}}
-    choices = {name: given | {"kl": name} | more.get(name, {}) for name in sorted(KLS)}
+    choices = {name: options | {"kl": name} | more.get(name, {}) for name in sorted(KLS)}
     every(world, tmp_path, {"free": SUMMED | {"steps": 2}} | choices)

@@ -44,11 +44,11 @@ def test_nothing_is_left_of_a_run(strategy: str, how: str, options: list[str], t
     with started(words, tmp_path / "log", PIDS=str(pids)) as train:
         there = lingering(train, pids)
         if how == "killed":
-            train.told(signal.SIGKILL)
+            train.send_signal(signal.SIGKILL)
         else:
-            train.told()
+            train.send_signal()
             train.says("Ctrl-C|again|step is")
-            train.told()
+            train.send_signal()
         code = train.ends(60)
         assert code == (130 if how == "interrupted twice" else -9 if how == "killed" else code), train.said
         left = [pid for pid in [*there, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
@@ -64,7 +64,7 @@ def test_a_run_that_is_interrupted_once_ends_its_step_and_leaves_nothing(
     with started(words, tmp_path / "log") as train:
         train.says("step +2/")
         there = descendants(train.running.pid)
-        train.told()
+        train.send_signal()
         assert train.ends(60) == 130 and "Go on with" in train.said, train.said
         assert all(gone(pid) for pid in there) and "Traceback" not in train.said
 
@@ -86,11 +86,11 @@ def test_nothing_is_left_of_a_runner_and_its_store(how: str, options: list[str],
         ):
             there = lingering(r, pids)
             if how == "killed":
-                r.told(signal.SIGKILL)
+                r.send_signal(signal.SIGKILL)
             else:
-                r.told()
+                r.send_signal()
                 time.sleep(0.5)
-                r.told()
+                r.send_signal()
             assert r.ends(60) == (-9 if how == "killed" else 0), r.said
             assert not [pid for pid in [*there, *map(int, pids.read_text().split())] if not gone(pid, within=15)]
 
@@ -109,9 +109,9 @@ def test_a_runner_waits_for_a_store_that_comes_back(options: list[str], tmp_path
             started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train,
         ):
             train.says("step 1/6")
-            store.told(signal.SIGKILL)
+            store.send_signal(signal.SIGKILL)
             store.ends()
             with started([*keep, url.removeprefix("http://")], tmp_path / "again.log"):
                 assert train.ends(120) == 0, train.said
-                runner.told()
+                runner.send_signal()
                 assert runner.ends(30) == 0, runner.said

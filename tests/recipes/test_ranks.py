@@ -21,7 +21,7 @@ from etude.checkpoint import CheckpointManager
 from etude.dispatch import LocalCrew
 from etude.dispatch.process_crew import ProcessCrew
 from etude.protocols import Crew
-from tests.recipes.ranked import Pupil, crew_of
+from tests.recipes.ranked import RankPolicy, crew_of
 from tests.train.tasks import answered, model, rollouts
 
 pytestmark = pytest.mark.xdist_group("ranks")  # what its tests share takes long to make
@@ -60,14 +60,14 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCrew]:
 
 @pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.soak)])
 def many(request: pytest.FixtureRequest) -> ProcessCrew:
-    found: ProcessCrew = request.getfixturevalue(request.param)
-    return found
+    result: ProcessCrew = request.getfixturevalue(request.param)
+    return result
 
 
 def alone(*args: Any, **options: Any) -> LocalCrew:
     """One rank, here."""
-    crew = LocalCrew(Pupil())
-    crew.call(Pupil.begin, *args, **options)
+    crew = LocalCrew(RankPolicy())
+    crew.call(RankPolicy.begin, *args, **options)
     return crew
 
 
@@ -75,16 +75,16 @@ def practised(
     crew: Crew, steps: int = 5, *, updates: int = 2, groups: int = 3, first: int = 0
 ) -> list[dict[str, float]]:
     """What some steps measure, on batches of unequal groups."""
-    told = []
+    results = []
     for step in range(first, first + steps):
-        batch = crew.call(Pupil.ready, rollouts(seed=step, groups=groups))
-        told.append(crew.call(Pupil.update, batch.split(updates, by="rollout")).reduce())
-    return told
+        batch = crew.call(RankPolicy.ready, rollouts(seed=step, groups=groups))
+        results.append(crew.call(RankPolicy.update, batch.split(updates, by="rollout")).reduce())
+    return results
 
 
 def apart(one: Crew, other: Crew) -> float:
     """The largest difference of two weights; every rank has the same ones."""
-    mine, theirs = one.call(Pupil.weights), other.call(Pupil.weights)
+    mine, theirs = one.call(RankPolicy.weights), other.call(RankPolicy.weights)
     for weights in (mine, theirs):
         assert all(same(weights[0], each) for each in weights)
     return max(float((weight - theirs[0][name]).abs().max()) for name, weight in mine[0].items())
@@ -95,26 +95,26 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_half_precision_is_the_masters_rounded_on_every_rank(many: ProcessCrew, tmp_path: Path) -> None:
-    many.call(Pupil.begin, "bf16")
+    many.call(RankPolicy.begin, "bf16")
     practised(many, 2)
-    weights = many.call(Pupil.weights)
+    weights = many.call(RankPolicy.weights)
     assert all(same(weights[0], each) for each in weights)
-    assert sum(many.call(Pupil.kept)) == sum(weight.numel() for weight in weights[0].values())
-    assert max(many.call(Pupil.kept)) <= 1.2 * min(many.call(Pupil.kept))
-    many.call(Pupil.save, CheckpointManager(tmp_path), 1)
+    assert sum(many.call(RankPolicy.kept)) == sum(weight.numel() for weight in weights[0].values())
+    assert max(many.call(RankPolicy.kept)) <= 1.2 * min(many.call(RankPolicy.kept))
+    many.call(RankPolicy.save, CheckpointManager(tmp_path), 1)
     one = alone("bf16")
-    one.call(Pupil.resume, tmp_path)
-    assert same(one.call(Pupil.weights)[0], weights[0])
+    one.call(RankPolicy.resume, tmp_path)
+    assert same(one.call(RankPolicy.weights)[0], weights[0])
 
 
 def test_a_scale_that_overflows_is_lowered_on_every_rank_at_once(two: ProcessCrew) -> None:
     one = alone("fp16", learning_rate=0.0)
-    two.call(Pupil.begin, "fp16", learning_rate=0.0)
+    two.call(RankPolicy.begin, "fp16", learning_rate=0.0)
     batch = rollouts()
     batch = batch.replace(reward=batch.require("reward") * 1e6)
     for crew in (one, two):
-        told = [crew.call(Pupil.update, [crew.call(Pupil.ready, batch)]).reduce() for _ in range(3)]
-        assert [each["skipped_updates"] for each in told] == [0] * 3  # advantages do not grow with rewards
+        metrics = [crew.call(RankPolicy.update, [crew.call(RankPolicy.ready, batch)]).reduce() for _ in range(3)]
+        assert [each["skipped_updates"] for each in metrics] == [0] * 3  # advantages do not grow with rewards
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own count of memory is read")
@@ -122,20 +122,25 @@ def test_an_exchange_takes_two_buckets_at_most(many: ProcessCrew) -> None:
     """By the system's own count, everything that torch and the transport do inside included."""
     bucket = 32 * 2**20
     for _ in range(2):  # the first time round, pages are still being found
-        found = many.call(Pupil.spent, 192, bucket)
-    for each in found:
-        assert each["gradients"] <= 2.3 and each["weights"] <= 2, found
+        result = many.call(RankPolicy.spent, 192, bucket)
+    for each in result:
+        assert each["gradients"] <= 2.3 and each["weights"] <= 2, result
 
 
 def test_imbalance_is_what_the_busiest_rank_has_beyond_the_mean(two: ProcessCrew) -> None:
-    even, asked, said = (5, [4, 4]), (40, [2] * 4), (2, [40] * 4)
-    long, short = work(*said), work(*asked)
+    even, asked, short_answers = (5, [4, 4]), (40, [2] * 4), (2, [40] * 4)
+    long, short = work(*short_answers), work(*asked)
     assert 3.4 * short < long < 20 * short, "both have as many tokens"
-    expected = [([even], 1.0), ([even] * 2, 0.0), ([even] * 3, 1 / 3), ([asked, said], 2 * long / (long + short) - 1)]
+    expected = [
+        ([even], 1.0),
+        ([even] * 2, 0.0),
+        ([even] * 3, 1 / 3),
+        ([asked, short_answers], 2 * long / (long + short) - 1),
+    ]
     for groups, imbalance in expected:
-        two.call(Pupil.begin)
-        told = two.call(Pupil.update, [two.call(Pupil.ready, answered(*groups))]).reduce()
-        assert told["imbalance"] == pytest.approx(imbalance, abs=1e-9), groups
+        two.call(RankPolicy.begin)
+        metrics = two.call(RankPolicy.update, [two.call(RankPolicy.ready, answered(*groups))]).reduce()
+        assert metrics["imbalance"] == pytest.approx(imbalance, abs=1e-9), groups
 
 
 def work(prompt: int, answers: list[int]) -> float:

@@ -24,7 +24,18 @@ from tests.processes import gone
 from tests.recipes.rewards import planned
 from tests.recipes.run.test_interrupt import CODE
 from tests.recipes.run.test_loop import EVERY_STEP
-from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, same, train, weights
+from tests.recipes.runs import (
+    STEPS,
+    Captured,
+    is_straight,
+    options,
+    refused,
+    run_of,
+    same,
+    step_metrics,
+    train,
+    weights,
+)
 
 
 def drawn(run: Path, step: int) -> list[tuple[list[int], list[float], float]]:
@@ -44,7 +55,7 @@ def furthest(one: Path, other: Path) -> float:
 
 def children(of: int | None = None) -> list[int]:
     """The ranks that a process has started."""
-    found = []
+    result = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
@@ -52,8 +63,8 @@ def children(of: int | None = None) -> list[int]:
         except OSError:
             continue
         if ours and parent == (of or os.getpid()):
-            found.append(int(entry.name))
-    return sorted(found)
+            result.append(int(entry.name))
+    return sorted(result)
 
 
 @contextmanager
@@ -64,7 +75,7 @@ def upset(number: signal.Signals, after: int, run: Path) -> Iterator[list[int]]:
     def wait() -> None:
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            if (run / "metrics.jsonl").is_file() and len(measured(run)) >= after:
+            if (run / "metrics.jsonl").is_file() and len(step_metrics(run)) >= after:
                 noted.extend(children())
                 os.kill(noted[-1], number)
                 return
@@ -84,7 +95,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
     held = {"data__val": f"[{world / 'held_out.jsonl'}]", "evaluate__sampling__max_tokens": 6}
     train(world, run, ranks=2, steps=2, reward__path="tests.recipes.rewards:in_parts", **held)
     assert not children()
-    steps = measured(run)
+    steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2] and "eval/mean@1" in steps[1]
     for step in steps:
         assert step.keys() >= EVERY_STEP | {"exchange_seconds", "imbalance"}, EVERY_STEP - step.keys()
@@ -99,13 +110,13 @@ def test_a_run_of_two_ranks_goes_on_with_one(world: Path, whole: Path, tmp_path:
     straight = train(world, tmp_path / "straight", reward__path="tests.recipes.rewards:in_parts", **held)
     assert 0 < furthest(run, straight) < 1e-4
     assert main(["train", "--resume", str(run), "ranks=1", "steps=3"]) == 0
-    assert [step["step"] for step in measured(run)] == [1, 2, 3] and "exchange_seconds" not in measured(run)[2]
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3] and "exchange_seconds" not in step_metrics(run)[2]
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert "does not read `ranks`" in refused(capsys, "eval", str(run), "ranks=2")
 
 
-def test_what_more_ranks_are_not_good_for_is_told(world: Path, capsys: Captured) -> None:
+def test_what_more_ranks_are_not_good_for_is_reported(world: Path, capsys: Captured) -> None:
     configure_logging("info")
     cores = os.cpu_count() or 1
     for changes, sentence in (
@@ -115,8 +126,8 @@ def test_what_more_ranks_are_not_good_for_is_told(world: Path, capsys: Captured)
     ):
         capsys.readouterr()
         checks.check_run(run_of(world, **changes))
-        told = capsys.readouterr().err
-        assert sentence in told
+        message = capsys.readouterr().err
+        assert sentence in message
     capsys.readouterr()
     checks.check_run(run_of(world, ranks=1, threads=1))
     assert capsys.readouterr().err == ""
@@ -127,10 +138,10 @@ def test_ctrl_c_ends_the_step_and_three_ranks_go_on(world: Path, whole: Path, tm
     run = tmp_path / "run"
     with planned({30: signal.SIGINT}):
         assert main(["train", *options(world, directory=run, steps=4, ranks=2)]) == 130
-    told = capsys.readouterr().err
-    assert "Stopping after this step" in told and "Stopped after step 3 of 4" in told and not children()
+    message = capsys.readouterr().err
+    assert "Stopping after this step" in message and "Stopped after step 3 of 4" in message and not children()
     assert main(["train", "--resume", str(run), "ranks=3"]) == 0
-    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4] and not children()
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3, 4] and not children()
     assert furthest(run, whole) < 1e-3
 
 
@@ -150,7 +161,7 @@ def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Pa
     for step in (1, 3):
         process = subprocess.Popen([sys.executable, "-c", CODE, *words])
         until = time.monotonic() + 120
-        while not ((run / "metrics.jsonl").is_file() and len(measured(run)) >= step):
+        while not ((run / "metrics.jsonl").is_file() and len(step_metrics(run)) >= step):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.01)
         ranks = children(process.pid)
@@ -158,9 +169,11 @@ def test_a_killed_run_of_two_ranks_is_the_run_of_two_ranks_bit_for_bit(world: Pa
         process.wait()
         assert len(ranks) == 2 and all(gone(pid) for pid in ranks)
     assert main(words) == 0
-    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4, 5, 6]
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert same(weights(run), weights(straight))
-    assert np.allclose([s["loss"] for s in measured(run)], [s["loss"] for s in measured(straight)], rtol=0, atol=0)
+    assert np.allclose(
+        [s["loss"] for s in step_metrics(run)], [s["loss"] for s in step_metrics(straight)], rtol=0, atol=0
+    )
 
 
 @pytest.mark.soak
@@ -174,9 +187,9 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
         *options(world, directory=run, ranks=2, steps=STEPS, checkpoint__every=1, **{"crew.heartbeat_timeout": 3}),
     ]
     with upset(number, 2, run) as ranks:
-        told = refused(capsys, *words)
-    assert told.startswith(f"Rank 1 (process {ranks[1]}) ") and "Start the run again" in told
-    assert ("killed by SIGKILL" if number is signal.SIGKILL else "gave no sign of life") in told
+        message = refused(capsys, *words)
+    assert message.startswith(f"Rank 1 (process {ranks[1]}) ") and "Start the run again" in message
+    assert ("killed by SIGKILL" if number is signal.SIGKILL else "gave no sign of life") in message
     assert all(gone(pid, 0) for pid in ranks)
     assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
     is_straight(run, paired)
@@ -190,14 +203,14 @@ def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path
     with subprocess.Popen([sys.executable, "-c", CODE, *words]) as process:
         try:
             until = time.monotonic() + 120
-            while not ((run / "metrics.jsonl").is_file() and measured(run)):
+            while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
                 assert process.poll() is None and time.monotonic() < until
                 time.sleep(0.01)
             process.send_signal(signal.SIGSTOP)
-            done, began = len(measured(run)), time.monotonic()
+            done, began = len(step_metrics(run)), time.monotonic()
             straight = train(world, tmp_path / "straight", ranks=2, steps=STEPS)
             time.sleep(max(0.0, silence + 1 - (time.monotonic() - began)))
-            assert len(measured(run)) == done < STEPS
+            assert len(step_metrics(run)) == done < STEPS
             process.send_signal(signal.SIGCONT)
             assert process.wait(120) == 0
         finally:
@@ -208,5 +221,5 @@ def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, tmp_path
 @pytest.mark.soak
 def test_a_run_whose_ranks_are_refused_leaves_no_directory(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"directory": tmp_path / "run", "ranks": 2, "sampling.max_tokens": 100_000}
-    told = refused(capsys, "train", *options(world, **given))
-    assert "do not fit into this model's context" in told and not (tmp_path / "run").exists()
+    message = refused(capsys, "train", *options(world, **given))
+    assert "do not fit into this model's context" in message and not (tmp_path / "run").exists()

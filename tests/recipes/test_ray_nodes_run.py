@@ -17,7 +17,7 @@ from etude.cli import main
 from tests.components import require
 from tests.processes import descendants, gone
 from tests.rays import GUARDED, RAY, a_head, actors, surroundings, two_nodes
-from tests.recipes.runs import STEPS, is_straight, measured, options
+from tests.recipes.runs import STEPS, is_straight, options, step_metrics
 from tests.recipes.test_ray_run import PATIENT, started
 
 pytestmark = pytest.mark.soak
@@ -57,10 +57,10 @@ def test_a_node_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
         with halted(two.raylets[1]) if stopped else nullcontext():
             assert process.wait(ENDS) == 2
             assert all(gone(pid, 30) for pid in (*ours, *ranks))
-    told = capfd.readouterr().err
+    message = capfd.readouterr().err
     how = "gave no sign of life" if stopped else "ended while it was"
-    assert re.search(rf"Rank [01] of policy \(process {lost} on node [\d.]+\) {how} ", told), told
-    assert "Start the run again" in told
+    assert re.search(rf"Rank [01] of policy \(process {lost} on node [\d.]+\) {how} ", message), message
+    assert "Start the run again" in message
     assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
     is_straight(run, paired)
 
@@ -85,5 +85,5 @@ def test_a_run_is_a_job(world: Path, tmp_path: Path) -> None:
         words += [sys.executable, "-m", "etude", "train", *options(world, **given)]
         done = subprocess.run(words, env=surroundings(**GUARDED), capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert [step["step"] for step in measured(run)] == [1]
+    assert [step["step"] for step in step_metrics(run)] == [1]
     assert sorted(path.name for path in (run / "ranks").iterdir()) == ["rank-0.log", "rank-1.log"]

@@ -22,7 +22,7 @@ from tests.rays import actors, joining, surroundings
 from tests.recipes.players import TALKS
 from tests.recipes.run.test_interrupt import CODE
 from tests.recipes.run.test_loop import EVERY_STEP
-from tests.recipes.runs import STEPS, Captured, is_straight, measured, options, refused, run_of, train
+from tests.recipes.runs import STEPS, Captured, is_straight, options, refused, run_of, step_metrics, train
 from tests.recipes.test_ranks_run import drawn, furthest
 
 PATIENT = {"crew.heartbeat_timeout": 120, "crew.timeout": 600}
@@ -39,7 +39,7 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(
 ) -> None:
     """It draws the very answers, measures what one measures, and goes on here."""
     run = train(world, tmp_path / "run", ranks=2, cluster="ray", **PATIENT, **mesh)
-    steps = measured(run)
+    steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         wanted = {name for name in EVERY_STEP if not name.startswith("reward/")} | {"exchange_seconds"}
@@ -54,8 +54,8 @@ def test_a_run_over_ray_learns_what_the_run_here_learns(
 
 def test_agents_are_not_trained_over_ray_yet(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"directory": tmp_path / "run", "cluster": "ray", **TALKS}
-    told = refused(capsys, "train", *options(world, **given))
-    assert "`cluster=ray` puts the engine into another process" in told and not (tmp_path / "run").exists()
+    message = refused(capsys, "train", *options(world, **given))
+    assert "`cluster=ray` puts the engine into another process" in message and not (tmp_path / "run").exists()
 
 
 def test_what_fills_this_machine_may_be_little_for_a_cluster(world: Path, capsys: Captured) -> None:
@@ -82,7 +82,7 @@ def started(
     process = subprocess.Popen([sys.executable, "-c", CODE, *words], env=where)
     try:
         until = time.monotonic() + 600
-        while not ((run / "metrics.jsonl").is_file() and measured(run)):
+        while not ((run / "metrics.jsonl").is_file() and step_metrics(run)):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
         yield process
@@ -124,9 +124,9 @@ def test_a_rank_that_is_lost_ends_the_run_with_a_sentence_and_the_run_goes_on(
         os.kill(ranks[-1], number)
         assert process.wait(120) == 2
         assert all(gone(pid, 30) for pid in ours)
-    told = capfd.readouterr().err
-    assert f"of policy (process {ranks[-1]} on node " in told and "Start the run again" in told
-    assert ("its process is gone" if number is signal.SIGKILL else "gave no sign of life") in told
+    message = capfd.readouterr().err
+    assert f"of policy (process {ranks[-1]} on node " in message and "Start the run again" in message
+    assert ("its process is gone" if number is signal.SIGKILL else "gave no sign of life") in message
     assert main(["train", *options(world, directory=run, ranks=2, steps=STEPS)]) == 0
     is_straight(run, paired)
 
@@ -137,9 +137,9 @@ def test_a_controller_that_is_stopped_goes_on_where_it_was(world: Path, paired: 
     run = tmp_path / "run"
     with started(world, run, STEPS, **{"crew.heartbeat_timeout": 10}) as process:
         process.send_signal(signal.SIGSTOP)
-        done = len(measured(run))
+        done = len(step_metrics(run))
         time.sleep(20)
-        assert len(measured(run)) == done < STEPS
+        assert len(step_metrics(run)) == done < STEPS
         process.send_signal(signal.SIGCONT)
         assert process.wait(300) == 0
     is_straight(run, paired)
@@ -153,9 +153,9 @@ def test_ctrl_c_ends_the_step_and_ray(world: Path, tmp_path: Path, capfd: pytest
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
         assert all(gone(pid, 30) for pid in ours)
-    told = capfd.readouterr().err
-    assert "Stopping after this step" in told and "Stopped after step" in told
-    assert main(["train", "--resume", str(run), "cluster=local", f"steps={len(measured(run)) + 1}"]) == 0
+    message = capfd.readouterr().err
+    assert "Stopping after this step" in message and "Stopped after step" in message
+    assert main(["train", "--resume", str(run), "cluster=local", f"steps={len(step_metrics(run)) + 1}"]) == 0
 
 
 @pytest.mark.soak

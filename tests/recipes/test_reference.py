@@ -15,7 +15,7 @@ from etude.recipes.run import directory as run_directory
 from etude.recipes.run.build import build
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.train import FrozenModel
-from tests.recipes.runs import Captured, measured, refused, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.recipes.workers.test_policy_worker import batch_of
 from tests.worlds import make_tokenizer
 
@@ -53,7 +53,7 @@ def free(world: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_at_first_the_policy_is_its_reference_and_then_no_more(world: Path, tmp_path: Path) -> None:
-    first, second = measured(train(world, tmp_path / "run", steps=2, **HELD))
+    first, second = step_metrics(train(world, tmp_path / "run", steps=2, **HELD))
     assert first["kl"] == pytest.approx(0, abs=1e-6) and abs(second["kl"]) > 1e-5
 
 
@@ -66,20 +66,20 @@ def test_every_term_changes_what_is_learned(
 ) -> None:
     """In the first step already, as the reference is another model."""
     reduction = "seq-mean-token-sum" if name == "sequence" else None
-    given = {"kl": name, "loss.reduction": reduction, "reference.path": other, "kl.coefficient": 0.5}
-    held = weights(train(world, tmp_path / "run", steps=1, **given))
+    options = {"kl": name, "loss.reduction": reduction, "reference.path": other, "kl.coefficient": 0.5}
+    held = weights(train(world, tmp_path / "run", steps=1, **options))
     assert not same(held, weights(free(reduction), 1))
     if name in ("reverse", "in_reward"):  # the others share the weight of the first: it is one field of their base
-        less = weights(train(world, tmp_path / "less", steps=1, **given | {"kl.coefficient": 0.05}))
+        less = weights(train(world, tmp_path / "less", steps=1, **options | {"kl.coefficient": 0.05}))
         assert not same(less, held) and not same(less, weights(free(reduction), 1))
 
 
 def test_a_reference_is_the_model_as_its_file_has_it(world: Path) -> None:
     batch = batch_of()
-    found = FrozenModel(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
+    result = FrozenModel(load(world / "model", dtype=torch.float32), 10_000).logp(batch)
     cut = FrozenModel(load(world / "model", dtype=torch.float32), 10).logp(batch)
-    assert torch.equal(torch.isfinite(found), batch.action)
-    assert torch.allclose(found, cut, atol=1e-6, equal_nan=True)
+    assert torch.equal(torch.isfinite(result), batch.action)
+    assert torch.allclose(result, cut, atol=1e-6, equal_nan=True)
 
 
 def test_a_run_that_goes_on_is_held_to_what_it_began_with(world: Path, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_is_held_to_what_it_began_with(world: Path, tmp_path:
 def test_another_reference_may_be_named(world: Path, other: Path, tmp_path: Path, capsys: Captured) -> None:
     mine = Path(shutil.copytree(other, tmp_path / "mine"))
     run = train(world, tmp_path / "run", steps=1, **HELD | {"reference.path": mine})
-    assert abs(measured(run)[0]["kl"]) > 1e-4, "the policy begins elsewhere"
+    assert abs(step_metrics(run)[0]["kl"]) > 1e-4, "the policy begins elsewhere"
     moved = mine.rename(tmp_path / "moved")
     train(world, run, steps=2, **HELD | {"reference.path": moved})
     capsys.readouterr()
@@ -106,10 +106,10 @@ def test_another_reference_may_be_named(world: Path, other: Path, tmp_path: Path
 def test_a_reference_of_another_vocabulary_is_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "large")
-    told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "large"})
-    assert f"knows {size} tokens" in told and "`reference.path` of the same tokenizer" in told
-    told = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "nowhere"})
-    assert "`reference.path=" in told and "is no directory" in told
+    message = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "large"})
+    assert f"knows {size} tokens" in message and "`reference.path` of the same tokenizer" in message
+    message = refused_run(capsys, world, tmp_path / "run", **HELD | {"reference.path": tmp_path / "nowhere"})
+    assert "`reference.path=" in message and "is no directory" in message
 
 
 def test_no_reference_is_loaded_where_none_is_needed(world: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from etude.store import Event, Journal, JournalMark, TaskDropped, open_store
 from etude.store.events import RolloutsAdmitted
 from etude.store.local_queue import LocalRolloutQueue
 from etude.store.rollout_queue import AttemptReport, QueueOwner
-from tests.recipes.collect.test_sources import CHAT, ECHO, TASKS, Scripted, even, sourced, told
+from tests.recipes.collect.test_sources import CHAT, ECHO, TASKS, Scripted, even, group_records, sourced
 from tests.store.made import turn
 
 ADMITTED, STEPS = 3, 4
@@ -75,11 +75,11 @@ def whole(**given: Any) -> Whole:
         append = store.append
         store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
         with sourced(Scripted(), store, judged, **given) as source:
-            found, kept = [], [saved(source, 0)]
+            result, kept = [], [saved(source, 0)]
             for step in range(1, STEPS + 1):
-                found.append(told(source.next(step)))
+                result.append(group_records(source.next(step)))
                 kept.append(saved(source, step))
-    return Whole(batches, found, kept)
+    return Whole(batches, result, kept)
 
 
 def killed(batches: Sequence[Sequence[Event]]) -> Journal:
@@ -102,18 +102,18 @@ def _admits(event: Event, step: int) -> bool:
 @pytest.mark.parametrize(("env", "greedy"), [(None, False), (ECHO, True)])
 def test_a_run_may_save_at_each_step_of_a_replay_and_be_resumed_there(env: EnvConfig | None, greedy: bool) -> None:
     """Each life replays one step, saves, and is killed; the last one goes on to the end."""
-    given = {**GIVEN, "env": env, "greedy": greedy}
-    straight = whole(**given)
+    options = {**GIVEN, "env": env, "greedy": greedy}
+    straight = whole(**options)
     dropped = {event.step for batch in straight.batches for event in batch if isinstance(event, TaskDropped)}
     assert len(dropped & {1, 2, 3}) > 1, "tasks are dropped in steps that are replayed"
     kept = Saved()
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         for last in (1, 2, 3, STEPS):
-            with sourced(Scripted(), store, judged, **given, **kept._asdict()) as source:
+            with sourced(Scripted(), store, judged, **options, **kept._asdict()) as source:
                 assert source.last_replayed_step == (ADMITTED if kept.step < ADMITTED else 0)
                 for step in range(kept.step + 1, last + 1):
                     groups = source.next(step)
-                    assert told(groups) == straight.groups[step - 1], f"step {step}, saved after {kept.step}"
+                    assert group_records(groups) == straight.groups[step - 1], f"step {step}, saved after {kept.step}"
                     assert groups.replayed == (step <= ADMITTED)
                     assert source.mark()[0] == straight.saved[step].state
                 kept = saved(source, last)
@@ -129,10 +129,10 @@ def test_whenever_a_run_is_killed_it_may_save_in_its_replay_and_be_killed_again(
     for cut in range(first, last + 1):
         with closing(killed(straight.batches[:cut])) as store:
             with sourced(Scripted(), store, judged, **GIVEN) as source:
-                assert told(source.next(1)) == straight.groups[0]
+                assert group_records(source.next(1)) == straight.groups[0]
                 kept = saved(source, 1)
             with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
-                assert told(source.next(2)) == straight.groups[1], f"after write {cut} of {last}"
+                assert group_records(source.next(2)) == straight.groups[1], f"after write {cut} of {last}"
                 assert source.mark()[0] == straight.saved[2].state
 
 
@@ -141,10 +141,10 @@ def test_an_older_checkpoint_leads_to_the_same_steps() -> None:
     straight = whole(**GIVEN)
     with closing(killed(straight.batches[: admitted(straight.batches, ADMITTED)])) as store:
         with sourced(Scripted(), store, judged, **GIVEN, **straight.saved[1]._asdict()) as source:
-            assert told(source.next(2)) == straight.groups[1]
+            assert group_records(source.next(2)) == straight.groups[1]
             kept = saved(source, 2)
         with sourced(Scripted(), store, judged, **GIVEN, **kept._asdict()) as source:
-            assert [told(source.next(step)) for step in (3, 4)] == straight.groups[2:]
+            assert [group_records(source.next(step)) for step in (3, 4)] == straight.groups[2:]
             assert source.mark()[0] == straight.saved[4].state
 
 
@@ -191,10 +191,10 @@ def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
     """A source of rollouts that a runner plays, over the same tasks; opened as a run does."""
     dataset = Dataset.load(TASKS)
     order = SAMPLERS["curriculum"]().start(len(dataset), 5, dataset.sources)
-    desk = LocalRolloutQueue(store)
+    queue = LocalRolloutQueue(store)
     with Judge(even, JudgingConfig()) as judge, asyncio.Runner() as runner:
-        runner.run(desk.acquire_lease(QueueOwner("this run", "here")))
-        asked = AgentRollouts(AgentConfig(), 0, desk, judge, CHAT.tokenizer, store.position)
+        runner.run(queue.acquire_lease(QueueOwner("this run", "here")))
+        asked = AgentRollouts(AgentConfig(), 0, queue, judge, CHAT.tokenizer, store.position)
         source = AgentSource(
             CollectionConfig(tasks=2, group_size=2, refill=1),
             asked,
@@ -206,28 +206,28 @@ def agents(store: Journal, kept: Saved) -> Iterator[AgentSource]:
             runner=runner,
         )
         source.resume_from(*kept)
-        playing = runner.get_loop().create_task(played(desk))
+        playing = runner.get_loop().create_task(played(queue))
         yield source
         playing.cancel()
-        runner.run(desk.close())
+        runner.run(queue.close())
 
 
 def test_what_agents_played_is_replayed_and_saved_on_the_way() -> None:
     with closing(open_store()) as store, agents(store, Saved()) as source:
         straight, states = [], []
         for step in range(1, STEPS + 1):
-            straight.append(told(source.next(step)))
+            straight.append(group_records(source.next(step)))
             states.append(source.mark()[0])
         dropped = {event.cause for _, event in store.read(kinds=(TaskDropped,)) if isinstance(event, TaskDropped)}
         assert len(dropped) == 2, "some groups failed, and some earned the same"
     kept = Saved()
     with closing(open_store()) as store:
         with agents(store, kept) as source:
-            assert [told(source.next(step)) for step in (1, 2, 3)] == straight[:3]
+            assert [group_records(source.next(step)) for step in (1, 2, 3)] == straight[:3]
         for last in (1, 2, STEPS):
             with agents(store, kept) as source:
                 for step in range(kept.step + 1, last + 1):
                     groups = source.next(step)
-                    assert told(groups) == straight[step - 1] and groups.replayed == (step <= ADMITTED)
+                    assert group_records(groups) == straight[step - 1] and groups.replayed == (step <= ADMITTED)
                     assert source.mark()[0] == states[step - 1]
                 kept = saved(source, last)

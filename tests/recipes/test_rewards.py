@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from tests.recipes.runs import REWARDS, Captured, measured, options, refused_run, train
+from tests.recipes.runs import REWARDS, Captured, options, refused_run, step_metrics, train
 from tests.rewards.served import Reply, serving
 
 KEY = "hunter2-and-a-half"
 
 
-def told_anywhere(directory: Path, word: str) -> list[str]:
+def leaked_into(directory: Path, word: str) -> list[str]:
     """The files of a run that hold a word."""
     return [path.name for path in directory.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
 
@@ -38,7 +38,7 @@ def test_a_judge_among_parts_is_asked_counted_and_billed(world: Path, tmp_path: 
     with serving(lambda n, body: Reply(f"Score: {n % 11}", usage=usage)) as served:
         parts["reward.parts.style.base_url"] = served.url
         run = train(world, tmp_path / "run", steps=1, **parts)
-        before, steps = json.loads((run / "metrics.jsonl").read_text().splitlines()[0]), measured(run)
+        before, steps = json.loads((run / "metrics.jsonl").read_text().splitlines()[0]), step_metrics(run)
         for step in steps:
             assert step["judge/requests"] == 12 and step["judge/prompt_tokens"] == 1200
             assert step["judge/cost"] == pytest.approx(12 * (100 * 10 + 10 * 100) / 1e6)
@@ -47,9 +47,9 @@ def test_a_judge_among_parts_is_asked_counted_and_billed(world: Path, tmp_path: 
         assert before["eval/judge/requests"] == steps[-1]["eval/judge/requests"] == 5
         assert len(served.requests) == 12 + 2 * 5, "all that was asked was counted, once"
         assert {headers["authorization"] for headers in served.headers} == {f"Bearer {KEY}"}
-        assert not told_anywhere(run, KEY) and KEY not in capsys.readouterr().err
+        assert not leaked_into(run, KEY) and KEY not in capsys.readouterr().err
         assert main(["train", "--resume", str(run), "steps=2", f"reward.parts.style.api_key={KEY}"]) == 0
-        assert len(measured(run)) == 2 and not told_anywhere(run, KEY)
+        assert len(step_metrics(run)) == 2 and not leaked_into(run, KEY)
 
 
 def test_the_part_that_fails_is_counted_by_its_name(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -64,7 +64,7 @@ def test_the_part_that_fails_is_counted_by_its_name(world: Path, tmp_path: Path,
     }
     with serving(lambda n, body: Reply(status=500 if n % 4 == 0 else 200)) as served:
         parts["reward.parts.style.base_url"] = served.url
-        (step,) = measured(train(world, tmp_path / "run", steps=1, **parts))
+        (step,) = step_metrics(train(world, tmp_path / "run", steps=1, **parts))
     asked = len(served.requests)
     assert step["failed_parts/style"] == step["failed_attempts/failed"] == asked // 4
     assert step["failed_share"] == pytest.approx((asked // 4) / asked)
@@ -75,12 +75,12 @@ def test_answers_that_a_reward_raises_on_are_counted_beside_its_mean(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     given = {"reward.path": f"{REWARDS}:strict", "observe.console": "plain"}
-    (step,) = measured(train(world, tmp_path / "run", steps=1, **given))
-    told = capsys.readouterr()
+    (step,) = step_metrics(train(world, tmp_path / "run", steps=1, **given))
+    message = capsys.readouterr()
     assert step["reward"] == 1.0 and step["failed_attempts"] > 0
-    assert f"reward   1.000 ({step['failed_attempts']:.0f} failed)" in told.out
-    assert "So far 1 answer could not be judged" in told.err
-    assert "KeyError: 'missing' (rewards.py, line " in told.err and "The task has the fields prompt" in told.err
+    assert f"reward   1.000 ({step['failed_attempts']:.0f} failed)" in message.out
+    assert "So far 1 answer could not be judged" in message.err
+    assert "KeyError: 'missing' (rewards.py, line " in message.err and "The task has the fields prompt" in message.err
 
 
 def test_programs_are_run_by_a_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -88,16 +88,16 @@ def test_programs_are_run_by_a_run(world: Path, tmp_path: Path, capsys: Captured
     lines = [{"prompt": f"{n}+1=", "answer": {"inputs": [""], "outputs": [str(n + 1)]}} for n in range(4)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "code", "reward.path": None}
-    (step,) = measured(train(world, tmp_path / "run", steps=1, **given))
+    (step,) = step_metrics(train(world, tmp_path / "run", steps=1, **given))
     assert step["failed_attempts"] == 0 and step["rollouts"] == 12 and step["judging_seconds"] > 0
     assert "The programs of answers" in capsys.readouterr().err
 
 
 def test_tasks_without_tests_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"reward": "code", "reward.path": None})
+    message = refused_run(capsys, world, tmp_path / "run", **{"reward": "code", "reward.path": None})
     assert (
-        "None of the 40 tasks in data.train can be judged" in told
-        and "The tests of task 0 of sums cannot be used" in told
+        "None of the 40 tasks in data.train can be judged" in message
+        and "The tests of task 0 of sums cannot be used" in message
     )
 
 

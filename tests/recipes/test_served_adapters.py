@@ -21,7 +21,7 @@ from etude.records import SamplingParams
 from etude.rollout import ServerPool
 from etude.rollout.torch_engine import TorchEngine, TorchEngineConfig
 from tests.processes import started_by
-from tests.recipes.runs import measured, train
+from tests.recipes.runs import step_metrics, train
 from tests.rollout.test_server_pool import until
 from tests.served import joined, on, options_of, started
 from tests.worlds import make_tasks
@@ -65,11 +65,11 @@ def embedded(model: Model, directory: Path) -> Said:
 
 
 def _said(engine: ServerPool | TorchEngine) -> Said:
-    said = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
-    assert all(each.raw_logp is not None for each in said)
+    completions = engine.generate_all(PROMPTS, [GREEDY] * len(PROMPTS))
+    assert all(each.raw_logp is not None for each in completions)
     return (
-        [token for each in said for token in each.ids.tolist()],
-        [logp for each in said for logp in ([] if each.raw_logp is None else each.raw_logp.tolist())],
+        [token for each in completions for token in each.ids.tolist()],
+        [logp for each in completions for logp in ([] if each.raw_logp is None else each.raw_logp.tolist())],
     )
 
 
@@ -83,7 +83,7 @@ def test_a_server_computes_with_each_adapter_that_it_is_brought(world: World, tm
         ids, logp = world.says()
         wanted_ids, wanted = embedded(model, world.model)
         assert len(ids) > 12 and ids == wanted_ids and np.allclose(logp, wanted, atol=2e-3)
-        assert all(said[0] != ids or not np.allclose(said[1], logp, atol=1e-2) for said in before)
+        assert all(completion[0] != ids or not np.allclose(completion[1], logp, atol=1e-2) for completion in before)
         before += [(ids, logp), embedded(load(world.model, dtype=torch.float32), world.model)]
         assert {server.version for server in world.server.servers} == {version}
 
@@ -92,9 +92,9 @@ def test_a_run_publishes_its_adapters_alone(world: World, tmp_path: Path, monkey
     """Each step's answers are drawn by its adapters: the trainer's log-probs are the server's."""
     shutil.copytree(world.model, tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    given = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
-    given |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1}
-    lines = measured(train(tmp_path, tmp_path / "run", **given, steps=3))
+    options = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(world.server, monkeypatch)}
+    options |= {"rollout.adapters": "only", "lora.rank": 4, "train.learning_rate": 0.1}
+    lines = step_metrics(train(tmp_path, tmp_path / "run", **options, steps=3))
     whole = (tmp_path / "model" / "model.safetensors").stat().st_size
     for line in lines:
         assert line["mismatch/k3"] < 1e-5 and 0 < line["publish_bytes"] < whole / 4
@@ -120,7 +120,7 @@ def test_a_run_starts_a_server_that_takes_its_adapters(served_models: tuple[Path
     """By two ranks; what the server began with is there for as long as it may be started again."""
     shutil.copytree(served_models[0], tmp_path / "model")
     make_tasks(tmp_path / "tasks.jsonl", 20)
-    given = {f"rollout.{name}": value for name, value in options_of("vllm", tmp_path).items()}
-    given |= {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 9, "train.learning_rate": 0.1, "ranks": 2}
-    for line in measured(train(tmp_path, tmp_path / "run", **given, steps=4)):
+    options = {f"rollout.{name}": value for name, value in options_of("vllm", tmp_path).items()}
+    options |= {"rollout": "vllm", "rollout.adapters": "only", "lora.rank": 9, "train.learning_rate": 0.1, "ranks": 2}
+    for line in step_metrics(train(tmp_path, tmp_path / "run", **options, steps=4)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0

@@ -11,7 +11,7 @@ import pytest
 from etude.cli import main
 from etude.rollout import ServerPool
 from tests.components import require
-from tests.recipes.runs import Captured, measured, options, refused_run, train
+from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
 from tests.served import bring, joined, on, options_of, started
 from tests.worlds import make_model, make_tasks
 
@@ -42,7 +42,7 @@ def test_a_run_is_sampled_for_by_a_server(
     given = {"rollout": kind, "rollout.max_num_seqs": 32, **reached}
     try:
         run = train(sums, sums / "run", **given, steps=3, data__val=f"[{sums / 'held_out.jsonl'}]", evaluate__every=3)
-        for line in measured(run):
+        for line in step_metrics(run):
             assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0
             assert line["engine/new_tokens"] > 0 and line["engine/replicas"] == 1
         assert not (run / "published").exists()
@@ -59,7 +59,7 @@ def test_a_run_starts_its_server_and_ends_it(kind: str, sums: Path) -> None:
     given = {f"rollout.{name}": value for name, value in options_of(kind, sums).items()}
     given["model.path"] = make_model(sums / "tied", hidden=64)
     run = train(sums, sums / "run", rollout=kind, **given, steps=12, collect__tasks=8)
-    lines = measured(run)
+    lines = step_metrics(run)
     assert all(line["mismatch/k3"] < 1e-5 for line in lines)
     assert sum(line["reward"] for line in lines[-3:]) > sum(line["reward"] for line in lines[:3])
     assert (run / "servers" / f"{kind}-0.log").exists()
@@ -76,7 +76,7 @@ def test_a_run_whose_weights_go_through_shared_memory(kind: str, sums: Path) -> 
         "rollout.bucket_mib": 1,
     }
     run = train(sums, sums / "run", rollout=kind, **given, steps=3)
-    for line in measured(run):
+    for line in step_metrics(run):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_pause_ms"] > 0
     assert not (run / "published").exists()
 
@@ -101,7 +101,7 @@ def test_the_ranks_of_a_run_bring_its_weights_to_a_server_themselves(
         require("ray")
     given = {"rollout": "vllm", "rollout.max_num_seqs": 32, **joined(plugged, monkeypatch)}
     given |= {"rollout.weight_transport": weight_transport, "rollout.bucket_mib": 1, "ranks": 2, "cluster": cluster}
-    for line in measured(train(sums, sums / "run", **given, steps=3)):
+    for line in step_metrics(train(sums, sums / "run", **given, steps=3)):
         assert line["mismatch/k3"] < 1e-5 and line["publish_bytes"] > 0 and line["publish_failed_replicas"] == 0
 
 

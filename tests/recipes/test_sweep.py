@@ -13,7 +13,7 @@ from etude.algorithms import Denominators, LossValue, View
 from etude.algorithms.losses.clip import PPO
 from etude.cli import main
 from tests.recipes.rewards import planned
-from tests.recipes.runs import Captured, measured, options, refused, same, train, weights
+from tests.recipes.runs import Captured, options, refused, same, step_metrics, train, weights
 
 
 def test_each_run_has_a_directory_that_tells_it_apart(world: Path, tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_each_run_has_a_directory_that_tells_it_apart(world: Path, tmp_path: Pat
     alone = train(world, tmp_path / "alone", "grpo", steps=1, loss="gspo")
     assert same(weights(sweep / "1-loss-gspo"), weights(alone))
     assert main(["train", "--resume", str(sweep / "1-loss-gspo"), "steps=2"]) == 0
-    assert len(measured(sweep / "1-loss-gspo")) == 2
+    assert len(step_metrics(sweep / "1-loss-gspo")) == 2
 
 
 def test_without_a_directory_a_new_one_is_made_below_runs(
@@ -41,12 +41,12 @@ def test_one_that_fails_does_not_stop_the_others_and_goes_on_when_asked_again(
 ) -> None:
     words = options(world, directory=tmp_path, steps=1, **{"reward.path": None})
     judges = "reward.path='tests.recipes.rewards:nan','tests.recipes.rewards:digits'"
-    told = refused(capsys, "train", "--multirun", *words, judges)
-    assert f"1 of 2 runs in {tmp_path} failed" in told and "returned nan" in told
+    message = refused(capsys, "train", "--multirun", *words, judges)
+    assert f"1 of 2 runs in {tmp_path} failed" in message and "returned nan" in message
     failed, done = sorted(tmp_path.iterdir())
-    assert len(measured(done)) == 1 and not (failed / "checkpoints").exists()
+    assert len(step_metrics(done)) == 1 and not (failed / "checkpoints").exists()
     refused(capsys, "train", "--multirun", *words, judges)
-    assert len(measured(done)) == 1
+    assert len(step_metrics(done)) == 1
 
 
 def test_every_run_is_composed_before_the_first_begins(world: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -59,7 +59,7 @@ def test_every_run_is_composed_before_the_first_begins(world: Path, tmp_path: Pa
 def test_a_signal_in_the_last_step_of_a_run_ends_the_sweep_too(world: Path, tmp_path: Path) -> None:
     with planned({20: signal.SIGINT}):
         assert main(["train", "--multirun", *options(world, directory=tmp_path, seed="0,1")]) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["0-seed-0"] and len(measured(tmp_path / "0-seed-0")) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["0-seed-0"] and len(step_metrics(tmp_path / "0-seed-0")) == 2
 
 
 def test_what_sets_a_run_apart_may_be_long(world: Path, tmp_path: Path) -> None:
@@ -70,12 +70,14 @@ def test_what_sets_a_run_apart_may_be_long(world: Path, tmp_path: Path) -> None:
     assert all(len(path.name.encode()) < 200 for path in (tmp_path / "sweep").iterdir())
 
 
-def test_whatever_ends_one_run_is_told_and_the_others_go_on(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_the_error_that_ends_one_run_is_reported_and_the_others_go_on(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     words = options(world, directory=tmp_path, steps=1, loss="tests.recipes.test_sweep:Mistaken,ppo")
     assert main(["train", "--multirun", *words]) == 2
-    told = capsys.readouterr().err.partition("etude: ")[2]
-    assert "1 of 2 runs" in told and "ZeroDivisionError: a mistake" in told
-    assert len(measured(tmp_path / "1-loss-ppo")) == 1
+    message = capsys.readouterr().err.partition("etude: ")[2]
+    assert "1 of 2 runs" in message and "ZeroDivisionError: a mistake" in message
+    assert len(step_metrics(tmp_path / "1-loss-ppo")) == 1
 
 
 def test_a_sweep_has_one_directory(world: Path, tmp_path: Path, capsys: Captured) -> None:

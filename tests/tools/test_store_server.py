@@ -50,7 +50,7 @@ def test_a_key_that_was_given_is_shown_nowhere_and_replaces_the_one_that_was_kep
     for place, key in enumerate(("", KEY)):
         with started(words, tmp_path / f"log-{place}", ETUDE_STORE_KEY=key) as store:
             store.says("A trainer:")
-            store.told(signal.SIGINT)
+            store.send_signal(signal.SIGINT)
             assert store.ends() == 0 and "Stopped. 0 rollouts are queued and 0 under way" in store.said
     admin, runner = (tmp_path / "mine" / f"{who}.key" for who in ("admin", "runner"))
     assert admin.read_text() == KEY and KEY not in store.said and "printed only now" not in store.said

@@ -16,8 +16,17 @@ from etude.errors import ConfigError, IllegalTransitionError
 from etude.recipes.agents import remote_store as joining
 from etude.recipes.agents.remote_store import MirroredRolloutQueue
 from etude.records import Outcome, Task
-from etude.store import Journal, Phase, RolloutQueued, RolloutsAdmitted, RolloutState, Status, TaskIssued, open_store
-from etude.store import messages as wire
+from etude.store import (
+    Journal,
+    Phase,
+    RolloutQueued,
+    RolloutsAdmitted,
+    RolloutState,
+    Status,
+    TaskIssued,
+    messages,
+    open_store,
+)
 from etude.store.event_records import encode
 from etude.store.keys import Keyring
 from etude.store.local_queue import LocalRolloutQueue
@@ -37,13 +46,13 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def seen(journal: Journal) -> dict[int, tuple[str, float | None, int]]:
     """What the journal says of each rollout: its status, what it earned, how many tokens its turns have."""
     ids = [state.id for state in journal.iter_states(RolloutState, None)]
-    found = {}
+    result = {}
     for id in ids:
         state, turns = journal.rollout(id), journal.turns(id)
         last = state.last
         tokens = sum(len(turn.prompt) + len(turn.completion.ids) for turn in turns)
-        found[id] = state.status.value, None if last is None else last.total, tokens
-    return found
+        result[id] = state.status.value, None if last is None else last.total, tokens
+    return result
 
 
 # -- the desk of a joined run -----------------------------------------------------------------------------------------
@@ -70,7 +79,7 @@ def joined(story: Story, mine: Journal, theirs: Journal | None = None, max_body_
     asyncio.run(whole())
 
 
-def told(journal: Journal, rollout: int) -> list[tuple[str, str, bytes]]:
+def attempt_records(journal: Journal, rollout: int) -> list[tuple[str, str, bytes]]:
     """What is written of a rollout after it was queued."""
     events = [event for _, event in journal.read(rollout=rollout) if not isinstance(event, RolloutQueued)]
     return [(encode(event).kind, encode(event).body, encode(event).payload) for event in events]
@@ -91,13 +100,13 @@ def test_what_ended_is_copied_as_it_is_written_and_is_all_there_will_be() -> Non
         _, ended = await far.wait(0, 10)
         assert [state.id for state in ended] == [1, 0, 2]
         for id in range(3):
-            assert told(mine, id) == told(theirs, id) and mine.rollout(id).sealed
+            assert attempt_records(mine, id) == attempt_records(theirs, id) and mine.rollout(id).sealed
         assert [mine.rollout(id).status for id in range(3)] == [Status.CANCELLED, Status.SUCCEEDED, Status.CANCELLED]
         with pytest.raises(IllegalTransitionError, match="Rollout 1 is sealed, since its run has read it"):
             await there.record_reward(second.attempt_id, 0.5, turn=0)
         await there.record_note(first.attempt_id, "afterwards", None)
-        (said,) = await far.turns(0, 0)
-        assert said.reward == 0.25
+        (copied,) = await far.turns(0, 0)
+        assert copied.reward == 0.25
         assert await far.seal([0, 1, 2]) == mine.rollouts()
         assert [state.id for state in (await far.wait(0, 10))[1]] == [1, 0, 2], "told again, and not written again"
 
@@ -121,7 +130,7 @@ def test_no_portion_holds_more_values_than_a_store_takes(monkeypatch: pytest.Mon
     for most in range(600, 640):  # more than the values of one rollout, so that some are filled to the last
         monkeypatch.setattr(joining, "VALUES", most)
         for some in joining._split_requests(asked):
-            check_json_size(wire.to_json({"wanted": [wire.encode_rollout_request(one) for one in some]}), most)
+            check_json_size(messages.to_json({"wanted": [messages.encode_rollout_request(one) for one in some]}), most)
 
 
 def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() -> None:
@@ -139,7 +148,7 @@ def test_a_journal_that_was_brought_back_from_an_earlier_time_is_written_on() ->
         page = await far.find(RolloutQuery(ids=(0, 1)))
         assert [state.status for state in page.rollouts] == [Status.SUCCEEDED, Status.QUEUED]
         await far.enqueue(wanted(0, 2))
-        assert told(mine, 0) == told(theirs, 0) and mine.rollout(1).status is Status.QUEUED
+        assert attempt_records(mine, 0) == attempt_records(theirs, 0) and mine.rollout(1).status is Status.QUEUED
         assert [got.attempt_id for got in await claim(there)] == [AttemptId(1, 0)]
 
     joined(before, open_store(), theirs)
@@ -179,12 +188,12 @@ def test_a_run_joins_a_store_and_its_journal_holds_what_the_store_has(options: l
             started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train,
         ):
             assert train.ends() == 0, train.said
-            runner.told(signal.SIGTERM)
+            runner.send_signal(signal.SIGTERM)
             assert runner.ends() == 0, runner.said
         another = ["train", *options, f"directory={tmp_path / 'other'}", f"agent.store={url}"]
         with started(another, tmp_path / "other.log", ETUDE_STORE_KEY=admin) as other:
             assert other.ends() == 2 and "holds the rollouts of another run" in other.said, other.said
-        store.told(signal.SIGTERM)
+        store.send_signal(signal.SIGTERM)
         assert store.ends() == 0 and "Stopped." in store.said and "Traceback" not in store.said
     with closing(open_store(run / "journal.sqlite")) as mine, closing(open_store(kept / "journal.sqlite")) as theirs:
         there = seen(theirs)
@@ -203,7 +212,7 @@ def test_a_trainer_that_is_killed_goes_on_with_what_the_store_has(options: list[
         words = ["train", *options, "steps=4", f"directory={run}", f"agent.store={url}", "agent.runners=1"]
         with started(words, tmp_path / "train.log", ETUDE_STORE_KEY=admin) as train:
             train.says("step 2/4")
-            train.told(signal.SIGKILL)
+            train.send_signal(signal.SIGKILL)
             train.ends()
         with started(["train", "--resume", str(run)], tmp_path / "again.log", ETUDE_STORE_KEY=admin) as again:
             assert again.ends() == 0, again.said
@@ -229,7 +238,7 @@ def test_a_copy_of_a_run_is_no_second_trainer(options: list[str], tmp_path: Path
         again = ["train", "--resume", str(copied), "steps=2"]
         with started(again, tmp_path / "copied.log", ETUDE_STORE_KEY=admin) as second:
             assert second.ends() == 2 and f"active in {run}, and was started in {copied}" in second.said, second.said
-        store.told(signal.SIGTERM)
+        store.send_signal(signal.SIGTERM)
         assert store.ends() == 0
     with started([*serve, "--give-over"], tmp_path / "over.log") as store:
         url = store.says(r"is served at (http://\S+?)\. ")[1]
@@ -273,5 +282,7 @@ def test_a_run_whose_rollouts_are_open_elsewhere_does_not_go_on_alone(tmp_path: 
 
 def test_the_page_says_for_how_long_a_store_believes_in_a_run() -> None:
     page = " ".join((Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8").split())
-    told = f"renews its lease every {joining.RENEW_S:g} seconds. {joining.LEASE_S:g} seconds after the last renewal"
-    assert told in page
+    attempt_records = (
+        f"renews its lease every {joining.RENEW_S:g} seconds. {joining.LEASE_S:g} seconds after the last renewal"
+    )
+    assert attempt_records in page

@@ -29,7 +29,7 @@ from etude.store.keys import Keyring
 from etude.store.remote_queue import RemoteRolloutQueue
 from tests.recipes import players
 from tests.recipes.players import TALKS
-from tests.recipes.runs import Captured, measured, refused_run, rows_of, run_of, same, train, weights
+from tests.recipes.runs import Captured, refused_run, rows_of, run_of, same, step_metrics, train, weights
 
 
 def journal(run: Path) -> Journal:
@@ -69,14 +69,14 @@ CREDIT: dict[str, dict[str, Any]] = {
 
 
 def test_every_way_of_giving_credit_changes_the_gradient(world: Path, talked: Path, tmp_path: Path) -> None:
-    found = {
-        name: moment(world, talked, tmp_path / str(place), **given)
-        for place, (name, given) in enumerate(CREDIT.items())
+    result = {
+        name: moment(world, talked, tmp_path / str(place), **options)
+        for place, (name, options) in enumerate(CREDIT.items())
     }
-    assert all(float(value.norm()) > 0 for value in found.values())
-    for one, other in combinations(found, 2):
-        apart = float((found[one] - found[other]).norm())
-        assert apart > 1e-4 * float(found[one].norm()), f"{one} learns what is learned {other}"
+    assert all(float(value.norm()) > 0 for value in result.values())
+    for one, other in combinations(result, 2):
+        apart = float((result[one] - result[other]).norm())
+        assert apart > 1e-4 * float(result[one].norm()), f"{one} learns what is learned {other}"
 
 
 def test_each_action_token_is_learned_once_and_turns_without_a_tag_are_context(talked: Path) -> None:
@@ -100,14 +100,14 @@ def test_each_action_token_is_learned_once_and_turns_without_a_tag_are_context(t
 
 def test_states_that_are_named_alike_are_the_same(talked: Path) -> None:
     with closing(journal(talked)) as store:
-        found = [store.turns(id) for id in store.admitted()[1]]
-    assert len({turns[0].anchor for turns in found}) == len({turns[1].anchor for turns in found}) == 1
-    assert len({turns[2].anchor for turns in found}) > 1
+        result = [store.turns(id) for id in store.admitted()[1]]
+    assert len({turns[0].anchor for turns in result}) == len({turns[1].anchor for turns in result}) == 1
+    assert len({turns[2].anchor for turns in result}) > 1
 
 
 def test_branches_are_rows_of_their_own(world: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:forker"})
-    (step,) = measured(run)
+    (step,) = step_metrics(run)
     assert step["agents/branches"] == 3 and step["turns"] == 3 and step["agents/tokens_reused"] == 0
     with closing(journal(run)) as store:
         drawn = sum(len(turn.completion.ids) for id in store.admitted()[1] for turn in store.turns(id))
@@ -123,9 +123,9 @@ def lost(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, port = tmp_path_factory.mktemp("lost") / "run", free_port()
 
     async def cancel(rollout: int) -> None:
-        desk = RemoteRolloutQueue(f"http://127.0.0.1:{port}", Keyring.load_or_create(directory).admin)
-        await desk.cancel([rollout], "enough")
-        await desk.close()
+        queue = RemoteRolloutQueue(f"http://127.0.0.1:{port}", Keyring.load_or_create(directory).admin)
+        await queue.cancel([rollout], "enough")
+        await queue.close()
 
     players.cancel[:] = [cancel]
     options = {"agent.path": f"{players.__name__}:loser", "collect.tasks": 1, "collect.group_size": 8}
@@ -152,7 +152,7 @@ LOST = {
 
 
 def test_every_kind_of_loss_is_counted(lost: Path) -> None:
-    (step,) = measured(lost)
+    (step,) = step_metrics(lost)
     assert {name: step[name] for name in LOST} == LOST
     assert step["agents/turns"] == pytest.approx(5 / 8) and step["agents/branches"] == pytest.approx(5 / 8)
     assert step["endpoint/context_length"] == 1 and step["endpoint/latency_p99"] > 0
@@ -160,8 +160,8 @@ def test_every_kind_of_loss_is_counted(lost: Path) -> None:
 
 def test_every_metric_of_agents_is_explained(lost: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
-    told = {name for name in measured(lost)[0] if name.startswith("agents/")}
-    assert set(re.findall(r"`(agents/\w+)`", page)) == told
+    metrics = {name for name in step_metrics(lost)[0] if name.startswith("agents/")}
+    assert set(re.findall(r"`(agents/\w+)`", page)) == metrics
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ def test_every_option_of_agents_is_shown_to_act_here() -> None:
 def test_parameters_hold_as_asked(world: Path, talked: Path, tmp_path: Path) -> None:
     """The agent asks for the likeliest words of its plans, which the run follows only if told to."""
     run = train(world, tmp_path / "run", **TALKS | {"agent.parameters": "default"})
-    assert said(run) != said(talked)
+    assert answers_of(run) != answers_of(talked)
 
 
 def test_failures_count_for_what_is_said_and_so_when_they_are_read_back(world: Path, tmp_path: Path) -> None:
     """What an attempt had earned before it failed is not what it counts for."""
     fails = {"agent.path": f"{players.__name__}:late_failure", "collect.retries": 0, "steps": 1}
-    dropped = measured(train(world, tmp_path / "dropped", **TALKS | fails))[0]
+    dropped = step_metrics(train(world, tmp_path / "dropped", **TALKS | fails))[0]
     assert dropped["rollouts"] == 8 and dropped["failed_attempts"] == 8
     scored = TALKS | fails | {"agent.failed_reward": -1.0}
     run = run_of(world, directory=tmp_path / "scored", **scored)
@@ -215,13 +215,15 @@ def test_runners_and_what_they_play_at_once(world: Path, tmp_path: Path) -> None
 
 def test_calls_that_are_answered_at_once(world: Path, talked: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.max_calls": 1})
-    alone, together = measured(run)[0], measured(talked)[0]
+    alone, together = step_metrics(run)[0], step_metrics(talked)[0]
     assert alone["engine/new_tokens"] == pytest.approx(together["engine/new_tokens"], rel=0.5)
     assert alone["engine/new_tokens_per_step"] < 0.75 * together["engine/new_tokens_per_step"]
-    assert said(run) == {id: texts for id, texts in said(talked).items() if id in said(run)}, "and change nothing"
+    assert answers_of(run) == {id: texts for id, texts in answers_of(talked).items() if id in answers_of(run)}, (
+        "and change nothing"
+    )
 
 
-def test_nobody_who_plays_is_waited_for_so_long(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_missing_runner_is_bounded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "POLL_INTERVAL_S", 0.2)
     run = run_of(world, directory=tmp_path / "run", **TALKS | {"agent.runners": 0, "agent.runner_timeout": 1})
     with build(run) as parts, pytest.raises(CollectionError, match="16 rollouts wait for one"):
@@ -233,10 +235,10 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
     directory, port = tmp_path / "run", free_port()
 
     async def claim() -> None:
-        desk = RemoteRolloutQueue(f"http://127.0.0.1:{port}", (directory / "runner.key").read_text(), patience_s=10)
+        queue = RemoteRolloutQueue(f"http://127.0.0.1:{port}", (directory / "runner.key").read_text(), patience_s=10)
         while not over.is_set():
-            await desk.claim("ghost", 16, 0.2)
-        await desk.close()
+            await queue.claim("ghost", 16, 0.2)
+        await queue.close()
 
     over = threading.Event()
     ghost = threading.Thread(target=lambda: asyncio.run(claim()), daemon=True)
@@ -257,21 +259,19 @@ def test_a_runner_that_says_nothing_has_lost_what_it_had(world: Path, tmp_path: 
 def test_options_without_an_agent_and_what_agents_cannot_do_are_refused(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"agent.tags": "[a]"})
-    assert "`agent` has options, and names no agent" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"agent.tags": "[a]"})
+    assert "`agent` has options, and names no agent" in message
     for idle in ({"collect.timeout": 5.0}, {"data.overlong": "truncate"}):
-        told = refused_run(capsys, world, tmp_path / "run", **TALKS | idle)
-        assert "does nothing where an agent plays" in told
-    told = refused_run(capsys, world, tmp_path / "run", **TALKS | {"advantage": "remax"})
-    assert "greedy answer" in told
+        message = refused_run(capsys, world, tmp_path / "run", **TALKS | idle)
+        assert "does nothing where an agent plays" in message
+    message = refused_run(capsys, world, tmp_path / "run", **TALKS | {"advantage": "remax"})
+    assert "greedy answer" in message
 
 
-def test_a_step_in_which_nobody_called_the_model_teaches_nothing_and_says_so(
-    world: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_step_without_a_model_call_teaches_nothing_and_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", **TALKS | {"agent.path": f"{players.__name__}:silent"})
     assert "None of the 16 rollouts of this step called the model" in capsys.readouterr().err
-    (step,) = measured(run)
+    (step,) = step_metrics(run)
     assert step["agents/empty"] == step["rollouts"] == 16 and step["action_tokens"] == 0 and step["grad_norm"] == 0
 
 
@@ -281,7 +281,7 @@ def test_a_step_in_which_nobody_called_the_model_teaches_nothing_and_says_so(
 def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(world: Path, talked: Path, tmp_path: Path) -> None:
     half = train(world, tmp_path / "half", **TALKS)
     train(world, half, **TALKS | {"steps": 2, "agent.timeout": 500})
-    assert same(weights(half), weights(talked)) and said(half) == said(talked)
+    assert same(weights(half), weights(talked)) and answers_of(half) == answers_of(talked)
 
 
 def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
@@ -312,7 +312,7 @@ def test_what_a_stop_left_half_done_waits_for_the_weights_that_it_is_drawn_from(
     players.PLAYED.clear()
     train(world, directory, **TALKS | {"steps": 2, "agent.heartbeat_timeout": 30})
     assert sorted(players.PLAYED) == [(second[6], 1), *((id, 0) for id in second[7:])]
-    assert said(directory) == said(talked) and same(weights(directory), weights(talked))
+    assert answers_of(directory) == answers_of(talked) and same(weights(directory), weights(talked))
     with closing(journal(directory)) as store:
         versions = {int(v) for id in second for turn in store.turns(id) for v in turn.completion.version}
     assert versions == {1}
@@ -343,7 +343,7 @@ def test_scoring_that_was_cut_off_goes_on(world: Path, tmp_path: Path) -> None:
 # -- small parts ------------------------------------------------------------------------------------------------------
 
 
-def said(run: Path) -> dict[int, list[str]]:
+def answers_of(run: Path) -> dict[int, list[str]]:
     """What was said in each rollout that was trained on."""
     with closing(journal(run)) as store:
         ids = [id for admitted in store.admitted().values() for id in admitted]
@@ -351,6 +351,6 @@ def said(run: Path) -> dict[int, list[str]]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return int(result.getsockname()[1])

@@ -37,7 +37,7 @@ PARTNERS = "tests.recipes.partners"
         ({"tools": [f"{PARTNERS}:untold"]}, "`untold` has no docstring"),
     ],
 )
-def test_who_cannot_be_made_is_told(options: dict[str, Any], what: str) -> None:
+def test_an_environment_that_cannot_be_created_is_reported(options: dict[str, Any], what: str) -> None:
     with pytest.raises(PluginError, match=what):
         EnvConfig(**options).prepare()
 
@@ -88,25 +88,25 @@ def test_what_goes_together_is_not(world: Path, capsys: Captured) -> None:
 
 
 def test_tools_need_a_model_that_can_call_them(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"env.tools": f"[{PARTNERS}:add]"})
-    assert "has no known format of tool calls" in told and "`chat.template`" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"env.tools": f"[{PARTNERS}:add]"})
+    assert "has no known format of tool calls" in message and "`chat.template`" in message
     assert not (tmp_path / "run").exists()
 
 
-def test_rollouts_longer_than_there_is_room_for_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **GAME, **{"env.max_tokens": 129})
-    assert "`env.max_tokens=129` is more than the 128 tokens" in told
+def test_rollouts_longer_than_there_is_room_for_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **GAME, **{"env.max_tokens": 129})
+    assert "`env.max_tokens=129` is more than the 128 tokens" in message
 
 
 def test_tools_are_not_offered_in_text(world: Path, tmp_path: Path, capsys: Captured) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    given = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
-    assert "has a text prompt" in refused_run(capsys, world, tmp_path / "run", **given)
+    options = {"env.tools": f"[{PARTNERS}:add]", "chat.template": template}
+    assert "has a text prompt" in refused_run(capsys, world, tmp_path / "run", **options)
 
 
 def test_tasks_without_an_answer_are_for_the_environment_to_pay(world: Path, tmp_path: Path, capsys: Captured) -> None:
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"prompt": "1+1="}\n')
-    given = GAME | {"reward": "exact_match", "data.train": bare}
-    assert "`reward=environment`" in refused_run(capsys, world, tmp_path / "run", **given)
+    options = GAME | {"reward": "exact_match", "data.train": bare}
+    assert "`reward=environment`" in refused_run(capsys, world, tmp_path / "run", **options)

@@ -116,7 +116,7 @@ def play(
     return asyncio.run(act())
 
 
-def asked(prompt: Any = "1+1=", **fields: Any) -> Task:
+def make_task(prompt: Any = "1+1=", **fields: Any) -> Task:
     """A task."""
     return Task(3, {"prompt": prompt, "row": 0, **fields})
 
@@ -130,50 +130,54 @@ ECHO = f"{PARTNERS}:Echo"
 def test_turns_go_on_from_the_very_tokens_and_each_is_paid(plain: ChatRenderer) -> None:
     says = {1: "12ab", 2: "x", 3: "7"}
     speaker = Speaker(plain, lambda _, n: says[n])
-    played = play(plain, speaker, asked(), path=ECHO)
-    assert played.verdict.outcome is Outcome.SUCCEEDED and not played.truncated
-    assert [turn.reward for turn in played.turns] == [0.25, 0.0, 0.125] and played.total == played.turn_rewards == 0.375
+    attempt = play(plain, speaker, make_task(), path=ECHO)
+    assert attempt.verdict.outcome is Outcome.SUCCEEDED and not attempt.truncated
+    assert [turn.reward for turn in attempt.turns] == [
+        0.25,
+        0.0,
+        0.125,
+    ] and attempt.total == attempt.turn_rewards == 0.375
     assert [params.seed for params in speaker.asked] == [100, 101, 102]
-    texts = [plain.tokenizer.decode(turn.prompt, keep_special_tokens=True) for turn in played.turns]
+    texts = [plain.tokenizer.decode(turn.prompt, keep_special_tokens=True) for turn in attempt.turns]
     assert texts == ["1+1=", "1+1=12ab<end>12a:", "1+1=12ab<end>12a:x<end>x:"]
-    (row,) = build_samples(played.turns, 0)
+    (row,) = build_samples(attempt.turns, 0)
     assert plain.tokenizer.decode(row.ids[row.action], keep_special_tokens=True) == "12ab<end>x<end>7<end>"
     assert row.reward is not None and row.reward[row.action].tolist() == [0, 0, 0, 0, 0.25, 0, 0, 0, 0.125]
     assert row.turn[row.action].tolist() == [0] * 5 + [1] * 2 + [2] * 2
 
 
 def test_too_many_turns_truncate_a_rollout(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(), path=ECHO, kwargs={"turns": 9}, max_turns=4)
-    assert len(played.turns) == 4 and played.truncated and played.verdict.outcome is Outcome.SUCCEEDED
-    assert played.turn_rewards == 0.5, "the last answer is paid for as well"
+    attempt = play(plain, lambda *_: "1", make_task(), path=ECHO, kwargs={"turns": 9}, max_turns=4)
+    assert len(attempt.turns) == 4 and attempt.truncated and attempt.verdict.outcome is Outcome.SUCCEEDED
+    assert attempt.turn_rewards == 0.5, "the last answer is paid for as well"
 
 
 def test_what_leaves_no_room_truncates_a_rollout(plain: ChatRenderer) -> None:
     speaker = Speaker(plain, lambda *_: "123456789")
-    played = play(plain, speaker, asked(), path=ECHO, kwargs={"turns": 9}, max_tokens=30)
+    attempt = play(plain, speaker, make_task(), path=ECHO, kwargs={"turns": 9}, max_tokens=30)
     assert [params.max_tokens for params in speaker.asked] == [26, 12]
-    assert [len(turn.completion.ids) for turn in played.turns] == [10, 10] and played.truncated
-    assert len(played.turns[-1].prompt) + 10 <= 30 < len(played.turns[-1].prompt) + 10 + 4
-    (first,) = play(plain, lambda *_: "1" * 90, asked(), path=ECHO, longest=20).turns
+    assert [len(turn.completion.ids) for turn in attempt.turns] == [10, 10] and attempt.truncated
+    assert len(attempt.turns[-1].prompt) + 10 <= 30 < len(attempt.turns[-1].prompt) + 10 + 4
+    (first,) = play(plain, lambda *_: "1" * 90, make_task(), path=ECHO, longest=20).turns
     assert len(first.prompt) + len(first.completion.ids) == 20, "an answer ends where the room does"
 
 
 def test_a_beginning_that_leaves_no_room_is_a_failure(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked("1" * 40), path=ECHO, max_tokens=40)
-    assert not played.turns and played.verdict.outcome is Outcome.FAILED
-    assert "The first prompt of task 3 has 40 tokens, and a rollout may have 40 in all" in played.verdict.error
+    attempt = play(plain, lambda *_: "1", make_task("1" * 40), path=ECHO, max_tokens=40)
+    assert not attempt.turns and attempt.verdict.outcome is Outcome.FAILED
+    assert "The first prompt of task 3 has 40 tokens, and a rollout may have 40 in all" in attempt.verdict.error
 
 
 def test_an_answer_cut_off_in_the_end_truncates_a_rollout(plain: ChatRenderer) -> None:
-    assert play(plain, lambda *_: "123456", asked(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
-    assert not play(plain, lambda *_: "123", asked(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
-    cut_in_the_middle = play(plain, lambda _, n: "123456" if n == 1 else "1", asked(), path=ECHO, tokens=4)
+    assert play(plain, lambda *_: "123456", make_task(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
+    assert not play(plain, lambda *_: "123", make_task(), path=ECHO, kwargs={"turns": 1}, tokens=4).truncated
+    cut_in_the_middle = play(plain, lambda _, n: "123456" if n == 1 else "1", make_task(), path=ECHO, tokens=4)
     assert not cut_in_the_middle.truncated and len(cut_in_the_middle.turns) == 3
 
 
 def test_states_are_what_was_shown(plain: ChatRenderer) -> None:
     def states(*says: str) -> list[int | None]:
-        return [turn.anchor for turn in play(plain, lambda _, n: says[n - 1], asked(), path=ECHO).turns]
+        return [turn.anchor for turn in play(plain, lambda _, n: says[n - 1], make_task(), path=ECHO).turns]
 
     one, other = states("ab", "cd", "ef"), states("ab", "x", "ab")
     assert one[:2] == other[:2] and one[2] != other[2] and len(set(one)) == 3
@@ -193,72 +197,74 @@ def test_a_call_is_made_and_the_last_answer_judged(spoken: ChatRenderer) -> None
     def says(prompt: str, n: int) -> str:
         return prompt.split("<tool>")[1].split("<end>")[0] if "<tool>" in prompt else CALL
 
-    played = play(spoken, says, asked(QUESTION), tools=TOOLS, reward=right)
-    assert len(played.turns) == 2 and played.verdict.reward == played.total == 1.0 and not played.verdict.parts
-    assert (played.calls, played.failed_calls, played.truncated) == (1, 0, False)
-    whole = spoken.tokenizer.decode(played.turns[1].prompt, keep_special_tokens=True)
+    attempt = play(spoken, says, make_task(QUESTION), tools=TOOLS, reward=right)
+    assert len(attempt.turns) == 2 and attempt.verdict.reward == attempt.total == 1.0 and not attempt.verdict.parts
+    assert (attempt.calls, attempt.failed_calls, attempt.truncated) == (1, 0, False)
+    whole = spoken.tokenizer.decode(attempt.turns[1].prompt, keep_special_tokens=True)
     assert whole == f"<user>2+3<end><model>{CALL}<end><tool>5<end><model>"
-    assert len(build_samples(played.turns, 0)) == 1
+    assert len(build_samples(attempt.turns, 0)) == 1
 
 
 def test_what_goes_wrong_with_a_call_is_shown(spoken: ChatRenderer) -> None:
     wrong = CALL.replace("2,", '"z",')
     says = {1: wrong, 2: wrong, 3: "5"}
-    played = play(spoken, lambda _, n: says[n], asked(QUESTION), tools=TOOLS, reward=right, longest=900)
-    assert (played.calls, played.failed_calls, played.total) == (2, 2, 1.0)
-    assert "Error: `add` cannot be called with" in spoken.tokenizer.decode(played.turns[1].prompt)
+    attempt = play(spoken, lambda _, n: says[n], make_task(QUESTION), tools=TOOLS, reward=right, longest=900)
+    assert (attempt.calls, attempt.failed_calls, attempt.total) == (2, 2, 1.0)
+    assert "Error: `add` cannot be called with" in spoken.tokenizer.decode(attempt.turns[1].prompt)
 
 
-def test_a_call_that_nobody_would_read_the_result_of_is_not_made(spoken: ChatRenderer) -> None:
-    played = play(spoken, lambda *_: CALL, asked(QUESTION), tools=TOOLS, reward=right, max_turns=2)
-    assert len(played.turns) == 2 and played.truncated and played.calls == 1
+def test_a_call_whose_result_is_never_read_is_not_made(spoken: ChatRenderer) -> None:
+    attempt = play(spoken, lambda *_: CALL, make_task(QUESTION), tools=TOOLS, reward=right, max_turns=2)
+    assert len(attempt.turns) == 2 and attempt.truncated and attempt.calls == 1
 
 
 def test_tools_may_stand_before_an_environment(spoken: ChatRenderer) -> None:
     """Calls are made; every other answer is the environment's."""
     says = {1: CALL, 2: "5", 3: "x"}
-    played = play(spoken, lambda _, n: says[n], asked(QUESTION), tools=TOOLS, path=f"{PARTNERS}:Talks")
-    assert [turn.reward for turn in played.turns] == [None, 1.0, 0.0] and played.total == 1.0
+    attempt = play(spoken, lambda _, n: says[n], make_task(QUESTION), tools=TOOLS, path=f"{PARTNERS}:Talks")
+    assert [turn.reward for turn in attempt.turns] == [None, 1.0, 0.0] and attempt.total == 1.0
 
 
 def test_tools_in_two_places_are_a_failure(spoken: ChatRenderer) -> None:
-    played = play(spoken, lambda *_: "5", asked(QUESTION), tools=TOOLS, path=f"{PARTNERS}:Offers")
-    assert played.verdict.outcome is Outcome.FAILED and "offers its own tools" in played.verdict.error
+    attempt = play(spoken, lambda *_: "5", make_task(QUESTION), tools=TOOLS, path=f"{PARTNERS}:Offers")
+    assert attempt.verdict.outcome is Outcome.FAILED and "offers its own tools" in attempt.verdict.error
 
 
 def test_tools_and_text_do_not_go_together(spoken: ChatRenderer) -> None:
-    played = play(spoken, lambda *_: "5", asked("2+3"), tools=TOOLS, reward=right)
-    assert "A rollout that begins with text has tools" in played.verdict.error
+    attempt = play(spoken, lambda *_: "5", make_task("2+3"), tools=TOOLS, reward=right)
+    assert "A rollout that begins with text has tools" in attempt.verdict.error
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
 def test_named_rewards_are_parts(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(act="end", at=2), path=f"{PARTNERS}:Odd")
-    assert [turn.reward for turn in played.turns] == [0.25, 1.5] and played.total == 1.75
-    assert played.verdict.parts == {"environment": 0.25, "won": 1.0, "style": 0.5} and played.verdict.reward == 0.0
+    attempt = play(plain, lambda *_: "1", make_task(act="end", at=2), path=f"{PARTNERS}:Odd")
+    assert [turn.reward for turn in attempt.turns] == [0.25, 1.5] and attempt.total == 1.75
+    assert attempt.verdict.parts == {"environment": 0.25, "won": 1.0, "style": 0.5} and attempt.verdict.reward == 0.0
 
 
 def test_the_reward_function_judges_the_last_answer_besides(plain: ChatRenderer) -> None:
-    task = asked(act="end", at=2)
-    played = play(plain, lambda _, n: str(n), task, path=f"{PARTNERS}:Odd", reward=lambda task, answer: float(answer))
-    assert played.verdict.reward == 2.0 and played.total == 3.75
-    assert played.verdict.parts == {"environment": 0.25, "won": 1.0, "style": 0.5, "answer": 2.0}
-    played = play(plain, lambda *_: "1", asked(), path=ECHO, reward=lambda task, answer: {"environment": 1.0, "a": 2.0})
-    assert played.verdict.parts == {"environment": 1.375, "a": 2.0} and played.total == 3.375
+    task = make_task(act="end", at=2)
+    attempt = play(plain, lambda _, n: str(n), task, path=f"{PARTNERS}:Odd", reward=lambda task, answer: float(answer))
+    assert attempt.verdict.reward == 2.0 and attempt.total == 3.75
+    assert attempt.verdict.parts == {"environment": 0.25, "won": 1.0, "style": 0.5, "answer": 2.0}
+    attempt = play(
+        plain, lambda *_: "1", make_task(), path=ECHO, reward=lambda task, answer: {"environment": 1.0, "a": 2.0}
+    )
+    assert attempt.verdict.parts == {"environment": 1.375, "a": 2.0} and attempt.total == 3.375
 
 
 def test_what_is_paid_without_a_name_alone_has_no_parts(plain: ChatRenderer) -> None:
-    assert play(plain, lambda *_: "1", asked(), path=ECHO).verdict.parts == {}
+    assert play(plain, lambda *_: "1", make_task(), path=ECHO).verdict.parts == {}
 
 
 def test_a_judge_that_fails_is_the_attempt_s_failure(plain: ChatRenderer) -> None:
     def never(task: Task, answer: str) -> float:
         raise ValueError("no judge today")
 
-    played = play(plain, lambda *_: "1", asked(), path=ECHO, reward=never)
-    assert played.verdict.outcome is Outcome.FAILED and len(played.turns) == 3
+    attempt = play(plain, lambda *_: "1", make_task(), path=ECHO, reward=never)
+    assert attempt.verdict.outcome is Outcome.FAILED and len(attempt.turns) == 3
 
 
 # -- whatever the other side does -------------------------------------------------------------------------------------
@@ -283,10 +289,10 @@ def test_a_judge_that_fails_is_the_attempt_s_failure(plain: ChatRenderer) -> Non
 )
 @pytest.mark.parametrize("at", [0, 2])
 def test_what_an_environment_does_wrong_is_an_outcome(act: str, what: str, at: int, plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(act=act, at=at), path=f"{PARTNERS}:Odd")
-    assert played.verdict.outcome is Outcome.FAILED and len(played.turns) == at
+    attempt = play(plain, lambda *_: "1", make_task(act=act, at=at), path=f"{PARTNERS}:Odd")
+    assert attempt.verdict.outcome is Outcome.FAILED and len(attempt.turns) == at
     with pytest.raises(AssertionError, match=what):
-        raise AssertionError(played.verdict.error)
+        raise AssertionError(attempt.verdict.error)
     assert partners.Odd.closed == [3], "it is closed whatever it did"
     assert len(set(partners.Odd.threads)) == 1, "all of it on one thread"
 
@@ -300,31 +306,31 @@ def test_what_an_environment_does_wrong_is_an_outcome(act: str, what: str, at: i
     ],
 )
 def test_so_is_what_a_step_does_wrong(act: str, what: str, plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(act=act, at=1), path=f"{PARTNERS}:Odd")
+    attempt = play(plain, lambda *_: "1", make_task(act=act, at=1), path=f"{PARTNERS}:Odd")
     with pytest.raises(AssertionError, match=what):
-        raise AssertionError(played.verdict.error)
+        raise AssertionError(attempt.verdict.error)
 
 
-def test_what_is_over_before_it_began_is_told(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(act="end", at=0), path=f"{PARTNERS}:Odd")
-    assert "`reset` says that it is over" in played.verdict.error
+def test_what_is_over_before_it_began_is_reported(plain: ChatRenderer) -> None:
+    attempt = play(plain, lambda *_: "1", make_task(act="end", at=0), path=f"{PARTNERS}:Odd")
+    assert "`reset` says that it is over" in attempt.verdict.error
 
 
 @pytest.mark.parametrize("act", ["hang", "late"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_step_that_takes_too_long_is_an_outcome(act: str, at: int, plain: ChatRenderer) -> None:
     began = time.monotonic()
-    played = play(plain, lambda *_: "1", asked(act=act, at=at), path=f"{PARTNERS}:Odd", patience=0.1)
+    attempt = play(plain, lambda *_: "1", make_task(act=act, at=at), path=f"{PARTNERS}:Odd", patience=0.1)
     assert time.monotonic() - began < 5
-    assert played.verdict.outcome is Outcome.TIMED_OUT and len(played.turns) == at
-    assert f"longer than `env.timeout` = 0.1 seconds for `{'step' if at else 'reset'}`" in played.verdict.error
+    assert attempt.verdict.outcome is Outcome.TIMED_OUT and len(attempt.turns) == at
+    assert f"longer than `env.timeout` = 0.1 seconds for `{'step' if at else 'reset'}`" in attempt.verdict.error
 
 
 @pytest.mark.parametrize("env", ["Odd", "OddlyClosed"])
 def test_who_hangs_is_closed_when_the_step_has_ended(env: str, plain: ChatRenderer) -> None:
     try:
-        played = play(plain, lambda *_: "1", asked(act="hang", at=2), path=f"{PARTNERS}:{env}", patience=0.1)
-        assert played.verdict.outcome is Outcome.TIMED_OUT and partners.Odd.closed == []
+        attempt = play(plain, lambda *_: "1", make_task(act="hang", at=2), path=f"{PARTNERS}:{env}", patience=0.1)
+        assert attempt.verdict.outcome is Outcome.TIMED_OUT and partners.Odd.closed == []
     finally:
         partners.stop.set()
     until = time.monotonic() + 10
@@ -334,38 +340,38 @@ def test_who_hangs_is_closed_when_the_step_has_ended(env: str, plain: ChatRender
 
 
 def test_an_environment_that_cuts_off_truncates(plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(act="cut", at=2), path=f"{PARTNERS}:Odd")
-    assert played.truncated and played.verdict.outcome is Outcome.SUCCEEDED and played.turn_rewards == 0.25
+    attempt = play(plain, lambda *_: "1", make_task(act="cut", at=2), path=f"{PARTNERS}:Odd")
+    assert attempt.truncated and attempt.verdict.outcome is Outcome.SUCCEEDED and attempt.turn_rewards == 0.25
 
 
 def test_an_answer_that_does_not_come_ends_the_rollout(plain: ChatRenderer) -> None:
-    played = play(plain, lambda _, n: 30.0 if n == 2 else "1", asked(), path=f"{PARTNERS}:Odd", timeout=0.1)
-    assert played.verdict.outcome is Outcome.TIMED_OUT and "`collect.timeout` = 0.1" in played.verdict.error
-    assert len(played.turns) == 1 and partners.Odd.closed == [3]
+    attempt = play(plain, lambda _, n: 30.0 if n == 2 else "1", make_task(), path=f"{PARTNERS}:Odd", timeout=0.1)
+    assert attempt.verdict.outcome is Outcome.TIMED_OUT and "`collect.timeout` = 0.1" in attempt.verdict.error
+    assert len(attempt.turns) == 1 and partners.Odd.closed == [3]
 
 
 def test_an_engine_that_breaks_stops_the_run_and_the_environment_is_closed(plain: ChatRenderer) -> None:
     with pytest.raises(EngineError, match="out of memory"):
-        play(plain, lambda *_: EngineError("out of memory"), asked(), path=f"{PARTNERS}:Odd")
+        play(plain, lambda *_: EngineError("out of memory"), make_task(), path=f"{PARTNERS}:Odd")
     assert partners.Odd.closed == [3]
 
 
 def test_messages_for_a_model_without_a_template_stop_the_run(plain: ChatRenderer) -> None:
     with pytest.raises(ConfigError, match="no chat template"):
-        play(plain, lambda *_: "1", asked(QUESTION), path=f"{PARTNERS}:Talks")
+        play(plain, lambda *_: "1", make_task(QUESTION), path=f"{PARTNERS}:Talks")
 
 
 def test_environments_that_hang_for_ever_stop_the_run(plain: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_ABANDONED_THREADS", 2)
     with pytest.raises(EnvError, match="took too long and still run"):
         for _ in range(4):
-            play(plain, lambda *_: "1", asked(act="hang", at=1), path=f"{PARTNERS}:Odd", patience=0.05)
+            play(plain, lambda *_: "1", make_task(act="hang", at=1), path=f"{PARTNERS}:Odd", patience=0.05)
 
 
 @pytest.mark.parametrize("name", ["Waits", "make_echo", "Blocks"])
 def test_coroutines_functions_and_code_that_blocks_are_all_played(name: str, plain: ChatRenderer) -> None:
-    played = play(plain, lambda *_: "1", asked(), path=f"{PARTNERS}:{name}")
-    assert played.verdict.outcome is Outcome.SUCCEEDED and played.turn_rewards == 0.125 * len(played.turns)
+    attempt = play(plain, lambda *_: "1", make_task(), path=f"{PARTNERS}:{name}")
+    assert attempt.verdict.outcome is Outcome.SUCCEEDED and attempt.turn_rewards == 0.125 * len(attempt.turns)
 
 
 def test_many_rollouts_do_not_wait_for_each_others_environments(plain: ChatRenderer) -> None:
@@ -384,8 +390,8 @@ def test_many_rollouts_do_not_wait_for_each_others_environments(plain: ChatRende
                 episodes=EpisodePlayer(config, plain, 200),
             )
             began = time.monotonic()
-            tries = (player.play(asked(), SamplingConfig(max_tokens=4), lambda turn: turn) for _ in range(12))
-            assert {len(played.turns) for played in await asyncio.gather(*tries)} == {3}
+            tries = (player.play(make_task(), SamplingConfig(max_tokens=4), lambda turn: turn) for _ in range(12))
+            assert {len(attempt.turns) for attempt in await asyncio.gather(*tries)} == {3}
             return time.monotonic() - began
 
     assert asyncio.run(act(12)) < 0.9 * asyncio.run(act(2))
@@ -404,7 +410,7 @@ def test_without_an_environment_an_attempt_is_one_answer(plain: ChatRenderer) ->
                 prompt_ids=ids, engine=engine, judge=judge, timeout=1.0, max_concurrency=1, episodes=None
             )
             assert not player.episodic and player.decode_conversation([]) == []
-            return await player.play(asked(), SamplingConfig(max_tokens=9), lambda turn: 7)
+            return await player.play(make_task(), SamplingConfig(max_tokens=9), lambda turn: 7)
 
-    played = asyncio.run(act())
-    assert len(played.turns) == 1 and played.total == 3.0 and played.turns[0].anchor is None
+    attempt = asyncio.run(act())
+    assert len(attempt.turns) == 1 and attempt.total == 3.0 and attempt.turns[0].anchor is None

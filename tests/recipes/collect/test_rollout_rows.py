@@ -47,16 +47,16 @@ BYTES = 17
 def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
     """Rollouts of several turns, some of which say nothing, are paid, or begin anew; some have no turn at all."""
     anchored, greedy = draw(st.booleans()), draw(st.booleans())
-    found = []
+    result = []
     for id in range(draw(st.integers(1, 7))):
         turns: list[Turn] = []
         whole: list[int] = []
         for index in range(draw(st.integers(0, 4))):
-            told = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-            said = draw(st.lists(st.integers(0, 9), max_size=4))
-            prompt = told if draw(st.booleans()) else whole + told
-            whole = prompt + said
-            ids = np.array(said, np.int32)
+            new_ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+            answer_ids = draw(st.lists(st.integers(0, 9), max_size=4))
+            prompt = new_ids if draw(st.booleans()) else whole + new_ids
+            whole = prompt + answer_ids
+            ids = np.array(answer_ids, np.int32)
             completion = Completion(ids, -0.5 * np.ones(len(ids)), np.zeros(len(ids), np.int32), "stop")
             reward = draw(st.sampled_from([None, 0.1, 0.2, 0.7]))
             turns.append(
@@ -64,8 +64,8 @@ def played(draw: st.DrawFn) -> list[tuple[list[Sample], Rollout]]:
             )
         rollout = Rollout(10 + id, 0, id // 3, draw(st.sampled_from([0.0, 0.3, 1.0])), parts={"a": 0.5})
         rollout = Rollout(10 + id, 0, id // 3, rollout.reward, parts={"a": 0.5}, greedy_reward=0.25 if greedy else None)
-        found.append((build_samples(turns, rollout.id), rollout))
-    return found
+        result.append((build_samples(turns, rollout.id), rollout))
+    return result
 
 
 def kept(told: list[tuple[list[Sample], Rollout]]) -> tuple[list[RolloutRows], list[Rollout]]:
@@ -140,15 +140,15 @@ class Laid(list[Sample]):
 
 def test_a_rollout_is_written_down_before_its_tokens_are_laid(tmp_path: Path) -> None:
     with closing(open_store(tmp_path / "journal.sqlite")) as store:
-        found: list[RolloutState] = []
+        result: list[RolloutState] = []
 
         def keep(rows: Sequence[Sample]) -> Laid:
-            found.append(store.rollout(rows[0].rollout))
+            result.append(store.rollout(rows[0].rollout))
             return Laid(rows)
 
         with sourced(Scripted(), store, keep=keep) as source:
             assert {type(rows.samples_ref) for rows in source.next(1).rows} == {Laid}
-        assert len(found) == 6 and {state.status for state in found} == {Status.SUCCEEDED}
+        assert len(result) == 6 and {state.status for state in result} == {Status.SUCCEEDED}
 
 
 def test_what_could_not_be_laid_down_is_not_drawn_again(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_run_that_was_killed_takes_up_where_it_was(seed: int) -> None:
     assert isinstance(admit, AdmitStep) and admit.tasks == whole.tasks
 
 
-def test_a_kill_gives_nobody_more_attempts_and_no_step_more_tasks() -> None:
+def test_a_kill_gives_no_rollout_more_attempts_and_no_step_more_tasks() -> None:
     again = scheduler(retries=1, first=6)
     assert again.resume({0: {0: 1.0, 1: 0.0}}, {(0, 2): 1}, dropped=5) == [IssueRollout(0, 2)]
     opened = again.handle(StepOpened(1))

@@ -140,7 +140,7 @@ def sourced(
         yield source
 
 
-def told(groups: StepGroups) -> list[Any]:
+def group_records(groups: StepGroups) -> list[Any]:
     """What is trained on, as it can be compared."""
     rows = [
         (
@@ -155,11 +155,11 @@ def told(groups: StepGroups) -> list[Any]:
 @pytest.fixture
 def complaints() -> Iterator[list[str]]:
     """What asyncio complains of, such as a failure that nobody looked at."""
-    found: list[str] = []
+    result: list[str] = []
     listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    listener.emit = lambda record: result.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("asyncio").addHandler(listener)
-    yield found
+    yield result
     logging.getLogger("asyncio").removeHandler(listener)
 
 
@@ -241,7 +241,7 @@ def test_what_failed_before_a_stop_is_counted_and_changed_code_has_the_whole_ste
     assert not second.metrics.reduce()["failed_attempts"]
 
 
-def test_where_everything_failed_the_last_failure_is_told_and_the_step_is_not_admitted() -> None:
+def test_where_everything_failed_the_last_failure_is_reported_and_the_step_is_not_admitted() -> None:
     def never(task: Task, answer: str) -> float:
         raise ValueError("no judge today")
 
@@ -276,7 +276,9 @@ def test_what_stops_a_run_leaves_nothing_running(who: str, complaints: list[str]
         groups = source.next(1)
     with sourced(Scripted(), open_store()) as source:
         whole = source.next(1)
-    assert told(groups) == told(whole), "what was interrupted is asked again with the numbers it would have drawn"
+    assert group_records(groups) == group_records(whole), (
+        "what was interrupted is asked again with the numbers it would have drawn"
+    )
     assert outcomes(store, 0) == [Status.INFRA_ERROR, Status.SUCCEEDED]
 
 
@@ -292,10 +294,10 @@ def test_a_replayed_step_has_the_same_groups(tmp_path: Path) -> None:
         after = [source.next(step) for step in (1, 2)]
         assert not engine.asked and all(groups.replayed for groups in after)
         third = source.next(3)
-    assert [told(groups) for groups in after] == [told(groups) for groups in before]
+    assert [group_records(groups) for groups in after] == [group_records(groups) for groups in before]
     with closing(open_store()) as store, sourced(Scripted(), store) as source:
         whole = [source.next(step) for step in (1, 2, 3)]
-    assert told(third) == told(whole[2])
+    assert group_records(third) == group_records(whole[2])
 
 
 def test_groups_that_all_earned_the_same_are_replaced_and_counted() -> None:
@@ -327,7 +329,7 @@ def test_groups_are_compared_by_the_part_of_the_reward_that_is_named() -> None:
         again.append([event])
     with sourced(Scripted(), again, shaped, refill=3, metric="right") as source:
         resumed = [source.next(step) for step in (1, 2)]
-    assert told(resumed[1]) == told(groups)
+    assert group_records(resumed[1]) == group_records(groups)
     with sourced(Scripted(), open_store(), shaped, refill=3) as source:
         assert source.next(1).metrics.reduce()["dropped_tasks"] == 0, "by all that was earned, every group differs"
     with (
@@ -453,7 +455,11 @@ def test_which_player_a_rollout_was_is_kept() -> None:
         first = source.next(1)
     with sourced(Scripted(), store, env=sides) as source:
         again = source.next(1)
-    assert [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2] and again.replayed and told(again) == told(first)
+    assert (
+        [r.role for r in first.rollouts] == [1, 1, 1, 2, 2, 2]
+        and again.replayed
+        and group_records(again) == group_records(first)
+    )
     assert len({turn.anchor for id in range(6) for turn in store.turns(id)[:1]}) == 1, "a named state is the same"
     batch = collate(rows_of(again), again.rollouts)
     assert batch.role is not None and batch.role.tolist() == [1, 1, 1, 2, 2, 2]
@@ -483,7 +489,7 @@ class Evens(TextEnv):
 @pytest.mark.parametrize("env", [None, ECHO])
 def test_whenever_a_run_is_killed_it_takes_up_what_it_had(env: EnvConfig | None, greedy: bool, tmp_path: Path) -> None:
     """The journal ends after each of its writes in turn, as by a kill; what follows is the same to the last number."""
-    given: dict[str, Any] = {"env": env, "greedy": greedy, "refill": 1}
+    options: dict[str, Any] = {"env": env, "greedy": greedy, "refill": 1}
 
     def judged(task: Task, answer: str) -> float:
         if task.ordinal == 0 and answer[0] in "0123":
@@ -494,14 +500,14 @@ def test_whenever_a_run_is_killed_it_takes_up_what_it_had(env: EnvConfig | None,
     with closing(open_store()) as store:
         append = store.append
         store.append = lambda events: (batches.append(list(events)), append(events))[1]  # type: ignore[method-assign]
-        with sourced(Scripted(), store, judged, **given) as source:
-            whole = [told(source.next(step)) for step in (1, 2)]
+        with sourced(Scripted(), store, judged, **options) as source:
+            whole = [group_records(source.next(step)) for step in (1, 2)]
     assert any(isinstance(event, TaskDropped) for batch in batches for event in batch), "nothing was refilled"
     assert len(batches) > 6
     for cut in range(len(batches) + 1):
         with closing(open_store()) as store:
             for batch in batches[:cut]:
                 store.append(batch)
-            with sourced(Scripted(), store, judged, **given) as source:
-                again = [told(source.next(step)) for step in (1, 2)]
+            with sourced(Scripted(), store, judged, **options) as source:
+                again = [group_records(source.next(step)) for step in (1, 2)]
         assert again == whole, f"after batch {cut} of {len(batches)}"

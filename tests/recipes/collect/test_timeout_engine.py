@@ -36,25 +36,25 @@ class OneByOne:
         return Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop", "4")
 
 
-async def asked(engine: OneByOne, seconds: float, *hundredths: int) -> list[bool]:
+async def request_all(engine: OneByOne, seconds: float, *hundredths: int) -> list[bool]:
     """Whether each request was answered."""
     patience = TimeoutEngine(engine, seconds)
     calls = (patience.generate(PROMPT, SamplingParams(max_tokens=tokens)) for tokens in hundredths)
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(each, Completion | TimeoutError) for each in found) and not patience._waiting
-    return [isinstance(each, Completion) for each in found]
+    result = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(each, Completion | TimeoutError) for each in result) and not patience._waiting
+    return [isinstance(each, Completion) for each in result]
 
 
 def test_waiting_for_others_costs_an_answer_nothing() -> None:
     async def act() -> None:
-        assert await asked(OneByOne(), 0.3, *[10] * 8) == [True] * 8
+        assert await request_all(OneByOne(), 0.3, *[10] * 8) == [True] * 8
 
     asyncio.run(act())
 
 
 def test_who_takes_too_long_is_ended_and_the_others_go_on() -> None:
     async def act() -> None:
-        assert await asked(OneByOne(), 0.3, 5, 500, 5, 5) == [True, False, True, True]
+        assert await request_all(OneByOne(), 0.3, 5, 500, 5, 5) == [True, False, True, True]
 
     asyncio.run(act())
 
@@ -64,7 +64,7 @@ def test_an_engine_that_has_stopped_is_not_waited_for() -> None:
         engine = OneByOne()
         await engine.line.acquire()
         began = time.monotonic()
-        assert await asked(engine, 0.2, 1, 1, 1) == [False] * 3
+        assert await request_all(engine, 0.2, 1, 1, 1) == [False] * 3
         assert time.monotonic() - began < 2
 
     asyncio.run(act())
@@ -84,7 +84,7 @@ def test_many_that_wait_share_one_clock(monkeypatch: pytest.MonkeyPatch) -> None
             return at(*arguments, **named)
 
         monkeypatch.setattr(loop, "call_at", counted)
-        assert await asked(OneByOne(), 30.0, *[1] * 50) == [True] * 50
+        assert await request_all(OneByOne(), 30.0, *[1] * 50) == [True] * 50
 
     asyncio.run(act())
     assert calls < 250
@@ -94,16 +94,16 @@ def test_the_engine_says_when_it_begins_once_for_each_request() -> None:
     """Also where its memory holds few, and some are put back and begin again."""
     model = create(tiny_config(32, layers=1, hidden=16, heads=2, kv_heads=1, context=64), seed=0)
     config = TorchEngineConfig(kv_gib=5 * block_bytes(model, 4) / 2**30, block_size=4, max_num_seqs=8)
-    told: list[float] = []
+    results: list[float] = []
     sampling = SamplingParams(max_tokens=12)
 
     async def act(engine: TorchEngine) -> None:
         calls = (
-            engine.generate(PROMPT + n, sampling, on_start=lambda: told.append(time.monotonic())) for n in range(8)
+            engine.generate(PROMPT + n, sampling, on_start=lambda: results.append(time.monotonic())) for n in range(8)
         )
         await asyncio.gather(*calls)
 
     with TorchEngine(model, None, config) as engine:
         asyncio.run(act(engine))
         assert engine.stats().reduce()["engine/preemptions"] > 0
-    assert len(told) == 8
+    assert len(results) == 8

@@ -20,7 +20,7 @@ from etude.recipes.run.directory import lock_directory
 from etude.store import open_store
 from etude.train import load_weights
 from tests.recipes import rewards
-from tests.recipes.runs import Captured, measured, options, refused, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, options, refused, refused_run, run_of, same, step_metrics, train, weights
 from tests.worlds import END, make_model, make_tokenizer
 
 REWARDS = "tests.recipes.rewards"
@@ -33,7 +33,7 @@ def changed(world: Path, directory: Path, change: Callable[[Path], Any]) -> Path
     return copy
 
 
-def told_apart(file: Path, **values: Any) -> None:
+def check_distinguished(file: Path, **values: Any) -> None:
     """Change values of a JSON file; None takes one out."""
     tree = json.loads(file.read_text()) | values
     file.write_text(json.dumps({name: value for name, value in tree.items() if value is not None}))
@@ -42,70 +42,72 @@ def told_apart(file: Path, **values: Any) -> None:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_without_a_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "`model.path=…`" in refused_run(capsys, world, tmp_path / "run", **{"model.path": None})
 
 
-def test_a_model_directory_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "nowhere"})
-    assert "model.path=" in told and "nowhere" in told and "config.json" in told
+def test_a_model_directory_that_is_not_there_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "nowhere"})
+    assert "model.path=" in message and "nowhere" in message and "config.json" in message
     assert "model.path=" in refused_run(capsys, world, tmp_path / "run", **{"model.path": world / "tasks.jsonl"})
     assert not (tmp_path / "run").exists(), "a run that cannot begin leaves no directory"
 
 
-def test_a_path_of_a_wrong_kind_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_path_of_a_wrong_kind_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for value in ("[a,b]", "3"):
         assert "model.path expects a path" in refused_run(capsys, world, tmp_path / "run", **{"model.path": value})
 
 
-def test_what_is_no_model_is_told_what_it_is(whole: Path, world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": whole})
-    assert "is the directory of a run, not of a model" in told and f"export {whole}" in told
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": "Qwen/Qwen3-0.6B"})
-    assert "`hf download Qwen/Qwen3-0.6B`" in told
+def test_a_path_that_is_no_model_is_described(whole: Path, world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": whole})
+    assert "is the directory of a run, not of a model" in message and f"export {whole}" in message
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": "Qwen/Qwen3-0.6B"})
+    assert "`hf download Qwen/Qwen3-0.6B`" in message
 
 
-def test_what_is_asked_for_and_comes_to_nothing_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_what_is_asked_for_and_comes_to_nothing_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     """Scoring without tasks to score on, and trackers that are spoken of and off."""
     off = {"observe.wandb.project": "mine", "observe.mlflow.experiment": "mine"}
     train(world, tmp_path / "run", **{"steps": 1, "evaluate.every": 2} | off)
-    told = capsys.readouterr().err
-    assert "so nothing is scored. Give them with `data.val=[held_out.parquet]`" in told
-    assert "`observe.wandb.mode` is disabled" in told and "`observe.mlflow.enabled` is false" in told
+    message = capsys.readouterr().err
+    assert "so nothing is scored. Give them with `data.val=[held_out.parquet]`" in message
+    assert "`observe.wandb.mode` is disabled" in message and "`observe.mlflow.enabled` is false" in message
 
 
 def test_steps_that_are_done_cannot_be_undone(whole: Path, capsys: Captured) -> None:
-    told = refused(capsys, "train", "--resume", str(whole), "steps=1")
-    assert "has done 4 steps, and `steps=1` asks for fewer" in told
+    message = refused(capsys, "train", "--resume", str(whole), "steps=1")
+    assert "has done 4 steps, and `steps=1` asks for fewer" in message
 
 
 def test_a_run_that_is_done_says_what_may_be_done_with_it(world: Path, tmp_path: Path, capsys: Captured) -> None:
     capsys.readouterr()
     run = train(world, tmp_path / "run", steps=1)
-    told = capsys.readouterr().err
-    assert "Done after step 1, in" in told and f"etude answers {run}" in told and f"export {run} my-model" in told
+    message = capsys.readouterr().err
+    assert (
+        "Done after step 1, in" in message and f"etude answers {run}" in message and f"export {run} my-model" in message
+    )
     assert main(["train", "--resume", str(run)]) == 0
     assert "Look:" not in capsys.readouterr().err, "nothing was done"
 
 
-def test_an_empty_model_directory_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_empty_model_directory_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "empty").mkdir()
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "empty"})
-    assert "no config.json. It holds nothing" in told and "empty" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": tmp_path / "empty"})
+    assert "no config.json. It holds nothing" in message and "empty" in message
 
 
-def test_a_tokenizer_that_ends_no_text_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_tokenizer_that_ends_no_text_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     def endless(model: Path) -> None:
-        told_apart(model / "tokenizer_config.json", eos_token=None)
+        check_distinguished(model / "tokenizer_config.json", eos_token=None)
         (model / "generation_config.json").unlink(missing_ok=True)
 
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": changed(world, tmp_path / "m", endless)})
-    assert "eos_token" in told and "tokenizer_config.json" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": changed(world, tmp_path / "m", endless)})
+    assert "eos_token" in message and "tokenizer_config.json" in message
 
 
 def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, tmp_path: Path) -> None:
     def unpadded(model: Path) -> None:
-        told_apart(model / "tokenizer_config.json", pad_token=None)
+        check_distinguished(model / "tokenizer_config.json", pad_token=None)
 
     model = changed(world, tmp_path / "m", unpadded)
     assert same(weights(train(world, tmp_path / "run", steps=1, **{"model.path": model})), weights(whole, 1))
@@ -114,25 +116,25 @@ def test_a_tokenizer_without_padding_is_all_the_same(world: Path, whole: Path, t
 def test_messages_for_a_model_without_a_template_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
     tasks = tmp_path / "chat.jsonl"
     tasks.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
-    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": tasks})
-    assert "no chat template" in told and "`chat.template`" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"data.train": tasks})
+    assert "no chat template" in message and "`chat.template`" in message
 
 
-def test_a_tokenizer_of_another_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_tokenizer_of_another_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     size = make_tokenizer(tmp_path / "large", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.tokenizer": tmp_path / "large"})
-    assert f"{size} tokens" in told and "different models" in told and "`model.tokenizer`" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.tokenizer": tmp_path / "large"})
+    assert f"{size} tokens" in message and "different models" in message and "`model.tokenizer`" in message
 
 
-def test_prompts_and_answers_beyond_the_context_are_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"data.max_prompt_length": 125})
-    assert "`data.max_prompt_length` + `sampling.max_tokens` = 131" in told and "128" in told
+def test_prompts_and_answers_beyond_the_context_are_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **{"data.max_prompt_length": 125})
+    assert "`data.max_prompt_length` + `sampling.max_tokens` = 131" in message and "128" in message
 
 
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_tasks_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_without_tasks_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "`data.train=[tasks.parquet]`" in refused_run(capsys, world, tmp_path / "run", **{"data.train": None})
 
 
@@ -141,72 +143,74 @@ def test_one_file_needs_no_brackets(world: Path) -> None:
     assert bare == listed and bare.data.train == ("tasks.jsonl",)
 
 
-def test_a_file_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_file_that_is_not_there_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     for name in ("data.train", "data.val"):
-        told = refused_run(capsys, world, tmp_path / "run", **{name: f"[{tmp_path / 'none.jsonl'}]"})
-        assert "none.jsonl" in told and "no such file" in told
+        message = refused_run(capsys, world, tmp_path / "run", **{name: f"[{tmp_path / 'none.jsonl'}]"})
+        assert "none.jsonl" in message and "no such file" in message
 
 
-def test_an_empty_dataset_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_empty_dataset_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "empty.jsonl").write_text("")
-    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'empty.jsonl'}]"})
-    assert "empty.jsonl has no rows" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'empty.jsonl'}]"})
+    assert "empty.jsonl has no rows" in message
 
 
-def test_a_missing_column_is_told_with_those_found(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_missing_column_is_reported_with_those_found(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
-    told = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'tasks.jsonl'}]"})
-    assert "`prompt`" in told and "question, solution" in told and "`data.columns.prompt=question`" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"data.train": f"[{tmp_path / 'tasks.jsonl'}]"})
+    assert "`prompt`" in message and "question, solution" in message and "`data.columns.prompt=question`" in message
 
 
-def test_tasks_without_the_right_answers_that_a_reward_reads_are_told(
+def test_tasks_without_the_right_answers_that_a_reward_reads_are_reported(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "solved": "2"}\n')
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None}
-    told = refused_run(capsys, world, tmp_path / "run", **given)
-    assert "None of the 1 tasks in data.train can be judged" in told and "row 0: Task 0 needs a right answer" in told
-    assert "`data.columns.answer=…`" in told and "solved" in told
+    message = refused_run(capsys, world, tmp_path / "run", **given)
+    assert (
+        "None of the 1 tasks in data.train can be judged" in message and "row 0: Task 0 needs a right answer" in message
+    )
+    assert "`data.columns.answer=…`" in message and "solved" in message
     assert not (tmp_path / "run").exists(), "told before anything is sampled"
 
 
-def test_single_tasks_without_a_right_answer_are_left_out_and_told(
+def test_single_tasks_without_a_right_answer_are_left_out_and_reported(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     rows = [{"prompt": "1+1=", "answer": answer} for answer in (None, "2", None, "3", "4")]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None, "steps": 1}
     run = train(world, tmp_path / "run", **given)
-    assert "2 of 5 tasks in data.train cannot be judged: left out." in (told := capsys.readouterr().err)
-    assert "tasks.jsonl, row 0: Task 0 needs" in told and "failed_attempts" not in told
-    assert measured(run)[0]["rollouts"] == 12 and measured(run)[0]["failed_attempts"] == 0
+    assert "2 of 5 tasks in data.train cannot be judged: left out." in (message := capsys.readouterr().err)
+    assert "tasks.jsonl, row 0: Task 0 needs" in message and "failed_attempts" not in message
+    assert step_metrics(run)[0]["rollouts"] == 12 and step_metrics(run)[0]["failed_attempts"] == 0
 
 
 def test_a_row_without_a_prompt_is_no_matter_of_the_reward(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "2"}\n')
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "reward": "exact_match", "reward.path": None}
-    told = refused_run(capsys, world, tmp_path / "run", **given)
-    assert "tasks.jsonl, row 1 has no column `prompt`" in told and "cannot be judged" not in told
+    message = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "tasks.jsonl, row 1 has no column `prompt`" in message and "cannot be judged" not in message
 
 
 def test_a_reward_that_gives_now_these_parts_and_now_those_stops_nothing(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = train(world, tmp_path / "run", **{"reward.path": f"{REWARDS}:moody", "steps": 2})
-    told = capsys.readouterr().err
-    assert told.count("fewer named parts than others, which have long, short: what is missing counts as 0") == 1
-    assert {"reward/long", "reward/short"} <= measured(run)[-1].keys()
+    message = capsys.readouterr().err
+    assert message.count("fewer named parts than others, which have long, short: what is missing counts as 0") == 1
+    assert {"reward/long", "reward/short"} <= step_metrics(run)[-1].keys()
 
 
-def test_a_reward_that_was_mended_under_a_run_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_reward_that_was_mended_under_a_run_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "mine.py").write_text("def score(task, answer):\n    return len(answer)\n")
     run = train(world, tmp_path / "run", **{"reward.path": f"{tmp_path / 'mine.py'}:score", "steps": 1})
     capsys.readouterr()
     for text, is_told in (("len(answer)", False), ("-len(answer)", True)):
         (tmp_path / "mine.py").write_text(f"def score(task, answer):\n    return {text}\n")
         assert main(["train", "--resume", str(run)]) == 0
-        told = "The file of the reward changed since the run was started" in capsys.readouterr().err
-        assert told is is_told, text
+        message = "The file of the reward changed since the run was started" in capsys.readouterr().err
+        assert message is is_told, text
     assert main(["train", "--resume", str(run), "steps=2"]) == 0
 
 
@@ -214,14 +218,14 @@ def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_
     lines = [{"prompt": "1+1=", "answer": "2"}] * 6 + [{"prompt": "1+1+1+1+1+1=", "answer": "6"}]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"data.train": f"[{tmp_path / 'tasks.jsonl'}]", "data.max_prompt_length": 8, "collect.tasks": 7, "steps": 1}
-    told = refused_run(capsys, world, tmp_path / "run", **given | {"data.overlong": "error"})
-    assert "row 6 has a prompt of 12 tokens; 8 are allowed" in told
-    told = refused_run(capsys, world, tmp_path / "run", **given | {"data.max_prompt_length": 2})
-    assert "Every one of the 7 prompts" in told
+    message = refused_run(capsys, world, tmp_path / "run", **given | {"data.overlong": "error"})
+    assert "row 6 has a prompt of 12 tokens; 8 are allowed" in message
+    message = refused_run(capsys, world, tmp_path / "run", **given | {"data.max_prompt_length": 2})
+    assert "Every one of the 7 prompts" in message
     for how, longest in (("filter", 4), ("truncate", 8)):
         run = train(world, tmp_path / how, **given | {"data.overlong": how})
         assert "1 of 7 prompts in data.train are longer" in capsys.readouterr().err
-        assert measured(run)[0]["overlong_prompts"] == 1
+        assert step_metrics(run)[0]["overlong_prompts"] == 1
         store = open_store(run / "journal.sqlite", read_only=True)
         assert max(len(turn.prompt) for r in store.rollouts() for turn in store.turns(r.id)) == longest
         store.close()
@@ -231,22 +235,22 @@ def test_prompts_that_are_too_long_are_left_out_cut_or_refused(world: Path, tmp_
 
 
 @pytest.mark.parametrize(("name", "found"), [("nan", "nan"), ("nothing", "None"), ("text", "'good' of type str")])
-def test_a_reward_that_is_no_number_is_told(
+def test_a_reward_that_is_no_number_is_reported(
     name: str, found: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:{name}"})
-    assert f"returned {found}" in told and "task" in told and "number is needed" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:{name}"})
+    assert f"returned {found}" in message and "task" in message and "number is needed" in message
 
 
 def test_a_reward_that_is_no_number_stops_a_run_where_that_is_asked_for(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     given = {"reward.path": f"{REWARDS}:nan", "judging.on_error": "stop"}
-    told = refused_run(capsys, world, tmp_path / "run", **given)
-    assert "returned nan" in told and "`judging.on_error` is stop" in told
+    message = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "returned nan" in message and "`judging.on_error` is stop" in message
 
 
-def test_a_reward_that_is_not_there_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_reward_that_is_not_there_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     assert "has no digitz" in refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
     assert not (tmp_path / "run").exists()
 
@@ -259,12 +263,12 @@ def test_a_run_whose_judge_failed_goes_on_once_it_is_mended(
     given = {"reward.path": f"{REWARDS}:fragile", "judging.on_error": policy, "steps": steps, "collect.retries": 0}
     rewards.broken.add("fragile")
     try:
-        told = refused_run(capsys, world, tmp_path / "run", **given)
+        message = refused_run(capsys, world, tmp_path / "run", **given)
     finally:
         rewards.broken.clear()
-    assert "the judge does not answer" in told
+    assert "the judge does not answer" in message
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
-    assert [step["step"] for step in measured(tmp_path / "run")][-1] == steps
+    assert [step["step"] for step in step_metrics(tmp_path / "run")][-1] == steps
     if policy == "stop":  # what failed was asked again: the run is the one that never failed
         assert same(weights(tmp_path / "run"), weights(whole, steps))
 
@@ -287,14 +291,14 @@ def test_answers_without_a_word_are_trained_on_like_any_other(world: Path, tmp_p
         model.head_weight[end, 0] = 30.0
     save(model, tmp_path / "model")
     run = train(world, tmp_path / "run", steps=1, **{"model.path": tmp_path / "model"})
-    step = measured(run)[0]
+    step = step_metrics(run)[0]
     assert step["answer_length"] == 1 and step["reward"] == 0 and step["truncated"] == 0
     assert "earned the same" in capsys.readouterr().err
 
 
-def test_a_group_of_one_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"collect.group_size": 1, "advantage": "dr_grpo"})
-    assert "`collect.group_size=1`" in told and "nothing would be learned" in told
+def test_a_group_of_one_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **{"collect.group_size": 1, "advantage": "dr_grpo"})
+    assert "`collect.group_size=1`" in message and "nothing would be learned" in message
     train(world, tmp_path / "bare", **{"collect.group_size": 1, "steps": 1})
     assert "its bare reward is its advantage" in capsys.readouterr().err
     train(world, tmp_path / "batch", **{"collect.group_size": 1, "advantage": "reinforce++", "steps": 1})
@@ -315,87 +319,87 @@ class Hungry(PPO):
         return super().__call__(view, whole)
 
 
-def test_memory_that_runs_out_is_told_with_the_knob_and_the_run_goes_on(
+def test_memory_that_runs_out_is_reported_with_the_option_and_the_run_goes_on(
     world: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", steps=1, loss="tests.recipes.run.test_build:Hungry")
-    assert "Memory ran out" in told and "Lower `train.max_tokens_per_micro_batch`" in told
+    message = refused_run(capsys, world, tmp_path / "run", steps=1, loss="tests.recipes.run.test_build:Hungry")
+    assert "Memory ran out" in message and "Lower `train.max_tokens_per_micro_batch`" in message
     monkeypatch.setattr("tests.recipes.run.test_build.Hungry.hungry", False)
     assert main(["train", "--resume", str(tmp_path / "run"), "train.max_tokens_per_micro_batch=64"]) == 0
-    assert measured(tmp_path / "run")[0]["replayed"] == 1 and measured(tmp_path / "run")[0]["micro_batches"] > 1
+    assert step_metrics(tmp_path / "run")[0]["replayed"] == 1 and step_metrics(tmp_path / "run")[0]["micro_batches"] > 1
 
 
-def test_an_engine_too_large_for_the_machine_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_engine_too_large_for_the_machine_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = {"rollout.kv_gib": 10**9, "rollout.max_num_seqs": 10**12}
-    told = refused_run(capsys, world, tmp_path / "run", **given)
-    assert "ran out of memory" in told and "Lower kv_gib" in told
+    message = refused_run(capsys, world, tmp_path / "run", **given)
+    assert "ran out of memory" in message and "Lower kv_gib" in message
     assert not (tmp_path / "run").exists()
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_in_use_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_directory_in_use_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     with lock_directory(tmp_path / "run"):
-        told = refused_run(capsys, world, tmp_path / "run")
-    assert "in use by process" in told and "`directory=…`" in told
+        message = refused_run(capsys, world, tmp_path / "run")
+    assert "in use by process" in message and "`directory=…`" in message
     train(world, tmp_path / "run", steps=1)
 
 
-def test_a_directory_that_cannot_be_made_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_directory_that_cannot_be_made_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "file").write_text("")
     assert "No directory can be made" in refused_run(capsys, world, tmp_path / "file" / "run")
 
 
-def test_a_run_that_is_taken_up_with_other_options_is_told_which(
+def test_a_run_that_is_taken_up_with_other_options_is_reported_which(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     before = (run / "run.yaml").read_text()
-    told = refused_run(capsys, world, run, seed=3, collect__group_size=8, steps=4)
-    assert "collect.group_size was 4, is 8" in told and "seed was 0, is 3" in told
-    assert "etude export" in told, "the way out"
-    told = refused(capsys, "train", "--resume", str(run), "loss=gspo")
-    assert "loss.name was ppo, is gspo" in told
-    assert (run / "run.yaml").read_text() == before and len(measured(run)) == 4
+    message = refused_run(capsys, world, run, seed=3, collect__group_size=8, steps=4)
+    assert "collect.group_size was 4, is 8" in message and "seed was 0, is 3" in message
+    assert "etude export" in message, "the way out"
+    message = refused(capsys, "train", "--resume", str(run), "loss=gspo")
+    assert "loss.name was ppo, is gspo" in message
+    assert (run / "run.yaml").read_text() == before and len(step_metrics(run)) == 4
     assert main(["train", "--resume", str(run), "steps=5", "rollout.kv_gib=0.5", "judging.timeout=7"]) == 0
 
 
-def test_options_that_never_ran_bind_nobody(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_options_that_never_ran_bind_no_later_run(world: Path, tmp_path: Path, capsys: Captured) -> None:
     refused_run(capsys, world, tmp_path / "run", **{"reward.path": f"{REWARDS}:digitz"})
     train(world, tmp_path / "run", steps=1)
 
 
-def test_a_directory_that_holds_no_run_is_told(tmp_path: Path, capsys: Captured) -> None:
+def test_a_directory_that_holds_no_run_is_reported(tmp_path: Path, capsys: Captured) -> None:
     for where in (tmp_path, tmp_path / "nowhere"):
         assert "holds no run" in refused(capsys, "train", "--resume", str(where))
     with lock_directory(tmp_path / "starting"):
         assert "has not begun" in refused(capsys, "train", "--resume", str(tmp_path / "starting"))
 
 
-def test_a_checkpoint_of_another_model_is_told(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_checkpoint_of_another_model_is_reported(world: Path, whole: Path, tmp_path: Path, capsys: Captured) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     wide = train(world, tmp_path / "other", steps=1, **{"model.path": make_model(tmp_path / "wide", hidden=64)})
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(wide / "checkpoints", run / "checkpoints")
-    told = refused(capsys, "train", "--resume", str(run), "steps=5")
-    assert "[43, 64] in the checkpoint" in told and "[43, 32] in this run" in told
+    message = refused(capsys, "train", "--resume", str(run), "steps=5")
+    assert "[43, 64] in the checkpoint" in message and "[43, 32] in this run" in message
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_preset_is_told_wherever_it_stands(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_an_unknown_preset_is_reported_wherever_it_stands(world: Path, tmp_path: Path, capsys: Captured) -> None:
     given = options(world, directory=tmp_path / "run")
     for words in (["grpoo", *given], [*given, "grpoo"]):
-        told = refused(capsys, "train", *words)
-        assert "no preset 'grpoo'" in told and "grpo" in told.partition("presets are")[2]
+        message = refused(capsys, "train", *words)
+        assert "no preset 'grpoo'" in message and "grpo" in message.partition("presets are")[2]
     assert "one preset" in refused(capsys, "train", "grpo", "dapo", *given)
 
 
-def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", **{"sampling.temperature": 0})
-    assert "greedy" in told
+def test_greedy_training_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", **{"sampling.temperature": 0})
+    assert "greedy" in message
 
 
 @pytest.mark.parametrize(
@@ -408,7 +412,7 @@ def test_greedy_training_is_told(world: Path, tmp_path: Path, capsys: Captured) 
         ({"train.lr_scheduler": "cosine", "train.warmup_steps": 5}, "warm-up"),
     ],
 )
-def test_what_a_run_cannot_do_is_told(
+def test_what_a_run_cannot_do_is_reported(
     change: dict[str, Any], what: str, world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     assert what in refused_run(capsys, world, tmp_path / "run", **change)

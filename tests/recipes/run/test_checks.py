@@ -21,7 +21,7 @@ from etude.rollout.kv_cache import block_bytes
 from tests.recipes.runs import run_of
 
 
-def test_every_column_that_something_needs_is_collected_told_or_refused(world: Path) -> None:
+def test_every_required_column_is_collected_computed_or_refused(world: Path) -> None:
     """Each advantage and each loss either runs or says what it misses; none is let through to fail in a step."""
     known = ROLLOUT_COLUMNS | MODEL_COLUMNS | ENVIRONMENT_COLUMNS
     more = {"opo": {"loss.reduction": "seq-mean-token-sum"}, "distillation": {"teacher.path": world / "model"}}
@@ -88,12 +88,12 @@ def test_room_is_made_for_the_longest_prompt_and_answer(world: Path) -> None:
 
 def test_a_server_that_hangs_has_no_rank_be_missed(world: Path) -> None:
     """While weights are brought to it, as the other ranks wait for that one."""
-    given = {"rollout": "vllm", "rollout.weight_transport": "shm", "ranks": 2, "crew.timeout": 120}
+    options = {"rollout": "vllm", "rollout.weight_transport": "shm", "ranks": 2, "crew.timeout": 120}
     with pytest.raises(ConfigError, match=r"`rollout\.update_timeout=300`.*`crew\.timeout=120` s.*twice as long"):
-        check_run(run_of(world, **given))
-    check_run(run_of(world, **given, **{"rollout.update_timeout": 60}))
-    check_run(run_of(world, **given | {"ranks": 1}))
-    check_run(run_of(world, **given | {"rollout.weight_transport": "files"}))
+        check_run(run_of(world, **options))
+    check_run(run_of(world, **options, **{"rollout.update_timeout": 60}))
+    check_run(run_of(world, **options | {"ranks": 1}))
+    check_run(run_of(world, **options | {"rollout.weight_transport": "files"}))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
@@ -118,12 +118,12 @@ def test_training_on_what_was_cut_off_is_refused(world: Path, change: dict[str, 
 
 
 def test_answers_to_be_scored_must_fit_as_well(world: Path) -> None:
-    given = {"data.val": f"[{world / 'held_out.jsonl'}]"}
+    options = {"data.val": f"[{world / 'held_out.jsonl'}]"}
     model, _ = load_policy(run_of(world))
-    check_context_length(run_of(world, **given, **{"evaluate.sampling.max_tokens": 112}), model)
+    check_context_length(run_of(world, **options, **{"evaluate.sampling.max_tokens": 112}), model)
     with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 129 tokens.*context of 128"):
-        check_context_length(run_of(world, **given, **{"evaluate.sampling.max_tokens": 113}), model)
+        check_context_length(run_of(world, **options, **{"evaluate.sampling.max_tokens": 113}), model)
     small = {"rollout.kv_gib": 32 * block_bytes(model, 1) / 2**30}
-    check_context_length(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 16}), model)
+    check_context_length(run_of(world, **options, **small, **{"evaluate.sampling.max_tokens": 16}), model)
     with pytest.raises(ConfigError, match=r"`evaluate\.sampling\.max_tokens` = 33 tokens.*holds 32 tokens"):
-        check_context_length(run_of(world, **given, **small, **{"evaluate.sampling.max_tokens": 17}), model)
+        check_context_length(run_of(world, **options, **small, **{"evaluate.sampling.max_tokens": 17}), model)

@@ -30,7 +30,7 @@ def test_without_a_gpu_the_processor_computes(world: Path) -> None:
 
 @NO_GPU
 @pytest.mark.parametrize(("precision", "itself", "told"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
-def test_a_processor_that_is_slow_in_half_precision_is_told_of(
+def test_a_processor_that_is_slow_in_half_precision_is_reported(
     precision: str,
     itself: bool,
     told: int,
@@ -47,8 +47,8 @@ def test_a_processor_that_is_slow_in_half_precision_is_told_of(
 @NO_GPU
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gpu_that_is_not_there_is_refused(ranks: int, world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", device="cuda", ranks=ranks)
-    assert "torch reaches none: `etude doctor` says why" in told
+    message = refused_run(capsys, world, tmp_path / "run", device="cuda", ranks=ranks)
+    assert "torch reaches none: `etude doctor` says why" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -77,8 +77,8 @@ def test_who_asks_a_model_that_such_ranks_trained_computes_here(
     options = run / "run.yaml"
     write_text(options, read_text(options).replace("cluster: local", "cluster: ray"))
     assert "cluster: ray" in options.read_text()
-    told = refused(capsys, "eval", str(run), f"data.val=[{world / 'tasks.jsonl'}]", "device=cuda")
-    assert "torch reaches none: `etude doctor` says why" in told
+    message = refused(capsys, "eval", str(run), f"data.val=[{world / 'tasks.jsonl'}]", "device=cuda")
+    assert "torch reaches none: `etude doctor` says why" in message
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def test_a_model_that_gives_scores_is_no_policy(world: Path, tmp_path: Path, cap
     judge = tmp_path / "judge"
     size = make_tokenizer(judge)
     save(create(tiny_config(size, layers=1, hidden=32, heads=2, kv_heads=1), seed=3, head="score"), judge)
-    told = refused_run(capsys, world, tmp_path / "run", **{"model.path": judge})
-    assert "gives scores and no words" in told
+    message = refused_run(capsys, world, tmp_path / "run", **{"model.path": judge})
+    assert "gives scores and no words" in message
 
 
-def test_parts_that_nobody_gives_are_asked_for(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refused_run(capsys, world, tmp_path / "run", "gdpo")
-    assert "Have it return {name: number}" in told
+def test_missing_reward_parts_are_refused(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refused_run(capsys, world, tmp_path / "run", "gdpo")
+    assert "Have it return {name: number}" in message

@@ -119,7 +119,7 @@ def test_what_was_settled_is_read_back(world: Path, tmp_path: Path) -> None:
     assert read_run(moved, ["steps=9"]) == run.model_copy(update={"directory": moved, "steps": 9})
 
 
-def test_another_run_is_told_by_what_differs(world: Path, tmp_path: Path) -> None:
+def test_another_run_is_identified_by_its_differences(world: Path, tmp_path: Path) -> None:
     run = run_of(world)
     write_options(tmp_path, run)
     check_same_options(tmp_path, run)
@@ -181,7 +181,7 @@ def test_what_may_change_is_an_option_and_makes_no_other_run(world: Path) -> Non
         assert not [name for name in values if at(one, name) == at(another, name)]
 
 
-def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(school: Path) -> None:
+def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(supervised_world: Path) -> None:
     """All of them at once, but for those that do not go with others."""
     values = dict.fromkeys(supervised.CHANGEABLE_OPTIONS, "3")
     values |= {"device": "cpu", "directory": "elsewhere", "data.val": "[others.jsonl]", "cluster": "ray"}
@@ -195,8 +195,8 @@ def test_what_may_change_in_a_run_that_learns_from_examples_makes_no_other_run(s
     for names in (values.keys() - {"mesh", "epochs"}, {"mesh"}, {"epochs"}):
         beside: dict[str, Any] = {"steps": None} | ({"ranks": 3} if "mesh" in names else {})
         mine, other = (
-            lessons.run_of("sft", school, **beside),
-            lessons.run_of("sft", school, **beside | {n: values[n] for n in names}),
+            lessons.run_of("sft", supervised_world, **beside),
+            lessons.run_of("sft", supervised_world, **beside | {n: values[n] for n in names}),
         )
         assert not differences(mine, other)
         one, another = to_tree(mine), to_tree(other)
@@ -228,13 +228,13 @@ def test_paths_are_seen_from_anywhere_and_moving_makes_no_other_run(
 ) -> None:
     monkeypatch.chdir(world)
     run = run_of(Path(), **{"reward.path": "mine.py:score", "data.val": "[held_out.jsonl,tests.x:rows]"})
-    found = with_absolute_paths(run)
-    assert found.model.path == world / "model" and found.data.train == (str(world / "tasks.jsonl"),)
-    assert found.data.val == (str(world / "held_out.jsonl"), "tests.x:rows")
-    assert found.reward.model_dump()["path"] == f"{world / 'mine.py'}:score" and with_absolute_paths(found) == found
+    result = with_absolute_paths(run)
+    assert result.model.path == world / "model" and result.data.train == (str(world / "tasks.jsonl"),)
+    assert result.data.val == (str(world / "held_out.jsonl"), "tests.x:rows")
+    assert result.reward.model_dump()["path"] == f"{world / 'mine.py'}:score" and with_absolute_paths(result) == result
     monkeypatch.chdir(tmp_path)
     moved = run.model_copy(update={"model": run.model.model_copy(update={"path": tmp_path / "model"})})
-    assert not differences(found, with_absolute_paths(moved.model_copy(update={"reward": found.reward})))
+    assert not differences(result, with_absolute_paths(moved.model_copy(update={"reward": result.reward})))
 
 
 def test_a_run_stays_where_it_is(world: Path, tmp_path: Path) -> None:
@@ -281,15 +281,17 @@ def test_a_line_of_metrics_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2}]
 
 
-def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path) -> None:
+def test_other_options_are_reported_with_a_way_to_train_on_with_them(tmp_path: Path) -> None:
     write_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine"]))
     with pytest.raises(ConfigError) as caught:
         check_same_options(
             tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "train.learning_rate=1e-3"])
         )
-    told = str(caught.value)
-    assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in told
-    assert f"`etude export {tmp_path} my-model`" in told and "`model.path=my-model`" in told and len(told) < 600
+    message = str(caught.value)
+    assert "train.learning_rate was 1e-06, is 0.001. To go on, leave that out." in message
+    assert (
+        f"`etude export {tmp_path} my-model`" in message and "`model.path=my-model`" in message and len(message) < 600
+    )
     with pytest.raises(ConfigError, match=r"may change only while nothing depends on it: .* constant\. To go on"):
         check_same_options(tmp_path, compose(Run, ["model.path=m", "train.lr_scheduler=cosine", "steps=7"]))
 
@@ -299,7 +301,7 @@ def test_other_options_are_told_with_a_way_to_train_on_with_them(tmp_path: Path)
     ["", "steps: 9\n", "recipe: train\n# sha256: 12", "- a list\n", "\x00"],
     ids=["empty", "other", "cut", "list", "binary"],
 )
-def test_options_that_are_not_what_was_written_are_told(damage: str, world: Path, tmp_path: Path) -> None:
+def test_options_that_are_not_what_was_written_are_reported(damage: str, world: Path, tmp_path: Path) -> None:
     run = run_of(world, directory=tmp_path)
     write_options(tmp_path, run)
     (tmp_path / OPTIONS).write_text(damage)
@@ -351,7 +353,7 @@ def test_a_directory_of_something_else_is_no_run_s(tmp_path: Path) -> None:
     ["garbage", "{}", "null", '{"step": "4"}', '{"step": 1e99}', "[" * 9_999, '{"step": 1, "a": []}'],
     ids=["text", "empty", "null", "word", "float", "deep", "list"],
 )
-def test_a_line_of_metrics_that_is_none_is_told_and_stops_no_run(
+def test_a_line_of_metrics_that_is_none_is_reported_and_stops_no_run(
     line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 2}}\n{line}\n{{"step": 2, "loss": 1}}\n')

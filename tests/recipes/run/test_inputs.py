@@ -88,7 +88,7 @@ def test_a_new_run_has_nothing_to_compare_with(place: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model/config.json": 1}'])
-def test_what_is_no_record_of_inputs_is_told(content: str, place: Path) -> None:
+def test_what_is_no_record_of_inputs_is_reported(content: str, place: Path) -> None:
     record_inputs(place, run_of(place))
     (place / INPUTS).write_text(content)
     with pytest.raises(DamagedFileError, match=r"inputs\.json is damaged.*bring it back from a copy. Or.* remove it"):

@@ -17,7 +17,7 @@ from etude.cli import main
 from etude.recipes.run.interrupt import Interrupt
 from etude.store import Phase, open_store
 from tests.recipes.rewards import planned
-from tests.recipes.runs import Captured, measured, options, same, weights
+from tests.recipes.runs import Captured, options, same, step_metrics, weights
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 CODE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -25,24 +25,24 @@ CODE += "from etude.cli import main; sys.exit(main())"
 
 
 def test_it_is_asked_once_and_raises_the_second_time() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     before = signal.getsignal(INT)
-    with Interrupt(told.append) as interrupt:
+    with Interrupt(messages.append) as interrupt:
         assert not interrupt.stop_requested
         os.kill(os.getpid(), TERM)
-        assert interrupt.stop_requested and len(told) == 1 and "once more" in told[0]
+        assert interrupt.stop_requested and len(messages) == 1 and "once more" in messages[0]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), INT)
     assert signal.getsignal(INT) == before
 
 
 def test_before_a_step_has_begun_the_first_one_is_enough() -> None:
-    told: list[str] = []
-    with Interrupt(told.append) as interrupt:
+    messages: list[str] = []
+    with Interrupt(messages.append) as interrupt:
         interrupt.may_finish_step = False
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), INT)
-        assert interrupt.stop_requested and told == ["Stopping: no step has begun yet."]
+        assert interrupt.stop_requested and messages == ["Stopping: no step has begun yet."]
 
 
 def test_outside_the_main_thread_it_catches_nothing() -> None:
@@ -66,13 +66,17 @@ def test_the_first_signal_ends_the_step_and_saves(
     words = ["train", *options(world, directory=tmp_path / "a run", steps=4)]
     with planned({30: number}):
         assert main(words) == 130
-    told = capsys.readouterr().err
-    assert "Stopping after this step" in told and "Traceback" not in told
-    command = told.partition("Go on with: ")[2].splitlines()[0]
-    assert "Stopped after step 3 of 4" in told and [step["step"] for step in measured(tmp_path / "a run")] == [1, 2, 3]
+    message = capsys.readouterr().err
+    assert "Stopping after this step" in message and "Traceback" not in message
+    command = message.partition("Go on with: ")[2].splitlines()[0]
+    assert "Stopped after step 3 of 4" in message and [step["step"] for step in step_metrics(tmp_path / "a run")] == [
+        1,
+        2,
+        3,
+    ]
     assert main(shlex.split(command)[1:]) == 0
-    assert [step["step"] for step in measured(tmp_path / "a run")] == [1, 2, 3, 4]
-    assert not any(step["replayed"] for step in measured(tmp_path / "a run"))
+    assert [step["step"] for step in step_metrics(tmp_path / "a run")] == [1, 2, 3, 4]
+    assert not any(step["replayed"] for step in step_metrics(tmp_path / "a run"))
     assert same(weights(tmp_path / "a run"), weights(whole))
 
 
@@ -82,9 +86,9 @@ def test_the_second_signal_ends_the_run_now_with_the_journal_whole(
     run = tmp_path / "run"
     with planned({30: INT, 31: TERM}):  # two of a kind at once are one to the system
         assert main(["train", *options(world, directory=run, steps=4)]) == 130
-    told = capsys.readouterr().err
-    assert "Stopped after" not in told and "Traceback" not in told and "never" not in told
-    assert "Stopped at once, in step 3. No step was saved yet; the answers" in told and "train --resume" in told
+    message = capsys.readouterr().err
+    assert "Stopped after" not in message and "Traceback" not in message and "never" not in message
+    assert "Stopped at once, in step 3. No step was saved yet; the answers" in message and "train --resume" in message
     store = open_store(run / "journal.sqlite")
     assert store.admitted().keys() == {1, 2} and store.rollouts(Phase.RUNNING)
     assert {(s.kind, s.id): s for s in [*store.tasks(), *store.rollouts()]}.items() <= store.replay().items()
@@ -96,7 +100,7 @@ def test_the_second_signal_ends_the_run_now_with_the_journal_whole(
 def test_a_signal_in_the_last_step_is_no_reason_to_complain(world: Path, tmp_path: Path, capsys: Captured) -> None:
     with planned({20: INT}):
         assert main(["train", *options(world, directory=tmp_path / "run", steps=2)]) == 0
-    assert "Stopped after" not in capsys.readouterr().err and len(measured(tmp_path / "run")) == 2
+    assert "Stopped after" not in capsys.readouterr().err and len(step_metrics(tmp_path / "run")) == 2
 
 
 def test_a_sweep_that_is_stopped_begins_no_other_run(world: Path, tmp_path: Path) -> None:
@@ -116,15 +120,15 @@ def test_a_process_of_its_own_ends_as_a_shell_expects(world: Path, tmp_path: Pat
     try:
         deadline = time.monotonic() + 120
         while running.poll() is None and time.monotonic() < deadline:
-            if (run / "metrics.jsonl").exists() and measured(run):
+            if (run / "metrics.jsonl").exists() and step_metrics(run):
                 break
             time.sleep(0.05)
         running.send_signal(INT)
-        _, told = running.communicate(timeout=60)
+        _, message = running.communicate(timeout=60)
     finally:
         running.kill()
-    assert running.returncode == 130 and "Traceback" not in told
-    assert f"etude train --resume {run}" in told.partition("Go on with: ")[2]
+    assert running.returncode == 130 and "Traceback" not in message
+    assert f"etude train --resume {run}" in message.partition("Go on with: ")[2]
     assert len(list((run / "checkpoints").glob("step-*"))) == 1
-    done = len(measured(run))
-    assert f"Stopped after step {done} of 100000" in told
+    done = len(step_metrics(run))
+    assert f"Stopped after step {done} of 100000" in message

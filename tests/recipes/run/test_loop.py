@@ -15,7 +15,7 @@ from etude.algorithms.advantages.group import GRPO
 from etude.cli import main
 from etude.recipes.run.directory import read_metrics
 from etude.store import PolicyEvaluated, RolloutsAdmitted, open_store
-from tests.recipes.runs import Captured, measured, options, same, train, weights
+from tests.recipes.runs import Captured, options, same, step_metrics, train, weights
 
 EVERY_STEP = {
     *("reward", "reward/digits", "reward/short", "loss", "grad_norm", "learning_rate"),
@@ -52,7 +52,7 @@ def test_a_run_leaves_all_that_it_can_be_known_by(trained: Path) -> None:
 
 
 def test_every_step_measures_what_one_wants_to_know_of_it(trained: Path) -> None:
-    steps = measured(trained)
+    steps = step_metrics(trained)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     for step in steps:
         assert step.keys() >= EVERY_STEP, EVERY_STEP - step.keys()
@@ -77,9 +77,9 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
 ) -> None:
     part = train(world, tmp_path / "part", steps=2)
     assert main(["train", "--resume", str(part)]) == 0
-    assert "All 2 steps are done" in capsys.readouterr().err and len(measured(part)) == 2
+    assert "All 2 steps are done" in capsys.readouterr().err and len(step_metrics(part)) == 2
     assert main(["train", "--resume", str(part), "steps=3"]) == 0
-    assert [step["step"] for step in measured(part)] == [1, 2, 3]
+    assert [step["step"] for step in step_metrics(part)] == [1, 2, 3]
     assert same(weights(part), weights(whole, 3))
     assert "steps: 3" in (part / "run.yaml").read_text()
 
@@ -87,7 +87,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(
 def test_a_run_whose_groups_teach_nothing_says_so(world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = train(world, tmp_path / "run", steps=1, reward__path="tests.recipes.rewards:level")
     assert "earned the same" in capsys.readouterr().err
-    assert measured(run)[0]["zero_variance_groups"] == 1 and measured(run)[0]["loss"] == 0
+    assert step_metrics(run)[0]["zero_variance_groups"] == 1 and step_metrics(run)[0]["loss"] == 0
 
 
 class Greedy(GRPO):
@@ -97,11 +97,13 @@ class Greedy(GRPO):
         return torch.empty(1 << 60) + super().advantage(reward, view)
 
 
-def test_memory_that_is_refused_in_a_step_is_told_in_a_sentence(world: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_memory_that_is_refused_in_a_step_is_reported_in_a_sentence(
+    world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     words = options(world, directory=tmp_path / "run", steps=1, advantage="tests.recipes.run.test_loop:Greedy")
     assert main(["train", *words]) == 2
-    told = capsys.readouterr().err
-    assert "etude: The system gave this process no more memory (" in told and "`etude plan` says how much" in told
+    message = capsys.readouterr().err
+    assert "etude: The system gave this process no more memory (" in message and "`etude plan` says how much" in message
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def test_memory_that_is_refused_in_a_step_is_told_in_a_sentence(world: Path, tmp
 
 def test_grpo_learns_from_a_preset(world: Path, tmp_path: Path) -> None:
     run = train(world, tmp_path / "run", "grpo", reward__path="tests.recipes.rewards:digits", steps=1)
-    assert "name: grpo" in (run / "run.yaml").read_text() and measured(run)[-1]["grad_norm"] > 0
+    assert "name: grpo" in (run / "run.yaml").read_text() and step_metrics(run)[-1]["grad_norm"] > 0
 
 
 def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> None:
@@ -126,15 +128,15 @@ def test_each_part_of_dapo_changes_something(world: Path, tmp_path: Path) -> Non
     ends = {name: train(world, tmp_path / name, "dapo", **common | change) for name, change in without.items()}
     for name, end in ends.items():
         assert not same(weights(end), weights(whole)), f"DAPO is the same without its {name}"
-    dropped = [step.get("dropped_tasks/every_rollout_earned_the_same", 0) for step in measured(whole)]
-    assert sum(dropped) > 0 and sum(step["dropped_tasks"] for step in measured(ends["refill"])) == 0
-    assert max(step["zero_variance_groups"] for step in measured(ends["refill"])) > 0
+    dropped = [step.get("dropped_tasks/every_rollout_earned_the_same", 0) for step in step_metrics(whole)]
+    assert sum(dropped) > 0 and sum(step["dropped_tasks"] for step in step_metrics(ends["refill"])) == 0
+    assert max(step["zero_variance_groups"] for step in step_metrics(ends["refill"])) > 0
 
 
 def test_what_was_admitted_is_what_was_trained_on(trained: Path) -> None:
     store = open_store(trained / "journal.sqlite", read_only=True)
     admitted = [event for _, event in store.read(kinds=(RolloutsAdmitted,)) if isinstance(event, RolloutsAdmitted)]
-    for event, step in zip(admitted, measured(trained), strict=True):
+    for event, step in zip(admitted, step_metrics(trained), strict=True):
         answers = [turn.completion for rollout in event.rollouts for turn in store.turns(rollout)]
         assert sum(len(answer.ids) for answer in answers) == step["action_tokens"]
         rewards = [store.rollout(rollout).last for rollout in event.rollouts]
@@ -157,7 +159,7 @@ def test_a_judge_lives_in_one_event_loop_of_training_and_evaluation(world: Path,
         evaluate__every=1,
         steps=1,
     )
-    (step,) = measured(run)
+    (step,) = step_metrics(run)
     assert step["failed_attempts"] == step["eval/failed"] == 0
 
 
@@ -167,8 +169,8 @@ def test_what_is_scored_before_training_has_a_line_of_its_own(trained: Path) -> 
     assert all(step["step"] > 0 for step in read_metrics(trained))
 
 
-def test_what_the_engine_does_for_scoring_is_told_apart(trained: Path) -> None:
-    for step in measured(trained):
+def test_what_the_engine_does_for_scoring_is_counted_separately(trained: Path) -> None:
+    for step in step_metrics(trained):
         assert step["engine/finished"] == step["rollouts"] and step["optimizer_steps"] == 1
         assert step.get("eval/engine/finished", 10) == 10 and ("eval/engine/finished" in step) == (
             "eval/length" in step

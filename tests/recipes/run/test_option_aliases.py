@@ -46,17 +46,17 @@ def test_a_name_from_elsewhere_is_answered(given: str, meant: str) -> None:
     ["observe.mlflow.run_name=x", "train.epsilon=1e-8", "evaluate.sampling.max_new_tokens=8", "evaluate.dataset=x"],
 )
 def test_beside_options_of_ours_a_name_means_one_of_those(given: str) -> None:
-    with pytest.raises(UnknownKeyError) as told:
+    with pytest.raises(UnknownKeyError) as caught:
         compose(Run, [given])
-    assert "here it is" not in str(told.value)
+    assert "here it is" not in str(caught.value)
 
 
 def test_several_are_answered_together() -> None:
-    with pytest.raises(UnknownKeyError) as told:
+    with pytest.raises(UnknownKeyError) as caught:
         compose(Run, ["actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.optim.lr=1"])
-    assert "collect.group_size" in str(told.value) and "train.learning_rate" in str(told.value)
+    assert "collect.group_size" in str(caught.value) and "train.learning_rate" in str(caught.value)
 
 
-def test_what_nobody_calls_so_is_told_as_ever() -> None:
+def test_an_unknown_name_gets_the_usual_error() -> None:
     with pytest.raises(UnknownKeyError, match="Did you mean steps"):
         compose(Run, ["stepz=3"])

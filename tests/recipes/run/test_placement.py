@@ -26,7 +26,7 @@ from etude.recipes.run.placement import (
 )
 from etude.recipes.workers.policy_worker import PolicyWorker
 from etude.rollout import ServerConfig
-from tests.recipes.runs import Captured, measured, refused_run, run_of, same, train, weights
+from tests.recipes.runs import Captured, refused_run, run_of, same, step_metrics, train, weights
 
 SPLIT = {"placement.layout": "split"}
 IPC = {"rollout": "vllm", "rollout.weight_transport": "ipc", "train.offload": "true"}
@@ -40,14 +40,14 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-def test_an_engine_with_weights_of_its_own_samples_the_same_and_is_told_of(
+def test_an_engine_with_its_own_weights_samples_the_same_and_is_logged(
     world: Path, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     apart = train(world, tmp_path / "apart", **SPLIT)
-    told = capsys.readouterr()
-    assert "On cpu: the policy, the engine, with its own weights." in told.err + told.out
+    message = capsys.readouterr()
+    assert "On cpu: the policy, the engine, with its own weights." in message.err + message.out
     assert same(weights(whole, 2), weights(apart))
-    written = [[line["publish_bytes"] for line in measured(run)] for run in (whole, apart)]
+    written = [[line["publish_bytes"] for line in step_metrics(run)] for run in (whole, apart)]
     assert set(written[0]) == {0.0} and all(number > 0 for number in written[1])
 
 
@@ -64,8 +64,8 @@ def test_split_means_other_memory(world: Path, tmp_path: Path) -> None:
 
 def test_a_run_says_where_its_models_are(world: Path, tmp_path: Path, capsys: Captured) -> None:
     train(world, tmp_path / "one", steps=1, kl="reverse")
-    told = capsys.readouterr()
-    assert "On cpu: the policy and its engine, with the same weights, the reference." in told.err + told.out
+    message = capsys.readouterr()
+    assert "On cpu: the policy and its engine, with the same weights, the reference." in message.err + message.out
 
 
 def test_each_model_is_where_it_is_placed(eight_gpus: None, world: Path) -> None:
@@ -143,8 +143,8 @@ def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) ->
     assert placed_on(ranks=1, **{"rollout.replicas": 2, "rollout.weight_transport": "nccl"}) == (1, 2)
     assert placed_on(ranks=8, **{"rollout.url": "http://127.0.0.1:1"}) == ()
     assert placed_on(cluster="ray", **{"rollout.devices": "[0]"}) == (0,)
-    told = describe_placement(run_of(world, rollout="vllm", **{"rollout.replicas": 2}), frozenset())
-    assert told[-1] == "Servers sample on cuda:1, cuda:2, in processes of their own."
+    lines = describe_placement(run_of(world, rollout="vllm", **{"rollout.replicas": 2}), frozenset())
+    assert lines[-1] == "Servers sample on cuda:1, cuda:2, in processes of their own."
 
 
 def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:

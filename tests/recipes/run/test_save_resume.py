@@ -17,7 +17,7 @@ from etude.recipes.run.components import RunComponents
 from etude.recipes.run.loop import run_loop
 from etude.recipes.run.save_resume import CheckpointSaver
 from etude.store import PolicyEvaluated
-from tests.recipes.runs import Captured, measured, run_of, same, train, weights
+from tests.recipes.runs import Captured, run_of, same, step_metrics, train, weights
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def test_nothing_is_saved_of_a_run_that_made_no_step(world: Path, tmp_path: Path
 def test_a_checkpoint_holds_what_the_journal_does_not(world: Path, tmp_path: Path) -> None:
     with saver(world, tmp_path, steps=2, kl="null") as (saving, parts):
         run_loop(parts)
-        found = saving.checkpoints.newest()
-        assert found is not None and found.step == 2
-        assert found.facts["position"] == parts.store.position
-        assert found.facts["source"] == parts.source.mark()[0] and found.facts["learner"].keys() == {
+        result = saving.checkpoints.newest()
+        assert result is not None and result.step == 2
+        assert result.facts["position"] == parts.store.position
+        assert result.facts["source"] == parts.source.mark()[0] and result.facts["learner"].keys() == {
             "kl_value",
             "role_means",
         }
@@ -82,9 +82,9 @@ def test_a_checkpoint_holds_what_the_journal_does_not(world: Path, tmp_path: Pat
 
 def test_what_the_algorithm_carries_on_survives(world: Path, tmp_path: Path) -> None:
     """An adaptive baseline is state: a run that forgot it would not be the run that went on."""
-    given: dict[str, Any] = {"advantage": "reinforce++", "reward.path": "tests.recipes.rewards:in_parts"}
-    whole = train(world, tmp_path / "whole", steps=4, **given)
-    part = train(world, tmp_path / "part", steps=2, **given)
+    options: dict[str, Any] = {"advantage": "reinforce++", "reward.path": "tests.recipes.rewards:in_parts"}
+    whole = train(world, tmp_path / "whole", steps=4, **options)
+    part = train(world, tmp_path / "part", steps=2, **options)
     assert main(["train", "--resume", str(part), "steps=4"]) == 0
     assert same(weights(part), weights(whole))
 
@@ -108,13 +108,13 @@ def test_steps_beyond_the_checkpoint_are_replayed(world: Path, whole: Path, tmp_
         saving.maybe_save = lambda step: die() if step == 3 else save(step)  # type: ignore[method-assign]
         run_loop(parts)
     assert steps_kept(run) == [2]
-    assert [step["step"] for step in measured(run)] == [1, 2, 3], "a step's line is written before it is saved"
-    before = measured(run)
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3], "a step's line is written before it is saved"
+    before = step_metrics(run)
     assert main(["train", "--resume", str(run)]) == 0
-    told = capsys.readouterr().err
-    assert "Going on after step 2" in told and "The steps up to 3 were measured before" in told
-    assert measured(run)[:3] == before, "what is replayed measures less, and is not written over what was"
-    assert [step["step"] for step in measured(run)] == [1, 2, 3, 4]
+    message = capsys.readouterr().err
+    assert "Going on after step 2" in message and "The steps up to 3 were measured before" in message
+    assert step_metrics(run)[:3] == before, "what is replayed measures less, and is not written over what was"
+    assert [step["step"] for step in step_metrics(run)] == [1, 2, 3, 4]
     assert same(weights(run), weights(whole))
 
 
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_what_it_saved_during_a_replay(world: Path, whole: Pa
             save = saving.maybe_save
             saving.maybe_save = lambda step: die() if step == last else save(step)  # type: ignore[method-assign]  # noqa: B023
             run_loop(parts)
-    assert steps_kept(run) == [1] and [step["step"] for step in measured(run)] == [1, 2, 3]
+    assert steps_kept(run) == [1] and [step["step"] for step in step_metrics(run)] == [1, 2, 3]
     assert main(["train", "--resume", str(run)]) == 0
     assert same(weights(run), weights(whole))
 
@@ -137,19 +137,19 @@ def test_a_step_whose_line_was_lost_is_replayed_and_written(world: Path, tmp_pat
     with suppress(Killed), saver(world, run, steps=2) as (_, parts):
         parts.measure = die  # type: ignore[method-assign]
         run_loop(parts)
-    assert measured(run) == []
+    assert step_metrics(run) == []
     assert main(["train", "--resume", str(run)]) == 0
-    assert [(step["step"], step["replayed"]) for step in measured(run)] == [(1, 1), (2, 0)]
+    assert [(step["step"], step["replayed"]) for step in step_metrics(run)] == [(1, 1), (2, 0)]
 
 
 def test_what_is_pending_is_written_when_a_step_is_saved(world: Path, tmp_path: Path) -> None:
     seen: list[list[int]] = []
-    given: dict[str, Any] = {"observe.every": 10, "checkpoint.every": 3}
-    with saver(world, tmp_path, steps=4, **given) as (saving, parts):
+    options: dict[str, Any] = {"observe.every": 10, "checkpoint.every": 3}
+    with saver(world, tmp_path, steps=4, **options) as (saving, parts):
         save = saving.checkpoints.save
 
         def watched(*arguments: Any) -> Checkpoint:
-            seen.append([line["step"] for line in measured(tmp_path)])
+            seen.append([line["step"] for line in step_metrics(tmp_path)])
             return save(*arguments)
 
         saving.checkpoints.save = watched  # type: ignore[method-assign]
@@ -161,8 +161,8 @@ def scored(
     world: Path, directory: Path, **changes: Any
 ) -> AbstractContextManager[tuple[CheckpointSaver, RunComponents]]:
     """A run that is scored at each second step."""
-    given = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 2, "checkpoint.every": 1} | changes
-    return saver(world, directory, steps=4, **given)
+    options = {"data.val": f"[{world / 'held_out.jsonl'}]", "evaluate.every": 2, "checkpoint.every": 1} | changes
+    return saver(world, directory, steps=4, **options)
 
 
 def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path: Path) -> None:
@@ -178,8 +178,10 @@ def test_a_kill_between_a_save_and_its_mark_loses_no_best(world: Path, tmp_path:
 
 def test_what_the_journal_has_a_score_of_is_not_scored_again(world: Path, tmp_path: Path) -> None:
     def scores(parts: RunComponents) -> list[tuple[int, Any]]:
-        found = [event for _, event in parts.store.read(kinds=(PolicyEvaluated,)) if isinstance(event, PolicyEvaluated)]
-        return [(event.step, event.scores) for event in found]
+        result = [
+            event for _, event in parts.store.read(kinds=(PolicyEvaluated,)) if isinstance(event, PolicyEvaluated)
+        ]
+        return [(event.step, event.scores) for event in result]
 
     with suppress(Killed), scored(world, tmp_path, **{"checkpoint.every": 4}) as (saving, parts):
         saving.maybe_save = lambda step: die() if step == 3 else None  # type: ignore[method-assign]
@@ -211,19 +213,19 @@ def test_a_step_whose_evaluation_fails_is_saved_all_the_same(world: Path, tmp_pa
         parts.evaluate.evaluator.answer_all = fails  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="out of memory"):
             run_loop(parts)
-    assert steps_kept(tmp_path)[-1] == 2 and [step["step"] for step in measured(tmp_path)] == [1, 2]
+    assert steps_kept(tmp_path)[-1] == 2 and [step["step"] for step in step_metrics(tmp_path)] == [1, 2]
     with scored(world, tmp_path) as (saving, parts):
         parts.begin()
         best = saving.checkpoints.best()
         assert best is not None and best.step == 2, "it is scored when the run goes on"
 
 
-def test_a_score_in_which_answers_failed_is_told_and_marks_no_best(
+def test_a_score_in_which_answers_failed_is_reported_and_marks_no_best(
     world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    given = {"reward.path": "tests.recipes.rewards:choosy", "evaluate.first": "false", "collect.timeout": 60}
-    with scored(world, tmp_path, **given) as (saving, parts):
+    options = {"reward.path": "tests.recipes.rewards:choosy", "evaluate.first": "false", "collect.timeout": 60}
+    with scored(world, tmp_path, **options) as (saving, parts):
         run_loop(parts)
         assert saving.checkpoints.best() is None
-    told = capsys.readouterr().err
-    assert "5 of 5 answers that were to be scored after step 2 failed" in told and "marks no best" in told
+    message = capsys.readouterr().err
+    assert "5 of 5 answers that were to be scored after step 2 failed" in message and "marks no best" in message

@@ -24,7 +24,7 @@ from etude.rewards import REWARDS, Judge, RewardModelScore
 from tests.chat.conversations import by
 from tests.data.chats import chat_of
 from tests.recipes.lessons import sums
-from tests.recipes.runs import Captured, measured, options, refused_run, train
+from tests.recipes.runs import Captured, options, refused_run, step_metrics, train
 from tests.worlds import make_tokenizer
 
 TASKS = [Task(n, {"prompt": row["prompt"]}) for n, row in enumerate(sums()[:6])]
@@ -61,9 +61,9 @@ def verdicts(reward: Any, answers: list[str]) -> list[Any]:
 
 def test_an_answer_earns_what_the_model_says(judge: Path) -> None:
     answers = ["1", "12", "", "7 or 8", "3", "x"]
-    found = verdicts(RewardModelScore(path=judge, precision="fp32"), answers)
+    result = verdicts(RewardModelScore(path=judge, precision="fp32"), answers)
     wanted = [by_transformers(judge, task, answer) for task, answer in zip(TASKS, answers, strict=True)]
-    assert [verdict.reward for verdict in found] == pytest.approx(wanted, abs=1e-5)
+    assert [verdict.reward for verdict in result] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_it_may_be_a_part_of_a_reward(judge: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_run_learns_what_the_model_likes(world: Path, judge: Path, tmp_path: P
         "collect.tasks": 12,
     }
     given |= {"collect.group_size": 8, "train.learning_rate": 1e-2}
-    steps = measured(train(world, tmp_path / "run", **given))
+    steps = step_metrics(train(world, tmp_path / "run", **given))
     assert steps[-1]["reward"] > 1.5 * steps[0]["reward"] and steps[-1]["failed_attempts"] == 0
 
 
@@ -119,18 +119,18 @@ def test_answers_are_scored_by_command(world: Path, judge: Path, capsys: Capture
     ]
     capsys.readouterr()
     assert main(["eval", *words]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["eval/failed"] == 0 and told["eval/mean@1"] != 0
+    message = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert message["eval/failed"] == 0 and message["eval/mean@1"] != 0
 
 
-def test_what_is_no_reward_model_is_told(world: Path, tmp_path: Path, capsys: Captured) -> None:
-    for path, told in (
+def test_what_is_no_reward_model_is_reported(world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for path, message in (
         (world / "model", "has no score head (`score.weight`), so that it judges nothing"),
         (tmp_path / "nowhere", "`reward.path="),
         (None, "reward.path needs a value and has none"),
     ):
         changes = {"reward": "reward_model", "reward.path": path}
-        assert told in refused_run(capsys, world, tmp_path / "run", **changes), told
+        assert message in refused_run(capsys, world, tmp_path / "run", **changes), message
     assert not (tmp_path / "run").exists()
 
 
@@ -138,8 +138,8 @@ def test_its_directory_is_seen_from_anywhere(world: Path, judge: Path, monkeypat
     monkeypatch.chdir(judge.parent)
     run = compose(Run, options(world, **{"reward": "reward_model", "reward.path": judge.name}))
     assert with_absolute_paths(run).reward.model_dump()["path"] == judge
-    found = with_absolute_paths(run).reward.files()
-    assert {file.name for file in found} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    result = with_absolute_paths(run).reward.files()
+    assert {file.name for file in result} >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_sums_of_several_rewards_load_each_model(judge: Path) -> None:

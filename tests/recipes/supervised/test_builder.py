@@ -13,7 +13,7 @@ from etude.models import load
 from etude.recipes.supervised.builder import build
 from etude.train import FrozenModel
 from tests.recipes.lessons import RECIPES, learned, loaded, refusal, run_of, weights
-from tests.recipes.runs import Captured, measured, refused
+from tests.recipes.runs import Captured, refused, step_metrics
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from tests.recipes.runs import Captured, measured, refused
     [pytest.param(name, marks=() if name in ("dpo", "sft") else pytest.mark.integration) for name in RECIPES],
 )
 def test_adapters_are_trained_in_place_of_the_weights(
-    recipe: str, school: Path, tmp_path: Path, capsys: Captured
+    recipe: str, supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    run = learned(recipe, school, tmp_path / "run", **{"lora.rank": 2, "lora.alpha": 8})
+    run = learned(recipe, supervised_world, tmp_path / "run", **{"lora.rank": 2, "lora.alpha": 8})
     trained = {name for name, _ in loaded(run).trained_weights()}
     others = {name for name in trained if ".lora_" not in name}
     assert len(trained) > 20 and others == ({"score.weight"} if recipe == "reward-model" else set())
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     head = "score" if recipe == "reward-model" else "language"
-    before = load(school / "model", dtype=torch.float32, head="value" if head == "score" else "language")
+    before = load(supervised_world / "model", dtype=torch.float32, head="value" if head == "score" else "language")
     after = dict(load(tmp_path / "model", dtype=torch.float32, head=head).named_weights())
     changed = {name for name, weight in before.named_weights() if not torch.equal(weight, after[name])}
     assert {"model.layers.0.self_attn.q_proj.weight"} <= changed and "model.norm.weight" not in changed
@@ -41,50 +41,58 @@ def test_adapters_are_trained_in_place_of_the_weights(
         assert main(["generate", str(run), "1+1=", "sampling.max_tokens=2"]) == 0
 
 
-def test_a_reference_is_the_policy_without_its_adapters(school: Path, tmp_path: Path) -> None:
-    with build(run_of("dpo", school, directory=tmp_path / "run", **{"lora.rank": 2})) as parts:
+def test_a_reference_is_the_policy_without_its_adapters(supervised_world: Path, tmp_path: Path) -> None:
+    with build(run_of("dpo", supervised_world, directory=tmp_path / "run", **{"lora.rank": 2})) as parts:
         parts.learner.update(parts.learner.annotate(parts.examples.next()))
         batch = parts.learner.annotate(parts.examples.next())
-    plain = FrozenModel(load(school / "model", dtype=torch.float32), 10_000)
+    plain = FrozenModel(load(supervised_world / "model", dtype=torch.float32), 10_000)
     assert torch.allclose(batch.require("ref_logp"), plain.logp(batch), atol=1e-6, equal_nan=True)
 
 
-def test_two_ranks_learn_what_one_does(school: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = {
+def test_two_ranks_learn_what_one_does(supervised_world: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
         **{"train.precision": "fp64", "train.max_grad_norm": "null", "steps": 2},
-        **{"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "evaluate.every": 1},
+        **{"data.val": f"[{supervised_world / 'held_out_pairs.jsonl'}]", "evaluate.every": 1},
     }
-    one = learned("dpo", school, tmp_path / "one", **given)
-    two = learned("dpo", school, tmp_path / "two", **given | {"steps": 1, "ranks": 2})
+    one = learned("dpo", supervised_world, tmp_path / "one", **options)
+    two = learned("dpo", supervised_world, tmp_path / "two", **options | {"steps": 1, "ranks": 2})
     assert main(["dpo", "--resume", str(two), "ranks=1", "steps=2"]) == 0
-    for alone, shared in zip(measured(one), measured(two), strict=True):
+    for alone, shared in zip(step_metrics(one), step_metrics(two), strict=True):
         for name in ("loss", "accuracy", "margin", "grad_norm", "trained_tokens"):
             assert alone[name] == pytest.approx(shared[name], rel=1e-9), name
     for name in ("eval/loss", "eval/accuracy", "eval/margin"):
-        assert measured(one)[0][name] == pytest.approx(measured(two)[0][name], rel=1e-9), name
+        assert step_metrics(one)[0][name] == pytest.approx(step_metrics(two)[0][name], rel=1e-9), name
     mine, theirs = weights(one), weights(two)
     assert all((mine[name] - theirs[name]).abs().max() < 1e-9 for name in mine)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_parts_are_frozen_or_have_adapters(recipe: str, school: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refusal(capsys, recipe, school, tmp_path / "run", **{"lora.rank": 2, "model.freeze": "[layers.0]"})
-    assert "with `lora` adapters are trained in their place" in told
+def test_parts_are_frozen_or_have_adapters(
+    recipe: str, supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    message = refusal(
+        capsys, recipe, supervised_world, tmp_path / "run", **{"lora.rank": 2, "model.freeze": "[layers.0]"}
+    )
+    assert "with `lora` adapters are trained in their place" in message
 
 
-def test_a_model_beside_that_the_loss_never_reads_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    given = {"loss": "etude.algorithms.losses.supervised:SFT"}
-    told = refusal(capsys, "distill", school, tmp_path / "run", **given)
-    assert "This loss reads no output of a teacher" in told and "`etude sft`" in told
-    told = refusal(capsys, "dpo", school, tmp_path / "run", **given, reference__path=school / "teacher")
-    assert "`reference.path` names a reference policy, and this loss compares with none" in told
-    learned("dpo", school, tmp_path / "run", steps=1, **given)
+def test_a_model_beside_that_the_loss_never_reads_is_refused(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    options = {"loss": "etude.algorithms.losses.supervised:SFT"}
+    message = refusal(capsys, "distill", supervised_world, tmp_path / "run", **options)
+    assert "This loss reads no output of a teacher" in message and "`etude sft`" in message
+    message = refusal(
+        capsys, "dpo", supervised_world, tmp_path / "run", **options, reference__path=supervised_world / "teacher"
+    )
+    assert "`reference.path` names a reference policy, and this loss compares with none" in message
+    learned("dpo", supervised_world, tmp_path / "run", steps=1, **options)
 
 
-def test_what_nothing_here_does_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    told = refusal(capsys, "sft", school, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
-    assert "nothing samples here" in told
-    told = refusal(capsys, "sft", school, tmp_path / "run", **{"train.offload": "true"})
-    assert "computes on the processor" in told
-    learned("sft", school, tmp_path / "run", steps=1, **{"crew.heartbeat_timeout": 300})
+def test_what_nothing_here_does_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"lora.rank": 2, "lora.publish": "merged"})
+    assert "nothing samples here" in message
+    message = refusal(capsys, "sft", supervised_world, tmp_path / "run", **{"train.offload": "true"})
+    assert "computes on the processor" in message
+    learned("sft", supervised_world, tmp_path / "run", steps=1, **{"crew.heartbeat_timeout": 300})
     assert "`crew` says how several ranks wait for each other, and there is one" in capsys.readouterr().err

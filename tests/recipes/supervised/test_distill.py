@@ -14,41 +14,45 @@ from transformers import AutoModelForCausalLM
 from etude.chat import Tokenizer
 from etude.models import create, save, tiny_config
 from tests.recipes.lessons import learned, refusal, sums, weights
-from tests.recipes.runs import Captured, measured, same
+from tests.recipes.runs import Captured, same, step_metrics
 from tests.worlds import make_tokenizer
 
 
 def thoughts(directory: Path, temperature: float) -> list[torch.Tensor]:
     """For each held-out row [learned, V]: the log-probs before each token that is learned, by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
-    tokenizer, found = Tokenizer.load(directory), []
+    tokenizer, result = Tokenizer.load(directory), []
     for row in sums()[80:]:
-        asked, said = tokenizer.encode(row["prompt"]), tokenizer.encode(row["completion"])
-        ids = torch.tensor([*asked, *said, tokenizer.eos_ids[0]]).long()
+        asked, answer_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row["completion"])
+        ids = torch.tensor([*asked, *answer_ids, tokenizer.eos_ids[0]]).long()
         with torch.no_grad():
             logp = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(1)
-        found.append(logp[len(asked) - 1 : len(ids) - 1])
-    return found
+        result.append(logp[len(asked) - 1 : len(ids) - 1])
+    return result
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_loss_is_the_divergence_that_is_left(temperature: float, school: Path, tmp_path: Path) -> None:
+def test_the_loss_is_the_divergence_that_is_left(temperature: float, supervised_world: Path, tmp_path: Path) -> None:
     """With every token told, it is the whole KL(teacher ‖ pupil)."""
-    size = Tokenizer.load(school / "model").vocab_size
-    given = {"data.val": f"[{school / 'held_out_shown.jsonl'}]", "teacher.top": size, "temperature": temperature}
-    run = learned("distill", school, tmp_path / "run", steps=1, **given)
+    size = Tokenizer.load(supervised_world / "model").vocab_size
+    options = {
+        "data.val": f"[{supervised_world / 'held_out_shown.jsonl'}]",
+        "teacher.top": size,
+        "temperature": temperature,
+    }
+    run = learned("distill", supervised_world, tmp_path / "run", steps=1, **options)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    pupil, teacher = (torch.cat(thoughts(school / name, temperature)) for name in ("model", "teacher"))
-    assert line["eval/loss"] == pytest.approx(float((teacher.exp() * (teacher - pupil)).sum(1).mean()), rel=1e-4)
+    learner, teacher = (torch.cat(thoughts(supervised_world / name, temperature)) for name in ("model", "teacher"))
+    assert line["eval/loss"] == pytest.approx(float((teacher.exp() * (teacher - learner)).sum(1).mean()), rel=1e-4)
     assert line["eval/teacher_tail"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_teacher_that_is_the_pupil_has_nothing_to_teach(school: Path, tmp_path: Path) -> None:
-    run = learned("distill", school, tmp_path / "run", steps=1, teacher__path=school / "model")
-    assert measured(run)[0]["loss"] == pytest.approx(0, abs=1e-6) and measured(run)[0]["grad_norm"] < 1e-4
+def test_a_teacher_that_is_the_trained_model_has_nothing_to_teach(supervised_world: Path, tmp_path: Path) -> None:
+    run = learned("distill", supervised_world, tmp_path / "run", steps=1, teacher__path=supervised_world / "model")
+    assert step_metrics(run)[0]["loss"] == pytest.approx(0, abs=1e-6) and step_metrics(run)[0]["grad_norm"] < 1e-4
 
 
-def test_each_option_changes_what_is_learned(school: Path, tmp_path: Path) -> None:
+def test_each_option_changes_what_is_learned(supervised_world: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [
         {},
         {"teacher.top": 2},
@@ -56,34 +60,39 @@ def test_each_option_changes_what_is_learned(school: Path, tmp_path: Path) -> No
         {"loss.direction": "reverse"},
         {"loss.reduction": "seq-mean-token-mean"},
     ]
-    found = [weights(learned("distill", school, tmp_path / str(n), steps=1, **flip)) for n, flip in enumerate(flips)]
-    assert not any(same(found[a], found[b]) for a in range(len(found)) for b in range(a))
+    result = [
+        weights(learned("distill", supervised_world, tmp_path / str(n), steps=1, **flip))
+        for n, flip in enumerate(flips)
+    ]
+    assert not any(same(result[a], result[b]) for a in range(len(result)) for b in range(a))
 
 
-def test_a_larger_teacher_may_have_rows_to_spare(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_larger_teacher_may_have_rows_to_spare(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     """Large models are often padded to more rows than their tokenizer has tokens: what nobody can say is not told."""
     size = make_tokenizer(tmp_path / "teacher")
     save(
         create(tiny_config(size + 23, layers=1, hidden=16, heads=2, kv_heads=1, context=128), seed=2),
         tmp_path / "teacher",
     )
-    given = {"teacher.path": tmp_path / "teacher", "teacher.top": size, "steps": 1}
-    assert measured(learned("distill", school, tmp_path / "run", **given))[0]["teacher_tail"] == pytest.approx(
-        0, abs=1e-5
-    )
-    learned("distill", school, tmp_path / "unasked", **given | {"teacher.top": None})  # as many as there are
-    told = refusal(capsys, "distill", school, tmp_path / "more", **given | {"teacher.top": size + 1})
-    assert f"asks for more tokens than both models know, which is {size}" in told
+    options = {"teacher.path": tmp_path / "teacher", "teacher.top": size, "steps": 1}
+    assert step_metrics(learned("distill", supervised_world, tmp_path / "run", **options))[0][
+        "teacher_tail"
+    ] == pytest.approx(0, abs=1e-5)
+    learned(
+        "distill", supervised_world, tmp_path / "unasked", **options | {"teacher.top": None}
+    )  # as many as there are
+    message = refusal(capsys, "distill", supervised_world, tmp_path / "more", **options | {"teacher.top": size + 1})
+    assert f"asks for more tokens than both models know, which is {size}" in message
 
 
-def test_a_teacher_that_cannot_teach_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_teacher_that_cannot_teach_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     run = tmp_path / "run"
     assert "give its model directory with `teacher.path=…`" in refusal(
-        capsys, "distill", school, run, teacher__path=None
+        capsys, "distill", supervised_world, run, teacher__path=None
     )
-    assert "`teacher.path=" in refusal(capsys, "distill", school, run, teacher__path=tmp_path / "nowhere")
+    assert "`teacher.path=" in refusal(capsys, "distill", supervised_world, run, teacher__path=tmp_path / "nowhere")
     turned = tmp_path / "turned"
-    shutil.copytree(school / "teacher", turned)
+    shutil.copytree(supervised_world / "teacher", turned)
     make_tokenizer(turned, "".join(reversed("0123456789 +-=:abcdefghijklmnopqrstuvwxyz")))
-    told = refusal(capsys, "distill", school, run, teacher__path=turned)
-    assert "has another tokenizer than the policy: id 2 is 'z' there and '0' here" in told
+    message = refusal(capsys, "distill", supervised_world, run, teacher__path=turned)
+    assert "has another tokenizer than the policy: id 2 is 'z' there and '0' here" in message

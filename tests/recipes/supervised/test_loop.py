@@ -43,7 +43,7 @@ from tests.recipes.lessons import (
     weights,
     write,
 )
-from tests.recipes.runs import Captured, measured, refused, same
+from tests.recipes.runs import Captured, refused, same, step_metrics
 
 Finished = Callable[[str], Path]
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
@@ -71,12 +71,14 @@ def test_names_from_elsewhere_are_answered_with_options_that_are_there(recipe: s
 
 
 @EVERY
-def test_paths_are_seen_from_anywhere(recipe: str, school: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(school)
+def test_paths_are_seen_from_anywhere(recipe: str, supervised_world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(supervised_world)
     run = with_absolute_paths(
         run_of(recipe, Path(), data__val="[held_out_shown.jsonl]", reference__path="m" if recipe == "dpo" else None)
     )
-    assert run.model.path == school / "model" and run.data.val == (str(school / "held_out_shown.jsonl"),)
+    assert run.model.path == supervised_world / "model" and run.data.val == (
+        str(supervised_world / "held_out_shown.jsonl"),
+    )
     for path in run.path_options.values():
         inner: Any = run
         for part in path.split("."):
@@ -91,17 +93,17 @@ def test_options_are_shown_and_read_back(recipe: str, tmp_path: Path, capsys: Ca
     assert main(["config", "show", recipe, "--config", str(tmp_path / "mine.yaml"), "--yaml"]) == 0
     assert capsys.readouterr().out == (tmp_path / "mine.yaml").read_text()
     other = next(name for name in ALL if name != recipe)
-    told = refused(capsys, other, "--config", str(tmp_path / "mine.yaml"))
-    assert f"holds options of `etude {recipe}`, and this is `etude {other}`: give it there" in told
+    message = refused(capsys, other, "--config", str(tmp_path / "mine.yaml"))
+    assert f"holds options of `etude {recipe}`, and this is `etude {other}`: give it there" in message
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
 @EVERY
-def test_a_run_learns_and_says_what_it_measured(recipe: str, school: Path, finished: Finished) -> None:
+def test_a_run_learns_and_says_what_it_measured(recipe: str, supervised_world: Path, finished: Finished) -> None:
     run = finished(recipe)
-    steps = measured(run)
+    steps = step_metrics(run)
     assert [step["step"] for step in steps] == [1, 2, 3] and steps[-1]["epoch"] == pytest.approx(24 / 40)
     assert all({"loss", "grad_norm", "learning_rate", "trained_tokens", "time/update"} <= step.keys() for step in steps)
     assert {step["examples"] for step in steps} == {8} and {step["skipped_rows"] for step in steps} == {0}
@@ -113,38 +115,44 @@ def test_a_run_learns_and_says_what_it_measured(recipe: str, school: Path, finis
 
 
 @in_test("dpo")  # which packs pairs; the losses of the others have `conformance/test_law_supervised.py`
-def test_the_weights_do_not_depend_on_how_a_batch_is_cut(recipe: str, school: Path, tmp_path: Path) -> None:
+def test_the_weights_do_not_depend_on_how_a_batch_is_cut(recipe: str, supervised_world: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"train.precision": "fp64", "steps": 1}
     whole, cut = (
-        weights(learned(recipe, school, tmp_path / str(size), train__max_tokens_per_micro_batch=size, **given))
+        weights(
+            learned(recipe, supervised_world, tmp_path / str(size), train__max_tokens_per_micro_batch=size, **given)
+        )
         for size in (9000, 1)
     )
     assert all((whole[name] - cut[name]).abs().max() < 1e-9 for name in whole)
 
 
 @EVERY
-def test_each_example_is_learned_from_as_often_as_epochs_say(recipe: str, school: Path, tmp_path: Path) -> None:
-    with build(run_of(recipe, school, directory=tmp_path / "run", steps=None, epochs=1.5, batch_size=16)) as parts:
+def test_each_example_is_learned_from_as_often_as_epochs_say(
+    recipe: str, supervised_world: Path, tmp_path: Path
+) -> None:
+    with build(
+        run_of(recipe, supervised_world, directory=tmp_path / "run", steps=None, epochs=1.5, batch_size=16)
+    ) as parts:
         sizes = [parts.examples.next().num_groups for _ in range(parts.examples.total_steps)]
     assert sizes == [16, 16, 16, 12] and sum(sizes) == 60
 
 
-def test_an_epoch_is_the_length_where_none_is_given(school: Path, tmp_path: Path) -> None:
-    run = learned("sft", school, tmp_path / "run", steps=None)
-    assert len(measured(run)) == 5 and measured(run)[-1]["epoch"] == 1
+def test_an_epoch_is_the_length_where_none_is_given(supervised_world: Path, tmp_path: Path) -> None:
+    run = learned("sft", supervised_world, tmp_path / "run", steps=None)
+    assert len(step_metrics(run)) == 5 and step_metrics(run)[-1]["epoch"] == 1
     seen = []
-    with build(run_of("sft", school, directory=tmp_path / "other", steps=None, seed=3)) as parts:
+    with build(run_of("sft", supervised_world, directory=tmp_path / "other", steps=None, seed=3)) as parts:
         for _ in range(5):
             batch = parts.examples.next()
             seen += [tuple(batch.ids[a:b].tolist()) for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)]
     assert len(seen) == 40 and len(set(seen)) == len({(r["prompt"], r["completion"]) for r in sums()[:40]})
 
 
-def test_examples_of_several_sources_come_in_their_shares(school: Path, tmp_path: Path) -> None:
+def test_examples_of_several_sources_come_in_their_shares(supervised_world: Path, tmp_path: Path) -> None:
     rows = [row | {"data_source": "abc"[n % 10 > 6]} for n, row in enumerate(sums()[:40])]
     file = write(tmp_path / "mixed.jsonl", rows)
     given = {"data.train": f"[{file}]", "data.sampler": "weighted", "data.sampler.weights": "{a: 1, b: 3}"}
-    with build(run_of("sft", school, directory=tmp_path / "run", **given)) as parts:
+    with build(run_of("sft", supervised_world, directory=tmp_path / "run", **given)) as parts:
         order = parts.examples._order
         drawn = [rows[order.advance_to(n)]["data_source"] for n in range(40)]
     assert drawn.count("b") == 30
@@ -154,56 +162,56 @@ def test_examples_of_several_sources_come_in_their_shares(school: Path, tmp_path
 
 
 @in_test("sft", "reward-model", "distill", kept="sft")  # `test_two_ranks_learn_what_one_does` goes on with a run of dpo
-def test_a_run_that_goes_on_is_the_run_that_nobody_stopped(
-    recipe: str, school: Path, finished: Finished, tmp_path: Path
+def test_a_resumed_run_equals_one_that_was_never_stopped(
+    recipe: str, supervised_world: Path, finished: Finished, tmp_path: Path
 ) -> None:
     whole = finished(recipe)
-    half = learned(recipe, school, tmp_path / "half", steps=1)
+    half = learned(recipe, supervised_world, tmp_path / "half", steps=1)
     assert main([recipe, "--resume", str(half), "steps=3"]) == 0
     assert same(weights(whole), weights(half))
-    assert [line["loss"] for line in measured(whole)] == [line["loss"] for line in measured(half)]
+    assert [line["loss"] for line in step_metrics(whole)] == [line["loss"] for line in step_metrics(half)]
 
 
-def test_a_schedule_goes_on_where_it_was(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_schedule_goes_on_where_it_was(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     given: dict[str, Any] = {"train.lr_scheduler": "cosine", "steps": None, "checkpoint.every": 1, "batch_size": 16}
-    whole = learned("sft", school, tmp_path / "whole", **given)
+    whole = learned("sft", supervised_world, tmp_path / "whole", **given)
     run = tmp_path / "run"
-    with suppress(Killed), build(run_of("sft", school, directory=run, **given)) as parts:
+    with suppress(Killed), build(run_of("sft", supervised_world, directory=run, **given)) as parts:
         parts.learner = dying(parts.learner, after=2)
         run_supervised_loop(parts)
-    assert [step["step"] for step in measured(run)] == [1, 2]
+    assert [step["step"] for step in step_metrics(run)] == [1, 2]
     assert main(["sft", "--resume", str(run)]) == 0
-    assert same(weights(run), weights(whole)) and measured(run)[-1]["learning_rate"] < 0.0015
+    assert same(weights(run), weights(whole)) and step_metrics(run)[-1]["learning_rate"] < 0.0015
     assert main(["sft", "--resume", str(run)]) == 0
     assert "Its learning-rate schedule is done too: to go on, begin a new run" in capsys.readouterr().err
     assert "epochs was None, is 2" in refused(capsys, "sft", "--resume", str(run), "epochs=2")
 
 
-def test_more_epochs_go_on_for_longer(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = learned("sft", school, tmp_path / "run", steps=None, epochs=1, batch_size=30)
-    assert [step["examples"] for step in measured(run)] == [30, 10]
+def test_more_epochs_go_on_for_longer(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = learned("sft", supervised_world, tmp_path / "run", steps=None, epochs=1, batch_size=30)
+    assert [step["examples"] for step in step_metrics(run)] == [30, 10]
     assert main(["sft", "--resume", str(run), "epochs=2"]) == 0
-    assert [step["examples"] for step in measured(run)[2:]] == [30, 10]
-    assert measured(run)[-1]["epoch"] == 2
+    assert [step["examples"] for step in step_metrics(run)[2:]] == [30, 10]
+    assert step_metrics(run)[-1]["epoch"] == 2
     assert main(["sft", "--resume", str(run)]) == 0
     assert "All 4 steps are done. To go on, ask for more of them: `epochs=4`." in capsys.readouterr().err
-    told = refused(capsys, "sft", "--resume", str(run), "epochs=0.5")
-    assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in told
+    message = refused(capsys, "sft", "--resume", str(run), "epochs=0.5")
+    assert "has gone through its examples 2 times, and `epochs=0.5` asks for less" in message
 
 
 def test_a_run_of_so_many_steps_counts_the_smaller_ones_that_it_made(
-    school: Path, tmp_path: Path, capsys: Captured
+    supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    run = learned("sft", school, tmp_path / "run", steps=None, epochs=1, batch_size=30)
+    run = learned("sft", supervised_world, tmp_path / "run", steps=None, epochs=1, batch_size=30)
     assert main(["sft", "--resume", str(run), "epochs=null", "steps=3"]) == 0
-    assert [step["examples"] for step in measured(run)] == [30, 10, 30]
-    assert main(["sft", "--resume", str(run)]) == 0 and len(measured(run)) == 3
+    assert [step["examples"] for step in step_metrics(run)] == [30, 10, 30]
+    assert main(["sft", "--resume", str(run)]) == 0 and len(step_metrics(run)) == 3
     assert "has done 3 steps, and `steps=2` asks for fewer" in refused(capsys, "sft", "--resume", str(run), "steps=2")
 
 
-def test_other_options_and_other_files_are_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_other_options_and_other_files_are_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     file = write(tmp_path / "mine.jsonl", sums())
-    run = learned("sft", school, tmp_path / "run", data__train=f"[{file}]", steps=1)
+    run = learned("sft", supervised_world, tmp_path / "run", data__train=f"[{file}]", steps=1)
     assert "batch_size was 8, is 9" in refused(capsys, "sft", "--resume", str(run), "batch_size=9")
     write(file, sums(seed=1))
     assert "was started on other files: data.train[0]: mine.jsonl" in refused(capsys, "sft", "--resume", str(run))
@@ -212,22 +220,25 @@ def test_other_options_and_other_files_are_refused(school: Path, tmp_path: Path,
     assert main(["sft", "--resume", str(run), f"data.train=[{moved}]", "steps=2"]) == 0
 
 
-def test_a_run_of_another_command_is_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = learned("sft", school, tmp_path / "run", steps=1)
+def test_a_run_of_another_command_is_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = learned("sft", supervised_world, tmp_path / "run", steps=1)
     for words in (["train", "--resume", str(run)], ["dpo", "--resume", str(run)]):
-        told = refused(capsys, *words)
-        assert f"holds a run of `etude sft`, and this is `etude {words[0]}`" in told and f"sft --resume {run}" in told
-    told = refused(capsys, "dpo", *options("dpo", school, directory=run))
-    assert "holds a run of `etude sft`, and this is `etude dpo`" in told
+        message = refused(capsys, *words)
+        assert (
+            f"holds a run of `etude sft`, and this is `etude {words[0]}`" in message
+            and f"sft --resume {run}" in message
+        )
+    message = refused(capsys, "dpo", *options("dpo", supervised_world, directory=run))
+    assert "holds a run of `etude sft`, and this is `etude dpo`" in message
     write_text(run / "run.yaml", read_text(run / "run.yaml").replace("recipe: sft", "recipe: sing"))
     assert "a run of `etude sing`, which this version does not have" in refused(capsys, "export", str(run), "x")
 
 
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
-    school: Path, finished: Finished, tmp_path: Path, capsys: Captured
+    supervised_world: Path, finished: Finished, tmp_path: Path, capsys: Captured
 ) -> None:
     run = tmp_path / "a run"
-    with pytest.raises(KeyboardInterrupt), build(run_of("sft", school, directory=run, steps=3)) as parts:
+    with pytest.raises(KeyboardInterrupt), build(run_of("sft", supervised_world, directory=run, steps=3)) as parts:
         update, calls = parts.learner.update, iter(range(9))
 
         def signalled(batch: Any) -> Any:
@@ -237,9 +248,9 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
 
         object.__setattr__(parts.learner, "update", signalled)
         run_supervised_loop(parts)
-    told = capsys.readouterr().err
-    assert "Stopping after this step" in told and "Stopped after step 2 of 3. Go on with: " in told
-    words = shlex.split(told.partition("Go on with: ")[2].splitlines()[0])
+    message = capsys.readouterr().err
+    assert "Stopping after this step" in message and "Stopped after step 2 of 3. Go on with: " in message
+    words = shlex.split(message.partition("Go on with: ")[2].splitlines()[0])
     assert words[1:3] == ["sft", "--resume"] and main(words[1:]) == 0
     assert same(weights(run), weights(finished("sft")))
 
@@ -252,15 +263,15 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     ],
 )
 def test_a_run_that_ends_anywhere_goes_on_bit_for_bit(
-    point: str, school: Path, finished: Finished, tmp_path: Path
+    point: str, supervised_world: Path, finished: Finished, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"steps": 3, "checkpoint.every": 2}
-    with suppress(Killed), build(run_of("sft", school, directory=tmp_path / "run", **given)) as parts:
+    with suppress(Killed), build(run_of("sft", supervised_world, directory=tmp_path / "run", **given)) as parts:
         run_supervised_loop(_mortal(parts, point))
     newest = CheckpointManager(tmp_path / "run" / "checkpoints").newest()
     assert newest is None or newest.step < 3, "it has not come to its end"
-    again = learned("sft", school, tmp_path / "run", **given)
-    assert same(weights(again), weights(finished("sft"))) and [s["step"] for s in measured(again)] == [1, 2, 3]
+    again = learned("sft", supervised_world, tmp_path / "run", **given)
+    assert same(weights(again), weights(finished("sft"))) and [s["step"] for s in step_metrics(again)] == [1, 2, 3]
 
 
 def _mortal(parts: SupervisedComponents, point: str) -> SupervisedComponents:
@@ -280,11 +291,11 @@ def _mortal(parts: SupervisedComponents, point: str) -> SupervisedComponents:
 
 
 @pytest.mark.soak
-def test_a_run_that_is_killed_goes_on_bit_for_bit(school: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_bit_for_bit(supervised_world: Path, tmp_path: Path) -> None:
     """`kill -9`, whenever it comes."""
-    held_out = f"[{school / 'held_out_shown.jsonl'}]"
-    words = options("sft", school, steps=300, **{"checkpoint.every": 3, "data.val": held_out})
-    whole = learned("sft", school, tmp_path / "whole", steps=300, **{"checkpoint.every": 100})
+    held_out = f"[{supervised_world / 'held_out_shown.jsonl'}]"
+    words = options("sft", supervised_world, steps=300, **{"checkpoint.every": 3, "data.val": held_out})
+    whole = learned("sft", supervised_world, tmp_path / "whole", steps=300, **{"checkpoint.every": 100})
     run, kills = tmp_path / "run", 0
     command = [sys.executable, "-m", "etude", "sft", *words, f"directory={run}"]
     for _ in range(2):
@@ -312,22 +323,22 @@ def _lines(run: Path) -> int:
 
 @in_test("dpo")
 def test_held_out_examples_are_measured_when_they_are_due(
-    recipe: str, school: Path, finished: Finished, tmp_path: Path
+    recipe: str, supervised_world: Path, finished: Finished, tmp_path: Path
 ) -> None:
     name = "held_out_pairs" if recipe in ("dpo", "reward-model") else "held_out_shown"
-    given = {"data.val": f"[{school / name}.jsonl]", "evaluate.every": 2, "steps": 3}
-    run = learned(recipe, school, tmp_path / "run", **given)
+    given = {"data.val": f"[{supervised_world / name}.jsonl]", "evaluate.every": 2, "steps": 3}
+    run = learned(recipe, supervised_world, tmp_path / "run", **given)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval/loss" in line] == [0, 2, 3]
     assert ("eval/accuracy" in lines[0]) is (recipe in ("dpo", "reward-model"))
     assert same(weights(run), weights(finished(recipe))), "nothing is learned from them"
 
 
-def test_the_best_checkpoint_is_that_of_the_least_loss(school: Path, tmp_path: Path) -> None:
-    held_out = f"[{school / 'held_out_shown.jsonl'}]"
+def test_the_best_checkpoint_is_that_of_the_least_loss(supervised_world: Path, tmp_path: Path) -> None:
+    held_out = f"[{supervised_world / 'held_out_shown.jsonl'}]"
     given = {"data.val": held_out, "evaluate.every": 1, "steps": 10, "train.learning_rate": 0.2, "checkpoint.keep": 1}
-    run = learned("sft", school, tmp_path / "run", **given)
-    losses = {step["step"]: step["eval/loss"] for step in measured(run)}
+    run = learned("sft", supervised_world, tmp_path / "run", **given)
+    losses = {step["step"]: step["eval/loss"] for step in step_metrics(run)}
     best = CheckpointManager(run / "checkpoints").best()
     assert best is not None and best.step == min(losses, key=lambda step: losses[step]) != 10
     assert main(["export", str(run), str(tmp_path / "model"), "--best"]) == 0
@@ -335,28 +346,32 @@ def test_the_best_checkpoint_is_that_of_the_least_loss(school: Path, tmp_path: P
 
 
 def test_a_loss_that_is_no_number_marks_nothing_and_is_saved_all_the_same(
-    school: Path, tmp_path: Path, capsys: Captured
+    supervised_world: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    given = {"data.val": f"[{school / 'held_out_shown.jsonl'}]", "evaluate.every": 1, "steps": 1}
-    run = learned("sft", school, tmp_path / "run", **given | {"train.learning_rate": 1e38})
-    told = capsys.readouterr().err
-    assert re.search(r"The loss on `data\.val` is (nan|inf) after step 1: it .* marks no best checkpoint", told)
+    given = {"data.val": f"[{supervised_world / 'held_out_shown.jsonl'}]", "evaluate.every": 1, "steps": 1}
+    run = learned("sft", supervised_world, tmp_path / "run", **given | {"train.learning_rate": 1e38})
+    message = capsys.readouterr().err
+    assert re.search(r"The loss on `data\.val` is (nan|inf) after step 1: it .* marks no best checkpoint", message)
     kept = CheckpointManager(run / "checkpoints")
     newest, best = kept.newest(), kept.best()
     assert newest is not None and newest.step == 1 and newest.facts["score"] is None and best is None
 
 
-def test_a_part_of_them_is_enough_if_that_is_asked(school: Path, tmp_path: Path) -> None:
-    held_out = f"[{school / 'held_out_shown.jsonl'}]"
-    with build(run_of("sft", school, directory=tmp_path, **{"data.val": held_out, "evaluate.limit": 3})) as parts:
+def test_a_part_of_them_is_enough_if_that_is_asked(supervised_world: Path, tmp_path: Path) -> None:
+    held_out = f"[{supervised_world / 'held_out_shown.jsonl'}]"
+    with build(
+        run_of("sft", supervised_world, directory=tmp_path, **{"data.val": held_out, "evaluate.limit": 3})
+    ) as parts:
         assert parts.evaluate.batch is not None and parts.evaluate.batch.num_groups == 3
 
 
-def test_measuring_without_anything_to_measure_on_is_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    learned("sft", school, tmp_path / "run", **{"evaluate.every": 2, "observe.wandb.project": "mine"})
-    told = capsys.readouterr().err
-    assert "so nothing is measured. Give them with `data.val=[held_out.parquet]`" in told
-    assert "`observe.wandb.mode` is disabled" in told
+def test_measuring_without_anything_to_measure_on_is_reported(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    learned("sft", supervised_world, tmp_path / "run", **{"evaluate.every": 2, "observe.wandb.project": "mine"})
+    message = capsys.readouterr().err
+    assert "so nothing is measured. Give them with `data.val=[held_out.parquet]`" in message
+    assert "`observe.wandb.mode` is disabled" in message
 
 
 # -- what may be done with a run --------------------------------------------------------------------------------------
@@ -372,51 +387,53 @@ def test_a_run_is_asked_scored_written_and_drawn(finished: Finished, tmp_path: P
     )
     words = [f"data.val=[{tasks}]", "reward=exact_match", "sampling.max_tokens=4", "observe.console=plain", "--json"]
     assert main(["eval", str(run), *words]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["step"] == 3 and told["tasks"] == 5 and Path(told["answers"]).parent == run / "evaluations"
+    message = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert message["step"] == 3 and message["tasks"] == 5 and Path(message["answers"]).parent == run / "evaluations"
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert main(["plot", str(run)]) == 0 and (run / "plot.png").is_file()
     assert "batch_size is not an option" in refused(capsys, "generate", str(run), "x", "batch_size=3")
 
 
-def test_a_run_says_what_can_be_done_with_it(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    run = learned("dpo", school, tmp_path / "run")
-    told = capsys.readouterr().err
-    assert "examples: 40" in told and f"plot {run}" in told and f"export {run} my-model" in told
-    assert "answers" not in told
+def test_a_run_says_what_can_be_done_with_it(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = learned("dpo", supervised_world, tmp_path / "run")
+    message = capsys.readouterr().err
+    assert "examples: 40" in message and f"plot {run}" in message and f"export {run} my-model" in message
+    assert "answers" not in message
     assert main(["dpo", "--resume", str(run)]) == 0
     assert "All 2 steps are done. To go on, ask for more of them: `steps=4`." in capsys.readouterr().err
 
 
 @pytest.mark.integration
-def test_several_runs_follow_each_other(school: Path, tmp_path: Path) -> None:
-    assert main(["sft", "--multirun", *options("sft", school, directory=tmp_path, steps=1, seed="0,1")]) == 0
+def test_several_runs_follow_each_other(supervised_world: Path, tmp_path: Path) -> None:
+    assert main(["sft", "--multirun", *options("sft", supervised_world, directory=tmp_path, steps=1, seed="0,1")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-seed-0", "1-seed-1"]
-    assert measured(tmp_path / "0-seed-0")[0]["loss"] != measured(tmp_path / "1-seed-1")[0]["loss"]
+    assert step_metrics(tmp_path / "0-seed-0")[0]["loss"] != step_metrics(tmp_path / "1-seed-1")[0]["loss"]
 
 
-def test_the_run_is_written_as_it_was_asked_for(school: Path, tmp_path: Path) -> None:
+def test_the_run_is_written_as_it_was_asked_for(supervised_world: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with build(run_of("distill", school, directory=run, **{"temperature": 2, "teacher.top": 3})):
+    with build(run_of("distill", supervised_world, directory=run, **{"temperature": 2, "teacher.top": 3})):
         pass
     held = read_recipe(SUPERVISED["distill"], run)
     assert "recipe: distill" in (run / "run.yaml").read_text()
-    assert held == with_absolute_paths(run_of("distill", school, directory=run, **{"temperature": 2, "teacher.top": 3}))
+    assert held == with_absolute_paths(
+        run_of("distill", supervised_world, directory=run, **{"temperature": 2, "teacher.top": 3})
+    )
 
 
 # -- what cannot be run -----------------------------------------------------------------------------------------------
 
 
 @EVERY
-def test_what_is_missing_is_told(recipe: str, school: Path, tmp_path: Path, capsys: Captured) -> None:
-    for changes, told in (
+def test_what_is_missing_is_reported(recipe: str, supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for changes, message in (
         ({"data.train": None}, "`data.train=[examples.parquet]`"),
-        ({"data.train": f"[{school / 'tasks.jsonl'}]"}, "it has prompt, answer, data_source"),
+        ({"data.train": f"[{supervised_world / 'tasks.jsonl'}]"}, "it has prompt, answer, data_source"),
     ):
-        assert told in refusal(capsys, recipe, school, tmp_path / "run", **changes), changes
+        assert message in refusal(capsys, recipe, supervised_world, tmp_path / "run", **changes), changes
 
 
-def test_what_cannot_be_is_told(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_what_cannot_be_is_reported(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     given: list[tuple[dict[str, Any], str]] = [
         ({"model.path": None}, "`model.path=…`"),
         ({"model.path": tmp_path / "nowhere"}, "is no directory"),
@@ -426,16 +443,18 @@ def test_what_cannot_be_is_told(school: Path, tmp_path: Path, capsys: Captured) 
         ({"data.sampler": "curriculum"}, "there is no 'curriculum'"),
         ({"train.lr_scheduler": "linear", "train.warmup_steps": 2}, "leaves nothing of the 2 updates"),
     ]
-    for changes, told in given:
-        assert told in refusal(capsys, "sft", school, tmp_path / "run", **changes), changes
+    for changes, message in given:
+        assert message in refusal(capsys, "sft", supervised_world, tmp_path / "run", **changes), changes
 
 
-def test_a_loss_that_nobody_feeds_is_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
-    for loss, told in (
+def test_a_loss_without_its_columns_is_refused(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
+    for loss, message in (
         ("etude.algorithms.losses.preference:DPO", "needs the column `ref_logp`, which takes a reference: `etude dpo`"),
         ("etude.algorithms.losses.distill:TopKDistillation", "takes a teacher: `etude distill` has one"),
         ("etude.algorithms.losses.preference:RewardModelLoss", "takes pairs of which one is preferred"),
     ):
-        assert told in refusal(capsys, "sft", school, tmp_path / "run", loss=loss)
-    told = refusal(capsys, "dpo", school, tmp_path / "run", loss="etude.algorithms.losses.preference:RewardModelLoss")
-    assert "needs the model's `score`, which a model of `etude dpo` does not compute" in told
+        assert message in refusal(capsys, "sft", supervised_world, tmp_path / "run", loss=loss)
+    message = refusal(
+        capsys, "dpo", supervised_world, tmp_path / "run", loss="etude.algorithms.losses.preference:RewardModelLoss"
+    )
+    assert "needs the model's `score`, which a model of `etude dpo` does not compute" in message

@@ -15,16 +15,16 @@ from etude.chat import Tokenizer
 from etude.cli import main
 from etude.models import create, save, tiny_config
 from tests.recipes.lessons import learned, pairs, weights
-from tests.recipes.runs import Captured, measured, refused, same
+from tests.recipes.runs import Captured, refused, same, step_metrics
 from tests.worlds import make_tokenizer
 
 
 @pytest.fixture(scope="module")
-def judge(school: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def judge(supervised_world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run, and the model that it wrote."""
     place = tmp_path_factory.mktemp("judge")
-    given = {"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "steps": 3}
-    run = learned("reward-model", school, place / "run", **given)
+    options = {"data.val": f"[{supervised_world / 'held_out_pairs.jsonl'}]", "steps": 3}
+    run = learned("reward-model", supervised_world, place / "run", **options)
     assert main(["export", str(run), str(place / "model")]) == 0
     return run, place / "model"
 
@@ -47,7 +47,7 @@ def test_what_is_written_scores_as_it_was_measured(judge: tuple[Path, Path]) -> 
         with torch.no_grad():
             scores[side] = torch.stack([model(input_ids=ids[None]).logits[0, 0] for ids in texts(directory, side)])
     margin = scores["chosen"] - scores["rejected"]
-    last = measured(run)[-1]
+    last = step_metrics(run)[-1]
     assert last["eval/margin"] == pytest.approx(float(margin.mean()), rel=1e-3, abs=1e-6)
     assert last["eval/accuracy"] == pytest.approx(float((margin > 0).double().mean()))
 
@@ -65,40 +65,41 @@ def test_it_scores_the_same_in_a_padded_batch(judge: tuple[Path, Path]) -> None:
     assert len({len(row) for row in rows}) > 1 and torch.allclose(together, alone, atol=1e-5)
 
 
-def test_padding_that_also_ends_answers_is_not_named(school: Path, tmp_path: Path) -> None:
+def test_padding_that_also_ends_answers_is_not_named(supervised_world: Path, tmp_path: Path) -> None:
     """A classifier of transformers reads its score before the padding: it would pass over the end itself."""
     size = make_tokenizer(tmp_path / "model")
-    told = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    told["pad_token"] = told["eos_token"]
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(told))
+    data = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    data["pad_token"] = data["eos_token"]
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(data))
     save(create(tiny_config(size, layers=1, hidden=16, heads=2, kv_heads=1), seed=0), tmp_path / "model")
-    run = learned("reward-model", school, tmp_path / "run", steps=1, model__path=tmp_path / "model")
+    run = learned("reward-model", supervised_world, tmp_path / "run", steps=1, model__path=tmp_path / "model")
     assert main(["export", str(run), str(tmp_path / "judge")]) == 0
     assert json.loads((tmp_path / "judge" / "config.json").read_text()).get("pad_token_id") is None
 
 
 def test_it_begins_undecided_unless_it_goes_on_from_another(
-    judge: tuple[Path, Path], school: Path, tmp_path: Path
+    judge: tuple[Path, Path], supervised_world: Path, tmp_path: Path
 ) -> None:
     run, directory = judge
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6) and lines[0]["eval/margin"] == 0
-    given = {"data.val": f"[{school / 'held_out_pairs.jsonl'}]", "model.path": directory}
-    more = learned("reward-model", school, tmp_path / "more", steps=1, **given)
+    options = {"data.val": f"[{supervised_world / 'held_out_pairs.jsonl'}]", "model.path": directory}
+    more = learned("reward-model", supervised_world, tmp_path / "more", steps=1, **options)
     first = json.loads((more / "metrics.jsonl").read_text().splitlines()[0])
     assert first["eval/loss"] == pytest.approx(lines[-1]["eval/loss"], rel=1e-4)
 
 
-def test_its_options_change_what_is_learned(school: Path, tmp_path: Path) -> None:
+def test_its_options_change_what_is_learned(supervised_world: Path, tmp_path: Path) -> None:
     flips: list[dict[str, Any]] = [{}, {"batch_size": 4}, {"data.sampler": "sequential"}]
-    found = [
-        weights(learned("reward-model", school, tmp_path / str(n), steps=1, **flip)) for n, flip in enumerate(flips)
+    result = [
+        weights(learned("reward-model", supervised_world, tmp_path / str(n), steps=1, **flip))
+        for n, flip in enumerate(flips)
     ]
-    assert not any(same(found[a], found[b]) for a in range(len(found)) for b in range(a))
+    assert not any(same(result[a], result[b]) for a in range(len(result)) for b in range(a))
 
 
-def test_it_is_not_asked_for_words(judge: tuple[Path, Path], school: Path, capsys: Captured) -> None:
+def test_it_is_not_asked_for_words(judge: tuple[Path, Path], supervised_world: Path, capsys: Captured) -> None:
     run, _ = judge
-    for words in (["generate", str(run), "1+1="], ["eval", str(run), f"data.val=[{school / 'tasks.jsonl'}]"]):
-        told = refused(capsys, *words)
-        assert "trains a model that scores, and cannot generate text" in told and "reward=reward_model" in told
+    for words in (["generate", str(run), "1+1="], ["eval", str(run), f"data.val=[{supervised_world / 'tasks.jsonl'}]"]):
+        message = refused(capsys, *words)
+        assert "trains a model that scores, and cannot generate text" in message and "reward=reward_model" in message

@@ -16,7 +16,7 @@ from etude.recipes.supervised.builder import build
 from tests.chat.conversations import by
 from tests.data.chats import chat_of
 from tests.recipes.lessons import learned, refusal, run_of, weights, write
-from tests.recipes.runs import Captured, measured, same
+from tests.recipes.runs import Captured, same, step_metrics
 
 TALKS = [
     {"messages": [by("user", "Hi"), by("assistant", "Hello."), by("user", f"{n}?"), by("assistant", f"It is {n}.")]}
@@ -42,15 +42,15 @@ def plain(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def talked(talker: Path, directory: Path, **changes: Any) -> Path:
     """A run on conversations."""
-    given = {"data.train": f"[{talker / 'talks.jsonl'}]", "batch_size": 4} | changes
-    return learned("sft", talker, directory, **given)
+    options = {"data.train": f"[{talker / 'talks.jsonl'}]", "batch_size": 4} | changes
+    return learned("sft", talker, directory, **options)
 
 
 def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
-    given = {"data.train": f"[{talker / 'talks.jsonl'}]", "data.val": f"[{talker / 'talks.jsonl'}]"}
+    options = {"data.train": f"[{talker / 'talks.jsonl'}]", "data.val": f"[{talker / 'talks.jsonl'}]"}
     model: Any = AutoModelForCausalLM.from_pretrained(talker / "model")
-    with build(run_of("sft", talker, directory=tmp_path / "run", **given)) as parts:
-        found, batch = parts.evaluate.maybe_run(0).reduce(), parts.evaluate.batch
+    with build(run_of("sft", talker, directory=tmp_path / "run", **options)) as parts:
+        result, batch = parts.evaluate.maybe_run(0).reduce(), parts.evaluate.batch
     assert batch is not None and batch.num_rows == len(TALKS)
     total = 0.0
     for start, stop in pairwise(batch.offsets.tolist()):
@@ -58,7 +58,7 @@ def test_the_loss_is_that_of_transformers(talker: Path, tmp_path: Path) -> None:
         labels = torch.where(batch.action[start:stop][None], ids, -100)
         with torch.no_grad():
             total += float(model(input_ids=ids, labels=labels).loss) * int((labels[:, 1:] != -100).sum())
-    assert found["eval/loss"] == pytest.approx(total / int(batch.action.sum()), rel=1e-5)
+    assert result["eval/loss"] == pytest.approx(total / int(batch.action.sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -94,36 +94,38 @@ def test_earlier_thinking_follows_the_history_that_is_asked_for(tmp_path: Path) 
     write(tmp_path / "talks.jsonl", [{"messages": forms}] * 2)
     rows = {}
     for history in ("served", "template"):
-        given = {"data.train": f"[{tmp_path / 'talks.jsonl'}]", "chat.history": history, "batch_size": 2}
-        with build(run_of("sft", tmp_path, directory=tmp_path / history, **given)) as parts:
+        options = {"data.train": f"[{tmp_path / 'talks.jsonl'}]", "chat.history": history, "batch_size": 2}
+        with build(run_of("sft", tmp_path, directory=tmp_path / history, **options)) as parts:
             batch = parts.examples.next()
             rows[history] = (batch.num_rows, batch.num_rollouts, int(batch.action.sum()))
     assert rows["served"][:2] == (2, 2) and rows["template"][:2] == (4, 2)
     assert rows["served"][2] == rows["template"][2], "each token that was said is learned once"
 
 
-def test_plain_text_teaches_to_go_on(school: Path, tmp_path: Path) -> None:
+def test_plain_text_teaches_to_go_on(supervised_world: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "texts.jsonl", [{"text": f"{n} is {n}"} for n in range(8)])
-    steps = measured(learned("sft", school, tmp_path / "run", data__train=f"[{file}]", steps=2))
+    steps = step_metrics(learned("sft", supervised_world, tmp_path / "run", data__train=f"[{file}]", steps=2))
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["prompt_length"] == 1
 
 
-def test_what_was_left_out_is_counted_at_every_step(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_what_was_left_out_is_counted_at_every_step(supervised_world: Path, tmp_path: Path, capsys: Captured) -> None:
     rows = [{"prompt": "a", "completion": c} for c in ("b", "", "c" * 200, "d")]
-    run = learned("sft", school, tmp_path / "run", data__train=f"[{write(tmp_path / 'a.jsonl', rows)}]")
-    assert {(s["overlong_rows"], s["skipped_rows"]) for s in measured(run)} == {(1, 2)}
-    told = capsys.readouterr().err
-    assert "1 of 4 rows in data.train have nothing to learn: left out. The first is" in told
-    assert "1 of 4 rows in data.train are longer than this model's context of 128 tokens: left out" in told
+    run = learned("sft", supervised_world, tmp_path / "run", data__train=f"[{write(tmp_path / 'a.jsonl', rows)}]")
+    assert {(s["overlong_rows"], s["skipped_rows"]) for s in step_metrics(run)} == {(1, 2)}
+    message = capsys.readouterr().err
+    assert "1 of 4 rows in data.train have nothing to learn: left out. The first is" in message
+    assert "1 of 4 rows in data.train are longer than this model's context of 128 tokens: left out" in message
 
 
 def test_an_exported_model_is_one_to_begin_from(talker: Path, plain: Path, tmp_path: Path) -> None:
     assert main(["export", str(plain), str(tmp_path / "model")]) == 0
     again = talked(talker, tmp_path / "again", **{"model.path": tmp_path / "model"})
-    assert measured(again)[0]["loss"] < measured(plain)[0]["loss"]
+    assert step_metrics(again)[0]["loss"] < step_metrics(plain)[0]["loss"]
 
 
-def test_messages_for_a_model_without_a_template_are_refused(school: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_messages_for_a_model_without_a_template_are_refused(
+    supervised_world: Path, tmp_path: Path, capsys: Captured
+) -> None:
     file = write(tmp_path / "talks.jsonl", TALKS)
-    told = refusal(capsys, "sft", school, tmp_path / "run", data__train=f"[{file}]")
-    assert "no chat template" in told and "`chat.template`" in told
+    message = refusal(capsys, "sft", supervised_world, tmp_path / "run", data__train=f"[{file}]")
+    assert "no chat template" in message and "`chat.template`" in message

@@ -62,14 +62,14 @@ def stepped(crew: LocalCrew, run: Run, step: int = 1) -> Metrics:
 def test_a_step_makes_as_many_updates_as_were_asked_for(mini_batches: int, ppo_epochs: int, world: Path) -> None:
     run = run_of(world, mini_batches=mini_batches, ppo_epochs=ppo_epochs)
     crew = worker_of(run)
-    found = stepped(crew, run).reduce()
+    result = stepped(crew, run).reduce()
     learner = crew.call(PolicyWorker.tensors)["learner"]
-    assert int(learner["version"]) == mini_batches * ppo_epochs == found["micro_batches"]
-    assert found["trained_tokens"] == ppo_epochs * batch_of().num_tokens
+    assert int(learner["version"]) == mini_batches * ppo_epochs == result["micro_batches"]
+    assert result["trained_tokens"] == ppo_epochs * batch_of().num_tokens
     if mini_batches * ppo_epochs > 1:
-        assert found["policy_kl"] > 0, "from the second update on, the policy is off its data"
+        assert result["policy_kl"] > 0, "from the second update on, the policy is off its data"
     else:
-        assert found["policy_kl"] == pytest.approx(0, abs=1e-6)
+        assert result["policy_kl"] == pytest.approx(0, abs=1e-6)
 
 
 LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")] + [
@@ -82,7 +82,7 @@ LATE = [{"loss": name} for name in ("ppo", "gspo", "cispo", "sapo", "reinforce")
 def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], world: Path) -> None:
     run = run_of(world, **{"train.precision": "fp64", "train.learning_rate": 1e-2, **changes})
     assert "old_logp" not in model_columns(run)
-    found = []
+    result = []
     for columns in (frozenset[str](), frozenset({"old_logp"})):
         crew = worker_of(run)
         batch = batch_of()
@@ -95,9 +95,9 @@ def test_one_update_tells_what_the_step_began_with(changes: dict[str, Any], worl
             truncated=batch.group == 1,
         )
         batch = crew.call(PolicyWorker.annotate, batch, columns)
-        told = crew.call(PolicyWorker.update, [crew.call(PolicyWorker.estimate, batch, 1)]).reduce()
-        found.append((told, dict(crew.call(PolicyWorker.weights))))
-    (late, weights), (early, others) = found
+        metrics = crew.call(PolicyWorker.update, [crew.call(PolicyWorker.estimate, batch, 1)]).reduce()
+        result.append((metrics, dict(crew.call(PolicyWorker.weights))))
+    (late, weights), (early, others) = result
     assert all(torch.allclose(weights[name], others[name], rtol=0, atol=1e-12) for name in weights)
     assert late["mismatch/k3"] > 0.01, "the sampler's log-probs are made up here"
     timed = {"update_seconds", "trained_tokens_per_second", "mfu", "peak_memory_gb", "device_utilization"}
@@ -127,7 +127,7 @@ def test_a_second_update_without_it_is_refused(world: Path) -> None:
         crew.call(PolicyWorker.update, estimated.split(2))
 
 
-def test_what_was_seen_before_the_update_is_told_once(world: Path) -> None:
+def test_metrics_from_before_the_update_are_returned_once(world: Path) -> None:
     run = run_of(world)
     crew = worker_of(run)
     assert "advantage_std" in stepped(crew, run)
@@ -139,8 +139,8 @@ def test_what_was_seen_before_the_update_is_told_once(world: Path) -> None:
 
 def test_annotated_are_the_action_tokens(world: Path) -> None:
     batch = batch_of()
-    found = worker_of(run_of(world)).call(PolicyWorker.annotate, batch, frozenset({"old_logp", "entropy"}))
-    for column in (found.old_logp, found.entropy):
+    result = worker_of(run_of(world)).call(PolicyWorker.annotate, batch, frozenset({"old_logp", "entropy"}))
+    for column in (result.old_logp, result.entropy):
         assert column is not None and torch.equal(torch.isfinite(column), batch.action)
 
 
@@ -205,33 +205,33 @@ def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
         worker = PolicyWorker(run, learner, seed=run.seed, ppo_epochs=run.ppo_epochs, engine=engine)
         told = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, on_start=engine.hold))
         assert engine.inside.wait(30)
-        yield LocalCrew(worker), told
+        yield LocalCrew(worker), future
 
 
 def test_an_engine_that_shares_the_weights_rests_while_they_change(world: Path) -> None:
     """And goes on with what it was at: no token of it is drawn from weights that are half written."""
     run = run_of(world)
-    with sampling(run) as (crew, told):
+    with sampling(run) as (crew, future):
         stepped(crew, run)
         drawn = hosted(crew)._scheduler.running[0].generated
         stepped(crew, run, 2)
         assert hosted(crew)._scheduler.running[0].generated == drawn, "it is paused yet"
         crew.call(PolicyWorker.publish, 1)
-        assert [int((told.result(30).version == version).sum()) for version in (0, 1)] == [drawn, 100 - drawn]
+        assert [int((future.result(30).version == version).sum()) for version in (0, 1)] == [drawn, 100 - drawn]
 
 
 def test_where_an_update_fails_the_engine_goes_on(world: Path) -> None:
     run = run_of(world)
-    with sampling(run) as (crew, told):
+    with sampling(run) as (crew, future):
         batch = crew.call(PolicyWorker.annotate, batch_of(), frozenset({"old_logp"}))
         batch = crew.call(PolicyWorker.estimate, batch, 1)
         broken = batch.replace(advantage=torch.where(batch.action, torch.tensor(torch.inf), 0.0))
         with pytest.raises(TrainingError, match="not finite"):
             crew.call(PolicyWorker.update, [broken])
-        assert set(told.result(30).version.tolist()) == {0}
+        assert set(future.result(30).version.tolist()) == {0}
 
 
-def test_an_engine_that_is_to_sleep_lets_go_of_what_nobody_waits_for(world: Path) -> None:
-    with sampling(run_of(world)) as (crew, told):
+def test_an_engine_that_is_to_sleep_aborts_its_requests(world: Path) -> None:
+    with sampling(run_of(world)) as (crew, future):
         crew.call(PolicyWorker.free_engine_memory)
-        assert told.result(30).finish_reason == "abort"
+        assert future.result(30).finish_reason == "abort"

@@ -10,7 +10,7 @@ from etude.models import create, tiny_config
 from etude.recipes.workers.utilization import UtilizationMeter, measure_peak_flops
 
 
-def test_computing_is_told_from_waiting() -> None:
+def test_computing_is_distinguished_from_waiting() -> None:
     meter = UtilizationMeter(torch.device("cpu"))
     time.sleep(0.3)
     idle = meter.read().reduce()["device_utilization"]
@@ -21,7 +21,7 @@ def test_computing_is_told_from_waiting() -> None:
     assert 0 <= idle < 0.3 < idle + 0.3 < busy + 0.3 and busy > 2 * idle
 
 
-def test_nothing_is_told_of_a_device_that_keeps_no_count() -> None:
+def test_a_device_without_a_counter_gives_no_metric() -> None:
     assert not UtilizationMeter(torch.device("meta")).read()
 
 

@@ -73,16 +73,16 @@ class World:
         """What each of the trainer's sums up to."""
         return self.crew.call(sums)
 
-    def told(self, path: str, body: dict[str, object]) -> list[object]:
+    def post(self, path: str, body: dict[str, object]) -> list[object]:
         """What the servers say to that."""
         return asyncio.run(self.served.run_on_all(lambda server: server.post(path, body)))
 
     def carried(self) -> list[dict[str, object]]:
         """What each server was brought, and in which buckets."""
 
-        return self.told_of("/carried")
+        return self.get("/carried")
 
-    def told_of(self, path: str) -> list[dict[str, object]]:
+    def get(self, path: str) -> list[dict[str, object]]:
         """What each server says there."""
 
         async def asked(server: ServerEngine) -> dict[str, object]:
@@ -95,11 +95,11 @@ class World:
         """Have servers be so: that they fail to take weights, or do not any more."""
         urls = [self.servers[place].url for place in which]
 
-        async def told(server: ServerEngine) -> None:
+        async def post(server: ServerEngine) -> None:
             if server.url in urls:
                 await server.post("/be", how)
 
-        asyncio.run(self.served.run_on_all(told))
+        asyncio.run(self.served.run_on_all(post))
 
     def of(self, place: int) -> int:
         """The process of a server."""
@@ -151,8 +151,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def ask(world: World, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
     """What is said to a few prompts, and by which versions."""
     prompts = [ids([n]) for n in range(1, 5)]
-    found = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
-    return [(each.ids.tolist(), set(each.version.tolist())) for each in found]
+    result = world.served.generate_all(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
+    return [(each.ids.tolist(), set(each.version.tolist())) for each in result]
 
 
 def answers(world: World, version: int, tokens: int = 6) -> list[tuple[list[int], set[int]]]:
@@ -165,14 +165,18 @@ def test_each_rank_goes_to_its_share_and_nothing_passes_through_the_controller(t
     two.publish(1)  # whatever is loaded at the first time
     metrics: list[Metrics] = []
     risen = rise_of(lambda: metrics.append(two.publish(2)))
-    told = metrics[0].reduce()
-    size = told["publish_bytes"] / 2
-    assert size > 3e7 and told["publish_failed_replicas"] == 0 and told["publish_ms"] >= told["publish_pause_ms"] > 0
+    reduced = metrics[0].reduce()
+    size = reduced["publish_bytes"] / 2
+    assert (
+        size > 3e7
+        and reduced["publish_failed_replicas"] == 0
+        and reduced["publish_ms"] >= reduced["publish_pause_ms"] > 0
+    )
     assert risen < size / 8
     weights = two.weights()
-    found = two.carried()
-    assert all(each["weights"] == weights for each in found)
-    by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in found]  # type: ignore[attr-defined]
+    result = two.carried()
+    assert all(each["weights"] == weights for each in result)
+    by = [{int(str(path).split("_")[1]) for path in each["buckets"]} for each in result]  # type: ignore[attr-defined]
     assert by == [{two.pids[0]}, {two.pids[1]}, {two.pids[0]}]
     assert two.versions() == [2] * REPLICAS and ask(two) == answers(two, 2)
 
@@ -191,8 +195,8 @@ def test_where_all_fail_that_is_an_error_that_says_what_each_said(two: World) ->
     two.be({"poor": True}, 0, 1, 2)
     with pytest.raises(EngineError) as failed:
         two.publish(5)
-    said = str(failed.value)
-    assert all(f"{server.url}: " in said for server in two.servers) and said.count("the weights do not fit") == REPLICAS
+    text = str(failed.value)
+    assert all(f"{server.url}: " in text for server in two.servers) and text.count("the weights do not fit") == REPLICAS
     assert all(server.withdrawn for server in two.servers)
     two.be({"poor": False}, 0, 1, 2)
     two.publish(6)
@@ -204,13 +208,13 @@ def test_one_that_is_started_again_is_brought_to_the_newest_weights(two: World) 
     os.kill(two.of(1), signal.SIGKILL)
     until(lambda: two.served.stats().reduce()["engine/restarts"] == 1, 60)
     until(lambda: not two.servers[1].withdrawn and two.versions() == [7] * REPLICAS, 60)
-    found = two.carried()[1]
-    assert found["weights"] == two.weights()
-    assert {int(path.split("_")[1]) for path in found["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
+    result = two.carried()[1]
+    assert result["weights"] == two.weights()
+    assert {int(path.split("_")[1]) for path in result["buckets"]} == {two.pids[1]}, "by whom it always was"  # type: ignore[attr-defined]
     assert ask(two) == answers(two, 7)
 
 
-def test_one_that_cannot_be_told_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
+def test_a_server_that_cannot_be_made_to_end_its_answers_is_left_stopped_and_not_waited_for(two: World) -> None:
     """Else it would go on with them, over weights that came in part."""
     every = range(REPLICAS)
     two.be({"pace": 0.2}, *every)
@@ -221,13 +225,13 @@ def test_one_that_cannot_be_told_to_end_its_answers_is_left_stopped_and_not_wait
         two.be({"poor": True, "deaf": True, "pace": 5.0}, busy)
         two.be({"pace": 0.0}, *(place for place in every if place != busy))
         assert two.publish(8).reduce()["publish_failed_replicas"] == 1
-        (said,) = asked.result(30)
-    assert said.ids.tolist() == answers(two, 8, 40)[0][0] and set(said.version.tolist()) == {8}
+        (completion,) = asked.result(30)
+    assert completion.ids.tolist() == answers(two, 8, 40)[0][0] and set(completion.version.tolist()) == {8}
     until(lambda: two.servers[busy].is_up)
-    assert [state["paused"] for state in two.told_of("/state")] == [place == busy for place in every]
+    assert [state["paused"] for state in two.get("/state")] == [place == busy for place in every]
     two.be({"poor": False, "deaf": False, "pace": 0.0}, busy)
     two.publish(9)
-    assert [state["paused"] for state in two.told_of("/state")] == [False] * REPLICAS and ask(two) == answers(two, 9)
+    assert [state["paused"] for state in two.get("/state")] == [False] * REPLICAS and ask(two) == answers(two, 9)
 
 
 @dispatch_mode()
@@ -290,18 +294,18 @@ def weights(count: int, ends: str = "") -> Iterator[tuple[str, Tensor]]:
         raise OSError(ends)
 
 
-def courier_of(carrier: TransportName, **options: object) -> WeightSender:
+def make_sender(carrier: TransportName, **options: object) -> WeightSender:
     """A rank's, on the processor."""
     return WeightSender(SyncConfig.model_validate({"weight_transport": carrier, **options}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("there", [0, 3])
 def test_weights_that_cannot_be_had_leave_a_server_as_it_was_or_out_of_rotation(there: int, tmp_path: Path) -> None:
-    with served(tmp_path) as engine, closing(courier_of("shm", bucket_mib=1)) as courier:
+    with served(tmp_path) as engine, closing(make_sender("shm", bucket_mib=1)) as sender:
         address = engine.servers[0].address
-        (came,) = courier.send([address], weights(there, "a disk is gone"), 3).servers
+        (came,) = sender.send([address], weights(there, "a disk is gone"), 3).servers
         assert (came.updated, came.started) == (False, there > 0) and "a disk is gone" in came.error
-        whole = courier.send([address], weights(4), 3)
+        whole = sender.send([address], weights(4), 3)
         assert whole.servers[0].updated and whole.metrics["publish_bytes"] == 4 * 512 * 512 * 4
 
 
@@ -325,12 +329,12 @@ def test_what_one_machine_shares_wants_a_rank_there(two: World, monkeypatch: pyt
         build_send_plan(config, LocalCrew(object()), untied=True, alone=False)
     chosen = {"address": "10.1.1.2", "running": "finish", "update_timeout": 7.0}
     far = config.model_copy(update={"weight_transport": "gloo", "url": ("http://10.1.1.1:9",), **chosen})
-    found = build_send_plan(far, two.crew, untied=True, alone=False)
-    assert found.ranks == [0, 1] and not found.untied, "a server that takes weights brings a tied head up to date"
+    result = build_send_plan(far, two.crew, untied=True, alone=False)
+    assert result.ranks == [0, 1] and not result.untied, "a server that takes weights brings a tied head up to date"
     assert build_send_plan(
         config.model_copy(update={"weight_transport": "files"}), two.crew, untied=True, alone=False
     ).untied
-    assert (found.sync.address, found.sync.running, found.sync.timeout) == ("10.1.1.2", "finish", 7.0)
+    assert (result.sync.address, result.sync.running, result.sync.timeout) == ("10.1.1.2", "finish", 7.0)
 
 
 @pytest.mark.parametrize("running", ["continue", "finish"])
@@ -368,9 +372,9 @@ def change(worker: PolicyWorker) -> None:
 
 def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
     """What a server says, how sure it is, and by which version."""
-    (said,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
-    assert said.raw_logp is not None
-    return said.ids.tolist(), said.raw_logp.tolist(), set(said.version.tolist())
+    (completions,) = world.served.generate_all([ids([5, 6, 7, 8])], [SamplingParams(max_tokens=12, temperature=0.0)])
+    assert completions.raw_logp is not None
+    return completions.ids.tolist(), completions.raw_logp.tolist(), set(completions.version.tolist())
 
 
 @pytest.mark.soak
@@ -381,9 +385,9 @@ def greedy(world: World) -> tuple[list[int], list[float], set[int]]:
 def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
     kind: str, weight_transport: str, tmp_path: Path
 ) -> None:
-    given = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
+    options = {f"rollout.{name}": value for name, value in options_of(kind, tmp_path).items()}
     with world_of(
-        tmp_path, **given | {"rollout": kind, "rollout.weight_transport": weight_transport, "rollout.replicas": 1}
+        tmp_path, **options | {"rollout": kind, "rollout.weight_transport": weight_transport, "rollout.replicas": 1}
     ) as world:
         _, first, _ = greedy(world)
         world.crew.call(change)
@@ -394,5 +398,5 @@ def test_a_real_server_that_is_killed_comes_back_with_the_newest_weights(
         assert replica._process._reaper is not None
         os.kill(started_by(replica._process._reaper.pid), signal.SIGKILL)
         until(lambda: replica.restart_count == 1 and not replica.server.withdrawn and replica.server.version == 1, 400)
-        found_ids, found, versions = greedy(world)
-        assert found_ids == wanted_ids and np.allclose(found, wanted, atol=1e-4) and versions == {1}
+        found_ids, result, versions = greedy(world)
+        assert found_ids == wanted_ids and np.allclose(result, wanted, atol=1e-4) and versions == {1}
