@@ -203,7 +203,7 @@ def sampling(run: Run) -> Iterator[tuple[LocalCrew, Future[Completion]]]:
     with ThreadPoolExecutor(1) as others, closing(Held(run)) as engine:
         learner = Learner(engine.model, run.train, steps=100)
         worker = PolicyWorker(run, learner, seed=run.seed, ppo_epochs=run.ppo_epochs, engine=engine)
-        told = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, on_start=engine.hold))
+        future = others.submit(asyncio.run, worker.generate(np.arange(3, dtype=np.int32), long, on_start=engine.hold))
         assert engine.inside.wait(30)
         yield LocalCrew(worker), future
 
