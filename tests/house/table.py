@@ -167,3 +167,11 @@ NO_RANKS_IN = (
     "recipes/collect/sources.py",
     "recipes/evaluate.py",
 )
+
+# How long a sentence may be, in words; a value that is put into it is one word.
+MAX_SENTENCE_WORDS = 30
+MAX_HELP_WORDS = 20
+
+# The rooms whose prose is not written anew yet: how many findings each may have. Numbers only go down.
+QUESTIONS_LEFT: dict[str, int] = {}
+LONG_SENTENCES_LEFT: dict[str, int] = {}

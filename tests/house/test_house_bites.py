@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.house import rules
+from tests.house import prose, rules
 from tests.house.source import read_package
 
 Rule = Callable[[rules.Modules], Iterator[str]]
@@ -180,6 +180,28 @@ BREAKS: list[tuple[str, Rule, dict[str, str], str]] = [
         "recipes/collect/scheduler.py:1 imports time.",
     ),
     ("file", rules.named, {"recipes/collect/scheduler.py": "open('a')"}, "calls open."),
+    (
+        "a question",
+        prose.openings,
+        {"a.py": '"""Whether it rains."""'},
+        "a.py:1: the docstring opens with a question word",
+    ),
+    (
+        "of a field",
+        prose.openings,
+        {"a.py": 'A = 1\n"""How many."""'},
+        "a.py:2: the docstring opens with a question word",
+    ),
+    ("of help", prose.openings, {"a.py": 'f(help="which step")'}, "a.py:1: the help line opens with a question word"),
+    (
+        "of an error",
+        prose.openings,
+        {"a.py": 'raise E(f"What is {x}")'},
+        "a.py:1: the error opens with a question word",
+    ),
+    ("long", prose.sentences, {"a.py": '"""A word. ' + 31 * "and " + '"""'}, "has 31 words, not 30: and and"),
+    ("long help", prose.sentences, {"a.py": 'f(help="' + 21 * "and " + '")'}, "the help line has 21 words, not 20"),
+    ("long error", prose.sentences, {"a.py": 'raise E(f"{x} ' + 30 * "and " + '")'}, "the error has 31 words, not 30"),
 ]
 
 ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
@@ -232,6 +254,12 @@ ALLOWS: list[tuple[str, Rule, dict[str, str]]] = [
     ),
     ("no rank", rules.ranks, {"recipes/run/loop.py": "frank = 1", "train/learner.py": "rank = 1"}),
     ("pure", rules.named, {"recipes/collect/scheduler.py": "import heapq", "recipes/run/build.py": "import time"}),
+    ("a noun", prose.openings, {"a.py": '"""The rain. If it rains, what then?"""\nraise E(what)'}),
+    (
+        "short",
+        prose.sentences,
+        {"a.py": '"""' + 20 * "and " + ". " + 20 * "and " + '"""\nf(help="' + 9 * "a; b " + '")'},
+    ),
 ]
 
 
@@ -247,4 +275,4 @@ def test_the_rule_lets_pass_what_it_should(tmp_path: Path, rule: Rule, files: di
 
 
 def test_every_rule_is_shown_to_bite() -> None:
-    assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == set(rules.RULES)
+    assert {case[1] for case in BREAKS} == {case[1] for case in ALLOWS} == {*rules.RULES, *prose.RULES}
