@@ -15,6 +15,7 @@ QUESTION = re.compile(r"(?:what|who|whoever|whom|whose|whether|which|where|how|i
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n\s*[-*] ")
 CLAUSE_END = re.compile(r"(?<=[.!?;])\s+")
 EXAMPLE = re.compile(r"\n(?:[ \t]*\n)?(?: {4}.*(?:\n|$))+")
+TABLE = re.compile(r"\S {3,}\S|──")
 HELP = frozenset({"help", "description"})
 
 
@@ -56,7 +57,7 @@ def _long_sentences(module: Module) -> Iterator[str]:
     for line, kind, text in texts(module):
         limit = table.MAX_HELP_WORDS if kind == "help line" else table.MAX_SENTENCE_WORDS
         ends = CLAUSE_END if kind == "help line" else SENTENCE_END
-        for sentence in ends.split(EXAMPLE.sub("\n\n", text)):
+        for sentence in ends.split(_without_tables(EXAMPLE.sub("\n\n", text))):
             if (words := len(sentence.split())) > limit:
                 long = f"a sentence of the {kind} has {words} words, not {limit}"
                 yield f"{module.path}:{line}: {long}: {_start(sentence)}"
@@ -89,6 +90,11 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(str(part.value) if isinstance(part, ast.Constant) else "VALUE" for part in node.values)
     return ""
+
+
+def _without_tables(text: str) -> str:
+    """The text without paragraphs that are tables: with columns set apart by three blanks, or with pictures."""
+    return "\n\n".join(part for part in re.split(r"\n\s*\n", text) if not TABLE.search(part))
 
 
 def _start(text: str) -> str:
