@@ -191,7 +191,7 @@ class ChatConfig(Config):
 
     history: History = Field(
         "served",
-        description="what the model sees of its earlier answers; served: all it wrote; template: what that keeps",
+        description="earlier answers that the model sees; served: all of them; template: what the template keeps",
     )
     template: Path | None = Field(None, description="a jinja file to use in place of the model's own chat template")
     template_kwargs: dict[str, bool | int | float | str] = Field(

@@ -23,4 +23,4 @@ class CheckpointConfig(Config):
         ge=1,
         description="newest checkpoints to keep, besides the best one; more allow older steps and use more disk",
     )
-    fall_back: bool = Field(False, description="if the newest checkpoint is damaged, resume from the newest whole one")
+    fall_back: bool = Field(False, description="resume from the newest whole checkpoint if the newest is damaged")

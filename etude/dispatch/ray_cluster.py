@@ -48,7 +48,7 @@ LONG_TIMEOUTS = {
     "agent_register_timeout_ms": int(1000 * START_TIMEOUT),
     "worker_register_timeout_seconds": int(START_TIMEOUT),
 }
-"""How long Ray's parts wait for each other. Ray's own half minutes are too short for a busy machine."""
+"""Limits of the waits of Ray's parts for each other. Ray's own half minutes are too short for a busy machine."""
 
 ADDRESS_FLAG = "--gcs-address="
 """Ray's argument that gives a process the address of the others."""

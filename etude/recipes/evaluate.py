@@ -38,7 +38,7 @@ class EvaluationConfig(Config):
     first: bool = Field(True, description="score before the first step too")
     samples: int = Field(1, ge=1, description="answers per task; more give steadier scores and take longer")
     limit: int | None = Field(None, ge=1, description="score on the first n tasks only")
-    sampling: EvaluationSampling = Field(EvaluationSampling(), description="how answers are sampled for scoring")
+    sampling: EvaluationSampling = Field(EvaluationSampling(), description="sampling of the answers that are scored")
 
     def score_settings(self, training: SamplingConfig) -> Mapping[str, Any]:
         """Return the settings that affect a score, besides the model and the tasks."""

@@ -76,7 +76,7 @@ class Recipe(Config):
     lora: LoraAdapterConfig = Field(
         LoraAdapterConfig(), description="low-rank adapters, trained instead of the model's weights"
     )
-    chat: ChatConfig = Field(ChatConfig(), description="how conversations are rendered for the model")
+    chat: ChatConfig = Field(ChatConfig(), description="rendering of conversations for the model")
     data: DataFiles = Field(DataFiles(), description="the training data")
     train: TrainConfig = Field(TrainConfig(), description="the optimizer and its precision")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="checkpoints on disk")
@@ -88,14 +88,14 @@ class Recipe(Config):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of all randomness in the run")
     ranks: int = Field(1, ge=1, description="processes that share the work, each with the whole model")
     mesh: MeshConfig = Field(
-        MeshConfig(), description="how many ranks work on the same rollouts, and how they divide them"
+        MeshConfig(), description="number of ranks that work on the same rollouts, and their division of the work"
     )
     cluster: ClusterBackend = Field(
         "local",
-        description="local: ranks are processes of this machine; ray: one actor each, on the Ray that RAY_ADDRESS "
-        "names, or on one that is started here and ends with the run",
+        description="local: ranks are processes of this machine; ray: ranks are Ray actors, on the cluster of "
+        "RAY_ADDRESS or on one started for the run",
     )
-    crew: CrewConfig = Field(CrewConfig(), description="how long ranks may be silent, and wait for each other")
+    crew: CrewConfig = Field(CrewConfig(), description="time limits of ranks: to be silent, and to wait for each other")
     threads: int | None = Field(
         None, ge=1, description="CPU threads of each process; null divides torch's default among ranks"
     )

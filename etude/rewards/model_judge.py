@@ -72,7 +72,7 @@ class ModelJudge(RewardFunction):
         None, description="file with the judge's prompt, which contains {question}, {answer} and {reference}"
     )
     read: Literal["pattern", "json"] = Field(
-        "pattern", description="how to read the score: by `pattern`, or as the field `json_field` of a JSON object"
+        "pattern", description="place of the score in the reply: `pattern`, or the field `json_field` of a JSON object"
     )
     pattern: str = Field(
         SCORE_PATTERN, description="regular expression whose group is the score; the last match counts"

@@ -99,17 +99,17 @@ class ServerConfig(RolloutConfig):
         gt=0,
         description="seconds that a server may take to start, or be away while requests wait; more for large models",
     )
-    restarts: int = Field(3, ge=0, description="how often a server that ended or hangs is started again")
+    restarts: int = Field(3, ge=0, description="restarts of a server that ended or hangs; then the run stops")
     server_args: tuple[str, ...] = Field((), description="further arguments of the servers' command line")
     weight_transport: Literal["files", "shm", "ipc", "gloo", "nccl"] = Field(
         "files",
-        description="how servers get weights: `files` of a whole model; `shm`: shared memory of this machine; `ipc`: "
-        "memory of its GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs of this machine",
+        description="transport of weights to servers; `files`: files of the whole model; `shm`: shared memory of this "
+        "machine; `ipc`: memory of its GPU; `gloo`, `nccl`: a broadcast between CPUs or GPUs of this machine",
     )
     adapters: Literal["merged", "only"] = Field(
         "merged",
-        description="how servers get trained adapters: `merged` into whole weights, or `only` the adapters, as files, "
-        "to servers that keep their first weights",
+        description="trained adapters at servers: `merged` into whole weights; `only`: adapters as files, beside the "
+        "servers' first weights",
     )
     bucket_mib: int = Field(
         256,
@@ -118,8 +118,8 @@ class ServerConfig(RolloutConfig):
     )
     running: Literal["continue", "finish"] = Field(
         "continue",
-        description="answers under way when weights arrive: `continue` with the new weights, each token with the "
-        "version that drew it, or `finish` first, so that publishing waits",
+        description="answers under way when weights arrive; `continue`: with the new weights, each token with its "
+        "version; `finish`: first, while publishing waits",
     )
     update_timeout: float = Field(
         300.0, gt=0, description="seconds that a server may take for one bucket, or to finish its answers"

@@ -252,7 +252,7 @@ class AttemptRewarded(RolloutEvent):
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
-    """Whether the attempt was cut off at a length limit."""
+    """True if the attempt was cut off at a length limit."""
     paid: float = 0.0
     """Sum of turn rewards, in addition to `reward`."""
     role: int = 0
@@ -313,7 +313,7 @@ class AttemptEnded(RolloutEvent):
     """Description of what happened, for any outcome but success."""
     retry: bool = False
     watched: bool = False
-    """Whether the rollout queue ended it, and not its runner."""
+    """True if the rollout queue ended it, and not its runner."""
     at: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:

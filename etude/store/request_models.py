@@ -137,13 +137,13 @@ class StoreRequest(StrictModel):
     scopes: ClassVar[frozenset[Scope]] = frozenset({"admin"})
     """Scopes of the keys that may send the request. A reward key may write its own attempt only."""
     may_wait: ClassVar[bool] = False
-    """Whether the request may wait for long, so that its client may disconnect before the reply."""
+    """True if the request may wait for long, so that its client may disconnect before the reply."""
     max_bytes: ClassVar[int] = BODY_BYTES
     """Largest size of the body, in bytes."""
     has_long_reply: ClassVar[bool] = False
-    """Whether the reply may be long, and is therefore encoded in a thread."""
+    """True if the reply may be long, and is therefore encoded in a thread."""
     caches_reply: ClassVar[bool] = False
-    """Whether a second execution has another effect than one. If so, the reply is cached for repeated requests."""
+    """True if a second execution has another effect than one. The reply is then cached for repeated requests."""
 
     @property
     def is_reply_cached(self) -> bool:

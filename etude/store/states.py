@@ -80,7 +80,7 @@ class AttemptState:
     runner: str = ""
     """The runner that claimed it; empty if the run that queued it executes it."""
     watched: bool = False
-    """Whether the rollout queue ended it (a timeout, a silent runner, a cancellation), and not its runner."""
+    """True if the rollout queue ended it (a timeout, a silent runner, a cancellation), and not its runner."""
     late: Mapping[str, Any] | None = None
     """The report that came after that: `outcome`, `error`, `reward`, `parts`. No state depends on it."""
 
@@ -115,7 +115,7 @@ class RolloutState:
     life: int = 0
     """Epoch of the owning run that enqueued it last."""
     sealed: bool = False
-    """Whether its run has read it, so that its agent can record no more rewards."""
+    """True if its run has read it, so that its agent can record no more rewards."""
 
     @property
     def phase(self) -> Phase:

@@ -44,7 +44,7 @@ class PendingClaim:
     promise: PendingResult | None = None
     leased: list[LeasedAttempt] = field(default_factory=list)
     is_cancelled: bool = False
-    """Whether the runner has stopped waiting."""
+    """True if the runner has stopped waiting."""
 
 
 @dataclass(slots=True, eq=False)

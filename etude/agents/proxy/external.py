@@ -51,8 +51,10 @@ Write = Callable[[bytes], Awaitable[None]]
 class ExternalModel(Config):
     """A model of another provider."""
 
-    url: str = Field(pattern=r"^https?://\S+$", description="where it is served, up to and with /v1")
-    model: str | None = Field(None, min_length=1, description="what it is called there; by default as here")
+    url: str = Field(pattern=r"^https?://\S+$", description="base URL of the provider, including /v1")
+    model: str | None = Field(
+        None, min_length=1, description="model name at the provider; null uses the name of this entry"
+    )
     api_key_env: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="the environment variable that holds the provider's key"
     )

@@ -16,7 +16,7 @@ __all__ = ["serve_if_runner"]
 
 
 def serve_if_runner(agent: Agent, max_concurrency: int) -> bool:
-    """If this process is a runner, run it until its trainer stops it. Return whether it was one."""
+    """Run this process as a runner until its trainer stops it, and return True; return False for any other role."""
     role = read_role()
     if role == "store":
         raise ConfigError(

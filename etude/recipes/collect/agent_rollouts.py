@@ -47,7 +47,7 @@ evaluation ids."""
 ADDED_FIELDS = ("prompt", "row", "ground_truth", "extra_info")
 """Fields that Etude adds to those of a task's file."""
 CONTEXT_LENGTH_METRIC = "endpoint/context_length"
-"""How often the endpoint refused a prompt that is longer than the model's context."""
+"""The metric that counts refusals of a prompt that is longer than the model's context."""
 POLL_INTERVAL_S = 5.0
 """Seconds between two checks that runners are alive."""
 PAGE = 256

@@ -123,9 +123,9 @@ class Run(Recipe, AlgorithmConfig):
         "leaves it to `env`",
     )
     judging: JudgingConfig = Field(
-        JudgingConfig(), description="how rewards are computed, and the score of an answer that could not be judged"
+        JudgingConfig(), description="computation of rewards, and the score of an answer that could not be judged"
     )
-    sampling: SamplingConfig = Field(SamplingConfig(), description="how answers are sampled for training")
+    sampling: SamplingConfig = Field(SamplingConfig(), description="sampling of the answers that are trained on")
     rollout: Annotated[RolloutConfig, Choice(ENGINES)] = Field(
         TorchEngineConfig(),
         description="the inference engine: `embedded` runs in this process, `vllm` and `sglang` are servers",
