@@ -151,13 +151,13 @@ examples:
 ALGORITHMS = f"""\
 {OVERRIDES}
 examples:
-  etude demo algorithms                           every loss in turn
-  etude demo algorithms loss=dppo mini_batches=4  one loss, with off-policy updates
-  etude demo algorithms kl=reverse                with a KL term to the reference
-  etude demo algorithms advantage=gae             with exact values as the critic
+  etude demo algorithms                            every loss in turn
+  etude demo algorithms loss=dppo mini_batches=4   one loss, off-policy updates
+  etude demo algorithms kl=reverse                 with a KL term
+  etude demo algorithms advantage=gae              with an exact critic
   etude demo algorithms noise=0.5 correction.weight=truncate loss=ppo
   etude demo algorithms --multirun advantage=grpo,rloo,remax
-  etude demo algorithms --config mine.yaml        with options from a file"""
+  etude demo algorithms --config mine.yaml         with options from a file"""
 
 CONFIG_SHOW = f"""\
 {OVERRIDES}
