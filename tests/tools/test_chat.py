@@ -54,7 +54,7 @@ def test_each_answer_continues_the_very_tokens(model: Path, monkeypatch: pytest.
     start = np.concatenate([prompts[0], answers[0]])
     assert np.array_equal(prompts[1][: len(start)], start) and len(prompts[1]) > len(start)
     assert len(prompts[2]) == len(prompts[0]), "/new starts a new conversation"
-    assert shown.startswith(f"This is {model}.") and "> a\n" in shown and "/nonsense is no command" in shown
+    assert shown.startswith(f"This is {model}.") and "> a\n" in shown and "/nonsense is not a command" in shown
     again = capsys
     assert chat("a\n", model, monkeypatch) == 0, "the end of the pipe ends it"
     assert again.readouterr().out.splitlines()[2] == shown.splitlines()[2], "the same seed says the same"
