@@ -156,8 +156,8 @@ class Batch:
     @cached_property
     def rollout_row_offsets(self) -> Tensor:
         """[U + 1]: rollout u is rows rollout_row_offsets[u] to rollout_row_offsets[u + 1]."""
-        every = torch.arange(self.num_rollouts + 1, device=self.unit.device)
-        return torch.searchsorted(self.unit.contiguous(), every)
+        rollouts = torch.arange(self.num_rollouts + 1, device=self.unit.device)
+        return torch.searchsorted(self.unit.contiguous(), rollouts)
 
     @cached_property
     def rollout_token_offsets(self) -> Tensor:
@@ -181,10 +181,10 @@ class Batch:
         values = self.__dict__[name] if name in COLUMNS else self.extra[name].tensor if name in self.extra else None
         if values is None:
             there = ", ".join(name for name, _ in self.columns())
-            whose = f"{needed_by} needs" if needed_by else "An algorithm needs"
+            subject = needed_by or "An algorithm"
             remedy = f"batch.replace({name}=…)" if name in COLUMNS else f'batch.replace(extra={{"{name}": Column(…)}})'
             raise MissingColumnError(
-                f"{whose} the column `{name}`, which this batch does not have (it has {there}). "
+                f"{subject} needs the column `{name}`, which this batch does not have (it has {there}). "
                 f"Add it with `{remedy}`, or choose an algorithm that does not need it."
             )
         assert isinstance(values, Tensor)
@@ -265,10 +265,10 @@ class Batch:
                     f"Batch {i} is of model `{other.model}` and reward parts {other.part_names}, batch 0 of "
                     f"`{first.model}` and {first.part_names}: only like batches can be joined."
                 )
-            odd = set(names) ^ {name for name, _ in other.columns()}
-            if odd:
+            unshared = set(names) ^ {name for name, _ in other.columns()}
+            if unshared:
                 raise BatchError(
-                    f"Batches 0 and {i} cannot be joined: only one of them has the column `{sorted(odd)[0]}`."
+                    f"Batches 0 and {i} cannot be joined: only one of them has the column `{sorted(unshared)[0]}`."
                 )
         shift = [0, *np.cumsum([b.num_tokens for b in batches]).tolist()]
         units = [0, *np.cumsum([b.num_rollouts for b in batches]).tolist()]
@@ -305,10 +305,10 @@ class Batch:
             if sample.rollout not in place:
                 raise BatchError(f"Row {r} belongs to rollout {sample.rollout}, which is not among the rollouts given.")
         ordered = sorted(samples, key=lambda sample: place[sample.rollout])
-        found = BatchSchema.from_records(
+        own = BatchSchema.from_records(
             [row.model for row in samples], [row.anchor is not None for row in ordered], rollouts
         )
-        form = found if form is None else form.check_part(found, rows=bool(ordered), rollouts=bool(rollouts))
+        form = own if form is None else form.check_part(own, rows=bool(ordered), rollouts=bool(rollouts))
         lengths = [len(sample.ids) for sample in ordered]
         paid = [np.zeros(len(row.ids)) if row.reward is None else row.reward for row in ordered]
         seen = [np.zeros(len(row.ids), np.bool_) if row.observation is None else row.observation for row in ordered]

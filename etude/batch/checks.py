@@ -84,7 +84,7 @@ def check_column(batch: Batch, name: str, column: Column) -> None:
         ColumnKind.UNIT: batch.num_rollouts,
         ColumnKind.BLOB: batch.num_rows,
     }.get(column.kind, batch.num_tokens)
-    found = len(column.values)
+    entries = len(column.values)
     if column.kind is ColumnKind.RAGGED:
         if column.offsets is None or len(column.offsets) != batch.num_tokens + 1:
             raise BatchError(
@@ -94,10 +94,10 @@ def check_column(batch: Batch, name: str, column: Column) -> None:
         if int(column.offsets[0]) != 0 or bool((column.offsets[1:] < column.offsets[:-1]).any()):
             raise BatchError(f"The offsets of the ragged column `{name}` must begin with 0 and never decrease.")
         needed = int(column.offsets[-1])
-    if found != needed:
-        message = f"The column `{name}` has {found} entries; as a {column.kind.value} column it needs {needed}."
-        if column.kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K) and found < needed:
-            message += f" Row {_locate_token(batch, found)[0]} is the first it does not cover."
+    if entries != needed:
+        message = f"The column `{name}` has {entries} entries; as a {column.kind.value} column it needs {needed}."
+        if column.kind in (ColumnKind.TOKEN, ColumnKind.TOKEN_K) and entries < needed:
+            message += f" Row {_locate_token(batch, entries)[0]} is the first it does not cover."
         raise BatchError(message)
     wanted = {ColumnKind.TOKEN: 1, ColumnKind.TOKEN_K: 2}.get(column.kind)
     if wanted is not None and column.tensor.ndim != wanted:
@@ -123,11 +123,11 @@ def check_values(batch: Batch) -> None:
         "reward parts": batch.reward_parts,
         "greedy reward": batch.greedy_reward,
     }
-    for name, given in rewards.items():
-        if given is not None and not bool(torch.isfinite(given).all()):
-            u = int((~torch.isfinite(given)).reshape(batch.num_rollouts, -1).any(1).nonzero()[0])
+    for name, values in rewards.items():
+        if values is not None and not bool(torch.isfinite(values).all()):
+            u = int((~torch.isfinite(values)).reshape(batch.num_rollouts, -1).any(1).nonzero()[0])
             raise RewardError(
-                f"Rollout {batch.get_rollout_id(u)} has the {name} {given[u].tolist()}; it must be a finite number. "
+                f"Rollout {batch.get_rollout_id(u)} has the {name} {values[u].tolist()}; it must be a finite number. "
                 f"Mend the reward function, or drop the rollout before it is compared with others."
             )
 
@@ -136,36 +136,36 @@ def _check_turns(batch: Batch, turn: Tensor) -> None:
     """Over a rollout's actions, in the order they stand in, turns never go back."""
     index = batch.action.nonzero()[:, 0]
     rollout = torch.searchsorted(batch.rollout_token_offsets, index, right=True)
-    told = turn[index]
-    back = ((told[1:] < told[:-1]) & (rollout[1:] == rollout[:-1])).nonzero()
+    turns = turn[index]
+    back = ((turns[1:] < turns[:-1]) & (rollout[1:] == rollout[:-1])).nonzero()
     if len(back):
         at = int(back[0])
         row, place = _locate_token(batch, int(index[at + 1]))
         raise BatchError(
-            f"Row {row} breaks the order of time: its token {place} is of turn {int(told[at + 1])}, after turn "
-            f"{int(told[at])} of the same rollout. Put a rollout's rows in the order in which they happened."
+            f"Row {row} breaks the order of time: its token {place} is of turn {int(turns[at + 1])}, after turn "
+            f"{int(turns[at])} of the same rollout. Put a rollout's rows in the order in which they happened."
         )
 
 
 def resolve_rollouts(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
     """The rollouts that are asked for, as places [n] int64; a mask over all of them is one way of asking."""
-    asked = torch.as_tensor(rollouts, device=batch.device)
-    if asked.dtype == torch.bool:
-        if asked.shape != (batch.num_rollouts,):
+    index = torch.as_tensor(rollouts, device=batch.device)
+    if index.dtype == torch.bool:
+        if index.shape != (batch.num_rollouts,):
             raise BatchError(
-                f"A mask over rollouts needs {batch.num_rollouts} entries; its shape is {tuple(asked.shape)}."
+                f"A mask over rollouts needs {batch.num_rollouts} entries; its shape is {tuple(index.shape)}."
             )
-        return asked.nonzero()[:, 0]
-    if asked.numel() == 0:
-        return asked.reshape(0).long()
-    if asked.ndim != 1 or asked.is_floating_point():
+        return index.nonzero()[:, 0]
+    if index.numel() == 0:
+        return index.reshape(0).long()
+    if index.ndim != 1 or index.is_floating_point():
         raise BatchError(
-            f"Rollouts are selected by a list of places or a mask; {str(asked.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(asked.shape)} was given."
+            f"Rollouts are selected by a list of places or a mask; {str(index.dtype).removeprefix('torch.')} of shape "
+            f"{tuple(index.shape)} was given."
         )
-    if int(asked.min()) < 0 or int(asked.max()) >= batch.num_rollouts:
-        raise BatchError(f"Rollouts {asked.tolist()} were asked for; this batch has 0 to {batch.num_rollouts - 1}.")
-    return asked.long()
+    if int(index.min()) < 0 or int(index.max()) >= batch.num_rollouts:
+        raise BatchError(f"Rollouts {index.tolist()} were asked for; this batch has 0 to {batch.num_rollouts - 1}.")
+    return index.long()
 
 
 def _refuse_tokens(batch: Batch, bad: Tensor, what: str) -> None:

@@ -27,9 +27,9 @@ class BatchSchema:
     @classmethod
     def from_records(cls, models: Sequence[str], anchored: Sequence[bool], rollouts: Sequence[Rollout]) -> BatchSchema:
         """That of rows of these models, each with an anchor or without; refuses what does not go together."""
-        found = sorted(set(models)) or ["policy"]
-        if len(found) > 1:
-            raise BatchError(f"A batch trains one model; these rows are of {' and '.join(found)}. Make one batch each.")
+        names = sorted(set(models)) or ["policy"]
+        if len(names) > 1:
+            raise BatchError(f"A batch trains one model; these rows are of {' and '.join(names)}. Make one batch each.")
         parts = tuple(sorted({name for rollout in rollouts for name in rollout.parts}))
         for rollout in rollouts:
             if parts and rollout.parts.keys() != set(parts):
@@ -37,25 +37,25 @@ class BatchSchema:
                     f"Rollout {rollout.id} has reward parts {sorted(rollout.parts)}; others have "
                     f"{list(parts)}. Every rollout of a batch needs the same parts: give 0 where one has none."
                 )
-        compared = [rollout.greedy_reward is not None for rollout in rollouts]
+        greedy = [rollout.greedy_reward is not None for rollout in rollouts]
         return cls(
-            found[0], parts, _all_or_none("row", "anchor", anchored), _all_or_none("rollout", "greedy_reward", compared)
+            names[0], parts, _all_or_none("row", "anchor", anchored), _all_or_none("rollout", "greedy_reward", greedy)
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
         """This one, as that of a part which has rows, or rollouts, or neither; refuses a part of another whole."""
-        said = (self.model, self.has_anchor) if rows else (part.model, part.has_anchor)
-        told = (self.part_names, self.has_greedy_reward) if rollouts else (part.part_names, part.has_greedy_reward)
-        if said != (part.model, part.has_anchor) or told != (part.part_names, part.has_greedy_reward):
+        same_rows = (self.model, self.has_anchor) == (part.model, part.has_anchor)
+        same_rollouts = (self.part_names, self.has_greedy_reward) == (part.part_names, part.has_greedy_reward)
+        if (rows and not same_rows) or (rollouts and not same_rollouts):
             raise BatchError(f"These rows and rollouts are {part}, and no part of a batch that is {self}.")
         return self
 
 
-def _all_or_none(what: str, name: str, there: Sequence[bool]) -> bool:
+def _all_or_none(record: str, name: str, present: Sequence[bool]) -> bool:
     """Whether the records have what they may do without; refuses some that have it and some that have not."""
-    if any(there) and not all(there):
+    if any(present) and not all(present):
         raise BatchError(
-            f"Of {len(there)} {what}s {sum(there)} have `{name}`, and {what} {there.index(False)} has none. Give it to "
-            f"all of them, or to none."
+            f"Of {len(present)} {record}s {sum(present)} have `{name}`, and {record} {present.index(False)} has none. "
+            f"Give it to all of them, or to none."
         )
-    return any(there)
+    return any(present)

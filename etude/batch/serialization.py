@@ -73,25 +73,25 @@ def to_bytes(batch: Batch) -> bytearray:
         layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": end})
         buffers.append(raw)
         end += _aligned(raw.size)
-    told = {"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}
-    head = json.dumps({"order": sys.byteorder, "size": end, **told}).encode()
+    metadata = {"model": batch.model, "part_names": batch.part_names, "kinds": kinds, "layout": layout}
+    head = json.dumps({"order": sys.byteorder, "size": end, **metadata}).encode()
     at = _aligned(_PREFIX + len(head))
-    wire = bytearray(at + end)
-    wire[: _PREFIX + len(head)] = _MAGIC + struct.pack("<Q", len(head)) + head
-    target = np.frombuffer(wire, dtype=np.uint8)
+    buffer = bytearray(at + end)
+    buffer[: _PREFIX + len(head)] = _MAGIC + struct.pack("<Q", len(head)) + head
+    target = np.frombuffer(buffer, dtype=np.uint8)
     for raw in buffers:
         target[at : at + raw.size] = raw
         at += _aligned(raw.size)
-    return wire
+    return buffer
 
 
-def from_bytes(wire: bytearray | memoryview, *, shared: bool = False) -> Batch:
+def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch:
     """The batch in a writable buffer. Its columns look into the buffer, which must outlive them.
 
     shared: others look into the same buffer, which may then be read-only. Nobody writes to the columns of such a batch:
     where the system guards the buffer, that would end the process.
     """
-    view = memoryview(wire)
+    view = memoryview(buffer)
     if view.readonly and not shared:
         raise BatchError("This buffer is read-only, and a batch can be written to. Copy it first: `bytearray(buffer)`.")
     view = _writable_view(view) if view.readonly else view
@@ -113,24 +113,24 @@ def from_bytes(wire: bytearray | memoryview, *, shared: bool = False) -> Batch:
 
 def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
     """What the header describes."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     end = 0
     for entry in head["layout"]:
         if entry["at"] != end:
             raise ValueError(f"the column {entry['name']} is at {entry['at']} instead of {end}")
-        found[entry["name"]] = _decode_tensor(columns, entry)
-        end += _aligned(found[entry["name"]].nbytes)
-    values: dict[str, Any] = {name: found[name] for name in _LAYOUT}
+        tensors[entry["name"]] = _decode_tensor(columns, entry)
+        end += _aligned(tensors[entry["name"]].nbytes)
+    values: dict[str, Any] = {name: tensors[name] for name in _LAYOUT}
     extra: dict[str, Column] = {}
     for name, kind in head["kinds"].items():
         if name in COLUMNS:
-            values[name] = found[name]
+            values[name] = tensors[name]
         elif ColumnKind(kind) is ColumnKind.BLOB:
-            ends = [0, *found[f"{name}/lengths"].cumsum(0).tolist()]
-            raw = bytes(found[name].numpy())
+            ends = [0, *tensors[f"{name}/lengths"].cumsum(0).tolist()]
+            raw = bytes(tensors[name].numpy())
             extra[name] = Column(ColumnKind.BLOB, tuple(raw[a:b] for a, b in pairwise(ends)))
         else:
-            extra[name] = Column(ColumnKind(kind), found[name], found.get(f"{name}/offsets"))
+            extra[name] = Column(ColumnKind(kind), tensors[name], tensors.get(f"{name}/offsets"))
     return Batch(model=head["model"], part_names=tuple(head["part_names"]), extra=extra, **values)
 
 
@@ -138,7 +138,7 @@ def _writable_view(view: memoryview) -> memoryview:
     """The same memory, as torch wants it, which knows no read-only tensors."""
     raw = np.frombuffer(view, np.uint8)
     block = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
-    block.kept = raw  # type: ignore[attr-defined]  # for as long as anybody looks into it
+    block.owner = raw  # type: ignore[attr-defined]  # keeps the memory alive as long as the block
     return memoryview(block).cast("B")
 
 

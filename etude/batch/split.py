@@ -17,12 +17,12 @@ def split_rollouts(unit_tokens: Tensor, group: Tensor, parts: int, by: str) -> l
     """
     if parts < 1 or by not in ("rollout", "group"):
         raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
-    each = torch.arange(len(group), device=group.device)
-    whole = each if by == "rollout" else torch.unique(group, return_inverse=True)[1]
+    rollouts = torch.arange(len(group), device=group.device)
+    unit = rollouts if by == "rollout" else torch.unique(group, return_inverse=True)[1]
     tokens = (unit_tokens[1:] - unit_tokens[:-1]).to(torch.float64) + 1e-3
-    weight = torch.bincount(whole, tokens)
-    part = _assign_evenly(weight, parts)[whole]
-    order = torch.argsort(whole, stable=True)
+    weight = torch.bincount(unit, tokens)
+    part = _assign_evenly(weight, parts)[unit]
+    order = torch.argsort(unit, stable=True)
     return [order[part[order] == p] for p in range(min(parts, len(weight)))]
 
 

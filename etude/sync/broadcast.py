@@ -76,7 +76,7 @@ class BroadcastTransport:
         group = _BroadcastGroup(self.name, self._backend, server.ranks + 1, self._timeout)
         address = self._address or local_address_towards(server.url)
         port = group.listen(address)
-        told = {
+        init_info = {
             "name": group.name,
             "backend": self._backend,
             "address": address,
@@ -86,7 +86,7 @@ class BroadcastTransport:
         }
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(get_weight_update_endpoints(server).join_group(server, told))
+                both.create_task(get_weight_update_endpoints(server).join_group(server, init_info))
                 both.create_task(_run_in_thread(group.wait_for_ranks))
         except* (EtudeError, OSError, RuntimeError) as ends:
             group.release()
@@ -103,8 +103,8 @@ class BroadcastTransport:
         """End all groups."""
         ends = [group.release() for group in self._groups.values()]
         self._groups.clear()
-        for each in ends:
-            each.join(CLOSE_TIMEOUT)
+        for thread in ends:
+            thread.join(CLOSE_TIMEOUT)
 
     def group(self, server: WeightReceiver) -> _BroadcastGroup:
         """The group with a server."""
@@ -120,10 +120,10 @@ def local_address_towards(url: str) -> str:
         family, kind, *_, place = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # which sends nothing
-            found: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
     except OSError as error:
         raise EngineError(f"{url} cannot be reached from here: {error}. Say from where with `address`.") from error
-    return found
+    return address
 
 
 class _BroadcastGroup:
@@ -194,8 +194,8 @@ class _BroadcastBuckets:
         """Tensors as they are to be sent: at least one, and no more than a bucket of them."""
         bucket: list[tuple[str, Tensor]] = []
         room = self._bucket_bytes
-        while (found := self._stream.peek()) is not None and (not bucket or self._stream.next_nbytes() <= room):
-            name, tensor, dtype = found
+        while (following := self._stream.peek()) is not None and (not bucket or self._stream.next_nbytes() <= room):
+            name, tensor, dtype = following
             room -= self._stream.next_nbytes()
             bucket.append(
                 (name, gather_full_tensor(tensor).to(device=self._transport.device, dtype=dtype).contiguous())
@@ -214,18 +214,18 @@ async def _run_in_thread(work: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def tell(error: Exception | None) -> None:
+    def finish(error: Exception | None) -> None:
         if not done.done():
             done.set_result(None) if error is None else done.set_exception(error)
 
     def run() -> None:
-        found: Exception | None = None
+        failure: Exception | None = None
         try:
             work()
         except Exception as error:
-            found = error
+            failure = error
         with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
-            loop.call_soon_threadsafe(tell, found)
+            loop.call_soon_threadsafe(finish, failure)
 
     _start_thread(run)
     await done

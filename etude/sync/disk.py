@@ -82,16 +82,16 @@ class DiskTransport:
         """Write parts as they come; one that turns out not to have changed is taken back."""
         files = _ShardWriter(directory, self._bucket_bytes)
         for _, tensors in groupby(_copy_tensors(stream, files.make_room), key=lambda named: module_of(named[0])):
-            pieces, told = list[TensorMeta](), hashlib.blake2b(digest_size=16)
+            pieces, digest = list[TensorMeta](), hashlib.blake2b(digest_size=16)
             for name, tensor in tensors:
                 files.pending[name] = tensor
                 pieces.append(TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0))
                 if self._delta:
-                    told.update(name.encode())
-                    told.update(tensor.view(-1).view(torch.uint8).numpy().data)
+                    digest.update(name.encode())
+                    digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
             first = pieces[0].name
             if self._delta:
-                self._digests[first] = told.digest()
+                self._digests[first] = digest.digest()
             if self._delta and digests.get(first) == self._digests[first]:
                 files.discard()
                 continue
@@ -129,8 +129,8 @@ def module_of(name: str) -> str:
 
 def _copy_tensors(stream: WeightStream, make_room: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of their own, in memory of the processor, in the dtype that they travel in; each once there is room."""
-    while (found := stream.peek()) is not None:
-        name, tensor, dtype = found
+    while (following := stream.peek()) is not None:
+        name, tensor, dtype = following
         make_room(stream.next_nbytes())
         stream.advance()
         yield name, torch.empty(tensor.shape, dtype=dtype).copy_(gather_full_tensor(tensor))
@@ -139,8 +139,8 @@ def _copy_tensors(stream: WeightStream, make_room: Callable[[int], None]) -> Ite
 class _ShardWriter:
     """Files of at most a bucket each: what is to stay, and after it the part that is coming in."""
 
-    def __init__(self, directory: Path, most: int) -> None:
-        self._directory, self._max_bytes, self._count = directory, most, 0
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory, self._max_bytes, self._count = directory, max_bytes, 0
         self._committed: dict[str, Tensor] = {}
         self.pending: dict[str, Tensor] = {}
         """The part that is coming in, as far as no file has it."""
@@ -171,7 +171,7 @@ class _ShardWriter:
             self._save(self._committed)
 
     def _size(self) -> int:
-        return sum(tensor.nbytes for each in (self._committed, self.pending) for tensor in each.values())
+        return sum(tensor.nbytes for part in (self._committed, self.pending) for tensor in part.values())
 
     def _save(self, tensors: dict[str, Tensor]) -> Path:
         """Write these, and let go of them."""

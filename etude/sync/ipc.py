@@ -80,10 +80,10 @@ class _IpcBuckets:
 
     async def next(self) -> Bucket | None:
         """The next bucket that is full."""
-        found = await asyncio.to_thread(self._fill)
-        if found is None:
+        filled = await asyncio.to_thread(self._fill)
+        if filled is None:
             return None
-        bucket, pieces = found
+        bucket, pieces = filled
         handle = [_to_json(part) for part in _handle(bucket)]
         return Bucket(
             "ipc",
@@ -98,8 +98,8 @@ class _IpcBuckets:
         bucket = self._transport.bucket(self._stream.next_nbytes())
         pieces: list[TensorMeta] = []
         end = 0
-        while (found := self._stream.peek()) is not None and end + self._stream.next_nbytes() <= bucket.nbytes:
-            name, tensor, dtype = found
+        while (following := self._stream.peek()) is not None and end + self._stream.next_nbytes() <= bucket.nbytes:
+            name, tensor, dtype = following
             piece = TensorMeta(name, dtype_name(dtype), tuple(tensor.shape), end)
             _view(bucket, piece).copy_(gather_full_tensor(tensor))
             self._stream.advance()
@@ -116,8 +116,8 @@ def _view(bucket: Tensor, piece: TensorMeta) -> Tensor:
 
 def _handle(bucket: Tensor) -> Sequence[Any]:
     """What torch needs to open the bucket: device, sizes, CUDA's handles and torch's count of who has it open."""
-    _, told = reduce_tensor(bucket)  # type: ignore[no-untyped-call]
-    device, shared, size, offset, _, counter, counter_offset, event, synced = told[6:]
+    _, arguments = reduce_tensor(bucket)  # type: ignore[no-untyped-call]
+    device, shared, size, offset, _, counter, counter_offset, event, synced = arguments[6:]
     return device, size, shared, offset, counter, counter_offset, event, synced
 
 
@@ -129,9 +129,9 @@ def _to_json(part: Any) -> Any:
 def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: WeightReceiver) -> str:
     """The pieces as torch hands tensors on a GPU to another process, in base 64."""
     del server
-    told = io.BytesIO()
-    _GpuTensorPickler(told).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
-    return b64encode(told.getvalue()).decode()
+    pickled = io.BytesIO()
+    _GpuTensorPickler(pickled).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
+    return b64encode(pickled.getvalue()).decode()
 
 
 class _GpuTensorPickler(ForkingPickler):
@@ -142,5 +142,6 @@ class _GpuTensorPickler(ForkingPickler):
         """How each is made again where it is read."""
         if not isinstance(obj, Tensor):
             return NotImplemented
-        rebuild, told = reduce_tensor(obj)  # type: ignore[no-untyped-call]
-        return rebuild, (*told[:6], str(torch.cuda.get_device_properties(obj.device).uuid), *told[7:])
+        rebuild, arguments = reduce_tensor(obj)  # type: ignore[no-untyped-call]
+        uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
+        return rebuild, (*arguments[:6], uuid, *arguments[7:])

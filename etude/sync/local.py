@@ -73,9 +73,9 @@ class LocalWeightSync:
         held = dict(self._engine.model.named_weights())
         odd = sorted(held.keys() ^ published.keys())
         if odd:
-            whose, other = ("trainer", "engine") if odd[0] in published else ("engine", "trainer")
+            owner, other = ("trainer", "engine") if odd[0] in published else ("engine", "trainer")
             raise ConfigError(
-                f"The weights were not published: the {whose} has `{odd[0]}` and the {other} has not ({len(odd)} names "
+                f"The weights were not published: the {owner} has `{odd[0]}` and the {other} has not ({len(odd)} names "
                 f"differ). Give both the same model."
             )
         for name, new in published.items():

@@ -80,46 +80,43 @@ class ReplicaWeightSync:
         anew: those that were started again, and know nothing of what was carried to them before.
         """
         async with self._publish_lock:
-            to = self._servers if servers is None else tuple(servers)
+            targets = self._servers if servers is None else tuple(servers)
             for server in restarted:
                 self._transport.disconnect(server)
-            return await self._publish(weights, version, to)
+            return await self._publish(weights, version, targets)
 
     async def _publish(
         self, weights: Iterable[tuple[str, Tensor]], version: int, servers: tuple[WeightReceiver, ...]
     ) -> Metrics:
         begun = time.perf_counter()
         self.failed = {}
-        last, self._last_version = (
-            self._last_version,
-            None,
-        )  # unless this succeeds nobody is known to have what was carried last
-        behind = any(server.version != last for server in servers)
-        parcels = _PrefetchedBuckets(self._transport.buckets(self._plan.check_weights(weights), behind))
-        await parcels.prefetch()
-        trip = _PublishRound(servers, self._transport, self._timeout)
-        self.failed = trip.failed
-        held = time.perf_counter()
+        last, self._last_version = self._last_version, None  # stays unknown unless this publish succeeds
+        any_behind = any(server.version != last for server in servers)
+        buckets = _PrefetchedBuckets(self._transport.buckets(self._plan.check_weights(weights), any_behind))
+        await buckets.prefetch()
+        publish_round = _PublishRound(servers, self._transport, self._timeout)
+        self.failed = publish_round.failed
+        paused = time.perf_counter()
         try:
-            await trip.run_step(self._pause_server)
-            await trip.run_step(lambda server: get_weight_update_endpoints(server).begin_update(server))
-            written = await self._send_buckets(trip, parcels)
-            await trip.run_step(lambda server: get_weight_update_endpoints(server).finish_update(server))
-            await trip.run_step(lambda server: server.set_version(version))
-            await trip.run_step(lambda server: server.resume())
+            await publish_round.run_step(self._pause_server)
+            await publish_round.run_step(lambda server: get_weight_update_endpoints(server).begin_update(server))
+            written = await self._send_buckets(publish_round, buckets)
+            await publish_round.run_step(lambda server: get_weight_update_endpoints(server).finish_update(server))
+            await publish_round.run_step(lambda server: server.set_version(version))
+            await publish_round.run_step(lambda server: server.resume())
         except BaseException as error:
-            await trip.fail_all(error)
+            await publish_round.fail_all(error)
             raise
         ended = time.perf_counter()
         self._last_version = version
-        for url, said in trip.failed.items():
-            LOG.warning("The replica %s is out of rotation until the next publish: %s", url, said)
+        for url, message in publish_round.failed.items():
+            LOG.warning("The replica %s is out of rotation until the next publish: %s", url, message)
         return Metrics(
             {
                 "publish_bytes": Sum.of(written),
                 "publish_ms": Sum.of(1e3 * (ended - begun)),
-                "publish_pause_ms": Sum.of(1e3 * (ended - held)),
-                "publish_failed_replicas": Sum.of(len(trip.failed)),
+                "publish_pause_ms": Sum.of(1e3 * (ended - paused)),
+                "publish_failed_replicas": Sum.of(len(publish_round.failed)),
             }
         )
 
@@ -133,13 +130,13 @@ class ReplicaWeightSync:
 
     async def _send_buckets(self, publish_round: _PublishRound, buckets: BucketStream) -> int:
         """Have all of them fetch every parcel, the next of which is made meanwhile; returns the bytes of them all."""
-        parcel = await buckets.next()
+        bucket = await buckets.next()
         written = 0
-        while parcel is not None:
-            written += sum(piece.nbytes for piece in parcel.pieces)
-            fetching = asyncio.create_task(publish_round.send_bucket(parcel))
+        while bucket is not None:
+            written += sum(piece.nbytes for piece in bucket.pieces)
+            fetching = asyncio.create_task(publish_round.send_bucket(bucket))
             try:
-                parcel = await buckets.next()
+                bucket = await buckets.next()
                 await fetching
             finally:
                 fetching.cancel()
@@ -190,7 +187,7 @@ class _PublishRound:
         if not self.active:
             raise EngineError(
                 "No engine was brought to the new weights, and all are out of rotation. "
-                + " ".join(f"{url}: {said}" for url, said in self.failed.items())
+                + " ".join(f"{url}: {message}" for url, message in self.failed.items())
             )
 
     async def send_bucket(self, bucket: Bucket) -> None:

@@ -67,8 +67,8 @@ class SharedBucket:
         self._ensure_capacity(max(self._min_bytes, _round_up(stream.next_nbytes())))
         pieces: list[TensorMeta] = []
         end = 0
-        while (found := stream.peek()) is not None and end + stream.next_nbytes() <= self.capacity:
-            name, tensor, dtype = found
+        while (following := stream.peek()) is not None and end + stream.next_nbytes() <= self.capacity:
+            name, tensor, dtype = following
             piece = TensorMeta(name, dtype_name(dtype), tuple(tensor.shape), end)
             room = self._bytes[end : end + piece.nbytes].view(dtype).view(piece.shape)
             room.copy_(gather_full_tensor(tensor))

@@ -82,9 +82,9 @@ def _pickle_handles(
     """The pieces as torch hands shared tensors over, in base 64; each rank of the server will map the slot once."""
     slot.add_readers(server.ranks)
     storage = _StorageStub(handle)
-    told = io.BytesIO()
-    _SharedTensorPickler(told).dump([(piece.name, _TensorStub(storage, piece)) for piece in pieces])
-    return b64encode(told.getvalue()).decode()
+    pickled = io.BytesIO()
+    _SharedTensorPickler(pickled).dump([(piece.name, _TensorStub(storage, piece)) for piece in pieces])
+    return b64encode(pickled.getvalue()).decode()
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,8 @@ def install_plugin(cache: Path) -> Path:
     if source is None:
         raise EngineError(f"Etude's plug-in for vLLM is not there: {_SOURCES[1]} is missing. Install Etude anew.")
     files = sorted(source.glob("*.py"))
-    said = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    made = cache / f"{PACKAGE}-{said}"
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    made = cache / f"{PACKAGE}-{digest}"
     if not made.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{made.name}.", dir=cache) as own:  # others may write the same just now
@@ -50,7 +50,7 @@ def _write(draft: Path, files: Sequence[Path]) -> None:
     (draft / PACKAGE).mkdir(parents=True)
     for file in files:
         shutil.copyfile(file, draft / PACKAGE / file.name)
-    told = draft / f"{PACKAGE}-1.0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n", "utf-8")
-    (told / "entry_points.txt").write_text(f"[vllm.general_plugins]\netude_weights = {PACKAGE}:register\n", "utf-8")
+    info = draft / f"{PACKAGE}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: etude-vllm-weights\nVersion: 1.0\n", "utf-8")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\netude_weights = {PACKAGE}:register\n", "utf-8")

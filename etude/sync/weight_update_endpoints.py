@@ -57,8 +57,8 @@ class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def load(self, server: WeightReceiver, bucket: Bucket) -> None:
         pieces = [[piece.name, piece.dtype, list(piece.shape), piece.offset] for piece in bucket.pieces]
-        told = {"kind": bucket.kind, "pieces": pieces, "where": dict(bucket.where)}
-        await server.post("/update_weights", {"update_info": told})
+        update_info = {"kind": bucket.kind, "pieces": pieces, "where": dict(bucket.where)}
+        await server.post("/update_weights", {"update_info": update_info})
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await server.post("/finish_weight_update", {})
@@ -90,7 +90,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
         await server.post("/flush_cache", {})  # with a time to wait it would wait for those whom the pause holds
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
-        told = {
+        request = {
             "master_address": group["address"],
             "master_port": group["port"],
             "rank_offset": 1,
@@ -100,7 +100,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
         }
         with suppress(EtudeError):
             await server.post("/destroy_weights_update_group", {"group_name": group["name"]})
-        await _post_checked(server, "/init_weights_update_group", told)
+        await _post_checked(server, "/init_weights_update_group", request)
 
 
 def _as_tensor_handles(server: WeightReceiver, bucket: Bucket) -> tuple[str, dict[str, Any]]:
@@ -151,6 +151,6 @@ def get_weight_update_endpoints(server: WeightReceiver) -> WeightUpdateEndpoints
 
 async def _post_checked(server: WeightReceiver, path: str, body: Mapping[str, Any]) -> None:
     """Ask, and take an answer that says it was without success for what it is."""
-    told = await server.post(path, body)
-    if isinstance(told, Mapping) and told.get("success") is False:
-        raise EngineError(f"{server.url} answered {path} without success: {told.get('message', told)}")
+    reply = await server.post(path, body)
+    if isinstance(reply, Mapping) and reply.get("success") is False:
+        raise EngineError(f"{server.url} answered {path} without success: {reply.get('message', reply)}")

@@ -117,15 +117,15 @@ class WeightStream:
 
     def next_nbytes(self) -> int:
         """What the next one takes; 0 at the end."""
-        found = self.peek()
-        return 0 if found is None else found[1].numel() * found[2].itemsize
+        following = self.peek()
+        return 0 if following is None else following[1].numel() * following[2].itemsize
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that ranks hold in shards; any other as it is. Ranks that share it ask together."""
-    whole = getattr(tensor.detach(), "full_tensor", None)
-    found: Tensor = tensor.detach() if whole is None else whole()
-    return found
+    gather = getattr(tensor.detach(), "full_tensor", None)
+    full: Tensor = tensor.detach() if gather is None else gather()
+    return full
 
 
 def dtype_name(dtype: torch.dtype) -> str:
