@@ -113,9 +113,9 @@ class AlgorithmConfig(Config):
             )
         judged = "reward" in self.advantage.required_columns()
         if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
-            what = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
+            option = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
             raise ConfigError(
-                f"This advantage does not read the reward, which is all that {what} changes. Leave it out, or choose "
+                f"This advantage does not read the reward, which is all that {option} changes. Leave it out, or choose "
                 f"an advantage that compares rewards, such as `grpo`."
             )
         if self.kl is not None and self.kl.in_reward and isinstance(self.advantage, MaxRL):
@@ -174,13 +174,13 @@ class AlgorithmConfig(Config):
         and rejected, and selections are made over what the batch holds.
         """
         ranks, metrics, view = ranks or SingleRank(), Metrics(), View(batch)
-        given = {name for name, _ in batch.columns()}
-        if "reward_parts" in self.required_columns() - given:
+        present = {name for name, _ in batch.columns()}
+        if "reward_parts" in self.required_columns() - present:
             raise MissingColumnError(
                 "This advantage compares rewards part by part, and the reward gives one number (`reward_parts` is "
                 "missing). Have it return {name: number}, or choose `reward=combined`."
             )
-        for name in sorted(self.columns_before_estimate() | (self.required_columns() & given)):
+        for name in sorted(self.columns_before_estimate() | (self.required_columns() & present)):
             column = batch.require(name, needed_by="This algorithm")
             # A token reward may stand on context too, and is checked where it is read.
             if name != "token_reward" and batch.is_token_column(name) and column.is_floating_point():

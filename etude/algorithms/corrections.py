@@ -257,16 +257,16 @@ class CorrectionConfig(Config):
     @model_validator(mode="after")
     def _check_weight_options(self) -> CorrectionConfig:
         if self.policies == "two" and (self.weight != "none" or self.reject):
-            asked = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
+            option = f"`weight={self.weight}`" if self.weight != "none" else "`reject`"
             raise ConfigError(
-                f"With `policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and {asked} "
-                f"would do nothing. Set `policies=three`, or leave {asked} out."
+                f"With `policies=two` the sampler's log-probs stand in for π_old, so ρ is 1 everywhere and {option} "
+                f"would do nothing. Set `policies=three`, or leave {option} out."
             )
         if self.weight == "none":
             for name, idle in (("level", "token"), ("low", None), ("high", None), ("normalize", "none")):
-                if (found := self.__dict__[name]) != idle:
+                if (value := self.__dict__[name]) != idle:
                     raise ConfigError(
-                        f"`{name}={found}` shapes a weight, and `weight` is `none`. Set `weight=truncate` or "
+                        f"`{name}={value}` shapes a weight, and `weight` is `none`. Set `weight=truncate` or "
                         f"`weight=mask`, or leave `{name}` out."
                     )
         if self.weight == "truncate" and self.low is not None:

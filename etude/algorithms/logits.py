@@ -94,11 +94,11 @@ def masked_token_logp(
     sets = Segments(allowed_offsets.diff())
     scaled = upcast(logits) / temperature
     chosen = scaled.gather(1, ids.long()[:, None])[:, 0]
-    found = sets.sum((allowed == sets.broadcast(ids)).to(scaled.dtype))
-    if not bool((found == 1).all()):
-        row = int((found != 1).nonzero()[0])
+    times = sets.sum((allowed == sets.broadcast(ids)).to(scaled.dtype))
+    if not bool((times == 1).all()):
+        row = int((times != 1).nonzero()[0])
         raise BatchError(
-            f"Token {int(ids[row])} of row {row} stands {int(found[row])} times in the set of {int(sets.lengths[row])} "
+            f"Token {int(ids[row])} of row {row} stands {int(times[row])} times in the set of {int(sets.lengths[row])} "
             f"tokens that it is said to have been sampled from; it must stand there once. Record the set that the "
             f"sampler drew from, or train without a sampling mask."
         )

@@ -58,8 +58,8 @@ class Segments:
 
     def broadcast(self, values: Tensor) -> Tensor:
         """One value for each segment, given to each of its entries: [S] → [A]. Differentiable."""
-        spread: Tensor = _broadcast_function().apply(values, self)  # type: ignore[no-untyped-call]
-        return spread
+        entries: Tensor = _broadcast_function().apply(values, self)  # type: ignore[no-untyped-call]
+        return entries
 
     def sum(self, values: Tensor) -> Tensor:
         """[A] → [S]. An empty segment gives 0. On a CPU entries are added one after another, in the column's precision:
@@ -145,7 +145,7 @@ class _ReverseScan:
 def _broadcast_function() -> type[torch.autograd.Function]:
     """`Segments.broadcast` as torch differentiates it; made when it is first needed, because its base is torch's."""
 
-    class Spread(torch.autograd.Function):
+    class Broadcast(torch.autograd.Function):
         """The sum over segments is its gradient: torch's own adds up entry by entry."""
 
         @staticmethod
@@ -157,4 +157,4 @@ def _broadcast_function() -> type[torch.autograd.Function]:
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
             return ctx.segments.sum(gradient), None
 
-    return Spread
+    return Broadcast

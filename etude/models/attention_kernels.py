@@ -46,8 +46,8 @@ def attention_backward(met: Meeting, grad: Tensor, out: Tensor, lse: Tensor) -> 
     work = torch.promote_types(dtype, torch.float32) if max(met.q.shape[1], met.k.shape[1]) <= _SHORT else dtype
     turned = (x.to(work).transpose(1, 2) for x in (grad, met.q, met.k, met.v, out))
     mask = _additive(block, work)
-    found = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=met.scale)
-    of_q, of_k, of_v = (x.transpose(1, 2).to(dtype) for x in found)
+    grads = _flash_backward(*turned, lse.transpose(1, 2), 0.0, block.causal, attn_mask=mask, scale=met.scale)
+    of_q, of_k, of_v = (x.transpose(1, 2).to(dtype) for x in grads)
     return of_q, of_k, of_v
 
 

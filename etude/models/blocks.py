@@ -152,9 +152,9 @@ class Plan:
             below: dict[int, list[Tensor]] = {}
             for segment, above in pairs:
                 below.setdefault(above, []).append(self._tokens[segment])
-            met = [(torch.cat(queries), self._tokens[above]) for above, queries in below.items()]
-            found = [self._across(level, rows, window) for rows in _alike(met)]
-            blocks += [block for block in found if block is not None]
+            pairs_of_level = [(torch.cat(queries), self._tokens[above]) for above, queries in below.items()]
+            across = [self._across(level, rows, window) for rows in _alike(pairs_of_level)]
+            blocks += [block for block in across if block is not None]
         return tuple(blocks)
 
     def _own(self, rows: Sequence[tuple[Tensor, Tensor]], window: int | None) -> Block:

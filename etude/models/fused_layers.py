@@ -152,11 +152,11 @@ class _DecoderLayer:
     def _take_part(self, layer: Any, heads: _Heads, tensor: Side) -> None:
         """The linear maps, as far as they are this rank's."""
         attention, mlp = layer.self_attn, layer.mlp
-        asked = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
+        queries = slice(tensor.rank * heads.query * heads.width, (tensor.rank + 1) * heads.query * heads.width)
         read = key_heads(attention.config.num_key_value_heads, tensor)
         keys = slice(read.start * heads.width, read.stop * heads.width)
-        self.qkv = Columns(tensor, [(attention.q_proj, asked), (attention.k_proj, keys), (attention.v_proj, keys)])
-        self.out = Rows(tensor, attention.o_proj, asked)
+        self.qkv = Columns(tensor, [(attention.q_proj, queries), (attention.k_proj, keys), (attention.v_proj, keys)])
+        self.out = Rows(tensor, attention.o_proj, queries)
         inner = own(attention.config.intermediate_size, tensor)
         self.gate_up = Columns(tensor, [(mlp.gate_proj, inner), (mlp.up_proj, inner)])
         self.down = Rows(tensor, mlp.down_proj, inner)
@@ -164,31 +164,31 @@ class _DecoderLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFn, steps: LayerOps) -> Tensor:
         """[P, H] → [P, H]."""
         heads = self.heads
-        asked = self.qkv(steps.rms_norm(x, self.input_norm, heads.eps))
-        heads_apart = asked.view(len(asked), -1, heads.width)
+        flat = self.qkv(steps.rms_norm(x, self.input_norm, heads.eps))
+        qkv = flat.view(len(flat), -1, heads.width)
         if torch.is_grad_enabled() or steps is not EAGER_OPS:
-            q, k, v = torch.split(heads_apart, [heads.query, heads.key, heads.key], 1)
+            q, k, v = torch.split(qkv, [heads.query, heads.key, heads.key], 1)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = steps.rms_norm(q, self.q_norm, heads.eps), steps.rms_norm(k, self.k_norm, heads.eps)
             q, k = steps.apply_rotary(q, cos, sin), steps.apply_rotary(k, cos, sin)
         else:
-            asking, v = torch.split(heads_apart, [heads.query + heads.key, heads.key], 1)
-            q, k = torch.split(self._norm_and_rotate(asking, cos, sin), [heads.query, heads.key], 1)
-        seen = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
-        x = x + self.out(seen.flatten(1))
+            qk, v = torch.split(qkv, [heads.query + heads.key, heads.key], 1)
+            q, k = torch.split(self._norm_and_rotate(qk, cos, sin), [heads.query, heads.key], 1)
+        attended = attend(self.index, q, k, v, scale=heads.scale, window=self.window, softcap=None)
+        x = x + self.out(attended.flatten(1))
         return x + self.down(steps.gated_silu(self.gate_up(steps.rms_norm(x, self.post_attention_norm, heads.eps))))
 
-    def _norm_and_rotate(self, asking: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _norm_and_rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[P, Hq + Hk, D]: queries and keys normed and rotated, in half as many steps as one after the other."""
         if self.q_norm is not None and self.k_norm is not None:
             heads = self.heads
             weight = torch.cat([self.q_norm.expand(heads.query, -1), self.k_norm.expand(heads.key, -1)])
-            asking = EAGER_OPS.rms_norm(asking, weight, heads.eps)
-        return EAGER_OPS.apply_rotary(asking, cos, sin)
+            qk = EAGER_OPS.rms_norm(qk, weight, heads.eps)
+        return EAGER_OPS.apply_rotary(qk, cos, sin)
 
     def linear_weights(self) -> list[LinearWeight]:
         """See `Backbone`."""
-        return [each for part in (self.qkv, self.out, self.gate_up, self.down) for each in part.linear_weights()]
+        return [weight for part in (self.qkv, self.out, self.gate_up, self.down) for weight in part.linear_weights()]
 
 
 def _rotation_signs(sin: Tensor) -> Tensor:
@@ -247,4 +247,4 @@ class FusedBackbone:
 
     def linear_weights(self) -> list[LinearWeight]:
         """See `Backbone`."""
-        return [each for layer in self.layers for each in layer.linear_weights()]
+        return [weight for layer in self.layers for weight in layer.linear_weights()]

@@ -91,7 +91,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        (a, b), (ca, cb), (sa, sb) = (each.chunk(2, -1) for each in (x, cos, sin))
+        (a, b), (ca, cb), (sa, sb) = (whole.chunk(2, -1) for whole in (x, cos, sin))
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         low, high = out.chunk(2, -1)
         torch.mul(a, ca, out=low).addcmul_(b, sa)
@@ -101,7 +101,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        (a, b), (ca, cb), (sa, sb) = (each.chunk(2, -1) for each in (grads[0], cos, sin))
+        (a, b), (ca, cb), (sa, sb) = (whole.chunk(2, -1) for whole in (grads[0], cos, sin))
         into = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
         low, high = into.chunk(2, -1)
         torch.mul(a, ca, out=low).addcmul_(b, sb)

@@ -58,7 +58,7 @@ def load(
     auto = _causal_auto_class if head == "language" else _score_auto_class
     try:
         with _silence_transformers():
-            module, told = auto.from_pretrained(
+            module, report = auto.from_pretrained(
                 where,
                 config=config,
                 dtype=torch.promote_types(dtype, torch.float32) if keep_float32 else dtype,
@@ -70,7 +70,7 @@ def load(
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, MemoryError) as error:
         raise ConfigError(f"The model in {where} cannot be loaded: {describe_out_of_memory(error) or error}") from error
-    missing = set(told["missing_keys"])
+    missing = set(report["missing_keys"])
     if head != "language" and SCORE_HEAD in missing:
         if head == "score":
             raise ConfigError(
@@ -79,7 +79,7 @@ def load(
             )
         missing.remove(SCORE_HEAD)
         nn.init.zeros_(module.score.weight)
-    _refuse_missing_weights(where, sorted(missing), sorted(told["mismatched_keys"]))
+    _refuse_missing_weights(where, sorted(missing), sorted(report["mismatched_keys"]))
     _refuse_large_tokenizer(where, len(module.get_input_embeddings().weight))
     module.to(device)
     finer = _find_rounded_weights(module, dtype) if keep_float32 else {}
@@ -188,8 +188,8 @@ def _refuse_unreadable(where: Path) -> None:
             f"There is no model directory {where}. Models are read from disk: download one first, and name its folder."
         )
     if not (where / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {found}.")
+        names = ", ".join(sorted(entry.name for entry in where.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{where} is not a model directory: it has no config.json. It holds {names}.")
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in where.glob(pattern))
     if pickled and not any(where.glob("*.safetensors")):
         raise ConfigError(
@@ -215,8 +215,8 @@ def _refuse_missing_weights(where: Path, missing: list[str], mismatched: list[ob
 def _describe_mismatch(mismatch: object) -> str:
     """A mismatch as transformers reports it: (name, shape found, shape wanted)."""
     if isinstance(mismatch, tuple) and len(mismatch) == 3:
-        name, found, wanted = mismatch
-        return f"{name}: {list(found)} instead of {list(wanted)}"
+        name, shape, expected = mismatch
+        return f"{name}: {list(shape)} instead of {list(expected)}"
     return str(mismatch)
 
 
@@ -225,10 +225,10 @@ def _refuse_large_tokenizer(where: Path, rows: int) -> None:
     file = where / "tokenizer.json"
     if not file.is_file():
         return
-    told = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = told.get("model", {}).get("vocab", {})
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    ids += [token["id"] for token in told.get("added_tokens", [])]
+    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
     if ids and max(ids) >= rows:
         raise ConfigError(
             f"The tokenizer in {where} has the token id {max(ids)}, but the model embeds {rows} tokens (0 to "

@@ -101,7 +101,7 @@ class _LogitChunks(torch.autograd.Function):
             fn(model.logits(hidden[start : start + chunk]), start, min(start + chunk, len(hidden)))
             for start in range(0, max(len(hidden), 1), chunk)
         ]
-        return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

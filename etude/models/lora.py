@@ -65,9 +65,9 @@ def adapt(model: Model, lora: LoraAdapterConfig, *, seed: int) -> Model:
 
 def adapter_config(model: Model, base: Path) -> dict[str, Any]:
     """What stands in an adapter's `adapter_config.json`; `base` is where the model lies that it adapts."""
-    told: dict[str, Any] = model.module.peft_config[ADAPTER].to_dict()
-    told |= {"base_model_name_or_path": str(base), "inference_mode": True}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in told.items()}
+    config: dict[str, Any] = model.module.peft_config[ADAPTER].to_dict()
+    config |= {"base_model_name_or_path": str(base), "inference_mode": True}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
 
 def _linear_layers(model: Model) -> dict[str, nn.Module]:
@@ -79,8 +79,8 @@ def _linear_layers(model: Model) -> dict[str, nn.Module]:
 def _shorten_names(chosen: list[str], module: nn.Module) -> list[str]:
     """The layers by the last word of their names, as people write them, where that means these and no others."""
     last = {name.rpartition(".")[2] for name in chosen}
-    meant = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in last]
-    return sorted(last) if set(meant) == set(chosen) else chosen
+    matching = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in last]
+    return sorted(last) if set(matching) == set(chosen) else chosen
 
 
 def _inject(
@@ -96,73 +96,72 @@ def _inject(
     except ValueError as error:
         raise ConfigError(f"The adapter in {where} does not fit this model: {error}") from error
     made = {external_name(name): weight for name, weight in model.module.named_parameters() if weight.requires_grad}
-    odd = [name for name in made if name.rpartition(".lora_")[0] not in linear]
-    if odd:
+    unsupported = [name for name in made if name.rpartition(".lora_")[0] not in linear]
+    if unsupported:
         raise ConfigError(
-            f"The adapter in {where} adapts `{odd[0]}`. Etude runs adapters of the linear layers between embedding and "
-            f"head; merge this one into its model, and give that."
+            f"The adapter in {where} adapts `{unsupported[0]}`. Etude runs adapters of the linear layers between "
+            f"embedding and head; merge this one into its model, and give that."
         )
-    exact = {} if weights is None else _copy_weights(made, weights, where)
+    float32_weights = {} if weights is None else _copy_weights(made, weights, where)
     if model.has_score_head:
         model.head_weight.requires_grad_(True)
-    return Model(model.module, exact)
+    return Model(model.module, float32_weights)
 
 
 def _copy_weights(made: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path | None) -> dict[str, Tensor]:
     """Write the weights of a file; returns in float32 those that this rounds."""
-    given = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
-    odd = sorted(made.keys() ^ given.keys())
-    if odd:
-        has, lacks = ("its weights", "this model") if odd[0] in given else ("this model", "its weights")
+    stored = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    unshared = sorted(made.keys() ^ stored.keys())
+    if unshared:
+        has, lacks = ("its weights", "this model") if unshared[0] in stored else ("this model", "its weights")
         raise ConfigError(
-            f"The adapter in {where} does not fit this model: {has} have `{odd[0]}` and {lacks} have not ({len(odd)} "
-            f"names differ). Give the adapter of this model."
+            f"The adapter in {where} does not fit this model: {has} have `{unshared[0]}` and {lacks} have not "
+            f"({len(unshared)} names differ). Give the adapter of this model."
         )
-    exact = {}
+    float32_weights = {}
     for name, weight in made.items():
-        if weight.shape != given[name].shape:
+        if weight.shape != stored[name].shape:
             raise ConfigError(
-                f"The adapter in {where} does not fit this model: `{name}` is {list(given[name].shape)} there and "
+                f"The adapter in {where} does not fit this model: `{name}` is {list(stored[name].shape)} there and "
                 f"should be {list(weight.shape)}. Give the adapter of this model."
             )
         with torch.no_grad():
-            weight.copy_(given[name])
+            weight.copy_(stored[name])
         wide = torch.promote_types(weight.dtype, torch.float32)
-        if not torch.equal(weight.to(wide), given[name].to(wide)):
-            exact[name] = given[name].to(weight.device, wide)
-    return exact
+        if not torch.equal(weight.to(wide), stored[name].to(wide)):
+            float32_weights[name] = stored[name].to(weight.device, wide)
+    return float32_weights
 
 
 def _read_config(where: Path) -> LoraConfig:
     """The config of an adapter that is plain LoRA; one with more to it would compute something else here."""
     file = where / CONFIG
     if not file.is_file():
-        found = _listed(entry.name for entry in where.iterdir()) if where.is_dir() else "and is no directory"
+        contents = _listed(entry.name for entry in where.iterdir()) if where.is_dir() else "and is no directory"
         raise ConfigError(
-            f"`lora.path={where}` holds no adapter: it has no {CONFIG} ({found}). Give a directory that peft's "
+            f"`lora.path={where}` holds no adapter: it has no {CONFIG} ({contents}). Give a directory that peft's "
             f"`save_pretrained` or `etude export --adapter` wrote."
         )
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        kind = told["peft_type"]
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind = config["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read as an adapter's config ({error!r}).") from error
     if kind != "LORA":
         raise ConfigError(f"{file} describes an adapter of the kind {kind}; Etude trains LORA. Give one of those.")
     plain = {field.name: _default(field) for field in fields(LoraConfig)}
-    strange = [name for name in told if name not in plain and name not in IGNORED_KEYS and told[name]]
-    strange += [
-        name
-        for name, usual in plain.items()
-        if name in told and name not in SUPPORTED_KEYS | IGNORED_KEYS | {"init_lora_weights"} and told[name] != usual
+    compared = plain.keys() - SUPPORTED_KEYS - IGNORED_KEYS - {"init_lora_weights"}
+    unsupported = [name for name in config if name not in plain and name not in IGNORED_KEYS and config[name]]
+    unsupported += [
+        name for name, usual in plain.items() if name in compared and name in config and config[name] != usual
     ]
-    strange += [] if told.get("init_lora_weights", True) in SUPPORTED_INITS else ["init_lora_weights"]
-    if strange:
+    unsupported += [] if config.get("init_lora_weights", True) in SUPPORTED_INITS else ["init_lora_weights"]
+    if unsupported:
         raise ConfigError(
-            f"{file} sets `{strange[0]}` to {json.dumps(told[strange[0]])}, which Etude does not run. Merge this "
-            f"adapter into its model, give that as `model.path`, and begin a new adapter."
+            f"{file} sets `{unsupported[0]}` to {json.dumps(config[unsupported[0]])}, which Etude does not run. Merge "
+            f"this adapter into its model, give that as `model.path`, and begin a new adapter."
         )
-    return LoraConfig(**{name: told[name] for name in SUPPORTED_KEYS if name in told}, task_type="CAUSAL_LM")
+    return LoraConfig(**{name: config[name] for name in SUPPORTED_KEYS if name in config}, task_type="CAUSAL_LM")
 
 
 def _read_weights(where: Path) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ class _AdaptedLinear(torch.autograd.Function):
         of_inner = torch.empty_like(inner)
         into_ups = []
         parts = zip(
-            *(torch.split(each, low.ranks, 1) for each in (inner, of_inner)), ups, low.scales, low.columns, strict=True
+            *(torch.split(x, low.ranks, 1) for x in (inner, of_inner)), ups, low.scales, low.columns, strict=True
         )
         for between, of_between, up, scale, columns in parts:
             of_part = grad[:, columns]

@@ -157,7 +157,8 @@ class Model:
         """The names of the weights that each layer has."""
         names = {id(weight): name for name, weight in self.named_weights()}
         return [
-            {names[id(each)] for each in layer.parameters()} for layer in decoder_layers(self.module, self.num_layers)
+            {names[id(weight)] for weight in layer.parameters()}
+            for layer in decoder_layers(self.module, self.num_layers)
         ]
 
     def adapter_weights(self) -> dict[str, Tensor]:
@@ -187,8 +188,8 @@ class Model:
 
     def config_dict(self) -> dict[str, Any]:
         """What `config.json` says of it."""
-        told: dict[str, Any] = self.module.config.to_dict()
-        return told | {"architectures": [type(self.module).__name__]}
+        config: dict[str, Any] = self.module.config.to_dict()
+        return config | {"architectures": [type(self.module).__name__]}
 
     @property
     def has_adapters(self) -> bool:

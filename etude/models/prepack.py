@@ -59,16 +59,16 @@ class PrepackedWeights:
     def refresh(self, *, frozen: bool = True) -> None:
         """Read the weights anew; without `frozen`, of those that are not trained only what is not held yet. Where
         there is no memory for that, products take the weights as they lie."""
-        wanted = {each.weight.data_ptr(): each for each in self._model.linear_weights()}
-        still = set() if frozen else {place for place, each in wanted.items() if not each.trained}
-        kept = {place: laid for place, laid in self._packed.items() if place in still}
+        wanted = {entry.weight.data_ptr(): entry for entry in self._model.linear_weights()}
+        unchanged = set() if frozen else {address for address, entry in wanted.items() if not entry.trained}
+        retained = {address: packed for address, packed in self._packed.items() if address in unchanged}
         self.clear()
-        self._packed.update(kept)
+        self._packed.update(retained)
         try:
-            for place, each in wanted.items():
-                weight = each.weight.detach()
-                if place not in kept and can_prepack(weight):
-                    self._packed[place] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            for address, entry in wanted.items():
+                weight = entry.weight.detach()
+                if address not in retained and can_prepack(weight):
+                    self._packed[address] = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         except (RuntimeError, MemoryError) as error:
             self.clear()
             get_logger("models").warning("The weights are not laid out for the processor, which costs speed: %s", error)
@@ -92,16 +92,16 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_bf16()
 
 
-_ACTIVE: ContextVar[dict[int, Tensor] | None] = ContextVar("layout", default=None)
+_ACTIVE: ContextVar[dict[int, Tensor] | None] = ContextVar("prepacked", default=None)
 
 
 def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[P, I] · [O, I]ᵀ + [O]: a linear map, by the laid-out weight where one is used. It has no gradient then."""
-    used = _ACTIVE.get()
-    laid = used.get(weight.data_ptr()) if used else None
-    if laid is None:
+    active = _ACTIVE.get()
+    packed = active.get(weight.data_ptr()) if active else None
+    if packed is None:
         return linear(x, weight, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 

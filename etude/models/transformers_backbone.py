@@ -144,25 +144,23 @@ def _attention_interface(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers asks; the `AttentionFn` of the running forward pass answers."""
-    strange = [
-        f"`{name}`" for name, given in more.items() if isinstance(given, Tensor) and name not in _IGNORED_ARGUMENTS
-    ]
-    strange += ["bidirectional attention"] if more.get("is_causal") is False else []
-    strange += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
-    if strange:
+    unknown = [f"`{name}`" for name, x in more.items() if isinstance(x, Tensor) and name not in _IGNORED_ARGUMENTS]
+    unknown += ["bidirectional attention"] if more.get("is_causal") is False else []
+    unknown += ["values of another width than its keys"] if value.shape[-1] != query.shape[-1] else []
+    if unknown:
         raise ConfigError(
-            f"Layer {module.layer_idx} ({type(module).__name__}) attends with {strange[0]}, which Etude's attention "
+            f"Layer {module.layer_idx} ({type(module).__name__}) attends with {unknown[0]}, which Etude's attention "
             f"does not know. Choose a model with plain causal attention."
         )
     windows = {sliding_window} if attention_mask is None else {sliding_window, int(attention_mask) or None}
-    told = max((each for each in windows if each is not None), default=None)
+    window = max((size for size in windows if size is not None), default=None)
     out = _attend.get()(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=told,
+        window=window,
         softcap=softcap,
     )
     return out[None], None
@@ -192,7 +190,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
                 f"attends ({' or '.join(sorted(_SUPPORTED_LAYER_TYPES))}); choose one of those."
             )
     ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in [ropes, *(each for each in ropes.values() if isinstance(each, dict))]:
+    for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:
         if rope.get("rope_type") in _LENGTH_DEPENDENT:
             raise ConfigError(
                 f"This {config.model_type} model has `{rope['rope_type']}` rotary positions, which change with the "
@@ -257,16 +255,16 @@ def verify_model(model: Model) -> None:
 def _reference_logits(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
     """[N, V]: what transformers says of these tokens. Of a model that scores it would say it of the last one alone."""
     module = model.module
-    asked = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
     if model.has_score_head:
-        scores: Tensor = module.score(module.base_model(**asked).last_hidden_state)[0]
+        scores: Tensor = module.score(module.base_model(**inputs).last_hidden_state)[0]
         return scores
-    logits: Tensor = module(**asked).logits[0]
+    logits: Tensor = module(**inputs).logits[0]
     return logits
 
 
 def _record_outputs(outputs: list[Tensor]) -> Callable[..., None]:
-    def hook(_layer: nn.Module, _given: object, output: Any) -> None:
+    def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
         outputs.append((output if isinstance(output, Tensor) else output[0]).reshape(4, -1))
 
     return hook
@@ -279,12 +277,12 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 def decoder_layers(module: PreTrainedModel, count: int) -> list[nn.Module]:
     """The list of layers: the first module list of that length."""
-    found = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    if not found:
+    candidates = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if not candidates:
         raise ConfigError(
             f"The {count} layers of this {_model_type(module)} model are nowhere to be found in its modules."
         )
-    return list(found[0])
+    return list(candidates[0])
 
 
 def _layer_label(layers: list[nn.Module], index: int) -> str:

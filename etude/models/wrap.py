@@ -34,10 +34,10 @@ def copy_with_score_head(model: Model, dtype: torch.dtype) -> Model:
     config = copy.deepcopy(model.module.config)
     config.num_labels = 1
     made = _build_module(_score_auto_class, config, dtype, model.device)
-    theirs = dict(model.module.base_model.named_parameters())
+    weights = dict(model.module.base_model.named_parameters())
     with torch.no_grad():
         for name, weight in made.base_model.named_parameters():
-            weight.copy_(theirs[name])
+            weight.copy_(weights[name])
         nn.init.zeros_(made.score.weight)
     return Model(made)
 
@@ -49,13 +49,13 @@ def _build_module(auto: Any, config: Any, dtype: torch.dtype, device: torch.devi
 
 def _share_parameters(module: PreTrainedModel, twin: Any) -> None:
     """Give a twin the parameters of the module, the tensors themselves."""
-    given = dict(module.named_parameters(remove_duplicate=False))
-    for name, mine in list(twin.named_parameters(remove_duplicate=False)):
-        place, _, leaf = name.rpartition(".")
-        theirs = given.get(name)
-        if theirs is None or theirs.shape != mine.shape:
+    originals = dict(module.named_parameters(remove_duplicate=False))
+    for name, placeholder in list(twin.named_parameters(remove_duplicate=False)):
+        parent, _, leaf = name.rpartition(".")
+        original = originals.get(name)
+        if original is None or original.shape != placeholder.shape:
             raise ConfigError(
                 f"The {type(module).__name__} that was handed over does not have its weights as transformers' causal "
                 f"language models have them: `{name}` differs. Load it with `AutoModelForCausalLM.from_pretrained`."
             )
-        setattr(twin.get_submodule(place), leaf, theirs)
+        setattr(twin.get_submodule(parent), leaf, original)
