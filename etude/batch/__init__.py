@@ -1,4 +1,4 @@
-"""Rollouts as flat columns (`Batch`), what one forward pass sees of them (`Pack`), and their form on the wire."""
+"""Rollouts as flat columns (`Batch`), the input of one forward pass (`Pack`), and their serialization to bytes."""
 
 from __future__ import annotations
 

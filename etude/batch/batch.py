@@ -1,14 +1,14 @@
-"""The batch: rollouts as flat columns, without padding, and the pack: what one forward pass sees of it.
+"""The batch: rollouts as flat columns, without padding.
 
-Four nested things, each flat over the next::
+Four nested levels, each flat over the next::
 
     group    g0                       g1            compared with each other
-    rollout  u0           u1          u2            one try; owns a reward
+    rollout  u0           u1          u2            one attempt; owns a reward
     row      r0     r1    r2          r3            one token sequence; tokens offsets[r] to offsets[r + 1]
     token    . . A  . . A . . A A A   . . A . A     A: the policy chose it
 
-Rows of a rollout stand together and in time order, so a rollout's action tokens read left to right are what the policy
-did, however its turns were merged into rows. That one rule makes every statistic a segment reduction over flat columns.
+The rows of a rollout are adjacent and in time order. Its action tokens, read left to right, are the policy's choices,
+however turns were merged into rows. This one rule makes every statistic a segment reduction over flat columns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOKEN, _TOKEN_K, _UNIT = ({"kind": kind} for kind in (ColumnKind.TOKEN, ColumnK
 class Batch:
     """Rows of tokens with everything known about them. Columns that are `None` have not been computed.
 
-    Index t of a column speaks of token t: its log-prob given what precedes it, the value of the state before it.
+    Index t of a column describes token t: its log-prob given the tokens before it, the value of the state before it.
     Token columns are meaningful where `action` is true; elsewhere they may hold anything, NaN included.
     """
 
@@ -59,7 +59,7 @@ class Batch:
     action: Tensor = field(metadata=_TOKEN)
     """bool: chosen by the policy."""
     observation: Tensor | None = field(default=None, metadata=_TOKEN)
-    """bool: what the environment showed between two answers, each token once: what ECHO learns to predict."""
+    """bool: the environment's output between two answers, each token once. ECHO learns to predict it."""
     turn: Tensor | None = field(default=None, metadata=_TOKEN)
     """int32, never decreasing over a rollout's actions: the turn each action token belongs to."""
     version: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -79,7 +79,7 @@ class Batch:
     value: Tensor | None = field(default=None, metadata=_TOKEN)
     """The critic's estimate at the start of the step, read before the token."""
     anchor: Tensor | None = field(default=None, metadata=_TOKEN)
-    """int64: names the state that a turn began in, read at the turn's first action token, for GiGPO."""
+    """int64: the name of the state that a turn began in, read at the turn's first action token, for GiGPO."""
     token_reward: Tensor | None = field(default=None, metadata=_TOKEN)
     """A reward paid when the token was chosen: a turn's reward stands at that turn's last action token."""
     advantage: Tensor | None = field(default=None, metadata=_TOKEN)
@@ -99,9 +99,9 @@ class Batch:
     """[T, k]: the teacher's log-probs of them."""
 
     reward: Tensor | None = field(default=None, metadata=_UNIT)
-    """[U] float64: what the rollout earned, token rewards not included."""
+    """[U] float64: the rollout's own reward, token rewards not included."""
     metric: Tensor | None = field(default=None, metadata=_UNIT)
-    """[U] float64: all that the rollout earned, before penalties."""
+    """[U] float64: the sum of all the rollout's rewards, before penalties."""
     reward_parts: Tensor | None = field(default=None, metadata=_UNIT)
     """[U, parts] float64: the named parts of the reward."""
     greedy_reward: Tensor | None = field(default=None, metadata=_UNIT)
@@ -109,16 +109,16 @@ class Batch:
     truncated: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] bool: cut off at a length limit."""
     final_value: Tensor | None = field(default=None, metadata=_UNIT)
-    """[U]: the critic's estimate of the state after the last action, for truncated rollouts that go on in thought."""
+    """[U]: the critic's estimate of the state after the last action, for truncated rollouts, which have not ended."""
     trainer_version: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: the trainer's policy version at the start of the step."""
     role: Tensor | None = field(default=None, metadata=_UNIT)
-    """[U] int64: which player of a game."""
+    """[U] int64: the player of a game."""
     rollout_id: Tensor | None = field(default=None, metadata=_UNIT)
     """[U] int64: the run-wide name of the rollout; random choices are keyed by it, errors cite it."""
 
     extra: Mapping[str, Column] = field(default_factory=dict)
-    """Columns of a plug-in's own."""
+    """The columns that plug-ins add."""
 
     def __post_init__(self) -> None:
         checks.check_layout(self)
@@ -130,7 +130,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T: all of them, context included."""
+        """T: the number of tokens, context included."""
         return len(self.ids)
 
     @property
@@ -145,12 +145,12 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where every column lies."""
+        """The device of every column."""
         return self.ids.device
 
     @cached_property
     def num_groups(self) -> int:
-        """How many groups there are, by the largest number given to one."""
+        """The number of groups: the largest group number plus one."""
         return int(self.group.max()) + 1 if self.num_rollouts else 0
 
     @cached_property
@@ -161,11 +161,11 @@ class Batch:
 
     @cached_property
     def rollout_token_offsets(self) -> Tensor:
-        """[U + 1]: rollout u is tokens unit_tokens[u] to unit_tokens[u + 1]."""
+        """[U + 1]: rollout u is tokens rollout_token_offsets[u] to rollout_token_offsets[u + 1]."""
         return self.offsets[self.rollout_row_offsets]
 
     def columns(self) -> Iterator[tuple[str, Column]]:
-        """Every column that is there, the plug-ins' own last."""
+        """Yield every column that is present, those of plug-ins last."""
         for name, kind in COLUMNS.items():
             values = self.__dict__[name]
             if values is not None:
@@ -173,11 +173,11 @@ class Batch:
         yield from self.extra.items()
 
     def is_token_column(self, name: str) -> bool:
-        """Return whether this is a column of Etude's with one entry for each token."""
+        """Return true for a column of Etude with one entry for each token."""
         return COLUMNS.get(name) is ColumnKind.TOKEN
 
     def require(self, name: str, needed_by: str = "") -> Tensor:
-        """The column, or an error that names it and whoever declared that it is needed."""
+        """Return the column, or raise an error that names it and the algorithm that declared it."""
         values = self.__dict__[name] if name in COLUMNS else self.extra[name].tensor if name in self.extra else None
         if values is None:
             there = ", ".join(name for name, _ in self.columns())
@@ -191,16 +191,16 @@ class Batch:
         return values
 
     def get_rollout_id(self, rollout: int) -> int:
-        """What an error calls a rollout: its run-wide name, or its place where it has none."""
+        """Return the name of a rollout for errors: its run-wide id, or its index where the batch has no ids."""
         return rollout if self.rollout_id is None else int(self.rollout_id[rollout])
 
     # -- making others of it ------------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Batch:
-        """The same rows with some columns changed or added; only those are checked again."""
+        """Return the same rows with some columns changed or added; only those are checked again."""
         unknown = changes.keys() - {f.name for f in fields(self)}
         if unknown:
-            raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's own into `extra`.")
+            raise BatchError(f"`{sorted(unknown)[0]}` is not a column of a batch. Put a plug-in's column into `extra`.")
         if changes.keys() & {"offsets", "unit", "group", "ids", "action"}:
             return Batch(**{f.name: changes.get(f.name, self.__dict__[f.name]) for f in fields(self)})
         other = self._replace_unchecked(changes)
@@ -217,7 +217,7 @@ class Batch:
         return other
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         moved: dict[str, Any] = {name: self.__dict__[name].to(device) for name in ("offsets", "unit", "group")}
         for name, column in self.columns():
             if name in COLUMNS:
@@ -226,7 +226,10 @@ class Batch:
         return self._replace_unchecked(moved)
 
     def select(self, rollouts: Tensor | Sequence[int]) -> Batch:
-        """These rollouts (places, or a mask), in this order, with all their rows; groups are numbered anew from 0."""
+        """Return these rollouts (indices, or a mask), in this order, with all their rows.
+
+        Groups are numbered anew from 0.
+        """
         units = checks.resolve_rollouts(self, rollouts)
         rows_of = self.rollout_row_offsets[units + 1] - self.rollout_row_offsets[units]
         rows = ranges(self.rollout_row_offsets[units], rows_of)
@@ -244,17 +247,17 @@ class Batch:
         return self._replace_unchecked(changes)
 
     def split(self, parts: int, by: str = "rollout") -> list[Batch]:
-        """So many batches of whole rollouts (or whole groups), in order, with about as many tokens each.
+        """Split into batches of whole rollouts (or whole groups), in order, with about as many tokens each.
 
-        However unequal they are, no part is left out, unless there are fewer rollouts (or groups) than parts: then each
-        is a batch of its own. Never through a rollout: a quantity over a rollout is then the same in a micro-batch as
-        in the whole.
+        No part is empty, however unequal the rollouts are. With fewer rollouts (or groups) than parts, each becomes one
+        batch. No split goes through a rollout, so a quantity over a rollout is the same in a micro-batch as in the
+        whole.
         """
         return [self.select(places) for places in split_rollouts(self.rollout_token_offsets, self.group, parts, by)]
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """One batch of all of them, in order. Groups stay apart: equal numbers in two batches are two groups."""
+        """Join batches in order. Groups stay apart: equal numbers in two batches are two groups."""
         if not batches:
             raise BatchError("An empty list of batches cannot be joined: at least one is needed.")
         first = batches[0]
@@ -291,9 +294,10 @@ class Batch:
     def from_records(
         cls, samples: Sequence[Sample], rollouts: Sequence[Rollout], form: BatchSchema | None = None
     ) -> Batch:
-        """Rows in time order within each rollout; every rollout stays in its group, those without a row included.
+        """Build a batch of rows in time order within each rollout.
 
-        form: that of the whole, where these are only some of its rollouts, or none.
+        Every rollout stays in its group, those without a row included.
+        form: the schema of the whole batch, where these are only some of its rollouts, or none.
         """
         if not rollouts and form is None:
             raise BatchError("A batch needs at least one rollout; none was given.")
@@ -350,4 +354,4 @@ class Batch:
 
 
 COLUMNS: dict[str, ColumnKind] = {f.name: f.metadata["kind"] for f in fields(Batch) if "kind" in f.metadata}
-"""The columns that Etude itself knows, by name."""
+"""The columns of Etude, by name."""

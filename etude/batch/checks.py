@@ -1,4 +1,4 @@
-"""What must hold of a batch. Each check names the row or rollout that broke it."""
+"""The checks of a batch. Each error names the row or rollout that failed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FLOAT_COLUMNS = frozenset(
 """The columns that hold measurements, and so floating-point numbers."""
 
 CHECKED = frozenset({"behavior_logp", "version", "turn", "reward", "metric", "reward_parts", "greedy_reward"})
-"""The columns whose values have to be something, and not only their shapes."""
+"""The columns that are checked for their values, not only for their shapes."""
 
 
 def check_layout(batch: Batch) -> None:
-    """Rows cover the tokens, rollouts cover the rows, groups are numbered within range."""
+    """Check that rows cover the tokens, rollouts cover the rows, and groups are numbered within range."""
     for name, values in (("offsets", batch.offsets), ("unit", batch.unit), ("group", batch.group), ("ids", batch.ids)):
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise BatchError(
@@ -37,9 +37,9 @@ def check_layout(batch: Batch) -> None:
         raise BatchError(
             f"A plug-in's column is called `{taken[0]}`, a name that the batch has itself. Choose another."
         )
-    if batch.num_rollouts == 0 and batch.num_rows:  # neither is a share of a batch that has fewer rollouts than ranks
+    if batch.num_rollouts == 0 and batch.num_rows:  # with neither it is a rank's share: fewer rollouts than ranks
         raise BatchError(
-            f"An empty batch trains nothing: it has {batch.num_rows} rows, and no rollout that they are rows of. "
+            f"An empty batch trains nothing: it has {batch.num_rows} rows and no rollout that they belong to. "
             f"Collect at least one before building it."
         )
     _check_rows(batch)
@@ -78,7 +78,7 @@ def _check_rows(batch: Batch) -> None:
 
 
 def check_column(batch: Batch, name: str, column: Column) -> None:
-    """A column has as many entries as its kind asks for."""
+    """Check that a column has as many entries as its kind requires, and the right shape and dtype."""
     needed = {
         ColumnKind.SEQUENCE: batch.num_rows,
         ColumnKind.UNIT: batch.num_rollouts,
@@ -108,7 +108,7 @@ def check_column(batch: Batch, name: str, column: Column) -> None:
 
 
 def check_values(batch: Batch) -> None:
-    """Action tokens carry what the sampler knew of them, and rewards are finite numbers."""
+    """Check that action tokens carry the sampler's records, and that rewards are finite numbers."""
     if batch.action.dtype != torch.bool:
         raise BatchError(f"`action` must be a bool column; it is {batch.action.dtype}.")
     if batch.behavior_logp is not None:
@@ -133,7 +133,7 @@ def check_values(batch: Batch) -> None:
 
 
 def _check_turns(batch: Batch, turn: Tensor) -> None:
-    """Over a rollout's actions, in the order they stand in, turns never go back."""
+    """Check that turns never decrease over a rollout's actions, in their stored order."""
     index = batch.action.nonzero()[:, 0]
     rollout = torch.searchsorted(batch.rollout_token_offsets, index, right=True)
     turns = turn[index]
@@ -148,7 +148,7 @@ def _check_turns(batch: Batch, turn: Tensor) -> None:
 
 
 def resolve_rollouts(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
-    """The rollouts that are asked for, as places [n] int64; a mask over all of them is one way of asking."""
+    """Return rollouts as indices [n] int64, from indices or from a mask over all of them."""
     index = torch.as_tensor(rollouts, device=batch.device)
     if index.dtype == torch.bool:
         if index.shape != (batch.num_rollouts,):
@@ -160,7 +160,7 @@ def resolve_rollouts(batch: Batch, rollouts: Tensor | Sequence[int]) -> Tensor:
         return index.reshape(0).long()
     if index.ndim != 1 or index.is_floating_point():
         raise BatchError(
-            f"Rollouts are selected by a list of places or a mask; {str(index.dtype).removeprefix('torch.')} of shape "
+            f"Rollouts are selected by a list of indices or a mask; {str(index.dtype).removeprefix('torch.')} of shape "
             f"{tuple(index.shape)} was given."
         )
     if int(index.min()) < 0 or int(index.max()) >= batch.num_rollouts:
@@ -178,6 +178,6 @@ def _refuse_tokens(batch: Batch, bad: Tensor, what: str) -> None:
 
 
 def _locate_token(batch: Batch, token: int) -> tuple[int, int]:
-    """The row that a token stands in, and its place there."""
+    """Return the row of a token, and its index in that row."""
     row = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
     return row, token - int(batch.offsets[row])

@@ -1,4 +1,4 @@
-"""Columns: one kind of number for each token, row or rollout, and how columns are picked from and joined."""
+"""Columns: one kind of number for each token, row or rollout; selecting entries, and concatenating columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Column", "ColumnKind", "concat_columns", "map_tensors", "ranges", "s
 
 
 class ColumnKind(Enum):
-    """What a column has one entry for."""
+    """The level that a column has one entry for: token, row or rollout."""
 
     TOKEN = "token"  # [T]
     TOKEN_K = "token×k"  # [T, k]
@@ -25,7 +25,7 @@ class ColumnKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A typed column: its kind, its values, and for the ragged kind where each token's values begin."""
+    """A typed column: its kind, its values, and for the ragged kind the offset of each token's values."""
 
     kind: ColumnKind
     values: Tensor | tuple[bytes, ...]
@@ -39,20 +39,20 @@ class Column:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The integers from each start on, as many as its length, end to end: starts [3, 0], lengths [2, 1] → [3, 4, 0]."""
+    """Return the ranges of these starts and lengths, end to end: starts [3, 0], lengths [2, 1] → [3, 4, 0]."""
     before = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     return torch.arange(total, device=starts.device) + torch.repeat_interleave(starts - before, lengths)
 
 
 def map_tensors(column: Column, function: Callable[[Tensor], Tensor]) -> Column:
-    """The column with its tensors moved as `how` moves them."""
+    """Apply a function to the tensors of a column: values and offsets."""
     values = column.values if isinstance(column.values, tuple) else function(column.values)
     return Column(column.kind, values, None if column.offsets is None else function(column.offsets))
 
 
 def select_entries(column: Column, index: Tensor) -> Column:
-    """The entries at `index` (tokens, rows or rollouts, as the kind asks), in its order."""
+    """Return the entries at `index` (tokens, rows or rollouts, by the column's kind), in that order."""
     if isinstance(column.values, tuple):
         return Column(column.kind, tuple(column.values[i] for i in index.tolist()))
     if column.offsets is None:
@@ -63,7 +63,7 @@ def select_entries(column: Column, index: Tensor) -> Column:
 
 
 def concat_columns(columns: Sequence[Column]) -> Column:
-    """Columns of one kind, end to end."""
+    """Concatenate columns of one kind."""
     first = columns[0]
     if isinstance(first.values, tuple):
         return Column(first.kind, tuple(blob for c in columns for blob in c.values))

@@ -1,4 +1,4 @@
-"""The pack: what one forward pass sees of a batch."""
+"""The pack: the input of one forward pass, built from a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Pack"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pack:
-    """What one forward pass sees: segments, each continuing its parent, so that a shared prompt is computed once.
+    """The input of one forward pass: segments, each continuing its parent, so that a shared prompt is computed once.
 
-    A token attends to what precedes it in its own segment and to all of its ancestors. `source` maps back: the
-    prediction of batch token t is read at packed token `source[t]`, the one before it on its path.
+    A token attends to the tokens before it in its own segment, and to all of its segment's ancestors. `source` maps
+    back: the prediction of batch token t is read at packed token `source[t]`, the one before it on its path.
     """
 
     ids: Tensor  # [P] int32
@@ -27,8 +27,7 @@ class Pack:
     parent: Tensor  # [S] int64: an earlier segment, or -1 for a root
     source: Tensor  # [T] int64: for each batch token, the packed token that predicts it; -1 for the first of a row
     row_ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """[R] int64: the packed token that each row of the batch ends with, -1 for an empty one; [0] where the pack was not
-    made of a batch."""
+    """[R] int64: the last packed token of each row of the batch, -1 for an empty row; [0] if not made from a batch."""
 
     def __post_init__(self) -> None:
         segments = torch.arange(len(self.parent), device=self.parent.device)
@@ -45,7 +44,7 @@ class Pack:
 
     @classmethod
     def from_batch(cls, batch: Batch) -> Pack:
-        """One segment for each row, nothing shared."""
+        """Pack one segment for each row, with nothing shared."""
         lengths = batch.offsets[1:] - batch.offsets[:-1]
         token = torch.arange(batch.num_tokens, device=batch.device)
         position = token - torch.repeat_interleave(batch.offsets[:-1], lengths)
@@ -59,13 +58,13 @@ class Pack:
         )
 
     def unpack(self, values: Tensor, fill: float = float("nan")) -> Tensor:
-        """What was computed at each packed token, for the batch tokens they predict: [P, …] → [T, …]."""
+        """[P, …] → [T, …]: move values from each packed token to the batch tokens that it predicts."""
         first = self.source < 0
         picked = values[self.source.clamp(min=0)]
         return torch.where(first.reshape(-1, *[1] * (values.ndim - 1)), torch.full_like(picked, fill), picked)
 
     def attention_mask(self) -> Tensor:
-        """[P, P] bool: which packed token sees which. For checks and small models; real attention never builds it."""
+        """[P, P] bool: true where a packed token sees another. For checks; real attention never builds it."""
         count = len(self.parent)
         lengths = self.offsets[1:] - self.offsets[:-1]
         segment = torch.repeat_interleave(torch.arange(count, device=self.ids.device), lengths)

@@ -1,4 +1,4 @@
-"""What the rows and rollouts of a batch have alike, which one has to know to make a part of it by itself."""
+"""The schema of a batch: facts shared by all its rows and rollouts, needed to build one part of it alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["BatchSchema"]
 
 @dataclass(frozen=True)
 class BatchSchema:
-    """Which columns there are that some batches have and others have not, and whose tokens they are."""
+    """The optional columns of a batch, and the model that its tokens train."""
 
     model: str
     """The model that the rows train."""
@@ -26,7 +26,7 @@ class BatchSchema:
 
     @classmethod
     def from_records(cls, models: Sequence[str], anchored: Sequence[bool], rollouts: Sequence[Rollout]) -> BatchSchema:
-        """That of rows of these models, each with an anchor or without; refuses what does not go together."""
+        """Return the schema of rows of these models, each with an anchor or without; refuse inconsistent records."""
         names = sorted(set(models)) or ["policy"]
         if len(names) > 1:
             raise BatchError(f"A batch trains one model; these rows are of {' and '.join(names)}. Make one batch each.")
@@ -43,16 +43,16 @@ class BatchSchema:
         )
 
     def check_part(self, part: BatchSchema, *, rows: bool, rollouts: bool) -> BatchSchema:
-        """This one, as that of a part which has rows, or rollouts, or neither; refuses a part of another whole."""
+        """Return this schema for a part that has rows, rollouts or neither; refuse a part of another batch."""
         same_rows = (self.model, self.has_anchor) == (part.model, part.has_anchor)
         same_rollouts = (self.part_names, self.has_greedy_reward) == (part.part_names, part.has_greedy_reward)
         if (rows and not same_rows) or (rollouts and not same_rollouts):
-            raise BatchError(f"These rows and rollouts are {part}, and no part of a batch that is {self}.")
+            raise BatchError(f"These rows and rollouts have the schema {part}, but the batch has {self}.")
         return self
 
 
 def _all_or_none(record: str, name: str, present: Sequence[bool]) -> bool:
-    """Whether the records have what they may do without; refuses some that have it and some that have not."""
+    """Return whether the records have an optional field; refuse a mix of records with and without it."""
     if any(present) and not all(present):
         raise BatchError(
             f"Of {len(present)} {record}s {sum(present)} have `{name}`, and {record} {present.index(False)} has none. "

@@ -1,8 +1,8 @@
 """A batch as one buffer of bytes: a JSON header, then each column's raw numbers, aligned. No pickle.
 
-The same bytes serve a pipe, a file and shared memory: `memory.buf[: len(wire)] = wire` on one side, and on the other
-`from_bytes(memory.buf)`, which copies nothing: the columns look into the buffer. Numbers are in the machine's own byte
-order, which the header names. A buffer that is cut short or does not add up is refused, whatever it says of itself.
+The same bytes serve a pipe, a file and shared memory. The sender writes `memory.buf[: len(data)] = data`. The receiver
+calls `from_bytes(memory.buf)`, which copies nothing: the columns are views of the buffer.
+Numbers are in the machine's byte order, which the header names. A truncated or inconsistent buffer is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DTYPES = {
 
 
 def to_bytes(batch: Batch) -> bytearray:
-    """The batch, whole, as one buffer; `from_bytes` inverts it."""
+    """Serialize the whole batch into one buffer; `from_bytes` inverts it."""
     tensors = {"offsets": batch.offsets, "unit": batch.unit, "group": batch.group}
     kinds: dict[str, str] = {}
     for name, column in batch.columns():
@@ -66,9 +66,7 @@ def to_bytes(batch: Batch) -> bytearray:
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
-            raise BatchError(
-                f"The column `{name}` is {dtype}, which has no form on the wire; use {', '.join(_DTYPES)}."
-            )
+            raise BatchError(f"The column `{name}` is {dtype}, which cannot be serialized; use {', '.join(_DTYPES)}.")
         raw = _as_bytes(tensor)
         layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "at": end})
         buffers.append(raw)
@@ -86,10 +84,10 @@ def to_bytes(batch: Batch) -> bytearray:
 
 
 def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch:
-    """The batch in a writable buffer. Its columns look into the buffer, which must outlive them.
+    """Return the batch in a writable buffer. Its columns are views of the buffer, which must outlive them.
 
-    shared: others look into the same buffer, which may then be read-only. Nobody writes to the columns of such a batch:
-    where the system guards the buffer, that would end the process.
+    shared: other readers use the same buffer, which may then be read-only. Do not write to the columns of such a batch:
+    where the system protects the buffer, a write ends the process.
     """
     view = memoryview(buffer)
     if view.readonly and not shared:
@@ -103,7 +101,7 @@ def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch
         start = _aligned(_PREFIX + length)
         end = start + head["size"]
         if head["order"] != sys.byteorder or end > len(view):
-            raise ValueError(f"{end} bytes in {head['order']} order are told, {len(view)} in {sys.byteorder} came")
+            raise ValueError(f"{end} bytes in {head['order']} order expected, {len(view)} in {sys.byteorder} received")
         return _decode_batch(head, view[start:end])
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise BatchError(
@@ -112,7 +110,7 @@ def from_bytes(buffer: bytearray | memoryview, *, shared: bool = False) -> Batch
 
 
 def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
-    """What the header describes."""
+    """Build the batch that the header describes."""
     tensors: dict[str, Tensor] = {}
     end = 0
     for entry in head["layout"]:
@@ -135,7 +133,7 @@ def _decode_batch(head: dict[str, Any], columns: memoryview) -> Batch:
 
 
 def _writable_view(view: memoryview) -> memoryview:
-    """The same memory, as torch wants it, which knows no read-only tensors."""
+    """Return the same memory as a writable view, because torch has no read-only tensors."""
     raw = np.frombuffer(view, np.uint8)
     block = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
     block.owner = raw  # type: ignore[attr-defined]  # keeps the memory alive as long as the block
@@ -143,7 +141,7 @@ def _writable_view(view: memoryview) -> memoryview:
 
 
 def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's numbers as bytes."""
+    """Return a tensor's numbers as bytes."""
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     raw: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Where a batch is cut into parts: through no rollout, and with about as many tokens in each."""
+"""Splitting a batch into parts: never through a rollout, and with about as many tokens in each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["split_rollouts"]
 
 
 def split_rollouts(unit_tokens: Tensor, group: Tensor, parts: int, by: str) -> list[Tensor]:
-    """The rollouts of each part: whole rollouts (or whole groups), in order.
+    """Return the rollouts of each part: whole rollouts (or whole groups), in order.
 
-    unit_tokens, group: [U + 1] and [U], as a batch has them.
+    unit_tokens, group: [U + 1] token offsets and [U] groups, as a batch has them.
     """
     if parts < 1 or by not in ("rollout", "group"):
         raise BatchError(f"A batch is split into 1 or more parts by `rollout` or `group`; not {parts} by `{by}`.")
@@ -27,18 +27,19 @@ def split_rollouts(unit_tokens: Tensor, group: Tensor, parts: int, by: str) -> l
 
 
 def _assign_evenly(weight: Tensor, parts: int) -> Tensor:
-    """[n] → [n]: the part that each unit goes to. Parts are stretches of units, each of at least one.
+    """[n] → [n]: the part that each unit goes to. Parts are ranges of consecutive units, at least one in each.
 
-    A unit that is heavier than a fair share counts as one share, which is what the others have each; then a unit goes
-    where its middle lies on the line of weights.
+    A unit that is heavier than a fair share counts as one share; the others share the rest equally. A unit then goes to
+    the part that its midpoint falls into on the cumulative weights.
     """
     count = len(weight)
     part = torch.arange(min(parts, count), device=weight.device)
     falling = weight.sort(descending=True).values
-    shares = falling.flip(0).cumsum(0).flip(0)[: len(part)] / (len(part) - part)  # if those before have one each
+    # The fair share of the rest, if each heavier unit has one part.
+    shares = falling.flip(0).cumsum(0).flip(0)[: len(part)] / (len(part) - part)
     weight = weight.clamp(max=shares[falling[: len(part)] <= shares][:1])
     middle = weight.cumsum(0) - weight / 2
     first = torch.searchsorted(middle * len(part), weight.sum() * part)
-    # of middles that lie on a border, rounding may put two into one part: no part goes without
+    # Rounding may put two midpoints on a border into one part; this leaves no part empty.
     begin = part + (first - part).cummax(0).values.clamp(0, count - len(part))
     return torch.searchsorted(begin, torch.arange(count, device=weight.device), right=True) - 1

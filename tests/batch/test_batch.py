@@ -246,7 +246,7 @@ def test_a_mask_selects_where_it_is_true() -> None:
     assert batch.select(torch.zeros(4, dtype=torch.bool)).num_rollouts == 0
     with pytest.raises(BatchError, match=r"A mask over rollouts needs 4 entries; its shape is \(3,\)"):
         batch.select(torch.ones(3, dtype=torch.bool))
-    with pytest.raises(BatchError, match=r"a list of places or a mask; float32"):
+    with pytest.raises(BatchError, match=r"a list of indices or a mask; float32"):
         batch.select(torch.tensor([0.7, 1.9]))
     with pytest.raises(BatchError, match=r"of shape \(1, 2\)"):
         batch.select(torch.tensor([[0, 1]]))
