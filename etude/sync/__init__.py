@@ -1,4 +1,4 @@
-"""Bringing weights from where they are trained to where they are sampled."""
+"""Weight synchronization: publishing the trainer's weights to the engines that sample with them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ __all__ = [
 
 
 def build_transport(config: SyncConfig, directory: Path, device: torch.device | None = None) -> WeightTransport:
-    """The carrier that was asked for. directory: the run's own. device: the GPU that weights lie on, for a carrier from
-    there; by default the caller's."""
+    """Build the weight transport that the configuration names.
+
+    directory: the run's directory. device: the GPU that holds the weights, for `ipc` and `nccl`; by default the
+    caller's.
+    """
     nbytes = config.bucket_mib * 2**20
     dtype: torch.dtype | None = None if config.dtype == "as_trained" else getattr(torch, config.dtype)
     if config.weight_transport == "shm":
@@ -53,7 +56,7 @@ def build_transport(config: SyncConfig, directory: Path, device: torch.device | 
 def build_weight_sync(
     servers: Sequence[WeightReceiver], config: SyncConfig, directory: Path, device: torch.device | None = None
 ) -> ReplicaWeightSync:
-    """A `WeightSync` to these servers; the rest is as in `carrier`."""
+    """Build a `WeightSync` to these servers; the other arguments are as in `build_transport`."""
     return ReplicaWeightSync(
         servers, build_transport(config, directory, device), running=config.running, timeout=config.timeout
     )

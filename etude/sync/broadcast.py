@@ -1,14 +1,14 @@
-"""Publishing across machines: a broadcast in a process group that the sender makes with each replica.
+"""Publishing across machines: a broadcast in a process group that the sender creates with each replica.
 
     sender (rank 0) ──broadcast──► rank 1 … rank n of one replica
 
-One group for each replica, so that one that dies takes no other with it. `nccl` runs between GPUs; `gloo` between
-processors, and is how all of this runs where there is no GPU. A parcel is sent one tensor after the other while the
-server's endpoint fetches in the same order, from a bucket in the sender's memory: that of a GPU for `nccl`.
+Each replica has its own group, so that one failing replica does not affect the others. `nccl` runs between GPUs. `gloo`
+runs between CPUs, and serves machines without a GPU. The sender broadcasts the tensors of a bucket one after another,
+while the server's endpoint receives them in the same order. For `nccl` the bucket is in GPU memory.
 
-    waits for      the replica's ranks to join, and then to fetch; both end by the group's own timeout
-    unblocked by   them, or by the server's refusal, after which nobody waits: what torch still waits for, it does on a
-                   thread of its own, until that timeout
+    waits for      the replica's ranks to join, and then to receive; the group's timeout ends both
+    unblocked by   the ranks, or the server's refusal. After a refusal the caller does not wait: torch may still wait on
+                   a separate thread, until the timeout
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["BroadcastBackend", "BroadcastTransport", "local_address_towards"]
 
 BroadcastBackend = Literal["gloo", "nccl"]
 CLOSE_TIMEOUT = 5.0
-"""Seconds for a group to end where nobody waits in it."""
+"""Seconds that a group with no pending operation gets to close."""
 _dist: Any = torch.distributed  # which process groups it has depends on how torch was built
 
 
@@ -53,24 +53,24 @@ class BroadcastTransport:
         timeout: float = 300.0,
         device: torch.device | None = None,
     ) -> None:
-        """device: for `nccl`, the GPU that is sent from; by default the caller's: another thread may have another."""
+        """device: for `nccl`, the GPU to send from; by default the caller's, because threads may differ in theirs."""
         self._backend = backend
         self.device = torch.device("cpu") if backend == "gloo" else device or _current_device()
-        """Where what is sent must lie."""
+        """The device that sent tensors must be on."""
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._address = address
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[str, _BroadcastGroup] = {}
         self.name = f"etude-{secrets.token_hex(4)}"
-        """What the groups are called, each in a store of its own."""
+        """The name of every group; each group has its own store."""
 
     def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _BroadcastBuckets:
-        """The weights, a bucket at a time."""
+        """Return the weights as a stream of buckets."""
         return _BroadcastBuckets(self, WeightStream(weights, self._dtype), self._bucket_bytes)
 
     async def connect(self, server: WeightReceiver) -> None:
-        """Make a group with all ranks of a server."""
+        """Create a group with all ranks of a server."""
         if server.url in self._groups:
             return
         group = _BroadcastGroup(self.name, self._backend, server.ranks + 1, self._timeout)
@@ -94,40 +94,40 @@ class BroadcastTransport:
         self._groups[server.url] = group
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """End the group with a server that failed."""
+        """Close the group with a server that failed."""
         group = self._groups.pop(server.url, None)
         if group is not None:
             group.release()
 
     def close(self) -> None:
-        """End all groups."""
+        """Close all groups."""
         ends = [group.release() for group in self._groups.values()]
         self._groups.clear()
         for thread in ends:
             thread.join(CLOSE_TIMEOUT)
 
     def group(self, server: WeightReceiver) -> _BroadcastGroup:
-        """The group with a server."""
+        """Return the group with a server."""
         if server.url not in self._groups:
             raise EngineError(f"{server.url} has left the process group that weights are broadcast in.")
         return self._groups[server.url]
 
 
 def local_address_towards(url: str) -> str:
-    """The address of this machine from which it reaches a server, and the server it."""
+    """Return the address of this machine on the route to a server, by which the server reaches it."""
     there = urlsplit(url)
     try:
         family, kind, *_, place = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # which sends nothing
+            probe.connect(place)  # sends nothing
             address: str = probe.getsockname()[0]
     except OSError as error:
-        raise EngineError(f"{url} cannot be reached from here: {error}. Say from where with `address`.") from error
+        raise EngineError(f"{url} cannot be reached from here: {error}. Set this machine's `address`.") from error
     return address
 
 
 class _BroadcastGroup:
-    """A process group apart from the one that the trainer's ranks may have. Its store lives with the sender."""
+    """A process group separate from the trainer's own. The sender holds its store."""
 
     def __init__(self, name: str, backend: BroadcastBackend, size: int, timeout: timedelta) -> None:
         self.name = name
@@ -138,13 +138,13 @@ class _BroadcastGroup:
         self._group: Any = None
 
     def listen(self, address: str) -> int:
-        """Open the store that all ranks meet at; returns its port."""
+        """Open the store that all ranks connect to; return its port."""
         self._store = _dist.TCPStore(address, 0, self.size, True, self._timeout, wait_for_workers=False)
         port: int = self._store.port
         return port
 
     def wait_for_ranks(self) -> None:
-        """Wait for all ranks. The prefixes are those under which torch's own helper has a named group meet."""
+        """Wait for all ranks to join. The prefixes are those of torch's own helper for a named group."""
         named = _dist.PrefixStore(self.name, self._store)
         store = _dist.PrefixStore(f"{self.name}/", named)
         if self._backend == "nccl":
@@ -155,22 +155,24 @@ class _BroadcastGroup:
             self._group = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), 0, self.size, self._timeout)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast each in turn, as bytes: what is read is what was written, whatever a transport calls its dtype."""
+        """Broadcast the tensors in turn."""
         options = _dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         for tensor in tensors:
             self._group.broadcast([tensor], options).wait(self._timeout)
 
     def release(self) -> Thread:
-        """Let go of it, on a thread of its own: torch waits there for who waits in it, which is over at once with
-        `nccl`, and with `gloo` when the timeout is."""
+        """Release the group on a separate thread, and return the thread.
+
+        torch waits there for pending operations: with `nccl` it returns at once, with `gloo` after the timeout.
+        """
         held = [self._group]
         self._group = self._store = None
         return _start_thread(lambda: _abort_group(held))
 
 
 class _BroadcastBuckets:
-    """Buckets of tensors, ready to be sent."""
+    """A stream of buckets of tensors, ready to be sent."""
 
     def __init__(self, transport: BroadcastTransport, stream: WeightStream, bucket_bytes: int) -> None:
         self._transport = transport
@@ -191,7 +193,7 @@ class _BroadcastBuckets:
         return Bucket("group", pieces, {"group": self._transport.name}, send=sent)
 
     def _bucket(self) -> list[tuple[str, Tensor]]:
-        """Tensors as they are to be sent: at least one, and no more than a bucket of them."""
+        """Return tensors ready to be sent: at least one, and no more than fit into a bucket."""
         bucket: list[tuple[str, Tensor]] = []
         room = self._bucket_bytes
         while (following := self._stream.peek()) is not None and (not bucket or self._stream.next_nbytes() <= room):
@@ -205,12 +207,12 @@ class _BroadcastBuckets:
 
 
 def _current_device() -> torch.device:
-    """The GPU of this thread."""
+    """Return the GPU of this thread."""
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
 
 
 async def _run_in_thread(work: Callable[[], None]) -> None:
-    """Do this on a thread of its own. Who gives it up does not wait for it, nor does the loop when it ends."""
+    """Run `work` on a separate thread. Neither a cancelled caller nor a closing event loop waits for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -224,7 +226,7 @@ async def _run_in_thread(work: Callable[[], None]) -> None:
             work()
         except Exception as error:
             failure = error
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+        with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(finish, failure)
 
     _start_thread(run)
@@ -232,7 +234,7 @@ async def _run_in_thread(work: Callable[[], None]) -> None:
 
 
 def _start_thread(work: Callable[[], None]) -> Thread:
-    thread = Thread(target=work, name="etude-group")  # which Python waits for when it ends: torch cannot be left midway
+    thread = Thread(target=work, name="etude-group")  # not a daemon: Python must not exit while torch is inside a call
     thread.start()
     return thread
 

@@ -1,4 +1,4 @@
-"""How weights reach engines that are servers."""
+"""The options of publishing weights to servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TransportName = Literal["shm", "disk", "gloo", "nccl", "ipc"]
 
 
 class SyncConfig(Config):
-    """Publishing to servers. An engine in this process needs none of it."""
+    """Publishing weights to servers. An engine in this process needs none of it."""
 
     weight_transport: TransportName = Field(
         "shm",

@@ -1,14 +1,14 @@
-"""Publishing through a directory that trainer and servers both see: slow, simple, and across any machines.
+"""Publishing through a directory that trainer and servers share: slow, simple, and across any machines.
 
     directory/
-      publish-4711-7/              a publish of process 4711, under its name once it is whole
+      publish-4711-7/              a publish of process 4711, renamed to this once it is complete
         weights-00001.safetensors …
-      .publish-4711-8.writing/     one that is being written
+      .publish-4711-8.writing/     a publish that is being written
 
-Files have at most a bucket each, and no more than two of those are held while they are written, one tensor after the
-other. What servers have read is removed at the next publish, so at most two versions lie there. With `delta`, only the
-parts of the model (a layer's attention, a layer's MLP, the embedding …) are written in which a weight differs from the
-publish before, unless a replica missed that one.
+A file holds at most one bucket. At most two buckets are in memory while files are written, one tensor after another.
+The next publish removes the directory that servers have read, so at most two versions exist.
+With `delta`, a publish writes only parts of the model (a layer's attention, a layer's MLP, the embedding …) that differ
+from the previous publish. If a replica missed the previous publish, everything is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DiskTransport", "module_of"]
 
 
 class DiskTransport:
-    """A `WeightTransport` to servers that see a directory."""
+    """A `WeightTransport` to servers that read a shared directory."""
 
     def __init__(
         self, directory: Path, bucket_bytes: int, dtype: torch.dtype | None = None, *, delta: bool = False
@@ -42,25 +42,25 @@ class DiskTransport:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._delta = delta
-        self._digests: dict[str, bytes] = {}  # what the weights of a part hash to, by the first's name
+        self._digests: dict[str, bytes] = {}  # the hash of a part's weights, by the name of its first weight
         self._count = 0
 
     def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> _DiskBuckets:
-        """The weights, in one directory."""
+        """Return the weights as one bucket, a directory."""
         return _DiskBuckets(self, WeightStream(weights, self._dtype), {} if whole else dict(self._digests))
 
     async def connect(self, server: WeightReceiver) -> None:
-        """A directory needs no introduction."""
+        """Do nothing: servers need no connection."""
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """Nor a farewell."""
+        """Do nothing: servers have no connection."""
 
     def close(self) -> None:
-        """Remove what lies there."""
+        """Remove the last publish."""
         shutil.rmtree(self._directory / self._name(), ignore_errors=True)
 
     def write(self, stream: WeightStream, digests: dict[str, bytes]) -> tuple[Path, list[TensorMeta]]:
-        """Write what differs from what is known, in files, under its name when it is whole."""
+        """Write the parts whose digest is not in `digests`; return the completed directory and its tensors."""
         old, self._count = self._directory / self._name(), self._count + 1
         made = self._directory / self._name()
         writing = made.with_name(f".{made.name}.writing")
@@ -79,7 +79,7 @@ class DiskTransport:
         return made, pieces
 
     def _files(self, directory: Path, stream: WeightStream, digests: dict[str, bytes]) -> Iterator[TensorMeta]:
-        """Write parts as they come; one that turns out not to have changed is taken back."""
+        """Write parts as they arrive; discard a part that turns out unchanged."""
         files = _ShardWriter(directory, self._bucket_bytes)
         for _, tensors in groupby(_copy_tensors(stream, files.make_room), key=lambda named: module_of(named[0])):
             pieces, digest = list[TensorMeta](), hashlib.blake2b(digest_size=16)
@@ -104,7 +104,7 @@ class DiskTransport:
 
 
 class _DiskBuckets:
-    """One parcel: a directory."""
+    """A stream of one bucket: a directory."""
 
     def __init__(self, transport: DiskTransport, stream: WeightStream, digests: dict[str, bytes]) -> None:
         self._transport = transport
@@ -113,7 +113,7 @@ class _DiskBuckets:
         self._done = False
 
     async def next(self) -> Bucket | None:
-        """The directory, once."""
+        """Write the directory and return it; return None the second time."""
         if self._done:
             return None
         self._done = True
@@ -122,13 +122,15 @@ class _DiskBuckets:
 
 
 def module_of(name: str) -> str:
-    """The part of a model that a weight belongs to, and that servers may compute as one map: the attention of a layer
-    for `model.layers.0.self_attn.q_proj.weight`."""
+    """Return the part of a model that a weight belongs to; servers may fuse the weights of a part.
+
+    For `model.layers.0.self_attn.q_proj.weight` it is the layer's attention, `model.layers.0.self_attn`.
+    """
     return ".".join(name.split(".")[:-2]) or name
 
 
 def _copy_tensors(stream: WeightStream, make_room: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of their own, in memory of the processor, in the dtype that they travel in; each once there is room."""
+    """Yield copies in CPU memory, in the published dtype; make room for each before it is copied."""
     while (following := stream.peek()) is not None:
         name, tensor, dtype = following
         make_room(stream.next_nbytes())
@@ -137,36 +139,36 @@ def _copy_tensors(stream: WeightStream, make_room: Callable[[int], None]) -> Ite
 
 
 class _ShardWriter:
-    """Files of at most a bucket each: what is to stay, and after it the part that is coming in."""
+    """A writer of files of at most one bucket each: committed tensors, then the pending part."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory, self._max_bytes, self._count = directory, max_bytes, 0
         self._committed: dict[str, Tensor] = {}
         self.pending: dict[str, Tensor] = {}
-        """The part that is coming in, as far as no file has it."""
+        """The tensors of the current part that are not in a file yet."""
         self._pending_files: list[Path] = []
 
     def make_room(self, nbytes: int) -> None:
-        """Write what is held, if so much more does not fit in beside it."""
+        """Write the tensors in memory if `nbytes` more do not fit beside them."""
         if self._committed and self._size() + nbytes > self._max_bytes:
             self._save(self._committed)
         if self.pending and self._size() + nbytes > self._max_bytes:
             self._pending_files.append(self._save(self.pending))
 
     def commit(self) -> None:
-        """The part is to stay."""
+        """Keep the pending part."""
         self._committed |= self.pending
         self.pending.clear()
         self._pending_files.clear()
 
     def discard(self) -> None:
-        """The part is not to stay."""
+        """Drop the pending part, and remove its files."""
         self.pending.clear()
         while self._pending_files:
             self._pending_files.pop().unlink()
 
     def write(self) -> None:
-        """Write what is left of all that is to stay."""
+        """Write the committed tensors that are still in memory."""
         if self._committed:
             self._save(self._committed)
 
@@ -174,7 +176,7 @@ class _ShardWriter:
         return sum(tensor.nbytes for part in (self._committed, self.pending) for tensor in part.values())
 
     def _save(self, tensors: dict[str, Tensor]) -> Path:
-        """Write these, and let go of them."""
+        """Write these tensors to the next file, and release them."""
         self._count += 1
         path = self._directory / f"weights-{self._count:05d}.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})

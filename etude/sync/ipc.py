@@ -1,9 +1,9 @@
-"""Publishing between processes that share a GPU: through two buckets that CUDA lets the other process open.
+"""Publishing between processes that share a GPU: through two buckets opened by CUDA IPC handles.
 
-Nothing leaves the device: a bucket is filled by copies on the GPU, and the server copies from it on the GPU. What
-travels is the handle of the bucket, a few hundred bytes.
+No weight leaves the device: the trainer fills a bucket by copies on the GPU, and the server copies from it on the GPU.
+Only the bucket's handle, a few hundred bytes, is sent.
 
-    waits for      the trainer's own copies, before a bucket is shown to anybody
+    waits for      the trainer's own copies, before a bucket's handle is sent
     unblocked by   the device
 """
 
@@ -33,11 +33,11 @@ class IpcTransport:
     def __init__(
         self, bucket_bytes: int, dtype: torch.dtype | None = None, *, device: torch.device | None = None
     ) -> None:
-        """device: the GPU of the weights; by default the caller's, as another thread may have another."""
+        """device: the GPU of the weights; by default the caller's, because threads may differ in theirs."""
         if not torch.cuda.is_available():
             raise ConfigError(
                 "`weight_transport=ipc` shares memory of an NVIDIA GPU, and torch sees none here. On one machine "
-                "without a GPU take `weight_transport=shm`."
+                "without a GPU set `weight_transport=shm`."
             )
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
@@ -46,22 +46,22 @@ class IpcTransport:
         self._turn = 0
 
     def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _IpcBuckets:
-        """The weights, a bucket at a time."""
+        """Return the weights as a stream of buckets."""
         return _IpcBuckets(self, WeightStream(weights, self._dtype))
 
     async def connect(self, server: WeightReceiver) -> None:
-        """A handle needs no introduction."""
+        """Do nothing: servers need no connection."""
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """Nor a farewell."""
+        """Do nothing: servers have no connection."""
 
     def close(self) -> None:
-        """Give the device's memory back, when the others have let go of it."""
+        """Free the device's memory once the other processes have closed their handles."""
         self._buckets = [None, None]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def bucket(self, nbytes: int) -> Tensor:
-        """The bucket whose turn it is, with room for a tensor of this size."""
+        """Return the bucket whose turn it is, with room for a tensor of this size."""
         self._turn = 1 - self._turn
         held = self._buckets[self._turn]
         if held is None or held.nbytes < nbytes:
@@ -72,14 +72,14 @@ class IpcTransport:
 
 
 class _IpcBuckets:
-    """Buckets, filled one after the other."""
+    """A stream of buckets, filled alternately."""
 
     def __init__(self, transport: IpcTransport, stream: WeightStream) -> None:
         self._transport = transport
         self._stream = stream
 
     async def next(self) -> Bucket | None:
-        """The next bucket that is full."""
+        """Fill the next bucket and return it; None at the end."""
         filled = await asyncio.to_thread(self._fill)
         if filled is None:
             return None
@@ -115,19 +115,19 @@ def _view(bucket: Tensor, piece: TensorMeta) -> Tensor:
 
 
 def _handle(bucket: Tensor) -> Sequence[Any]:
-    """What torch needs to open the bucket: device, sizes, CUDA's handles and torch's count of who has it open."""
+    """Return torch's arguments to open the bucket: device, sizes, CUDA's handles and torch's reference counter."""
     _, arguments = reduce_tensor(bucket)  # type: ignore[no-untyped-call]
     device, shared, size, offset, _, counter, counter_offset, event, synced = arguments[6:]
     return device, size, shared, offset, counter, counter_offset, event, synced
 
 
 def _to_json(part: Any) -> Any:
-    """The same as JSON holds it."""
+    """Return the value as JSON; bytes become base 64."""
     return {"bytes": b64encode(part).decode()} if isinstance(part, bytes) else part
 
 
 def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: WeightReceiver) -> str:
-    """The pieces as torch hands tensors on a GPU to another process, in base 64."""
+    """Pickle the pieces as torch passes GPU tensors to another process, in base 64."""
     del server
     pickled = io.BytesIO()
     _GpuTensorPickler(pickled).dump([(piece.name, _view(bucket, piece)) for piece in pieces])
@@ -135,11 +135,10 @@ def _pickle_handles(bucket: Tensor, pieces: Sequence[TensorMeta], server: Weight
 
 
 class _GpuTensorPickler(ForkingPickler):
-    """Names the GPU of a tensor by what it is called everywhere, as SGLang does: a server that sees that one alone has
-    another number for it."""
+    """A pickler that names a tensor's GPU by its UUID, as SGLang does: the server may number the GPUs differently."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How each is made again where it is read."""
+        """Return the function and the arguments that rebuild the object where it is read."""
         if not isinstance(obj, Tensor):
             return NotImplemented
         rebuild, arguments = reduce_tensor(obj)  # type: ignore[no-untyped-call]

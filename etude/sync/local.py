@@ -1,9 +1,9 @@
-"""Publishing within one process: nothing is moved where nothing has to be.
+"""Publishing within one process: only weights in other memory are copied.
 
-An engine whose model shares its storage with the trainer's computes with the new weights already; it is told their
-version. Any other has one copy of its own, which it refreshes in place between two tokens, tensor by tensor: cast to
-the dtype that it computes in, and laid out as it holds them. No second copy is ever made: weights that are brought
-together as they are asked for are let go of one by one.
+An engine whose model shares storage with the trainer's already computes with the new weights; it receives only their
+version. Any other engine has one copy. It refreshes this copy in place between two tokens, tensor by tensor: cast to
+its own dtype, and in its own layout. There is never a second copy: weights that are gathered on request are released
+one by one.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ __all__ = ["LocalEngine", "LocalWeightSync"]
 
 
 class Weights(Protocol):
-    """What an engine computes with."""
+    """The weights that an engine computes with."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Each of them once, by its published name, as the tensor itself."""
+        """Return every weight once, by its published name, as the tensor itself."""
         ...
 
 
 class LocalEngine(Protocol):
-    """An engine in this process, as its carrier sees it."""
+    """An engine in this process, as `LocalWeightSync` uses it."""
 
     @property
     def model(self) -> Weights:
-        """What it computes with."""
+        """The model that it computes with."""
         ...
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Between two tokens, write these over its own and take their version; nothing cached under others is used
-        again. None at all where its own memory was written already.
+        """Overwrite the engine's weights between two tokens, and set their version.
 
-        If it fails halfway the engine is out of service until a swap that succeeds.
+        Caches computed under other weights are not used again. `weights` is empty where the engine's own memory holds
+        the new values already. If the update fails halfway, the engine is out of service until one that succeeds.
         """
         ...
 
@@ -54,11 +54,11 @@ class LocalWeightSync:
     async def publish(
         self, weights: Iterable[tuple[str, Tensor]], version: int, like: Iterable[tuple[str, Tensor]] | None = None
     ) -> Metrics:
-        """Bring the engine to these weights; returns the bytes that were written for it and the time it took.
+        """Update the engine to these weights; return the bytes written and the time taken.
 
-        Weights that do not fit are refused before anything is written. like: the tensors whose values they are, by the
-        same names, where they are made as they are asked for, on the engine's thread; otherwise all of them are taken
-        first.
+        Weights that do not fit are refused before anything is written.
+        like: the tensors that `weights` takes its values from, by the same names. With it, `weights` is read one tensor
+        at a time on the engine's thread; without it, all of `weights` is read first.
         """
         begun = time.perf_counter()
         if like is None:
@@ -69,7 +69,7 @@ class LocalWeightSync:
         return Metrics({"publish_bytes": Sum.of(written), "publish_ms": Sum.of(milliseconds)})
 
     def _bytes_to_write(self, published: dict[str, Tensor]) -> int:
-        """How many bytes of the engine's memory these weights are not in already."""
+        """Return the bytes of the engine's weights that do not share memory with the published ones."""
         held = dict(self._engine.model.named_weights())
         odd = sorted(held.keys() ^ published.keys())
         if odd:
@@ -88,5 +88,5 @@ class LocalWeightSync:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one: the same numbers at the same place, read the same way."""
+    """Return true if two tensors are the same memory, read with the same dtype and strides."""
     return (a.data_ptr(), a.dtype, a.device, a.stride()) == (b.data_ptr(), b.dtype, b.device, b.stride())

@@ -1,14 +1,14 @@
-"""Publishing to many replicas: all of them come to the same weights, and one that fails serves nobody.
+"""Publishing to many replicas: all of them get the same weights, and a replica that fails stops serving.
 
-    consumes       the trainer's weights, and replicas that serve the version before
-    produces       replicas that compute with exactly these, stamped with their version
-    waits for      requests under way, where they are to finish first; each answer of a server, at most `timeout`
+    consumes       the trainer's weights, and replicas that serve the previous version
+    produces       replicas that compute with exactly these weights, with their version set
+    waits for      running requests, if they are to finish first; each reply of a server, at most `timeout`
     unblocked by   the slowest replica, or its failure
 
-The first parcel is made before any replica is asked to stop, so weights that cannot be had leave everything as it was.
-From then on replicas fetch one parcel while the next is made. A replica that fails from there on is withdrawn: its
-weights may be a mixture. The others go on, and a later publish, which is always whole, brings it back. If none is left
-the publish fails and says what each of them said.
+The first bucket is built before any replica pauses, so a failure to get the weights changes nothing.
+After that, replicas load one bucket while the next is built. A replica that fails now is taken out of rotation, because
+its weights may be a mixture. The others go on. A later publish always sends all weights, and restores the replica. If
+no replica is left, the publish fails with every replica's error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from etude.sync.weights import WeightManifest
 __all__ = ["InFlightPolicy", "ReplicaWeightSync"]
 
 InFlightPolicy = Literal["finish", "continue"]
-"""What becomes of requests that are under way."""
+"""The treatment of running requests during a publish."""
 
 LOG = get_logger("sync")
 CLEANUP_TIMEOUT = 10.0
-"""Seconds for each of the last things that are asked of a server that failed."""
+"""Seconds for each of the last requests to a server that failed."""
 
 
 class ReplicaWeightSync:
@@ -60,10 +60,10 @@ class ReplicaWeightSync:
         self._last_version: int | None = None  # the version that was published last
         self._publish_lock = asyncio.Lock()
         self.failed: dict[str, str] = {}
-        """Who fell out of the publish that was last, by URL, and why."""
+        """The servers that failed in the last publish, by URL, with the reason."""
 
     def close(self) -> None:
-        """Let go of what the carrier holds."""
+        """Release the transport's resources."""
         self._transport.close()
 
     async def publish(
@@ -74,10 +74,11 @@ class ReplicaWeightSync:
         *,
         restarted: Sequence[WeightReceiver] = (),
     ) -> Metrics:
-        """Bring replicas to these weights, by default all of them; returns the bytes that travelled, the time it took,
-        for how much of it nothing was sampled, and how many replicas were withdrawn.
+        """Update replicas to these weights, by default all of them.
 
-        anew: those that were started again, and know nothing of what was carried to them before.
+        Return the bytes sent, the time taken, the part of it in which sampling was paused, and the number of replicas
+        that failed.
+        restarted: servers that were started again; they have no connection and none of the earlier weights.
         """
         async with self._publish_lock:
             targets = self._servers if servers is None else tuple(servers)
@@ -121,7 +122,7 @@ class ReplicaWeightSync:
         )
 
     async def _pause_server(self, server: WeightReceiver) -> None:
-        """Have it stop as configured, and be ready to bring it something."""
+        """Take a server out of rotation, connect to it, and pause it as configured."""
         server.withdraw()
         await self._transport.connect(server)
         if self._running == "finish":
@@ -129,7 +130,7 @@ class ReplicaWeightSync:
         await get_weight_update_endpoints(server).pause(server)
 
     async def _send_buckets(self, publish_round: _PublishRound, buckets: BucketStream) -> int:
-        """Have all of them fetch every parcel, the next of which is made meanwhile; returns the bytes of them all."""
+        """Have all servers load every bucket, building the next one meanwhile; return the bytes of all buckets."""
         bucket = await buckets.next()
         written = 0
         while bucket is not None:
@@ -146,26 +147,28 @@ class ReplicaWeightSync:
 
 
 class _PrefetchedBuckets:
-    """Parcels, the first of which is made before anybody asks for it. It is held no longer than until then: beside the
-    one that is fetched and the one that is made there is to be no third."""
+    """A stream of buckets whose first one is built early.
+
+    It is released when it is returned: besides the bucket being loaded and the one being built there must be no third.
+    """
 
     def __init__(self, buckets: BucketStream) -> None:
         self._buckets = buckets
         self._first: Bucket | None = None
 
     async def prefetch(self) -> None:
-        """Make the first."""
+        """Build the first bucket."""
         self._first = await self._buckets.next()
-        assert self._first is not None, "a plan refuses to publish nothing"
+        assert self._first is not None, "a manifest refuses to publish nothing"
 
     async def next(self) -> Bucket | None:
-        """The next one; none at the end."""
+        """Return the next bucket; None at the end."""
         first, self._first = self._first, None
         return first or await self._buckets.next()
 
 
 class _PublishRound:
-    """One publish under way: who still goes, and who fell out and why."""
+    """One running publish: the servers still active, and those that failed, with the reason."""
 
     def __init__(self, servers: tuple[WeightReceiver, ...], transport: WeightTransport, timeout: float) -> None:
         self.active = list(servers)
@@ -174,7 +177,7 @@ class _PublishRound:
         self._timeout = timeout
 
     async def run_step(self, step: Callable[[WeightReceiver], Coroutine[Any, Any, None]]) -> None:
-        """Take a step with all that still go; who fails falls out. If none is left that is an error."""
+        """Run a step for all active servers; exclude those that fail. Raise an error if none is left."""
         going = list(self.active)
         done = await asyncio.gather(
             *(self._with_timeout(server, step(server)) for server in going), return_exceptions=True
@@ -186,12 +189,12 @@ class _PublishRound:
         await asyncio.gather(*(self._exclude(server, error) for server, error in failed))
         if not self.active:
             raise EngineError(
-                "No engine was brought to the new weights, and all are out of rotation. "
+                "No engine got the new weights, and all are out of rotation. "
                 + " ".join(f"{url}: {message}" for url, message in self.failed.items())
             )
 
     async def send_bucket(self, bucket: Bucket) -> None:
-        """Have all that still go fetch a parcel; one with nothing in it holds what did not change."""
+        """Have all active servers load a bucket; a bucket without pieces means that nothing changed."""
         if not bucket.pieces:
             return
 
@@ -203,13 +206,13 @@ class _PublishRound:
                 async with asyncio.TaskGroup() as both:
                     both.create_task(get_weight_update_endpoints(server).load(server, bucket))
                     both.create_task(bucket.send(server))
-            except* (EtudeError, OSError, RuntimeError) as ends:  # either end may say what went wrong, or both
+            except* (EtudeError, OSError, RuntimeError) as ends:  # the server, the sender or both may fail
                 raise EngineError(" ".join(str(error) for error in ends.exceptions)) from ends
 
         await self.run_step(step)
 
     async def fail_all(self, error: BaseException) -> None:
-        """Nobody knows what these compute with."""
+        """Exclude all active servers: their weights are unknown."""
         why = EngineError(f"The publish was given up half-way: {str(error) or type(error).__name__}")
         await asyncio.gather(*(self._exclude(server, why) for server in list(self.active)))
 
@@ -219,13 +222,15 @@ class _PublishRound:
                 await step
         except TimeoutError as error:
             raise EngineError(
-                f"{server.url} took more than {self._timeout:g} s for a part of the update. Is it alive? If it is "
-                f"only slow, raise `timeout`."
+                f"{server.url} took more than {self._timeout:g} s for one step of the update. Check that it is alive. "
+                f"If it is only slow, raise `timeout`."
             ) from error
 
     async def _exclude(self, server: WeightReceiver, error: BaseException) -> None:
-        """Leave it out of rotation. What is under way there ends, before it could go on with a mixture; where that was
-        not heard, it stays stopped."""
+        """Take a server out of rotation and end its running requests, so that none continues with mixed weights.
+
+        A server that does not answer stays paused.
+        """
         self.active.remove(server)
         self.failed[server.url] = str(error) or type(error).__name__
         server.withdraw()

@@ -1,12 +1,11 @@
-"""Two buckets of shared memory: one is read by the engines while the other is filled.
+"""Two buckets of shared memory: the engines read one while the other is filled.
 
     consumes       a stream of tensors
-    produces       buckets that any process of this machine may map by the name of their file
-    waits for      nothing: whoever fills a slot again has waited for those who read it
+    produces       buckets that any process of this machine can map by file name
+    waits for      nothing: the caller waits for the readers before it fills a bucket again
 
-Both are held for as long as weights are published, so a publish allocates nothing. A slot grows where a single tensor
-is larger than it. The files go when their holder closes them, and, should it be killed, by the small manager process
-that torch keeps for its shared files.
+Both buckets stay allocated between publishes, so a publish allocates nothing. A bucket grows if a single tensor is
+larger. Closing removes the files; if the owner is killed, torch's manager process for shared files removes them.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryHandle:
-    """Where another process finds a slot's bytes."""
+    """The location of a bucket's bytes, for another process."""
 
     manager: bytes
-    """The socket of torch's manager of shared files, for who maps it through torch."""
+    """The socket of torch's manager of shared files, for readers that map the file through torch."""
     handle: bytes
     """The name that torch gives the file."""
     nbytes: int
-    """The size of the slot."""
+    """The size of the bucket."""
     base: int
-    """Where in the file it begins: torch keeps a count of its readers before it."""
+    """The offset of the bucket in the file: torch stores its reader count before it."""
 
     @property
     def path(self) -> str:
-        """The file, for who maps it without torch's manager."""
+        """The path of the file, for readers that map it without torch's manager."""
         return str(SHARED_MEMORY / self.handle.decode().lstrip("/"))
 
 
 class SharedBucket:
-    """One bucket."""
+    """One bucket of shared memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._storage: Any = None
@@ -56,12 +55,14 @@ class SharedBucket:
 
     @property
     def capacity(self) -> int:
-        """How many bytes it has."""
+        """The size of the bucket in bytes."""
         return self._bytes.nbytes
 
     def fill(self, stream: WeightStream) -> list[TensorMeta]:
-        """Write tensors end to end, cast to the dtype that they travel in, until the next no longer fits or all are
-        written; returns what lies where, and nothing at the end."""
+        """Write tensors end to end, cast to the published dtype, until the next does not fit or none is left.
+
+        Return the name, dtype, shape and offset of each; an empty list at the end.
+        """
         if not stream.next_nbytes():
             return []
         self._ensure_capacity(max(self._min_bytes, _round_up(stream.next_nbytes())))
@@ -78,22 +79,22 @@ class SharedBucket:
         return pieces
 
     def get_handle(self) -> SharedMemoryHandle:
-        """Where others find it."""
+        """Return the handle by which other processes map the bucket."""
         manager, handle, nbytes = self._storage._share_filename_cpu_()
         file = SHARED_MEMORY / handle.decode().lstrip("/")
         return SharedMemoryHandle(manager, handle, nbytes, file.stat().st_size - nbytes)
 
     def add_readers(self, readers: int) -> None:
-        """Count readers that will map it through torch: each takes itself off the count when it has mapped it."""
+        """Raise torch's reference count for readers to come; each lowers it once it has mapped the bucket."""
         for _ in range(readers):
             self._storage._shared_incref()
 
     def close(self) -> None:
-        """Give the memory back. Whoever has it mapped through torch keeps it, and the file goes with the last."""
+        """Free the memory. Readers that mapped it through torch keep it; the last one removes the file."""
         self._storage, self._bytes = None, torch.empty(0, dtype=torch.uint8)
 
     def _ensure_capacity(self, nbytes: int) -> None:
-        """Have at least so many bytes, in a new file where the old one is too small."""
+        """Ensure a size of at least `nbytes`, in a new file if the old one is too small."""
         if self.capacity >= nbytes:
             return
         self.close()
@@ -109,7 +110,7 @@ class SharedBucket:
 
 
 class DoubleBuffer:
-    """The two of them, in turn."""
+    """Two buckets, used in turn."""
 
     def __init__(self, nbytes: int) -> None:
         self._slots = (SharedBucket(nbytes), SharedBucket(nbytes))
@@ -117,16 +118,16 @@ class DoubleBuffer:
 
     @property
     def capacity(self) -> int:
-        """How many bytes both have."""
+        """The size of both buckets in bytes."""
         return sum(slot.capacity for slot in self._slots)
 
     def next(self) -> SharedBucket:
-        """The one whose turn it is."""
+        """Return the bucket whose turn it is."""
         self._turn = 1 - self._turn
         return self._slots[self._turn]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory of both."""
         for slot in self._slots:
             slot.close()
 

@@ -1,10 +1,10 @@
-"""Publishing within one machine: through two buckets of shared memory, and no byte over a socket.
+"""Publishing within one machine: through two buckets of shared memory, with no weights over a socket.
 
-    trainer ──copy──► │ slot 0 │ ──copy──► replica's own weights
-                      │ slot 1 │ is filled meanwhile, and then they change places
+    trainer ──copy──► │ bucket 0 │ ──copy──► replica's own weights
+                      │ bucket 1 │ is filled meanwhile, and then they swap
 
-vLLM's plug-in maps the file. SGLang takes torch's handles of it, in the pickle that its endpoint for tensors expects:
-it reads only what torch itself makes of shared tensors, so the pickle is spelled out here, without a tensor in it.
+vLLM's plug-in maps the file. SGLang takes torch's handles, in the pickle that its endpoint for tensors expects.
+That endpoint accepts only torch's own form of shared tensors, so this module writes that form without real tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ShmTransport"]
 
 
 class ShmTransport:
-    """A `WeightTransport` to servers of this machine."""
+    """A `WeightTransport` to servers on this machine."""
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> None:
         self._slots = DoubleBuffer(bucket_bytes)
@@ -38,33 +38,33 @@ class ShmTransport:
 
     @property
     def held_bytes(self) -> int:
-        """What it holds between publishes, and at most in one: both slots."""
+        """The bytes that it holds, between publishes and during one: both buckets."""
         return self._slots.capacity
 
     def buckets(self, weights: Iterable[tuple[str, Tensor]], _whole: bool, /) -> _ShmBuckets:
-        """The weights, a slot at a time."""
+        """Return the weights as a stream of buckets."""
         return _ShmBuckets(self._slots, WeightStream(weights, self._dtype))
 
     async def connect(self, server: WeightReceiver) -> None:
-        """A file needs no introduction."""
+        """Do nothing: servers need no connection."""
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """Nor a farewell."""
+        """Do nothing: servers have no connection."""
 
     def close(self) -> None:
-        """Give the shared memory back."""
+        """Free the shared memory."""
         self._slots.close()
 
 
 class _ShmBuckets:
-    """Slots, filled one after the other."""
+    """A stream of buckets, filled alternately."""
 
     def __init__(self, slots: DoubleBuffer, stream: WeightStream) -> None:
         self._slots = slots
         self._stream = stream
 
     async def next(self) -> Bucket | None:
-        """The next slot that is full."""
+        """Fill the next bucket and return it; None at the end."""
         slot = self._slots.next()
         pieces = await asyncio.to_thread(slot.fill, self._stream)
         if not pieces:
@@ -79,7 +79,7 @@ class _ShmBuckets:
 def _pickle_handles(
     slot: SharedBucket, handle: SharedMemoryHandle, pieces: Sequence[TensorMeta], server: WeightReceiver
 ) -> str:
-    """The pieces as torch hands shared tensors over, in base 64; each rank of the server will map the slot once."""
+    """Pickle the pieces as torch passes shared tensors, in base 64; each rank of the server maps the bucket once."""
     slot.add_readers(server.ranks)
     storage = _StorageStub(handle)
     pickled = io.BytesIO()
@@ -89,14 +89,14 @@ def _pickle_handles(
 
 @dataclass(frozen=True, eq=False)
 class _StorageStub:
-    """Stands for the slot's storage."""
+    """A stub for the bucket's storage."""
 
     handle: SharedMemoryHandle
 
 
 @dataclass(frozen=True, eq=False)
 class _TypedStorageStub:
-    """Stands for the storage, read as one dtype."""
+    """A stub for the storage, read as one dtype."""
 
     storage: _StorageStub
     dtype: torch.dtype
@@ -104,17 +104,17 @@ class _TypedStorageStub:
 
 @dataclass(frozen=True, eq=False)
 class _TensorStub:
-    """Stands for a tensor in the storage."""
+    """A stub for a tensor in the storage."""
 
     storage: _StorageStub
     piece: TensorMeta
 
 
 class _SharedTensorPickler(pickle.Pickler):
-    """Writes, for what stands for a shared tensor, what torch writes for the tensor itself."""
+    """A pickler that writes each stub as torch writes the shared tensor or storage itself."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How each is made again where it is read."""
+        """Return the function and the arguments that rebuild the object where it is read."""
         if isinstance(obj, _StorageStub):
             place = obj.handle
             made = (torch.UntypedStorage, place.manager, place.handle, place.nbytes)

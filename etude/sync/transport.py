@@ -1,4 +1,4 @@
-"""What a carrier asks of an engine that is a server, and what it hands over."""
+"""The protocols between a weight transport and the servers that receive weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from etude.sync.weights import TensorMeta
 __all__ = ["Bucket", "BucketKind", "BucketStream", "NamedBackend", "WeightReceiver", "WeightTransport"]
 
 BucketKind = Literal["shm", "disk", "group", "ipc"]
-"""How the bytes of a parcel reach a server."""
+"""The way that the bytes of a bucket reach a server."""
 
 
 class NamedBackend(Protocol):
-    """What kind of server it is."""
+    """The kind of a server."""
 
     @property
     def name(self) -> str:
@@ -26,84 +26,84 @@ class NamedBackend(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One replica behind a URL, as a carrier sees it. It may be several processes, one for each of its ranks."""
+    """One replica behind a URL, as a transport uses it. It may be several processes, one for each of its ranks."""
 
     url: str
     ranks: int
-    """How many processes of it hold a share of the weights."""
+    """The number of its processes that hold a share of the weights."""
     version: int
     """The policy version of the weights it holds."""
 
     @property
     def backend(self) -> NamedBackend:
-        """Whose endpoints it has."""
+        """The server kind, which decides its endpoints."""
         ...
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Ask one of its endpoints; a refusal is an error of ours that repeats what it said."""
+        """Send a request to one of its endpoints; a refusal raises an Etude error with the server's message."""
         ...
 
     async def abort(self) -> None:
-        """End all that is under way: every waiting call returns what it has."""
+        """End all running requests: every waiting call returns its tokens so far."""
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         ...
 
     async def drain(self) -> None:
-        """Wait until nothing is under way there."""
+        """Wait until no request is running there."""
         ...
 
     def withdraw(self) -> None:
-        """Take it out of rotation: nothing new is asked of it until it is stamped."""
+        """Take it out of rotation: it gets no new requests until `set_version`."""
         ...
 
     async def set_version(self, version: int) -> None:
-        """It computes with the weights of this version from now on, and is in rotation."""
+        """Record that it computes with the weights of this version from now on, and put it into rotation."""
         ...
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of the weights, ready to be fetched."""
+    """Some of the weights, ready to be loaded."""
 
     kind: BucketKind
     pieces: tuple[TensorMeta, ...]
     where: Mapping[str, Any] = field(default_factory=dict)
-    """What a server needs to find them, as JSON."""
+    """The location of the weights for a server, as JSON."""
     tensor_handles: Callable[[WeightReceiver], str] | None = None
-    """The same as torch's own handles, in base 64, for a server that takes those."""
+    """Build torch's own handles of the weights, in base 64, for a server that takes those."""
     send: Callable[[WeightReceiver], Coroutine[Any, Any, None]] | None = None
-    """What the sender does while the server fetches."""
+    """The sender's action while the server receives, for a broadcast."""
 
 
 class WeightTransport(Protocol):
     """One way of bringing bytes to servers."""
 
     def buckets(self, weights: Iterable[tuple[str, Tensor]], whole: bool, /) -> BucketStream:
-        """The weights in parcels. Asking for one more says that all but the newest have been fetched.
+        """Return the weights as a stream of buckets. A call of `next` means that all but the newest have been loaded.
 
-        whole: not every server has what was published last, so what did not change since must come too.
+        whole: not every server has the last published weights, so the unchanged ones must be sent too.
         """
         ...
 
     async def connect(self, server: WeightReceiver) -> None:
-        """Prepare to bring weights to a server; nothing happens where that was done."""
+        """Prepare to bring weights to a server; do nothing if it is connected."""
         ...
 
     def disconnect(self, server: WeightReceiver) -> None:
-        """Forget a server that failed: the next `join` begins anew."""
+        """Forget a server that failed: the next `connect` starts from nothing."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 
 class BucketStream(Protocol):
-    """Parcels, made one at a time."""
+    """Buckets, built one at a time."""
 
     async def next(self) -> Bucket | None:
-        """The next one; none at the end."""
+        """Return the next bucket; None at the end."""
         ...

@@ -1,8 +1,8 @@
-"""Putting the plug-in within a vLLM server's reach, whichever Python serves.
+"""Making the plug-in available to a vLLM server, for any Python that runs the server.
 
-The plug-in is a distribution of its own, for whoever starts servers by hand and installs it into their environment. For
-a server that Etude starts, the same files are laid out as an installer would, in a folder of their own that goes into
-the server's PYTHONPATH: nobody's environment is changed.
+The plug-in is a separate distribution: users who start servers by hand install it into the servers' environment. For a
+server that Etude starts, this module writes the same files to a directory, laid out as an installer would. The server
+gets this directory in its PYTHONPATH, so no environment is changed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ __all__ = ["PACKAGE", "install_plugin"]
 PACKAGE = "etude_vllm_weights"
 _THIS_FILE = Path(__file__).resolve()
 _SOURCES = (_THIS_FILE.parents[2] / "plugins" / "vllm_weights" / PACKAGE, _THIS_FILE.with_name(PACKAGE))
-"""Where it is: in the repository, and in an installed Etude."""
+"""The places of the plug-in: in the repository, and in an installed Etude."""
 
 
 def install_plugin(cache: Path) -> Path:
-    """The folder for PYTHONPATH, below `cache`: the one that is there, or one written now. Another plug-in gets another
-    folder."""
+    """Return the directory for PYTHONPATH, below `cache`; write it if it is missing.
+
+    Its name holds a hash of the plug-in's files, so another version gets another directory.
+    """
     source = next((path for path in _SOURCES if path.is_dir()), None)
     if source is None:
-        raise EngineError(f"Etude's plug-in for vLLM is not there: {_SOURCES[1]} is missing. Install Etude anew.")
+        raise EngineError(f"Etude's plug-in for vLLM was not found: {_SOURCES[1]} is missing. Reinstall Etude.")
     files = sorted(source.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
     made = cache / f"{PACKAGE}-{digest}"
     if not made.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{made.name}.", dir=cache) as own:  # others may write the same just now
+        with TemporaryDirectory(prefix=f".{made.name}.", dir=cache) as own:  # other processes may write the same now
             draft = Path(own) / made.name
             _write(draft, files)
             try:
@@ -46,7 +48,7 @@ def install_plugin(cache: Path) -> Path:
 
 
 def _write(draft: Path, files: Sequence[Path]) -> None:
-    """Lay these files out as a distribution."""
+    """Write these files in the layout of an installed distribution."""
     (draft / PACKAGE).mkdir(parents=True)
     for file in files:
         shutil.copyfile(file, draft / PACKAGE / file.name)

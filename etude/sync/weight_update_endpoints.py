@@ -1,8 +1,8 @@
-"""How the servers speak of weights: the endpoints that begin, carry and finish an update, and tell the version.
+"""The servers' endpoints for weights: they begin, load and finish an update.
 
-Both know sessions. vLLM's are answered by the plug-in of `plugins/vllm_weights`, which fetches every kind of parcel;
-SGLang has an endpoint of its own for each kind. Whatever a server has kept of old weights' attention is dropped before
-the update counts as done, and requests that wait in a pause compute their own anew.
+Both kinds of server have update sessions. For vLLM the plug-in of `plugins/vllm_weights` serves every kind of bucket;
+SGLang has a separate endpoint for each kind. The prefix cache of the old weights is dropped before an update counts as
+done. Requests that wait in a pause recompute their own KV cache.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["WeightUpdateEndpoints", "get_weight_update_endpoints"]
 
 
 class WeightUpdateEndpoints:
-    """How one kind of server is brought to other weights."""
+    """The weight update of one kind of server."""
 
     async def pause(self, server: WeightReceiver) -> None:
-        """Stop between two tokens; what is under way stays, and computes what it had attended to anew afterwards."""
+        """Pause between two tokens; running requests stay, and recompute their KV cache afterwards."""
         raise NotImplementedError
 
     async def begin_update(self, server: WeightReceiver) -> None:
@@ -29,15 +29,15 @@ class WeightUpdateEndpoints:
         raise NotImplementedError
 
     async def load(self, server: WeightReceiver, bucket: Bucket) -> None:
-        """Have it fetch a parcel and write it over its own."""
+        """Have the server load a bucket over its own weights."""
         raise NotImplementedError
 
     async def finish_update(self, server: WeightReceiver) -> None:
-        """Close the session: what was packed is packed anew, and what was cached is dropped."""
+        """Close the session: the server repacks packed weights and drops its caches."""
         raise NotImplementedError
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
-        """Have all its ranks join a process group that the sender is the first of."""
+        """Have all ranks of the server join a process group in which the sender is rank 0."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class VllmWeightUpdateEndpoints(WeightUpdateEndpoints):
         try:
             await server.post("/start_weight_update", {})
         except EtudeError:
-            with suppress(EtudeError):  # it may be that nothing was open, and something else is wrong
+            with suppress(EtudeError):  # no session may be open, and the failure another
                 await server.post("/finish_weight_update", {})
             await server.post("/start_weight_update", {})
 
@@ -87,7 +87,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
 
     async def finish_update(self, server: WeightReceiver) -> None:
         await _post_checked(server, "/end_weight_update", {})
-        await server.post("/flush_cache", {})  # with a time to wait it would wait for those whom the pause holds
+        await server.post("/flush_cache", {})  # no wait time: it would wait for paused requests
 
     async def join_group(self, server: WeightReceiver, group: Mapping[str, Any]) -> None:
         request = {
@@ -104,7 +104,7 @@ class SglangWeightUpdateEndpoints(WeightUpdateEndpoints):
 
 
 def _as_tensor_handles(server: WeightReceiver, bucket: Bucket) -> tuple[str, dict[str, Any]]:
-    assert bucket.tensor_handles is not None, f"a {bucket.kind} parcel comes with handles"
+    assert bucket.tensor_handles is not None, f"a {bucket.kind} bucket comes with handles"
     handles = bucket.tensor_handles(server)
     return "/update_weights_from_tensor", {
         "serialized_named_tensors": [handles] * server.ranks,
@@ -139,18 +139,18 @@ _WEIGHT_UPDATERS: Mapping[str, WeightUpdateEndpoints] = {
 
 
 def get_weight_update_endpoints(server: WeightReceiver) -> WeightUpdateEndpoints:
-    """How this server is spoken to."""
+    """Return the weight update endpoints of this kind of server."""
     name = server.backend.name
     if name not in _WEIGHT_UPDATERS:
         raise UnknownChoiceError(
-            f"Weights cannot be brought to {server.url}: it speaks '{name}', and carriers speak "
+            f"Weights cannot be published to {server.url}: its kind is '{name}', and Etude supports "
             f"{' and '.join(_WEIGHT_UPDATERS)}."
         )
     return _WEIGHT_UPDATERS[name]
 
 
 async def _post_checked(server: WeightReceiver, path: str, body: Mapping[str, Any]) -> None:
-    """Ask, and take an answer that says it was without success for what it is."""
+    """Send a request, and raise an error if the reply says `success: false`."""
     reply = await server.post(path, body)
     if isinstance(reply, Mapping) and reply.get("success") is False:
         raise EngineError(f"{server.url} answered {path} without success: {reply.get('message', reply)}")

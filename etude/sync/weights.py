@@ -1,14 +1,14 @@
-"""What is published: which tensors, in which order, and how they lie in a bucket.
+"""The content of a publish: its tensors, their order, and their layout in a bucket.
 
-The names are those of the model's files in the Hugging Face layout, and each tensor is whole: a server fuses maps that
-it computes as one, ties what the configuration ties and keeps its own share of each, just as it does when it loads a
-file. So there is one layout on the way, whatever the trainer's ranks and the server's ranks are. A tensor that a
-trainer holds in shards is gathered when its turn comes, and let go of when it lies in its bucket.
+Names are those of the model's files in the Hugging Face layout, and each tensor is whole. As when it loads a file, a
+server fuses linear maps, ties weights that the configuration ties, and keeps its own share of each tensor.
+So there is one layout in transit, for any number of trainer ranks and server ranks.
+A tensor that the trainer holds in shards is gathered when its turn comes, and released once it is in its bucket.
 
     weights ──► gathered, cast ──► │ q │ k │ v │ o │…  │   a bucket: tensors end to end, each at a multiple of 64 bytes
                                    │ gate │ up │ down │    a tensor is never cut in two
 
-The first publish maps names to shapes, and every later one must bring the same.
+The first publish fixes names and shapes; every later one must have the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-"""Bytes: each tensor begins at a multiple, so that any dtype may be read in place."""
+"""Bytes: each tensor begins at a multiple of this, so that any dtype can be read in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The size of the tensor in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return prod(self.shape) * dtype.itemsize
 
 
 class WeightManifest:
-    """Which tensors one model's publishes bring: learned from the first whole one, and held to by those after it."""
+    """The names and shapes of a model's published tensors: set by the first complete publish, checked by later ones."""
 
     def __init__(self) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -63,11 +63,11 @@ class WeightManifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order that they are published in."""
+        """The names, in the order of publishing."""
         return tuple(self._shapes)
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, each held to the plan as it passes, and all of them at the end."""
+        """Yield the same weights; check each against the manifest, and at the end that none is missing."""
         seen: dict[str, tuple[int, ...]] = {}
         for name, tensor in weights:
             shape = tuple(tensor.shape)
@@ -93,7 +93,7 @@ class WeightManifest:
 
 
 class WeightStream:
-    """Weights on their way, one tensor at a time, and one that may be looked at before it is taken."""
+    """A stream of weights, one tensor at a time, with a look at the next one."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
         self._weights = iter(weights)
@@ -102,7 +102,7 @@ class WeightStream:
         self._ended = False
 
     def peek(self) -> tuple[str, Tensor, torch.dtype] | None:
-        """The next tensor as it is held, and the dtype that it travels in; none at the end."""
+        """Return the next name, its tensor as the trainer holds it, and the published dtype; None at the end."""
         if self._next is None and not self._ended:
             self._next = next(self._weights, None)
             self._ended = self._next is None
@@ -112,28 +112,31 @@ class WeightStream:
         return name, tensor, self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def advance(self) -> None:
-        """Let go of the tensor that was looked at."""
+        """Release the current tensor and move to the next."""
         self._next = None
 
     def next_nbytes(self) -> int:
-        """What the next one takes; 0 at the end."""
+        """Return the bytes of the next tensor in the published dtype; 0 at the end."""
         following = self.peek()
         return 0 if following is None else following[1].numel() * following[2].itemsize
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that ranks hold in shards; any other as it is. Ranks that share it ask together."""
+    """Gather a tensor that ranks hold in shards; return any other as it is. All ranks that share it must call this."""
     gather = getattr(tensor.detach(), "full_tensor", None)
     full: Tensor = tensor.detach() if gather is None else gather()
     return full
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How both sides call a dtype: `bfloat16`."""
+    """Return the name of a dtype that both sides use, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def assign_replicas(replicas: int, ranks: int, rank: int) -> range:
-    """Which replicas a trainer's rank brings the weights to: they are dealt in turn, so that ranks of several machines
-    send at the same time. Every rank gathers, and one without a replica only gathers."""
+    """Return the replicas that a trainer's rank sends weights to.
+
+    They are assigned in turn, so that ranks of several machines send at the same time. Every rank gathers; a rank
+    without a replica only gathers.
+    """
     return range(rank, replicas, ranks)

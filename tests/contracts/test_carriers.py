@@ -195,7 +195,7 @@ def test_a_failure_in_the_middle_takes_a_server_out_until_the_next_publish(world
     fleet = world.fleet(name, delta=name == "disk")
     world.publish(fleet, FIRST)
     world.server.breaks = ("/update_weights", 1 if name == "shm" else 0)
-    with pytest.raises(EngineError, match="No engine was brought to the new weights"):
+    with pytest.raises(EngineError, match="No engine got the new weights"):
         world.publish(fleet, SECOND)
     world.server.breaks = None
     assert world.server.withdrawn

@@ -66,7 +66,7 @@ def test_there_must_be_servers_that_can_be_spoken_to(tmp_path: Path) -> None:
         build_weight_sync([], SyncConfig(), tmp_path)
     stranger = Served("vllm", "http://127.0.0.1:9", None, tmp_path)
     stranger.backend.name = "tgi"
-    with pytest.raises(UnknownChoiceError, match="'tgi', and carriers speak vllm and sglang"):
+    with pytest.raises(UnknownChoiceError, match="'tgi', and Etude supports vllm and sglang"):
         build_weight_sync([stranger], SyncConfig(), tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_servers_that_hang_cost_a_publish_no_more_than_one_does(
             build_weight_sync([ServerClient(url, VllmBackend()) for url in urls], config, tmp_path),
             time.monotonic(),
         )
-        with pytest.raises(EngineError, match="No engine was brought to the new weights"):
+        with pytest.raises(EngineError, match="No engine got the new weights"):
             await published.publish([("model.a.weight", torch.ones(4, 4))], 1)
         return time.monotonic() - begun
 
