@@ -1,4 +1,4 @@
-"""Every advantage, loss, KL form and correction, a page for each family, and the `AlgorithmConfig` that joins them."""
+"""All advantages, losses, KL terms and corrections, a module for each family, and `AlgorithmConfig` that joins them."""
 
 from __future__ import annotations
 

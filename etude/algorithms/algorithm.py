@@ -1,11 +1,11 @@
-"""The algorithm of a run, whole: which estimator, which loss, which KL, which corrections, and the order they act in.
+"""The complete algorithm of a run: its estimator, loss, KL term and corrections, and the order they act in.
 
-    rollouts ──► estimate ──► update batches ──► objective ──► gradient
+    rollouts ──► estimate ──► update batches ──► compute_loss ──► gradient
                  once a step,                    once a micro-batch,
                  over all rollouts               denominators of the update batch
 
-A run's configuration *is* an `AlgorithmConfig` (it adds the model, the data and the rest), so that what a test flips
-here is what a run trains with.
+A run's configuration *is* an `AlgorithmConfig`: it adds the model, the data and the rest. So a run trains with exactly
+what a test of this class checks.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class EstimatedBatch:
 
     batch: Batch
     state: AlgorithmState
-    """What this step's updates are made under: pass it to `compute_loss`."""
+    """The state of this step's updates: pass it to `compute_loss`."""
     next_state: AlgorithmState
-    """What the next step starts from: pass it to the next `estimate`."""
+    """The state that the next step starts from: pass it to the next `estimate`."""
     metrics: Metrics
 
 
@@ -86,20 +86,20 @@ class AlgorithmConfig(Config):
             )
         if self.correction.policies == "two" and {"old_logp", "behavior_logp"} <= self.loss.required_columns():
             raise ConfigError(
-                "This loss compares π_old with the sampler, and `correction.policies=two` makes them one, so that "
-                "it would do nothing of its own. Set `correction.policies=three`, or choose another loss."
+                "This loss compares π_old with the sampler. `correction.policies=two` makes them one, so the loss "
+                "would correct nothing. Set `correction.policies=three`, or choose another loss."
             )
         if self.correction.policies == "two" and "sum_pi_squared" in self.advantage.required_columns():
             raise ConfigError(
                 "This advantage compares π_old's probability of a token with Σπ_old² over the vocabulary. With "
-                "`correction.policies=two` the first would be the sampler's, and the second the trainer's, which only "
-                "the pass tells that `two` leaves out. Set `correction.policies=three`, or choose another advantage."
+                "`correction.policies=two` the first is the sampler's and the second the trainer's. Σπ_old² also needs "
+                "the forward pass that `two` leaves out. Set `correction.policies=three`, or choose another advantage."
             )
         if weighs and self.correction.level not in self.loss.weight_levels:
             allowed = " or ".join(sorted(self.loss.weight_levels)) or "none"
             raise ConfigError(
-                f"This loss is one number a rollout, and takes weights of level {allowed}; `correction.level` is "
-                f"`{self.correction.level}`. Set `correction.level=sequence`, or choose a loss of tokens."
+                f"This loss has one number for each rollout, and takes weights of level {allowed}; `correction.level` "
+                f"is `{self.correction.level}`. Set `correction.level=sequence`, or choose a token-level loss."
             )
         read = (
             self.advantage.required_columns()
@@ -108,19 +108,19 @@ class AlgorithmConfig(Config):
         )
         if self.correction.policies == "two" and "old_logp" not in read:
             raise ConfigError(
-                "`correction.policies=two` lets μ stand in for π_old, and nothing here reads π_old, so that it would "
-                "change nothing. Leave it at `three`: no forward pass is made for a column that nothing needs."
+                "`correction.policies=two` replaces π_old by μ. Nothing here reads π_old, so it would change nothing. "
+                "Leave it at `three`: no forward pass is made for a column that nothing needs."
             )
         judged = "reward" in self.advantage.required_columns()
         if not judged and (self.overlong is not None or (self.kl is not None and self.kl.in_reward)):
             option = "`overlong`" if self.overlong is not None else "`kl=in_reward`"
             raise ConfigError(
-                f"This advantage does not read the reward, which is all that {option} changes. Leave it out, or choose "
+                f"This advantage does not read the reward, and {option} changes nothing else. Leave it out, or choose "
                 f"an advantage that compares rewards, such as `grpo`."
             )
         if self.kl is not None and self.kl.in_reward and isinstance(self.advantage, MaxRL):
             raise ConfigError(
-                "`advantage=maxrl` needs rewards of at least 0, and `kl=in_reward` takes from them. Choose "
+                "`advantage=maxrl` needs rewards of at least 0, and `kl=in_reward` can make them negative. Choose "
                 "`kl=reverse`, or another advantage."
             )
         if self.kl is not None and self.loss.reduction not in self.kl.reductions:
@@ -135,7 +135,7 @@ class AlgorithmConfig(Config):
         return [] if self.kl is None else list_warnings(self.kl, self.advantage)
 
     def required_columns(self) -> frozenset[str]:
-        """Every batch column that `estimate` and `compute_loss` read besides those that `estimate` fills."""
+        """Return every batch column that `estimate` and `compute_loss` read, except those that `estimate` fills."""
         filled = {"advantage", "returns", "weight", "keep", "chosen"}
         needs = (
             self.advantage.required_columns()
@@ -150,8 +150,10 @@ class AlgorithmConfig(Config):
         return frozenset(needs - filled)
 
     def columns_before_estimate(self) -> frozenset[str]:
-        """Those of them that must be there before `estimate`: all but π_old, where only the loss reads it. Where one
-        update is made of a batch, its own forward pass tells π_old."""
+        """Return the required columns that must be there before `estimate`: all but π_old, if only the loss reads it.
+
+        With one update for each batch, π_old comes from the update's own forward pass.
+        """
         first = (
             self.advantage.required_columns()
             | self.correction.required_columns()
@@ -170,19 +172,19 @@ class AlgorithmConfig(Config):
     ) -> EstimatedBatch:
         """Fill the columns that the objective reads, from quantities known before the update.
 
-        In this order: penalties change the reward, the advantage compares whole groups, only then are tokens weighed
-        and rejected, and selections are made over what the batch holds.
+        The order: penalties change the reward; the advantage compares whole groups; then tokens are weighed and
+        rejected; last, the loss selects tokens over the whole batch.
         """
         ranks, metrics, view = ranks or SingleRank(), Metrics(), View(batch)
         present = {name for name, _ in batch.columns()}
         if "reward_parts" in self.required_columns() - present:
             raise MissingColumnError(
-                "This advantage compares rewards part by part, and the reward gives one number (`reward_parts` is "
+                "This advantage compares rewards part by part, but the reward gives one number (`reward_parts` is "
                 "missing). Have it return {name: number}, or choose `reward=combined`."
             )
         for name in sorted(self.columns_before_estimate() | (self.required_columns() & present)):
             column = batch.require(name, needed_by="This algorithm")
-            # A token reward may stand on context too, and is checked where it is read.
+            # A token reward may also be on a context token; it is checked where it is read.
             if name != "token_reward" and batch.is_token_column(name) and column.is_floating_point():
                 _refuse_non_finite(view, name, view.column(name))
         if batch.reward is not None:
@@ -200,8 +202,8 @@ class AlgorithmConfig(Config):
         if found.advantage.shape != view.action_index.shape:
             raise ConfigError(
                 f"The advantage {type(self.advantage).__qualname__} returned a tensor of shape "
-                f"{tuple(found.advantage.shape)}; it owes one number for each of the {len(view.action_index)} action "
-                "tokens."
+                f"{tuple(found.advantage.shape)}; it must return one number for each of the {len(view.action_index)} "
+                "action tokens."
             )
         _refuse_non_finite(view, "advantage", found.advantage)
         metrics.merge(found.metrics)
@@ -217,7 +219,7 @@ class AlgorithmConfig(Config):
         return EstimatedBatch(batch, state, found.state or following, metrics)
 
     def _apply_corrections(self, view: View, metrics: Metrics) -> Batch:
-        """The batch with `weight` and `keep`: what corrections, truncation and the entropy mask make of each token."""
+        """Return the batch with `weight` and `keep`, from the corrections, the truncation and the entropy mask."""
         corrected = self.correction(view)
         metrics.merge(corrected.metrics)
         keep = torch.ones(len(view.action_index), dtype=torch.bool, device=view.batch.device)
@@ -236,7 +238,7 @@ class AlgorithmConfig(Config):
     ) -> LossValue:
         """Return this micro-batch's share of the update batch's loss: policy, KL, entropy, ECHO.
 
-        `state` is the one the batch was estimated under. Corrections act on the policy's part alone.
+        `state` is the one that the batch was estimated with. Corrections act on the policy loss only.
         """
         view, metrics = View(batch, outputs), Metrics()
         if self.correction.opsm_delta is not None:
@@ -266,7 +268,7 @@ class AlgorithmConfig(Config):
         return LossValue(loss, metrics)
 
     def _apply_sequence_mask(self, view: View, delta: float, metrics: Metrics) -> View:
-        """The view without the rollouts that OPSM drops, which it can say only now that π_θ is known."""
+        """Return the view without the units that OPSM drops. It needs π_θ, so it acts in each micro-batch."""
         kept = opsm_mask(view, delta, self.loss.unit)
         metrics.add("opsm_dropped_share", Mean.over((~kept).sum(), len(kept)))
         batch = view.batch
@@ -274,13 +276,13 @@ class AlgorithmConfig(Config):
 
 
 def _refuse_non_finite(view: View, name: str, values: Tensor) -> None:
-    """No number of an action token may be NaN or infinite: it would pass through every mask."""
+    """Refuse a NaN or infinite number of an action token: it would pass through every mask."""
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])
         rollout = int(view.rollouts.locate(torch.tensor([at], device=bad.device)))
         raise BatchError(
             f"The column `{name}` is {float(values[at])} at action token {at - int(view.rollouts.offsets[rollout])} of "
-            f"rollout {view.batch.get_rollout_id(rollout)}; it must be finite. Look at what computed it, or leave the "
-            f"rollout out."
+            f"rollout {view.batch.get_rollout_id(rollout)}; it must be finite. Check the code that computed it, or "
+            f"leave the rollout out."
         )

@@ -1,7 +1,7 @@
-"""The base of every advantage estimator and loss: a frozen object that holds its own options and is called.
+"""The base of every advantage estimator and loss: a frozen, callable object that holds its own options.
 
-A new one is a subclass with its fields, `required_columns`, and one method. It is selected by its name in the table of
-its folder (`ADVANTAGES`, `LOSSES`), or from outside as `module:Name`.
+A new one is a subclass with its fields, `required_columns`, and one method. Users select it by its name in the table of
+its package (`ADVANTAGES`, `LOSSES`), or from outside as `module:Name`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 CLAMP = 20.0
-"""Log-ratios are cut to ±20 before they are exponentiated: e^20 is already no ratio anyone should train on."""
+"""Log-ratios are cut to ±20 before they are exponentiated: training on a ratio of e^20 makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AdvantageEstimate:
 
 @dataclass(frozen=True)
 class LossValue:
-    """A loss: a scalar with its gradient, as this micro-batch's share, and what was seen on the way."""
+    """A loss: a scalar with its gradient, as this micro-batch's share, and metrics."""
 
     loss: Tensor  # []
     metrics: Metrics = field(default_factory=Metrics)
@@ -72,27 +72,29 @@ class Advantage(Config, ABC):
     """An advantage estimator: how much better each choice was than expected."""
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads. `build` arranges for them or refuses the run."""
+        """Return the batch columns that it reads. The builder of a run provides them, or refuses the run."""
         return frozenset({"reward"})
 
     def scales_with_group(self) -> bool:
-        """True if it divides by, or depends on, a statistic of a group's rewards: what is added to them then weighs
-        differently from task to task."""
+        """Return true if it divides by, or depends on, a statistic of a group's rewards.
+
+        A term that is added to the rewards then has a different weight from task to task.
+        """
         return False
 
     @abstractmethod
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:
-        """Estimate over the whole rollout batch, before anything is dropped from it."""
+        """Estimate over the whole rollout batch, before any token is rejected."""
 
 
 class Loss(Config, ABC):
-    """Anything minimised: called on each micro-batch, it returns that micro-batch's share of the update's loss."""
+    """A quantity to minimise: called on each micro-batch, it returns that micro-batch's share of the update's loss."""
 
     split_unit: ClassVar[Literal["rollout", "group"]] = "rollout"
-    """What must stay in one micro-batch."""
+    """The unit that must stay in one micro-batch."""
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that it reads."""
         return frozenset()
 
     def forward_outputs(self) -> frozenset[str]:
@@ -101,18 +103,18 @@ class Loss(Config, ABC):
 
     @abstractmethod
     def __call__(self, view: View, denominators: Denominators) -> LossValue:
-        """The share of this micro-batch, where `denominators` counts the update batch."""
+        """Return the share of this micro-batch; `denominators` holds the counts of the update batch."""
 
 
 class TokenLoss(Loss):
-    """A loss that is one number a token [A], reduced in a way of your choice."""
+    """A loss with one number for each token [A], and a choice of reductions."""
 
     reduction: Reduction = Field("token-mean", description="reduction of the tokens' losses to one number")
     norm_length: float | None = Field(None, gt=0, description="length that `seq-mean-token-sum-norm` divides by")
     unit: Unit = Field("rollout", description="extent of a sequence: all action tokens of a rollout, or of one turn")
 
     is_sequence_level: ClassVar[bool] = False
-    """Whether its numbers are of whole units before any reduction, so that `unit` acts under each of them."""
+    """True if its numbers are of whole units before any reduction, so that `unit` matters under every reduction."""
 
     @model_validator(mode="after")
     def _check_reduction_options(self) -> Self:
@@ -131,7 +133,7 @@ class TokenLoss(Loss):
         return frozenset({"turn"}) if self.unit == "turn" else frozenset()
 
     def reduce_terms(self, terms: Tensor, view: View, denominators: Denominators) -> Tensor:
-        """[A] → []: by this loss's own reduction."""
+        """[A] → []: reduce by this loss's own reduction."""
         return reduce_loss(
             terms,
             view.units(self.unit),
@@ -143,18 +145,18 @@ class TokenLoss(Loss):
 
 
 class PolicyLoss(TokenLoss):
-    """A loss that pushes the policy along an advantage: one number a token, weighted, then reduced.
+    """A loss that moves the policy along an advantage: one number for each token, weighted, then reduced.
 
-    Subclasses write `per_token_loss`. Rejected tokens (`keep` false) contribute 0 and still count in the denominators;
-    the correction's `weight` multiplies what `per_token_loss` returns, which is after PPO's max.
+    Subclasses define `per_token_loss`. Rejected tokens (`keep` false) contribute 0 and still count in the denominators.
+    The correction's `weight` multiplies the result of `per_token_loss`, so it acts after PPO's maximum.
     """
 
     weight_levels: ClassVar[frozenset[str]] = frozenset({"token", "sequence", "geometric"})
     """The levels of importance weight that may multiply this loss."""
     uses_old_logp: ClassVar[bool] = True
-    """Whether it compares with π_old."""
+    """True if it compares with π_old."""
     uses_behavior_logp: ClassVar[bool] = False
-    """Whether it compares with μ by itself, so that a correction's weight would count the mismatch twice."""
+    """True if it compares with μ itself, so that a correction's weight would count the mismatch twice."""
 
     def required_columns(self) -> frozenset[str]:
         columns = {"advantage"}
@@ -164,12 +166,12 @@ class PolicyLoss(TokenLoss):
 
     @abstractmethod
     def per_token_loss(self, view: View) -> tuple[Tensor, Metrics]:
-        """The loss of each action token [A] before weights and reduction, and its metrics."""
+        """Return the loss of each action token [A] before weights and reduction, and its metrics."""
 
     def choose_tokens(self, view: View, *, seed: int, step: int) -> Tensor | None:  # noqa: ARG002
-        """[A] bool: tokens this loss treats apart, picked once over the whole rollout batch; None picks none.
+        """[A] bool: the tokens that this loss treats separately, picked once over the whole rollout batch, or None.
 
-        Called after advantages are estimated; what it returns comes back to `per_token_loss` as the column `chosen`.
+        It is called after the advantages are estimated. `per_token_loss` reads the result as the column `chosen`.
         """
         return None
 
@@ -178,8 +180,8 @@ class PolicyLoss(TokenLoss):
         if terms.shape != view.action_index.shape:
             raise ConfigError(
                 f"`per_token_loss` of {type(self).__qualname__} returned a tensor of shape {tuple(terms.shape)}; it "
-                f"owes one number for each of the {len(view.action_index)} action tokens. Reducing them is not its "
-                "business."
+                f"must return one number for each of the {len(view.action_index)} action tokens, and leave the "
+                "reduction to its caller."
             )
         if view.batch.weight is not None:
             terms = terms * view.column("weight")
@@ -189,5 +191,5 @@ class PolicyLoss(TokenLoss):
 
 
 def log_ratio(logp: Tensor, other: Tensor) -> Tensor:
-    """log(p / q) of each token, cut to ±20."""
+    """Return log(p / q) of each token, cut to ±20."""
     return (logp - other).clamp(-CLAMP, CLAMP)

@@ -1,10 +1,10 @@
-"""Correcting the mismatch between the policy that samples (μ) and the one that the trainer starts a step with (π_old).
+"""Corrections of the mismatch between the sampler's policy (μ) and the trainer's at the start of a step (π_old).
 
 ρ_t = π_old/μ at an action token. A correction weighs the policy loss by ρ, leaves tokens or rollouts out of it, or
-both; KL and entropy terms are not touched. Everything here is known before the update and carries no gradient, except
-OPSM, which looks at π_θ and is taken anew in each micro-batch, within each rollout.
+both; KL and entropy terms do not change. Everything here is known before the update and carries no gradient, except
+OPSM: it reads π_θ and is computed again in each micro-batch, within each rollout.
 
-Published corrections in these knobs:
+Published corrections in these options:
 
     tis (token)           weight=truncate                                   min(ρ_t, 2)
     tis (sequence)        weight=truncate level=sequence                    min(∏ρ, 5)
@@ -12,14 +12,14 @@ Published corrections in these knobs:
     seq-mis               weight=mask level=sequence low=0 high=2           ∏ρ·1[∏ρ ≤ 2]
     geometric mask        reject=[{over:seq_mean,low:0.99,high:1.01}]       drop the rollout
     veto                  reject=[{over:seq_max,low:1e-4}]                  drop the rollout if any ρ_t < 1e-4
-    token rejection       reject=[{low:0.5,high:2}]                         drop the token, weigh none
+    token rejection       reject=[{low:0.5,high:2}]                         drop the token, no weight
     k3 rejection          reject=[{statistic:k3,over:seq_mean,high:0.01}]   drop the rollout
     bypass                policies=two                                      π_old := μ, no pass to compute it
     opsm                  opsm_delta=δ                                   2512.02556
 
 Rules combine: a token is kept if every rule keeps it. "Sequence" is the rollout: all its action tokens, each once.
-A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean over its tokens as they are.
-Rules compare without cutting, since nothing is multiplied by what they compare.
+A weight's log-ratio is cut to ±20: a token's own, or a rollout's after the sum or mean of its uncut tokens.
+Rules compare uncut ratios, since nothing is multiplied by them.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
-"""What a ratio is of: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
+"""The level of a ratio: a token; a rollout, as the product over its tokens; or its geometric mean over them."""
 
 CEILING: dict[ImportanceLevel, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
-"""The default upper bound of a weight. The geometric mean is as large as a token's ratio; its default is ours."""
+"""The default upper bound of a weight. The geometric mean has the size of a token's ratio; its default is ours."""
 MASK_BOUNDS = (0.5, 5.0)
 """IcePop's bounds."""
 
@@ -66,9 +66,9 @@ class CorrectionResult:
     """The result of a correction for each action token."""
 
     weight: Tensor | None = None  # [A]
-    """Multiplies the policy loss; None where nothing is weighed."""
+    """Multiplies the policy loss; None means no weights."""
     keep: Tensor | None = None  # [A] bool
-    """False where the policy loss leaves a token out; None where nothing is left out."""
+    """False where the policy loss leaves a token out; None keeps all."""
     metrics: Metrics = field(default_factory=Metrics)
 
 
@@ -86,9 +86,9 @@ def importance_weight(log_rho: Tensor, rollouts: Segments, level: ImportanceLeve
 def rescale_to_mean_one(
     weight: Tensor, rollouts: Segments, over: Literal["tokens", "rollouts"], ranks: Ranks
 ) -> Tensor:
-    """[A] → [A]: rescaled so that the mean over the rollout batch is 1; left alone where all weights are 0.
+    """[A] → [A]: rescale so that the mean over the rollout batch is 1; weights that are all 0 stay 0.
 
-    Over rollouts it is the mean of each rollout's mean; a rollout without an action token has no weight to count.
+    Over rollouts it is the mean of the rollouts' means; a rollout without an action token does not count.
     """
     if over == "tokens":
         total, count = weight.sum(dtype=torch.float64), len(weight)
@@ -107,9 +107,9 @@ def acceptance_mask(
     low: float,
     high: float,
 ) -> Tensor:
-    """[A] → [A] bool: true where the statistic of the token, or of its rollout, lies within low and high.
+    """[A] → [A] bool: true where the statistic of the token, or of its rollout, is between low and high.
 
-    The worst token of a rollout lies within the bounds exactly if all of them do, which is how `seq_max` is taken.
+    `seq_max` keeps a rollout if all its tokens are within the bounds, which is so exactly if the worst one is.
     """
     value = log_rho
     if statistic == "k2":
@@ -131,9 +131,9 @@ def acceptance_mask(
 def opsm_mask(view: View, delta: float, unit: Unit) -> Tensor:
     """[A] bool: off-policy sequence masking, false for the tokens of units with A < 0 and mean log(μ/π_θ) > delta.
 
-    Source: 2512.02556. A unit's advantage is the mean over its tokens, which is the advantage itself where the
-    estimator gives one number a rollout. We found no threshold in the paper, so there is no default. Of π_θ it sees
-    one unit at a time, so that it does not depend on the micro-batch.
+    Source: 2512.02556. A unit's advantage is the mean over its tokens. If the estimator gives one number a rollout,
+    this mean is the advantage itself. We found no threshold in the paper, so there is no default. It reads π_θ of one
+    unit at a time, so it does not depend on the micro-batch.
     """
     units = view.units(unit)
     drift = units.mean(view.column("behavior_logp", needed_by="OPSM") - view.logp.detach())
@@ -141,15 +141,15 @@ def opsm_mask(view: View, delta: float, unit: Unit) -> Tensor:
     return units.broadcast(~dropped)
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- the metrics ------------------------------------------------------------------------------------------------------
 
 
 def measure_mismatch(view: View) -> Metrics:
-    """Measure the distance D = KL(μ ‖ π_old) at the action tokens, whenever both are known.
+    """Measure the distance D = KL(μ ‖ π_old) at the action tokens.
 
     k1 = mean of −log ρ and k3 = mean of ρ − 1 − log ρ both estimate D; chi2 = mean of ρ² − 1. The effective sample size
-    is (Σρ)²/(n Σρ²), a share of the tokens; the correlation is Pearson's, of the probabilities. Ratios are cut to
-    e^{±20}. Perplexity, sample size and correlation are of the whole rollout batch, in two passes through the ranks.
+    is (Σρ)²/(n Σρ²), a share of the tokens. The correlation is Pearson's, of the probabilities. Ratios are cut to
+    e^{±20}. Perplexity, sample size and correlation are of the whole rollout batch, by two reductions over the ranks.
     """
     behavior, old = view.column("behavior_logp").detach(), view.column("old_logp").detach()
     log_rho, n = (old - behavior).clamp(-CLAMP, CLAMP), len(old)
@@ -184,14 +184,14 @@ def _total(values: Tensor) -> Tensor:
     return values.sum().double()
 
 
-# -- the knobs --------------------------------------------------------------------------------------------------------
+# -- the options ------------------------------------------------------------------------------------------------------
 
 
 class RejectionRule(Config):
-    """One rule that leaves tokens or rollouts out: a statistic of ρ, what it is taken over, and its bounds.
+    """One rule that leaves tokens or rollouts out: a statistic of ρ, its level, and its bounds.
 
-    k1: ρ_t, ∏ρ over the rollout, its geometric mean, or each ρ_t of it; bounded on both sides, and the bounds are on
-    π_old/μ itself, so that low = 0.5 leaves out what the trainer finds half as likely as the sampler did.
+    k1: ρ_t, ∏ρ over the rollout, its geometric mean, or each ρ_t of it. It is bounded on both sides. The bounds are on
+    π_old/μ itself: low = 0.5 leaves out tokens that the trainer finds less than half as likely as the sampler did.
     k2: ½ log²ρ. k3: ρ − 1 − log ρ. Both are 0 where the two agree and are bounded above.
     """
 
@@ -218,19 +218,19 @@ class RejectionRule(Config):
         return self
 
     def acceptance_mask(self, log_rho: Tensor, rollouts: Segments) -> Tensor:
-        """[A] bool."""
+        """[A] bool: true where this rule keeps a token."""
         low, high = 0.0 if self.low is None else self.low, torch.inf if self.high is None else self.high
         return acceptance_mask(log_rho, rollouts, statistic=self.statistic, over=self.over, low=low, high=high)
 
 
 class CorrectionConfig(Config):
-    """The use of ρ = π_old/μ: weights, rejection, and three policies or two.
+    """The use of ρ = π_old/μ: weights, rejection, and the number of policies (three or two).
 
     truncate: min(ρ, high), high = 2 for tokens, 5 for sequences. mask: ρ·1[low ≤ ρ ≤ high], [0.5, 5].
     The weight is detached and multiplies the loss after PPO's maximum. Rejected tokens contribute 0 and still count in
     every denominator.
     Sources: 2510.18855 for the mask and its lower and upper bound; the others are the published recipes tabled above.
-    Assumes that μ and π_old are given at the same temperature and over the same vocabulary.
+    Assumes that μ and π_old have the same temperature and the same vocabulary.
     """
 
     policies: Literal["three", "two"] = Field(
@@ -281,23 +281,23 @@ class CorrectionConfig(Config):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Between which ρ a weight is left as it is."""
+        """The lowest and the highest ρ that a weight keeps unchanged."""
         low, high = MASK_BOUNDS if self.weight == "mask" else (0.0, CEILING[self.level])
         return low if self.low is None else self.low, high if self.high is None else self.high
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that it reads."""
         needs = {"behavior_logp", "old_logp"} if self.weight != "none" or self.reject else set()
         needs |= {"behavior_logp"} if self.policies == "two" or self.opsm_delta is not None else set()
         return frozenset(needs)
 
     def measure(self, view: View) -> Metrics:
-        """The mismatch; nothing where π_old is not known yet, or is μ by decree."""
+        """Measure the mismatch; return no metrics if π_old is not known yet, or is replaced by μ."""
         known = view.batch.behavior_logp is not None and view.batch.old_logp is not None
         return measure_mismatch(view) if known and self.policies == "three" else Metrics()
 
     def __call__(self, view: View) -> CorrectionResult:
-        """Once a step, over the rollout batch."""
+        """Compute weights and rejections, once a step, over the rollout batch."""
         metrics = self.measure(view)
         if self.weight == "none" and not self.reject:
             return CorrectionResult(metrics=metrics)

@@ -1,4 +1,4 @@
-"""Entropy: a bonus on it, and training on the tokens where it is high."""
+"""Entropy: a bonus on it, and training only on the tokens with high entropy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class EntropyConfig(Config):
     Bonus: −coefficient · (H reduced as the policy loss is), so that it does not depend on the micro-batch. Its gradient
     is exact for each token with the visited states held fixed.
 
-    Top share (2506.01939, which keeps 0.2): only the most uncertain tokens of the rollout batch, the forks of a
-    reasoning, are trained on; the others are dropped from the policy loss and still count in its denominators. Assumes
-    that entropies are π_old's, known before the update, so that the pick is the same whatever the micro-batch.
-    Ours: the share is taken of all action tokens rounded to a whole number, at least one, and every token as uncertain
-    as the last one picked is picked too, so that neither the order of tokens nor the split over ranks decides.
+    Top share (2506.01939, which keeps 0.2): the policy trains only on the most uncertain tokens of the rollout batch,
+    where a reasoning branches. The others are dropped from the policy loss and still count in its denominators. Assumes
+    that entropies are π_old's. They are known before the update, so the pick does not depend on the micro-batch.
+    Ours: the share of all action tokens is rounded to a whole number, at least one. Tokens as uncertain as the last one
+    picked are picked too, so that neither the order of tokens nor the split over ranks matters.
     """
 
     coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus in the loss; 0 is off")
@@ -35,7 +35,7 @@ class EntropyConfig(Config):
     )
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that it reads."""
         return frozenset() if self.top_share is None else frozenset({"entropy"})
 
     def forward_outputs(self) -> frozenset[str]:
@@ -50,9 +50,9 @@ def top_entropy_mask(view: View, share: float) -> Tensor:
 
 
 def top_share_threshold(values: Tensor, share: float, ranks: Ranks) -> Tensor:
-    """[]: the smallest of the largest `share` of all ranks' values [A], or inf where there is none.
+    """[]: the smallest of the largest `share` of all ranks' values [A], or inf if there are no values.
 
-    Each rank offers no more than could all be among the largest, so that the ranks exchange a share and not the whole.
+    Each rank sends only as many of its largest values as there are in the share, not all of them.
     """
     count = int(ranks.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)))
     wanted = min(count, max(1, round(share * count)))

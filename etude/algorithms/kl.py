@@ -1,4 +1,4 @@
-"""KL terms, which hold the policy to a reference; each is named by the gradient it gives.
+"""KL terms, which keep the policy close to a reference. Each has the name of its gradient.
 
 δ = log π_θ − log π_ref at an action token, w = π_θ/μ, sg(·) = no gradient through it. As a loss, the gradients are
 those of each token with the visited states held fixed:
@@ -14,17 +14,17 @@ those of each token with the visited states held fixed:
                                                                                     undiscounted reward-to-go or total
 
 Absent on purpose. k1 as a loss: the mean of ∇δ is 0, so it does nothing. ½δ² with w attached: the gradient of the mean
-of a square. k3 with sg(w): not the reverse gradient; w·k3 with w attached is, and equals that of sg(w)·½δ² token by
-token.
+of a square. k3 with sg(w): its gradient is not the reverse one. That of w·k3 with w attached is, and equals that of
+sg(w)·½δ² token by token.
 
-Off-policy. `off_policy` weighs what was sampled by μ so that the gradient is that of π_θ: sg(w) for `reverse` and
-`total_variation`, sg(∏w) for `sequence`, an attached w for `weighted_reverse` (which without it takes π_θ/sg(π_θ),
-equal to 1). `full` takes none: it does not depend on which token was drawn. Weights of a token leave a bias: the
-states are still those that μ visited.
+Off-policy. `off_policy` weighs tokens sampled by μ so that the gradient is that of π_θ. The weight is sg(w) for
+`reverse` and `total_variation`, sg(∏w) for `sequence`, and an attached w for `weighted_reverse`. Without `off_policy`,
+`weighted_reverse` takes π_θ/sg(π_θ), equal to 1. `full` takes no weight: it does not depend on the sampled token.
+A token's weight leaves a bias: the states are still those that μ visited.
 
-Cutting. Only what is exponentiated is cut, to ±20, and only in value: e^{−δ} goes on pulling where π_ref/π_θ is huge,
-which is where the pull matters. δ itself is never cut. A log-prob of the reference or of π_old that is not finite at an
-action token is an error that names the rollout.
+Cutting. Only exponents are cut, to ±20, and only in value. So e^{−δ} keeps its gradient where π_ref/π_θ is huge, which
+is where it matters. δ itself is never cut. If a log-prob of the reference or of π_old is not finite at an action token,
+an error names the rollout.
 
 Sources: 2506.09477, 2510.01555, 2512.21852 (gradients of KL estimators), 2512.02556 (weighted k3).
 """
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def adapt_coefficient(value: float, *, kl: float, target: float, horizon: float, rollouts: int) -> float:
-    """value · (1 + clip(kl/target − 1, ±0.2) · rollouts/horizon)."""
+    """Return value · (1 + clip(kl/target − 1, ±0.2) · rollouts/horizon)."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return value * (1 + error * rollouts / horizon)
 
@@ -80,7 +80,7 @@ class KLController(Config, ABC):
 
     @abstractmethod
     def current_coefficient(self, coefficient: float, state_value: float | None) -> float:
-        """The value in force, given the configured coefficient and what the state holds."""
+        """Return the coefficient to use, given the configured one and the value in the state."""
 
     @abstractmethod
     def next_value(self, value: float, kl: float, rollouts: int) -> float | None:
@@ -88,7 +88,7 @@ class KLController(Config, ABC):
 
 
 class FixedKLController(KLController):
-    """The coefficient stays as configured."""
+    """The configured coefficient, unchanged."""
 
     def current_coefficient(self, coefficient: float, state_value: float | None) -> float:  # noqa: ARG002
         return coefficient
@@ -98,9 +98,9 @@ class FixedKLController(KLController):
 
 
 class AdaptiveKLController(KLController):
-    """Towards a target: value ← value · (1 + clip(kl/target − 1, ±0.2) · n/horizon), n = rollouts of the step.
+    """A controller to a target: value ← value · (1 + clip(kl/target − 1, ±0.2) · n/horizon), n = rollouts of a step.
 
-    Source: 1909.08593, whose horizon of 10,000 is the default. Its target was for the KL of a sequence; here kl is the
+    Source: 1909.08593, whose horizon of 10,000 is the default. Its target was for the KL of a sequence. Here kl is the
     mean over rollouts of the mean over tokens, and the default target of 0.1 is ours.
     Assumes n under 5 · horizon, so that the value stays positive; more rollouts are refused.
     """
@@ -115,7 +115,8 @@ class AdaptiveKLController(KLController):
         if rollouts >= 5 * self.horizon:
             raise ConfigError(
                 f"A step has {rollouts} rollouts and `kl.controller.horizon` is {self.horizon:g}: one step could take "
-                f"the coefficient to 0 or below. Raise the horizon above {rollouts / 5:g}; ten times that is gentle."
+                f"the coefficient to 0 or below. Raise the horizon above {rollouts / 5:g}; with ten times that the "
+                f"coefficient changes slowly."
             )
         return adapt_coefficient(value, kl=kl, target=self.target, horizon=self.horizon, rollouts=rollouts)
 
@@ -127,18 +128,18 @@ CONTROLLERS: dict[str, type[KLController]] = {"fixed": FixedKLController, "adapt
 
 
 def k2(delta: Tensor) -> Tensor:
-    """½δ²."""
+    """Return ½δ²."""
     return 0.5 * delta.square()
 
 
 def k3(delta: Tensor) -> Tensor:
-    """e^{−δ} − 1 + δ, with δ cut to ±20 in value and not in gradient."""
+    """Return e^{−δ} − 1 + δ, with δ cut to ±20 in value and not in gradient."""
     cut = _clamp_straight_through(delta)
     return torch.expm1(-cut) + cut
 
 
 def sequence_k2(delta: Tensor, rollouts: Segments, log_weight: Tensor | None = None) -> Tensor:
-    """[A] → [A]: ½(Σδ)² · ∏w of each rollout, in equal parts at its tokens so that they sum to it."""
+    """[A] → [A]: ½(Σδ)² · ∏w of each rollout, divided equally over its tokens, so that they sum to it."""
     value = k2(rollouts.sum(delta)) / rollouts.lengths.clamp(min=1)
     if log_weight is not None:
         value = value * rollouts.sum(log_weight).clamp(-CLAMP, CLAMP).exp()
@@ -154,7 +155,7 @@ def _clamp_straight_through(x: Tensor) -> Tensor:
 
 
 class KLTerm(Config, ABC):
-    """A KL to the reference: what it adds to the loss, or takes from the reward, and how strongly."""
+    """A KL to the reference: a term of the loss or of the reward, with its weight."""
 
     coefficient: float = Field(0.001, gt=0, description="weight of the KL, at first where the controller is adaptive")
     controller: Annotated[KLController, Choice(CONTROLLERS)] = Field(
@@ -162,12 +163,12 @@ class KLTerm(Config, ABC):
     )
 
     in_reward: ClassVar[bool] = False
-    """Whether it acts through the reward; otherwise it is a term of the loss."""
+    """True if it acts through the reward; otherwise it is a term of the loss."""
     reductions: ClassVar[frozenset[Reduction]] = frozenset(get_args(Reduction))
-    """The reductions under which its gradient is what its name says."""
+    """The reductions under which it has the gradient of its name."""
 
     def required_columns(self) -> frozenset[str]:
-        """The batch columns it reads."""
+        """Return the batch columns that it reads."""
         return frozenset({"old_logp", "ref_logp"})
 
     def forward_outputs(self) -> frozenset[str]:
@@ -176,17 +177,17 @@ class KLTerm(Config, ABC):
 
     @abstractmethod
     def per_token_kl(self, view: View) -> Tensor:
-        """[A]: what it adds to the loss of each action token, before the coefficient and the loss's reduction."""
+        """[A]: its part of the loss of each action token, before the coefficient and the loss's reduction."""
 
     def current_coefficient(self, state: AlgorithmState) -> float:
-        """The coefficient in force."""
+        """Return the coefficient to use with this state."""
         return self.controller.current_coefficient(self.coefficient, state.kl_value)
 
     def apply(self, view: View, state: AlgorithmState, metrics: Metrics) -> tuple[Batch, AlgorithmState]:
-        """Once a step, over the rollout batch: measure the KL of π_old, change the reward, step the controller.
+        """Measure the KL of π_old, change the reward and step the controller, once a step, over the rollout batch.
 
         kl = the mean over rollouts (those without an action count as 0) of the mean δ over a rollout's tokens, over all
-        ranks. The batch is trained with the coefficient that stood before; the next step starts from the new one.
+        ranks. The batch is trained with the current coefficient; the next step starts with the new one.
         """
         old, ref = (
             view.column(name, needed_by="The KL to the reference").detach() for name in ("old_logp", "ref_logp")
@@ -203,12 +204,12 @@ class KLTerm(Config, ABC):
         return self.subtract_from_reward(view, delta, value), replace(state, kl_value=held)
 
     def subtract_from_reward(self, view: View, delta: Tensor, value: float) -> Batch:  # noqa: ARG002
-        """The batch with value · δ taken from its rewards, where the term acts there."""
+        """Return the batch with value · δ subtracted from its rewards, if the term acts through the reward."""
         return view.batch
 
 
 class OffPolicyKLTerm(KLTerm):
-    """A loss on sampled tokens, which can be weighed from the sampler's policy to the trainer's."""
+    """A loss on sampled tokens, which can be weighed to correct for the sampler's policy."""
 
     off_policy: bool = Field(False, description="weigh samples by π_θ/μ, for rollouts of an older or another policy")
 
@@ -233,8 +234,8 @@ class ReverseKL(OffPolicyKLTerm):
 class ForwardKL(KLTerm):
     """e^{−δ} − 1 + δ a token (k3): the gradient of the forward KL, E_π[(1 − π_ref/π) ∇log π] = −E_ref[∇log π].
 
-    Sources: 2402.03300 (as an estimate of the reverse KL), 2506.09477 (what its gradient is). Assumes samples of π_θ: a
-    detached weight is not offered, and `weighted_reverse` is the k3 for samples of another policy.
+    Sources: 2402.03300 (as an estimate of the reverse KL), 2506.09477 (its gradient). Assumes samples of π_θ: there is
+    no option for a detached weight. For samples of another policy use `weighted_reverse`, which has a k3.
     """
 
     def per_token_kl(self, view: View) -> Tensor:
@@ -254,8 +255,8 @@ class TotalVariation(OffPolicyKLTerm):
 class FullKL(KLTerm):
     """KL(π_θ ‖ π_ref) summed over the vocabulary at each visited state: the reverse gradient without sampling noise.
 
-    Computed by the log-prob head from the logits of both. It does not depend on the token that was drawn, so a weight
-    on that token would add noise and correct nothing: there is no off-policy form.
+    The log-prob head computes it from the logits of both. It does not depend on the sampled token. A weight on that
+    token would add noise and correct nothing, so there is no off-policy form.
     """
 
     def forward_outputs(self) -> frozenset[str]:
@@ -269,8 +270,9 @@ class WeightedReverseKL(OffPolicyKLTerm):
     """w·δ or w·k3 a token with the gradient through w too: the gradient of E_μ[w·k] = KL(π_θ ‖ π_ref) itself.
 
     Sources: 2512.02556 (k3 with π_θ/π_old attached), 2510.01555. On-policy w = π_θ/sg(π_θ): 1, with a gradient.
-    Both estimators have the reverse gradient; k3's is sg(w)·δ·∇log π in each sample, the same as `reverse`, and its
-    value is never negative; k1's has sg(w)·∇log π more, noise of mean zero. w is cut to e^{±20} in value only.
+    Both estimators have the reverse gradient. That of k3 is sg(w)·δ·∇log π in each sample, the same as `reverse`, and
+    the value of k3 is never negative. That of k1 has sg(w)·∇log π more, noise of mean zero. w is cut to e^{±20} in
+    value only.
     """
 
     estimator: Literal["k1", "k3"] = Field("k3", description="the number that w multiplies: k3 has less noise")
@@ -284,8 +286,8 @@ class WeightedReverseKL(OffPolicyKLTerm):
 class SequenceKL(OffPolicyKLTerm):
     """½(Σδ)² a rollout: the gradient of the KL between distributions over whole sequences, E[(Σδ) ∇log π(sequence)].
 
-    Sources: 2506.09477, 2510.01555. Summing ½δ² over tokens leaves out how an early choice changes later states. Each
-    token carries an equal part, so it is exact only where a loss adds tokens up, and other reductions are refused.
+    Sources: 2506.09477, 2510.01555. A sum of ½δ² over tokens leaves out the effect of an early choice on later states.
+    Each token carries an equal part, so it is exact only if a loss adds tokens up; other reductions are refused.
     Off-policy times sg(∏ π_θ/μ), its logarithm cut to ±20.
     """
 
@@ -329,13 +331,13 @@ KLS: dict[str, type[KLTerm]] = {
 
 
 def list_warnings(kl: KLTerm, advantage: Advantage) -> list[str]:
-    """Sentences on a combination that runs and is probably not what was meant."""
+    """Return a warning for each combination that runs and is probably a mistake."""
     if not kl.in_reward or not advantage.scales_with_group():
         return []
     return [
         "With `kl=in_reward` this advantage scales the KL by a statistic of its group's rewards, so that its weight "
-        "differs from prompt to prompt. Choose `kl=reverse`, or an advantage that does not divide by such a statistic, "
-        "such as `rloo` or `dr_grpo`."
+        "differs from prompt to prompt. Choose `kl=reverse`, or an advantage without such a scale, such as `rloo` or "
+        "`dr_grpo`."
     ]
 
 
@@ -349,5 +351,5 @@ def _non_finite_error(view: View, delta: Tensor) -> BatchError:
     return BatchError(
         f"The KL to the reference is not finite at action token {int(view.rollouts.position[place])} of rollout "
         f"{view.batch.get_rollout_id(u)}: log π_old − log π_ref = {float(delta[place])}. Check that both models score "
-        f"the token alike, at the same temperature and with the same tokens masked out."
+        f"the token at the same temperature and with the same tokens masked out."
     )

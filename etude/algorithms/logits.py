@@ -1,8 +1,8 @@
 """Values computed from logits, a chunk [n, V] with one row for each token to predict.
 
-Every function works in float32 or wider, divides the logits by the sampling temperature first, keeps the gradient, and
-bears logits of −inf (a token that cannot be chosen has probability 0 and no gradient). The chunk's width is the whole
-vocabulary; its height is the caller's affair, for the rows do not know each other.
+Every function works in float32 or wider, divides the logits by the sampling temperature first, and keeps the gradient.
+Logits of −inf are allowed: such a token cannot be chosen, and has probability 0 and no gradient.
+The chunk's width is the whole vocabulary. The caller chooses its height, because the rows are independent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def topk_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def topk_logp_with_tail(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """[n, V], [n, k] → [n, k + 1]: log π of k tokens of each row, and last of all its other tokens together."""
+    """[n, V], [n, k] → [n, k + 1]: log π of k tokens of each row; the last column is all other tokens together."""
     scaled = upcast(logits) / temperature
     whole = scaled.logsumexp(1, keepdim=True)
     others = scaled.scatter(1, ids.long(), -torch.inf)
@@ -51,7 +51,7 @@ def topk_logp_with_tail(logits: Tensor, ids: Tensor, temperature: float = 1.0) -
 
 
 def top_tokens(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """[n, V] → [n, k], [n, k]: the k tokens that are likeliest in each row, the likeliest first, and log π of them."""
+    """[n, V] → [n, k], [n, k]: the k likeliest tokens of each row, the likeliest first, and log π of them."""
     scaled = upcast(logits) / temperature
     top = scaled.topk(count, dim=1)
     return top.indices, top.values - scaled.logsumexp(1, keepdim=True)
@@ -65,15 +65,15 @@ def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def sum_pi_squared(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """[n, V] → [n]: Σ_v π(v)², the chance that two draws agree."""
+    """[n, V] → [n]: Σ_v π(v)², the probability that two samples agree."""
     return (upcast(logits) / temperature).softmax(1).square().sum(1)
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """[n, V], [n, V] → [n]: KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)).
 
-    A token that the policy cannot choose adds nothing, whatever the reference thinks of it. Infinite where the policy
-    can choose what the reference cannot.
+    A token that the policy cannot choose adds nothing, for any probability under the reference. The KL is infinite if
+    the policy can choose a token that the reference cannot.
     """
     logp = (upcast(logits) / temperature).log_softmax(1)
     ref_logp = (upcast(ref_logits) / temperature).log_softmax(1)
@@ -85,11 +85,11 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
 def masked_token_logp(
     logits: Tensor, ids: Tensor, allowed: Tensor, allowed_offsets: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """[n, V], [n] → [n]: log π of each row's token, renormalised over the tokens the sampler could choose from there.
+    """[n, V], [n] → [n]: log π of each row's token, renormalised over the tokens that the sampler could choose there.
 
-    allowed, allowed_offsets: row i's set is `allowed[allowed_offsets[i]:allowed_offsets[i + 1]]`, each token once: what
-    the sampler's top-p or top-k left. Its own log-probs are normalised over that set, so that log π − log μ compares
-    like with like only when this one's are too.
+    allowed, allowed_offsets: row i's set is `allowed[allowed_offsets[i]:allowed_offsets[i + 1]]`, each token once.
+    It is the set left by the sampler's top-p or top-k. The sampler's log-probs are normalised over this set. So log π
+    must be too, or log π − log μ would compare different quantities.
     """
     sets = Segments(allowed_offsets.diff())
     scaled = upcast(logits) / temperature
@@ -99,8 +99,8 @@ def masked_token_logp(
         row = int((times != 1).nonzero()[0])
         raise BatchError(
             f"Token {int(ids[row])} of row {row} stands {int(times[row])} times in the set of {int(sets.lengths[row])} "
-            f"tokens that it is said to have been sampled from; it must stand there once. Record the set that the "
-            f"sampler drew from, or train without a sampling mask."
+            f"tokens that the sampler could choose from; it must stand there once. Record the set that the sampler "
+            f"chose from, or train without a sampling mask."
         )
     inside = scaled[sets.segment_ids, allowed.long()]
     top = sets.max(inside.detach())

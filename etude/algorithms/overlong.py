@@ -20,7 +20,7 @@ __all__ = ["OverlongPenalty", "overlong_penalty"]
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """min(−(length − (max_length − buffer)) / buffer · factor, 0), in float64: 0 up to where the buffer begins."""
+    """Return min(−(length − (max_length − buffer)) / buffer · factor, 0), in float64: 0 up to the buffer's start."""
     over = lengths.double() - (max_length - buffer)
     return -over.clamp(min=0) / buffer * factor
 
@@ -29,9 +29,9 @@ class OverlongPenalty(Config):
     """The soft over-long penalty: min(−(len − (max − buffer))/buffer · factor, 0) is added to the reward.
 
     Source: 2503.14476 (with 20,480 tokens, a buffer of 4,096 and factor 1). Assumes that a rollout's length is its
-    number of action tokens, so that tool output is not held against it. `collect.refill` compares groups before it: on
-    what the task says of an answer, not on how long it took.
-    Ours: beyond the limit the penalty goes on falling, where the paper's stops at −factor; a sampler that keeps to the
+    number of action tokens, so that tool output is not penalised. `collect.refill` compares groups before the penalty:
+    by the task's own reward, not by length.
+    Ours: beyond the limit the penalty goes on falling, where the paper's stops at −factor. A sampler that keeps to the
     limit never gets there.
     """
 
@@ -57,7 +57,7 @@ class OverlongPenalty(Config):
         return overlong_penalty(lengths, max_length=self.max_length, buffer=buffer, factor=self.factor)
 
     def apply_penalty(self, view: View, metrics: Metrics) -> Batch:
-        """The batch with the penalty in its rewards."""
+        """Return the batch with the penalty added to its rewards."""
         penalty = self.penalty(view.rollouts.lengths)
         metrics.add("overlong_penalty", Mean.over(penalty.sum(), len(penalty)))
         metrics.add("overlong_share", Mean.over((penalty < 0).sum(), len(penalty)))

@@ -1,7 +1,7 @@
-"""From one number a token to the loss: reductions whose denominators are taken over the whole update batch.
+"""Reductions from one number for each token to the loss, with denominators over the whole update batch.
 
-A micro-batch contributes its sum divided by the *update batch's* count, so that adding the micro-batches up (or the
-ranks) gives the loss of the whole, however it was cut. A rollout that was rejected, or chose no token, still counts.
+A micro-batch contributes its sum divided by the *update batch's* count. So the micro-batches (or the ranks) add up to
+the loss of the whole, for any split. A rollout that was rejected, or has no action token, still counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Denominators", "Reduction", "reduce_loss"]
 
 Reduction = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-"""`token-…`: over all action tokens alike. `seq-mean-…`: first within each unit, then the mean over units."""
+"""`token-…`: over all action tokens equally. `seq-mean-…`: first within each unit, then the mean over units."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Denominators:
     """Action tokens."""
     rollouts: int
     turns: int
-    """0 where the batch does not say which turn a token belongs to."""
+    """0 where the batch has no column `turn`."""
     observations: int
     """Tool-output tokens."""
     groups: int
 
     @classmethod
     def from_view(cls, view: View) -> Denominators:
-        """The counts of an update batch that one process holds whole."""
+        """Return the counts of an update batch that one process holds whole."""
         batch = view.batch
         seen = 0 if batch.observation is None else int((batch.observation & ~batch.action).sum())
         turns = 0 if batch.turn is None else view.turns.count
@@ -46,7 +46,7 @@ class Denominators:
 
     @classmethod
     def sum_ranks(cls, parts: Sequence[Denominators]) -> Denominators:
-        """Over the ranks of a data-parallel update, each holding whole groups or whole rollouts."""
+        """Add up the counts of the ranks of a data-parallel update; each holds whole groups or whole rollouts."""
         return cls(
             sum(p.tokens for p in parts),
             sum(p.rollouts for p in parts),
@@ -69,10 +69,10 @@ def reduce_loss(
     count: int,
     constant: float | None = None,
 ) -> Tensor:
-    """One number a token [A] to one number, as this micro-batch's share of the update batch's loss.
+    """[A] → []: reduce one number for each token to this micro-batch's share of the update batch's loss.
 
-    tokens, count: action tokens and units of the update batch. constant: what `seq-mean-token-sum-norm` divides by
-    besides, a configured length and never the width of a tensor.
+    tokens, count: action tokens and units of the update batch. constant: the further divisor of
+    `seq-mean-token-sum-norm`, a configured length and never the width of a tensor.
     """
     if how == "token-sum":
         return values.sum()
@@ -84,7 +84,7 @@ def reduce_loss(
         return values.sum() / max(count, 1)
     if constant is None:
         raise ConfigError(
-            "The reduction `seq-mean-token-sum-norm` divides by a constant of yours: set `norm_length`, "
+            "The reduction `seq-mean-token-sum-norm` divides by a configured length: set `norm_length`, "
             "usually to the longest completion allowed."
         )
     return values.sum() / (max(count, 1) * constant)

@@ -1,4 +1,4 @@
-"""Segments: consecutive stretches of a flat column, and the only reductions the algorithms are written with."""
+"""Segments: consecutive ranges of a flat column, and the only reductions that the algorithms use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["Segments"]
 
 SCAN_CHUNK = 64
-"""How many entries are walked one after another in sums that carry on; longer segments are cut into such pieces."""
+"""The number of entries that a scan reads one after another; longer segments are cut into pieces of this length."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """S stretches that cover a flat column [A] from left to right. A stretch may be empty: it sums to 0.
+    """S ranges that cover a flat column [A] from left to right. A range may be empty: it sums to 0.
 
-    Example: `Segments(torch.tensor([2, 0, 3]))` is a column of five entries: two, none, three.
+    Example: `Segments(torch.tensor([2, 0, 3]))` covers a column of five entries: two, none, three.
     """
 
     lengths: Tensor  # [S] int64
@@ -34,7 +34,7 @@ class Segments:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[S + 1]: where each begins, and where the last ends."""
+        """[S + 1]: the start of each segment, and the end of the last."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @cached_property
@@ -49,21 +49,24 @@ class Segments:
 
     @cached_property
     def position(self) -> Tensor:
-        """[A]: each entry's place in its segment, from 0."""
+        """[A]: each entry's index in its segment, from 0."""
         return torch.arange(self.size, device=self.lengths.device) - self.broadcast(self.offsets[:-1])
 
     def locate(self, entries: Tensor) -> Tensor:
-        """The segment that each of some entries is in: a search, for fewer entries than `index` would be made of."""
+        """Return the segment of each of these entries, by a search: cheaper than `segment_ids` for few entries."""
         return torch.searchsorted(self.offsets, entries, right=True) - 1
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """One value for each segment, given to each of its entries: [S] → [A]. Differentiable."""
+        """[S] → [A]: give each segment's value to each of its entries. Differentiable."""
         entries: Tensor = _broadcast_function().apply(values, self)  # type: ignore[no-untyped-call]
         return entries
 
     def sum(self, values: Tensor) -> Tensor:
-        """[A] → [S]. An empty segment gives 0. On a CPU entries are added one after another, in the column's precision:
-        a relative error near 3e-6 for a segment of 32,000 in float32."""
+        """[A] → [S]. An empty segment gives 0.
+
+        On a CPU entries are added one after another, in the column's precision: a relative error near 3e-6 for a
+        segment of 32,000 in float32.
+        """
         if self.count == 0 or self.size == 0:
             return values.new_zeros(self.count) + 0 * values.sum()
         return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
@@ -83,24 +86,24 @@ class Segments:
         return -self.max(-values)
 
     def last(self, values: Tensor, empty: float = 0.0) -> Tensor:
-        """[A] → [S]: the last entry of each; `empty` where there is none."""
+        """[A] → [S]: the last entry of each segment; `empty` for an empty segment."""
         if self.size == 0:
             return values.new_full((self.count,), empty)
         picked = values[(self.offsets[1:] - 1).clamp(min=0)]
         return torch.where(self.lengths > 0, picked, torch.full_like(picked, empty))
 
     def shift(self, values: Tensor, empty: float = 0.0) -> Tensor:
-        """[A] → [A]: at each entry the next one of its segment; `empty` at the last."""
+        """[A] → [A]: the entry that follows each entry in its segment; `empty` at the last."""
         ahead = torch.cat([values[1:], values.new_full((1,), empty)])[: self.size]
         return ahead.index_fill(0, self.offsets[1:][self.lengths > 0] - 1, empty)
 
     def suffix_sum(self, values: Tensor, decay: float = 1.0) -> Tensor:
         """[A] → [A]: G_t = x_t + decay · G_{t+1} within each segment. No gradient flows through it.
 
-        Segments are cut, from their ends, into pieces of 64. One sweep over the pieces, all at once, finds what each is
-        worth; the same sum over the chain of pieces finds what each has behind it; a second sweep starts from there.
-        So the steps taken grow with the logarithm of the longest segment, each entry is touched a few times, and the
-        result depends on nothing but the segment's own entries.
+        Segments are cut, from their ends, into pieces of 64. One scan over all pieces at once computes each piece's own
+        sum. The same function, over the chain of pieces, computes the sum after each piece. A second scan starts from
+        those sums. So the number of steps grows with the logarithm of the longest segment, each entry is read a few
+        times, and the result depends only on the segment's own entries.
         """
         values = values.detach()
         pieces = -(-self.lengths // SCAN_CHUNK)
@@ -122,16 +125,16 @@ class Segments:
 
 
 class _ReverseScan:
-    """A walk over short segments from their ends, one entry of every segment at a time."""
+    """A scan over short segments from their ends, one entry of every segment at a time."""
 
     def __init__(self, segments: Segments) -> None:
         self.order = torch.argsort(segments.lengths, descending=True, stable=True)
         self.ends = (segments.offsets[1:] - 1)[self.order]
-        longer = torch.bincount(segments.lengths).flip(0).cumsum(0).flip(0)  # [s]: how many have s entries or more
+        longer = torch.bincount(segments.lengths).flip(0).cumsum(0).flip(0)  # [s]: segments with s entries or more
         self.active = longer[1:].tolist()
 
     def __call__(self, values: Tensor, behind: Tensor, decay: float, into: Tensor | None = None) -> Tensor:
-        """Return each segment's sum at its first entry, given `behind`; `into` gets every entry's."""
+        """Return each segment's sum at its first entry, starting from `behind`; write every entry's sum to `into`."""
         worth = behind[self.order]
         for step, n in enumerate(self.active):
             at = self.ends[:n] - step
@@ -143,10 +146,10 @@ class _ReverseScan:
 
 @cache
 def _broadcast_function() -> type[torch.autograd.Function]:
-    """`Segments.broadcast` as torch differentiates it; made when it is first needed, because its base is torch's."""
+    """Return the autograd function of `Segments.broadcast`; built on first use, because torch is imported lazily."""
 
     class Broadcast(torch.autograd.Function):
-        """The sum over segments is its gradient: torch's own adds up entry by entry."""
+        """A broadcast whose gradient is the sum over segments: torch's own gradient adds up entry by entry."""
 
         @staticmethod
         def forward(ctx: Any, values: Tensor, segments: Segments) -> Tensor:

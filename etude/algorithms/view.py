@@ -1,8 +1,8 @@
 """A view of a batch for algorithms: its action tokens, packed together.
 
-Everything else in a batch is context, and context must teach nothing. The surest way is not to look: a `View` gathers
-the action tokens of each column into one flat column [A], in time order, and the formulas never meet another token. A
-NaN in the context can then neither enter a sum nor come back through a gradient.
+Everything else in a batch is context, and must not affect training. So a `View` gathers the action tokens of each
+column into one flat column [A], in time order, and the formulas see no other tokens. A NaN in the context can enter
+neither a sum nor a gradient.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["Outputs", "Ranks", "SingleRank", "Unit", "View", "flatnonzero", "upcast"]
 
 Unit = Literal["rollout", "turn"]
-"""What a per-sequence quantity is taken over."""
+"""The extent of a per-sequence quantity."""
 
 
 class Ranks(Protocol):
     """The reductions over ranks for statistics of the whole rollout batch; each rank holds some of its groups."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over ranks, entry by entry."""
+        """Return the sum over ranks, entry by entry."""
         ...
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The ranks' values [n, …], which may differ in n, end to end in rank order."""
+        """Return the ranks' values [n, …], which may differ in n, end to end in rank order."""
         ...
 
 
@@ -56,17 +56,17 @@ class SingleRank:
 class Outputs:
     """The outputs of the models for a batch in this forward pass, with gradients: flat columns [T].
 
-    A loss declares which of them it needs in `forward_outputs`; the engine computes no others.
+    A loss declares the fields that it needs in `forward_outputs`; no others are computed.
     """
 
     logp: Tensor | None = None
-    """log π_θ of each token, scaled by the temperature as the sampler's is."""
+    """log π_θ of each token, scaled by the temperature like the sampler's."""
     entropy: Tensor | None = None
     """The entropy of π_θ at each token."""
     full_kl: Tensor | None = None
     """KL(π_θ ‖ π_ref) over the whole vocabulary at each token."""
     topk_logp: Tensor | None = None
-    """[T, k + 1]: log π_θ of each token in `teacher_topk_ids`, and last of all other tokens together."""
+    """[T, k + 1]: log π_θ of each token in `teacher_topk_ids`; the last column is all other tokens together."""
     value: Tensor | None = None
     """The critic's estimate of the state before each token."""
     score: Tensor | None = None
@@ -75,7 +75,7 @@ class Outputs:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The action tokens of a batch (or of a micro-batch), A of them, and the segments they fall into."""
+    """The A action tokens of a batch (or of a micro-batch), and their segments."""
 
     batch: Batch
     outputs: Outputs = field(default_factory=Outputs)
@@ -90,17 +90,17 @@ class View:
 
     @cached_property
     def action_index(self) -> Tensor:
-        """[A] int64: where the action tokens stand in the batch."""
+        """[A] int64: the indices of the action tokens in the batch."""
         return flatnonzero(self.batch.action)
 
     @cached_property
     def rollouts(self) -> Segments:
-        """The rollouts of the batch as stretches of action tokens; one without an action is empty."""
+        """The rollouts of the batch as ranges of action tokens; one without an action is empty."""
         return Segments(torch.diff(torch.searchsorted(self.action_index, self.batch.rollout_token_offsets)))
 
     @cached_property
     def turns(self) -> Segments:
-        """The turns of all rollouts as stretches of action tokens, in time order."""
+        """The turns of all rollouts as ranges of action tokens, in time order."""
         turn, rollout = self.column("turn", needed_by="A quantity over turns"), self.rollouts.segment_ids
         begins = torch.ones(len(turn), dtype=torch.bool, device=turn.device)
         begins[1:] = (turn[1:] != turn[:-1]) | (rollout[1:] != rollout[:-1])
@@ -108,7 +108,7 @@ class View:
         return Segments(torch.diff(starts, append=starts.new_full((1,), len(turn))))
 
     def units(self, unit: Unit) -> Segments:
-        """The rollouts or the turns."""
+        """Return the rollouts or the turns."""
         return self.rollouts if unit == "rollout" else self.turns
 
     def column(self, name: str, needed_by: str = "") -> Tensor:
@@ -116,7 +116,7 @@ class View:
         return upcast(self.batch.require(name, needed_by).index_select(0, self.action_index))
 
     def full_output(self, name: str, needed_by: str = "") -> Tensor:
-        """One of the forward pass's columns whole and as it is, with its gradient."""
+        """Return a whole column of the forward pass, unchanged, with its gradient."""
         values: Tensor | None = self.outputs.__dict__[name]
         if values is None:
             raise MissingColumnError(
@@ -132,7 +132,7 @@ class View:
         return values
 
     def output(self, name: str, needed_by: str = "") -> Tensor:
-        """[A] or [A, k]: one of the forward pass's columns at the action tokens, with its gradient."""
+        """[A] or [A, k]: a column of the forward pass at the action tokens, with its gradient."""
         return upcast(self.full_output(name, needed_by).index_select(0, self.action_index))
 
     @cached_property
@@ -141,18 +141,18 @@ class View:
         return self.output("logp")
 
     def scatter(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """A quantity of the action tokens, put back among all tokens: [A] → [T]."""
+        """[A] → [T]: put values of the action tokens back among all tokens; `fill` elsewhere."""
         whole = torch.full((self.batch.num_tokens,), fill, dtype=values.dtype, device=values.device)
         return whole.index_copy_(0, self.action_index, values)
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Half precision widened to float32, in which all maths is done; wider types as they are."""
+    """Widen half precision to float32, in which all maths is done; leave wider types unchanged."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def flatnonzero(mask: Tensor) -> Tensor:
-    """[n] bool → the places where it is true, in order."""
+    """[n] bool → the indices where it is true, in order."""
     if mask.device.type == "cpu":  # numpy finds them an order of magnitude faster than torch
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero()[:, 0]

@@ -89,13 +89,13 @@ def test_an_adaptive_coefficient_that_could_turn_negative_is_refused() -> None:
 
 @pytest.mark.parametrize("loss", ["dppo", "reinforce", "gpg", "vespo"])
 def test_two_policies_are_refused_where_nothing_reads_the_third(loss: str) -> None:
-    with pytest.raises(ConfigError, match=r"nothing here reads π_old"):
+    with pytest.raises(ConfigError, match=r"Nothing here reads π_old"):
         AlgorithmConfig(loss=LOSSES[loss](), advantage=RLOO, correction=CorrectionConfig(policies="two"))
 
 
 def test_two_policies_are_refused_where_an_advantage_needs_the_trainers_whole_distribution() -> None:
     """π would be the sampler's, and Σπ² of the pass that is not made."""
-    with pytest.raises(ConfigError, match=r"`correction.policies=two` the first would be the sampler's"):
+    with pytest.raises(ConfigError, match=r"`correction.policies=two` the first is the sampler's"):
         AlgorithmConfig(advantage=ADVANTAGES["token_baseline"](), correction=CorrectionConfig(policies="two"))
 
 
@@ -188,7 +188,7 @@ def test_a_plug_in_that_returns_the_wrong_shape_is_named() -> None:
     batch, algorithm = fixture(1), AlgorithmConfig(advantage=RLOO, loss=Reduced())
     ready = algorithm.estimate(batch, AlgorithmState())
     with pytest.raises(
-        ConfigError, match=r"`per_token_loss` of Reduced returned a tensor of shape \(\); it owes one number"
+        ConfigError, match=r"`per_token_loss` of Reduced returned a tensor of shape \(\); it must return one number"
     ):
         gradient(algorithm, ready, said(batch))
     with pytest.raises(ConfigError, match=r"The advantage Short returned a tensor of shape"):

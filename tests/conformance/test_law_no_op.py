@@ -272,9 +272,9 @@ def test_a_unit_acts_under_any_reduction_where_numbers_are_of_units(loss: str) -
 
 
 def test_what_only_changes_the_reward_is_refused_where_the_reward_is_not_read() -> None:
-    with pytest.raises(ConfigError, match=r"does not read the reward, which is all that `overlong` changes"):
+    with pytest.raises(ConfigError, match=r"does not read the reward, and `overlong` changes nothing else"):
         AlgorithmConfig(advantage=ADVANTAGES["distillation"](), overlong=OverlongPenalty(max_length=12, buffer=6))
-    with pytest.raises(ConfigError, match=r"all that `kl=in_reward` changes"):
+    with pytest.raises(ConfigError, match=r"`kl=in_reward` changes nothing else"):
         AlgorithmConfig(advantage=ADVANTAGES["gdpo"](), kl=KLS["in_reward"]())
 
 
