@@ -1,4 +1,4 @@
-"""The common part of the estimators that give one number to a whole rollout."""
+"""The common part of estimators that give one number to a whole rollout."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["RolloutAdvantage", "estimate_per_rollout"]
 def estimate_per_rollout(
     advantage: Tensor, view: View, metrics: Metrics, state: AlgorithmState | None = None
 ) -> AdvantageEstimate:
-    """One number a rollout [U], given to each of its action tokens."""
+    """Give each rollout's number [U] to all its action tokens."""
     value = advantage.to(view.dtype)
     metrics.merge(measure_advantage(value, view.ranks, weight=view.rollouts.lengths))
     return AdvantageEstimate(view.rollouts.broadcast(value), state=state, metrics=metrics)
 
 
 class RolloutAdvantage(Advantage):
-    """An estimator that is one number a rollout [U], shared by its action tokens."""
+    """An estimator with one number for each rollout [U], shared by its action tokens."""
 
     @abstractmethod
     def advantage(self, reward: Tensor, view: View) -> Tensor:
-        """[U] → [U], in float64: what each rollout is worth, given its reward and the rest of the batch."""
+        """[U] → [U], in float64: each rollout's advantage, given the rewards and the rest of the batch."""
 
     def __call__(self, view: View, state: AlgorithmState) -> AdvantageEstimate:  # noqa: ARG002
         reward = Rewards(view).total

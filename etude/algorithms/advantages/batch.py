@@ -1,7 +1,7 @@
-"""Advantages of a rollout that also look at the whole rollout batch: its spread, or how much of it teaches at all.
+"""Advantages of a rollout that also read the whole rollout batch: its spread, or its share of groups that teach.
 
-Statistics of the batch are those of all ranks together, so that each rank, holding some of the groups, finds what one
-rank holding all of them would.
+Statistics of the batch are those of all ranks together. So each rank, with some of the groups, gets the same result as
+one rank with all of them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
 
 
 def batch_std(reward: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
-    """(R − mean) / (std of all R − mean + ε), the mean within the group, the std over the rollout batch."""
+    """Return (R − mean) / (std of all R − mean + ε), the mean within the group, the std over the rollout batch."""
     centred = dr_grpo(reward, group)
     return centred / (moments(centred, ranks)[1].sqrt() + EPSILON)
 
 
 def gpg(reward: Tensor, group: Tensor, ranks: Ranks, *, f_norm: float) -> Tensor:
-    """α·(R − mean) / f_norm, α = rollouts / rollouts in groups whose rewards differ."""
+    """Return α·(R − mean) / f_norm, α = rollouts / rollouts in groups whose rewards differ."""
     groups = GroupStatistics(group)
     differ = (~groups.has_zero_variance(reward) & ~groups.is_singleton).double()
     every, teaching = ranks.all_reduce(torch.stack([torch.ones_like(differ).sum(), differ.sum()])).unbind()
@@ -49,13 +49,13 @@ def gpg(reward: Tensor, group: Tensor, ranks: Ranks, *, f_norm: float) -> Tensor
 
 
 def reinforce_pp_baseline(reward: Tensor, length: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
-    """R − mean within the group (R where it is alone), whitened over action tokens: a rollout counts `length` times."""
+    """Return R − mean within the group (R in a group of one), whitened: a rollout counts `length` times."""
     groups = GroupStatistics(group)
     return whiten(torch.where(groups.is_singleton, reward, groups.centered(reward)), ranks, weight=length)
 
 
 def gdpo(parts: Tensor, weights: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
-    """Each part [U, parts] normalised within its group, their weighted sum whitened over rollouts."""
+    """Normalise each part [U, parts] within its group, and whiten their weighted sum over rollouts."""
     normal = torch.stack([grpo(part, group) for part in parts.unbind(1)], 1)
     return whiten((normal * weights).sum(1), ranks)
 
@@ -63,8 +63,8 @@ def gdpo(parts: Tensor, weights: Tensor, group: Tensor, ranks: Ranks) -> Tensor:
 class BatchStd(RolloutAdvantage):
     """A = (R − mean_g) / (σ + ε), where σ is the standard deviation of R − mean_g over the rollout batch.
 
-    Sources: 2508.08221, and ScaleRL 2510.13786. Assumes that rewards of different tasks are on one scale: dividing all
-    by the same number keeps the tasks' weights as they are, which GRPO's division does not.
+    Sources: 2508.08221, and ScaleRL 2510.13786. Assumes that rewards of different tasks are on one scale. Dividing all
+    by the same number keeps the tasks' weights; GRPO's division does not.
     Ours: the unbiased deviation, over all ranks; ε = 1e-6. A group of one has A = 0, being its own mean.
     """
 
@@ -75,19 +75,19 @@ class BatchStd(RolloutAdvantage):
 class GPGAdvantage(RolloutAdvantage):
     """Group policy gradient: A = α (R − mean_g) / f_norm, α = rollouts / rollouts in groups whose rewards differ.
 
-    Source: 2504.02546. Assumes that level groups are a matter of luck: α gives the others the weight that these lost.
-    Ours: α is taken over the rollout batch of all ranks; the divisor is a constant, 1 unless configured; a group of
-    one is level, and has A = 0.
+    Source: 2504.02546. Assumes that groups of equal rewards are a matter of chance: α gives their weight to the others.
+    Ours: α is taken over the rollout batch of all ranks; the divisor is a constant, 1 unless configured. A group of
+    one has A = 0, like a group of equal rewards.
     """
 
     f_norm: float = Field(1.0, gt=0, description="the constant that the centred reward is divided by")
 
     def scales_with_group(self) -> bool:
         """See `Advantage`."""
-        return True  # a group counts as teaching as soon as anything in it differs
+        return True  # any difference makes a group count as teaching
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
-        """Each rollout's share, scaled so that level groups cost nothing."""
+        """Return the advantages, scaled so that groups of equal rewards do not reduce the total weight."""
         return gpg(reward, view.batch.group, view.ranks, f_norm=self.f_norm)
 
 
@@ -95,9 +95,9 @@ class ReinforcePPBaseline(RolloutAdvantage):
     """REINFORCE++ with a group baseline: A = R − mean_g, whitened over the action tokens of the rollout batch.
 
     Source: 2501.03262. Assumes rewards of one scale over tasks. Whitening: (A − mean)/(std + ε), with the
-    unbiased std, each rollout counted once for each action token, before anything is rejected.
-    Ours: a group of one enters the whitening with R. After whitening the mean of all tokens is 0, so that a level group
-    need not stay at 0.
+    unbiased std, each rollout counted once for each action token, before any token is rejected.
+    Ours: a group of one enters the whitening with R. After whitening the mean of all tokens is 0, so a group of equal
+    rewards need not stay at 0.
     """
 
     def advantage(self, reward: Tensor, view: View) -> Tensor:
@@ -107,10 +107,10 @@ class ReinforcePPBaseline(RolloutAdvantage):
 class GDPO(Advantage):
     """Decoupled normalisation: A = whiten(Σ_p w_p · (R_p − mean_g) / (std_g + ε)), over the parts p of the reward.
 
-    Source: 2601.05242. Assumes that the parts are worth comparing each on its own scale: a part that varies little is
-    not drowned by one that varies much. Whitened over the rollouts of the batch, each counted once.
-    Ours: whitening divides by the unbiased std + ε; a group of one keeps R_p, then is whitened. Only the
-    parts are read: a penalty that changes the reward as a whole, or a token reward, does not reach this advantage.
+    Source: 2601.05242. Assumes that each part should be compared on its own scale: a part that varies much does not
+    outweigh one that varies little. Whitened over the rollouts of the batch, each counted once.
+    Ours: whitening divides by the unbiased std + ε; a group of one keeps R_p, then is whitened. It reads only the
+    parts: a penalty on the whole reward, or a token reward, does not change this advantage.
     """
 
     weights: dict[str, float] = Field(

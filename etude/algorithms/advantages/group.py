@@ -1,8 +1,8 @@
 """Advantages of a rollout compared with the others of its group: one number for all of its action tokens.
 
-The functions take rewards [U] in float64 and `group` [U], and return advantages [U]. Groups are whole: nothing has been
-dropped from them yet. Where all rewards of a group of two or more are equal the advantage is exactly 0: rounding in a
-mean must not teach anything.
+The functions take rewards [U] in float64 and `group` [U], and return advantages [U]. Groups are complete: no rollout
+has been dropped yet. If all rewards of a group of two or more are equal, the advantage is exactly 0: rounding in a mean
+must not have a gradient.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["GRPO", "OPO", "RLOO", "DrGRPO", "MaxRL", "ReMax", "dr_grpo", "grpo",
 
 
 def grpo(reward: Tensor, group: Tensor) -> Tensor:
-    """(R − mean) / (std + ε) within the group; R itself where it is alone."""
+    """Return (R − mean) / (std + ε) within the group; R itself in a group of one."""
     groups = GroupStatistics(group)
     return torch.where(groups.is_singleton, reward, groups.centered(reward) / (groups.std(reward) + EPSILON))
 
 
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
-    """R − mean within the group; 0 where it is alone."""
+    """Return R − mean within the group; 0 in a group of one."""
     return GroupStatistics(group).centered(reward)
 
 
 def rloo(reward: Tensor, group: Tensor) -> Tensor:
-    """R − mean of the others; R itself where it is alone."""
+    """Return R − mean of the others; R itself in a group of one."""
     groups = GroupStatistics(group)
     return torch.where(
         groups.is_singleton, reward, groups.centered(reward) * groups.size / (groups.size - 1).clamp(min=1)
@@ -41,7 +41,7 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def opo(reward: Tensor, length: Tensor, group: Tensor) -> Tensor:
-    """R − Σ len·R / Σ len within the group; R itself where it is alone."""
+    """Return R − Σ len·R / Σ len within the group; R itself in a group of one."""
     groups, above = GroupStatistics(group), GroupStatistics(group).above_min(reward)
     length = length.double()
     baseline = groups.sum(length * above) / groups.sum(length).clamp(min=1)
@@ -49,22 +49,22 @@ def opo(reward: Tensor, length: Tensor, group: Tensor) -> Tensor:
 
 
 def maxrl(reward: Tensor, group: Tensor) -> Tensor:
-    """(R − mean) / mean within the group; 0 where the mean is 0. Rewards are at least 0."""
+    """Return (R − mean) / mean within the group; 0 if the mean is 0. Rewards are at least 0."""
     groups = GroupStatistics(group)
     mean = groups.mean(reward)
     return torch.where(mean > 0, groups.centered(reward) / torch.where(mean > 0, mean, 1.0), 0.0)
 
 
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """R − R(greedy)."""
+    """Return R − R(greedy)."""
     return reward - greedy_reward
 
 
 class GRPO(RolloutAdvantage):
     """Group-relative advantage: A = (R − mean_g) / (std_g + ε), with the unbiased standard deviation.
 
-    Source: 2402.03300. Assumes that a group's tries are independent tries at one task. Dividing by the group's standard
-    deviation weighs tasks by their difficulty, so this is not the gradient of the expected reward.
+    Source: 2402.03300. Assumes that a group's rollouts are independent attempts at one task. Dividing by the group's
+    standard deviation weighs tasks by their difficulty, so this is not the gradient of the expected reward.
     Ours: ε = 1e-6 (TRL has 1e-4); a group of one keeps A = R.
     """
 
@@ -80,8 +80,8 @@ class DrGRPO(RolloutAdvantage):
     """GRPO done right: A = R − mean_g.
 
     Source: 2503.20783, which also sums the loss over a rollout and divides by a constant instead of its length: choose
-    `reduction=seq-mean-token-sum-norm` for that. Assumes independent tries at one task; the mean includes the rollout
-    itself, so the gradient is (n − 1)/n of the expected reward's. A group of one teaches nothing (A = 0).
+    `reduction=seq-mean-token-sum-norm` for that. Assumes independent attempts at one task. The mean includes the
+    rollout itself, so the gradient is (n − 1)/n of the expected reward's. A group of one teaches nothing (A = 0).
     Ours: nothing departs from the source.
     """
 
@@ -92,7 +92,7 @@ class DrGRPO(RolloutAdvantage):
 class RLOO(RolloutAdvantage):
     """REINFORCE, leave one out: A = R − mean of the others of the group.
 
-    Source: 2402.14740. Assumes independent tries at one task: the baseline then knows nothing of the rollout it is
+    Source: 2402.14740. Assumes independent attempts at one task: the baseline is then independent of the rollout it is
     subtracted from, and the gradient is that of the expected reward.
     Ours: a group of one has no others, and keeps A = R.
     """
@@ -105,7 +105,7 @@ class OPO(RolloutAdvantage):
     """Optimal baseline by length: A = R − Σ_g len·R / Σ_g len, len counting action tokens.
 
     Source: 2505.23585. Assumes that a rollout's squared score grows with its length, which makes this the baseline of
-    least variance. It includes the rollout itself, so the gradient is biased, and by no constant factor.
+    least variance. It includes the rollout itself, so the gradient is biased, not only by a constant factor.
     Ours: a group of one keeps A = R; one without any action token has no baseline.
     """
 
@@ -117,9 +117,9 @@ class MaxRL(RolloutAdvantage):
     """Maximum-likelihood reinforcement: A = (R − mean_g) / mean_g, and 0 where the mean is 0.
 
     Source: 2602.02710. Assumes R ≥ 0; a negative reward is refused. For rewards of 0 and 1 the expectation is the
-    gradient of log p (p the chance of success), its series cut after n − 1 terms. There is no ε: the mean of rewards
-    of 0 and 1 is 0 or at least 1/n. A group of one teaches nothing (A = 0).
-    Ours: rewards between 0 and 1 are taken as they come.
+    gradient of log p (p the probability of success), its series cut after n − 1 terms. There is no ε: the mean of
+    rewards of 0 and 1 is 0 or at least 1/n. A group of one teaches nothing (A = 0).
+    Ours: rewards between 0 and 1 are used unchanged.
     """
 
     def scales_with_group(self) -> bool:
@@ -140,8 +140,8 @@ class MaxRL(RolloutAdvantage):
 class ReMax(RolloutAdvantage):
     """A = R − R(greedy), the reward of the greedy answer to the same task.
 
-    Source: 2310.10505. Assumes that the greedy answer was decoded by the policy that sampled; it is no rollout of the
-    batch, so the baseline is independent and the gradient that of the expected reward.
+    Source: 2310.10505. Assumes that the sampler's policy decoded the greedy answer. This answer is not a rollout of the
+    batch. So the baseline is independent, and the gradient is that of the expected reward.
     Ours: nothing departs from the source. Equal rewards need not mean A = 0: the greedy answer may have done worse.
     """
 

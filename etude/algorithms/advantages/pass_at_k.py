@@ -1,12 +1,12 @@
-"""Advantages for the best of several tries: what a rollout adds to the maximum of a set it belongs to.
+"""Advantages for the best of several attempts: the part of a set's maximum that a rollout adds.
 
-Let R_(0) ≤ R_(1) ≤ … ≤ R_(n−1) be a group's rewards in order. Of the sets of k that hold the rollout at place i, those
-whose other members all stand below place m number C(m, k − 1); the rollout raises the maximum of the others in the sets
-where it stands highest. Summed by gaps between neighbours,
+Let R_(0) ≤ R_(1) ≤ … ≤ R_(n−1) be a group's rewards in order. Consider the sets of k that hold the rollout at place i.
+In C(m, k − 1) of them, all other members are below place m. The rollout raises the maximum of the others in the sets
+where it is the highest. Summed by gaps between neighbours,
 
-    A_i = Σ_{m ≤ i} (R_(m) − R_(m−1)) · C(m, k − 1) / C(n, k),
+    A_i = Σ_{m ≤ i} (R_(m) − R_(m−1)) · C(m, k − 1) / C(n, k).
 
-which is a running sum over the group and exactly 0 below place k − 1 and wherever no gap is.
+This is a running sum over the group. It is exactly 0 below place k − 1, and a gap of 0 adds exactly 0.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["PKPO", "PassAtK", "pass_at_k", "pkpo"]
 class _SortedRollouts(NamedTuple):
     """Rollouts sorted by group, then by reward."""
 
-    order: Tensor  # [U] where each place's rollout stands in the batch
+    order: Tensor  # [U] the index in the batch of each place's rollout
     groups: Segments  # the sorted rollouts of each group
-    gap: Tensor  # [U] how far each is above the one before it in its group; 0 for the first
+    gap: Tensor  # [U] each reward minus the one before it in its group; 0 for the first
 
     def unsort(self, values: Tensor) -> Tensor:
         """[U] in sorted order → [U] in the batch's order."""
@@ -50,19 +50,19 @@ def _sort_rollouts(reward: Tensor, group: Tensor) -> _SortedRollouts:
 
 
 def _log_choose(n: Tensor, k: int) -> Tensor:
-    """log C(n, k), for n ≥ k."""
+    """Return log C(n, k), for n ≥ k."""
     return torch.lgamma(n + 1) - torch.lgamma(n - k + 1) - torch.lgamma(torch.full_like(n, k + 1))
 
 
 def pass_at_k(reward: Tensor, group: Tensor) -> Tensor:
-    """The group's best gets its lead over the second best; everyone else 0. Groups of two or more."""
+    """Return the lead over the second best for a group's best rollout, 0 for the others. Groups of two or more."""
     ranked = _sort_rollouts(reward, group)
     best = ranked.groups.position == ranked.groups.broadcast(ranked.groups.lengths) - 1
     return ranked.unsort(torch.where(best, ranked.gap, 0.0))
 
 
 def pkpo(reward: Tensor, group: Tensor, *, k: int) -> Tensor:
-    """Each rollout's part of the maximum, summed over the sets of k that hold it, by the number of all sets of k.
+    """Return each rollout's part of the maximum, summed over the sets of k with it, divided by the number of all sets.
 
     Groups of at least k, k ≥ 2.
     """
@@ -88,10 +88,11 @@ def _refuse_small(group: Tensor, least: int, who: str, remedy: str) -> None:
 class PassAtK(RolloutAdvantage):
     """Pass@k with k the size of the group: the best rollout gets R_max − R_second, the others 0.
 
-    Source: 2503.19595. Assumes independent tries at one task. Summed over the group it is the gradient of the expected
-    maximum; a mean over rollouts divides that by n. Two equal best rollouts teach nothing: either could be missed.
-    Ours: divided by the group's standard deviation + 1e-6 only on request, which gives up exactness. A group of one is
-    refused.
+    Source: 2503.19595. Assumes independent attempts at one task. Summed over the group it is the gradient of the
+    expected maximum; a mean over rollouts divides that by n. Two equal best rollouts teach nothing: either could be
+    missing.
+    Ours: divided by the group's standard deviation + 1e-6 only with `normalize`, which gives up exactness. A group of
+    one is refused.
     """
 
     normalize: bool = Field(False, description="divide by the group's standard deviation")
@@ -108,14 +109,15 @@ class PassAtK(RolloutAdvantage):
 
 
 class PKPO(RolloutAdvantage):
-    """Pass@k for k up to the size of the group: what a rollout adds to the maximum of a random set of k.
+    """Pass@k for k up to the size of the group: a rollout's part of the maximum of a random set of k.
 
     A_i = Σ_{I ∋ i, |I| = k} (max_I R − max_{I∖i} R) / C(n, k).
     Source: 2505.15201, its estimator with the maximum of the set without the rollout as baseline. Assumes independent
-    tries at one task. Summed over the group it is an unbiased gradient of the expected maximum of k tries, for rewards
-    of any kind; a mean over rollouts divides that by n. With k = n it is `pass_at_k`.
-    Ours: computed by gaps between neighbours (see the page's head), so that ties and level groups give exactly 0; the
-    default k = 2 is ours. k = 1 would be RLOO divided by n, and is left to `rloo`. A group smaller than k is refused.
+    attempts at one task. Summed over the group it is an unbiased gradient of the expected maximum of k attempts, for
+    rewards of any kind; a mean over rollouts divides that by n. With k = n it is `pass_at_k`.
+    Ours: computed by gaps between neighbours (see the module's docstring), so that ties and groups of equal rewards
+    give exactly 0; the default k = 2 is ours. k = 1 would be RLOO divided by n: choose `rloo` for it. A group smaller
+    than k is refused.
     """
 
     k: int = Field(2, ge=2, description="number of tries of which the best counts")

@@ -1,10 +1,10 @@
-"""The places of rewards: a rollout's own at its last action token, token rewards where they were paid.
+"""The tokens that carry rewards: a rollout's own is at its last action token, token rewards where they were paid.
 
     final reward   R            →  r at the rollout's last action token
     token reward   at an action →  r there
                    elsewhere    →  r at the rollout's action token before it; refused where there is none
 
-Few tokens are paid anything, so payments are kept as a short list and never as a column until one is asked for.
+Few tokens have a reward, so token rewards are stored as a short list. `per_token` builds the column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rewards:
 
     @cached_property
     def sparse_token_rewards(self) -> tuple[Tensor, Tensor]:
-        """Token rewards in order: [E] their places among the action tokens (may repeat), [E] their float64 amounts."""
+        """Token rewards in order: [E] their indices among the action tokens (may repeat), [E] their float64 amounts."""
         batch, rewards = self.view.batch, self.view.batch.token_reward
         if rewards is None:
             nothing = torch.zeros(0, dtype=torch.float64, device=batch.device)
@@ -45,7 +45,7 @@ class Rewards:
             first = int(bad.nonzero()[0])
             raise RewardError(
                 f"Rollout {batch.get_rollout_id(int(rollout[first]))} has a token reward of {float(amount[first])} "
-                f"that no action token can take: it must be finite, and paid at an action token or after one."
+                f"that belongs to no action token: it must be finite, and paid at an action token or after one."
             )
         return place, amount
 
@@ -56,12 +56,12 @@ class Rewards:
 
     @cached_property
     def total(self) -> Tensor:
-        """[U] float64: R, everything a rollout earned."""
+        """[U] float64: R, the sum of a rollout's rewards."""
         place, amount = self.sparse_token_rewards
         return self.rollout_rewards.index_add(0, self.view.rollouts.locate(place), amount)
 
     def per_token(self, dtype: torch.dtype, baseline: Tensor | None = None) -> Tensor:
-        """[A]: r_t, with each rollout's own reward at its last action token; `less` [U] is taken off the latter."""
+        """[A]: r_t, with each rollout's own reward, less `baseline` [U], at its last action token."""
         place, amount = self.sparse_token_rewards
         rollouts, own = (
             self.view.rollouts,

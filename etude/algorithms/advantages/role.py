@@ -1,4 +1,4 @@
-"""The advantage of self-play: a rollout against what its role in the game has been earning."""
+"""The advantage of self-play: a rollout's reward against the average reward of its role in the game."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["RAE", "update_role_means"]
 def update_role_means(
     means: Mapping[int, float], reward: Tensor, role: Tensor, ranks: Ranks, *, decay: float
 ) -> dict[int, float]:
-    """Each role's average after this step: decay^n · before + (1 − decay^n) · the mean of its n rewards."""
-    roles = torch.unique(ranks.all_gather(torch.unique(role)))  # of all ranks, so that each sums the same ones
+    """Return each role's average after this step: decay^n · before + (1 − decay^n) · the mean of its n rewards."""
+    roles = torch.unique(ranks.all_gather(torch.unique(role)))  # of all ranks, so that all sum the same roles
     place = torch.searchsorted(roles, role)
     counts = torch.bincount(place, minlength=len(roles)).double()
     sums = torch.zeros_like(counts).index_add_(0, place, reward)
@@ -43,9 +43,9 @@ class RAE(Advantage):
     b ← decay^n · b + (1 − decay^n) · (mean of the role's n rewards of this step), from b = 0.
     Source: 2506.24119, decay 0.95 as in its published settings. Assumes that roles differ in what they can win, and
     that this drifts slowly.
-    Ours: the source updates b rollout by rollout and subtracts what it has just become. Here the step's n rewards enter
-    together, as n updates with their mean, so that their order does not matter; and A uses b as it stood before the
-    step, which knows nothing of these rollouts and leaves the gradient unbiased. The first step has no baseline.
+    Ours: the source updates b rollout by rollout and subtracts the updated b. Here the step's n rewards enter together,
+    as n updates with their mean, so that their order does not matter. A uses b from before the step: it is independent
+    of these rollouts, so the gradient is unbiased. The first step has no baseline.
     """
 
     decay: float = Field(

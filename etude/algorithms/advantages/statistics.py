@@ -1,7 +1,7 @@
-"""Statistics that advantages are made of: within groups, and over the rollout batch of all ranks.
+"""Statistics for advantages: within groups, and over the rollout batch of all ranks.
 
-Everything here is in float64 or sums in it. A group is never split over ranks; what is taken over the whole rollout
-batch goes through `Ranks` in two phases, first counts and sums, then squared deviations from the mean they give.
+Everything here is in float64 or sums in it. A group is never split over ranks. Statistics of the whole rollout batch go
+through `Ranks` in two phases: first counts and sums, then squared deviations from the resulting mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 
 class GroupStatistics:
-    """Statistics of values [N] within groups, each given back to all members of its group: [N] → [N]."""
+    """Statistics of values [N] within groups, returned for every member of a group: [N] → [N]."""
 
     def __init__(self, group: Tensor) -> None:
         self.group = group
@@ -33,7 +33,7 @@ class GroupStatistics:
 
     @cached_property
     def size(self) -> Tensor:
-        """[N]: how many each is compared with, itself included."""
+        """[N]: the size of each entry's group, itself included."""
         return self.sizes[self.group].double()
 
     @cached_property
@@ -42,47 +42,47 @@ class GroupStatistics:
         return self.size == 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """The group's total."""
+        """Return the group's total."""
         return values.new_zeros(self.count).index_add_(0, self.group, values)[self.group]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The group's mean."""
+        """Return the group's mean."""
         return self.sum(values) / self.size
 
     def max(self, values: Tensor) -> Tensor:
-        """The group's maximum."""
+        """Return the group's maximum."""
         start = values.new_full((self.count,), -torch.inf)
         return start.scatter_reduce_(0, self.group, values, "amax")[self.group]
 
     def min(self, values: Tensor) -> Tensor:
-        """The group's minimum."""
+        """Return the group's minimum."""
         return -self.max(-values)
 
     def above_min(self, values: Tensor) -> Tensor:
-        """Return the distance of each value to its group's least: exactly 0 throughout a group of equal values.
+        """Return each value minus its group's minimum: exactly 0 throughout a group of equal values.
 
-        A baseline taken of this instead of the values themselves cannot leave a rounding error behind that a division
-        by a tiny deviation would then blow up.
+        A baseline of these differences, instead of the values, leaves no rounding error in such a group. A division by
+        a tiny deviation would magnify it.
         """
         return torch.where(self.has_zero_variance(values), 0.0, values - self.min(values))
 
     def centered(self, values: Tensor) -> Tensor:
-        """Each minus its group's mean; exactly 0 where the group is level, a group of one included."""
+        """Return each value minus its group's mean; exactly 0 in a group of equal values, or of one."""
         above = self.above_min(values)
         return above - self.mean(above)
 
     def std(self, values: Tensor) -> Tensor:
-        """Unbiased; 0 for a group of one."""
+        """Return the unbiased standard deviation; 0 for a group of one."""
         return (self.sum(self.centered(values) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
 
     def has_zero_variance(self, values: Tensor) -> Tensor:
-        """[N] bool: groups of two or more whose values are all equal, as `etude.records.level` has it."""
+        """[N] bool: groups of two or more with equal values, by `etude.records.has_zero_variance`."""
         alike: torch.Tensor = has_zero_variance(self.min(values), self.max(values), torch.finfo(values.dtype).eps)
         return alike & ~self.is_singleton
 
 
 def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over the values of all ranks, as float64 scalars.
+    """Return the mean and the unbiased variance over the values of all ranks, as float64 scalars.
 
     `weight` [N] counts each value that many times: a rollout's number, once for each of its action tokens.
     """
@@ -98,13 +98,13 @@ def moments(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> tuple
 
 
 def whiten(values: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Tensor:
-    """(x − mean) / (std + ε), unbiased, with the moments of all ranks."""
+    """Return (x − mean) / (std + ε), with the unbiased moments of all ranks."""
     mean, variance = moments(values, ranks, weight)
     return (values - mean.to(values.dtype)) / (variance.sqrt() + EPSILON).to(values.dtype)
 
 
 def measure_advantage(advantage: Tensor, ranks: Ranks, weight: Tensor | None = None) -> Metrics:
-    """The advantage over the action tokens of the rollout batch; `weight` as in `moments`, 0 where there is none."""
+    """Measure the advantage over the rollout batch's action tokens; `weight` as in `moments`, 0 without tokens."""
     mean, variance = moments(advantage, ranks, weight)
     metrics = Metrics({"advantage_mean": Mean.of(mean), "advantage_std": Mean.of(variance.sqrt())})
     shown = advantage if weight is None else advantage[weight > 0]

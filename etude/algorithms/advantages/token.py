@@ -1,7 +1,7 @@
 """Advantages of single tokens: from rewards to go, from a critic's values, or from a teacher.
 
-The functions take flat columns [A] of action tokens in time order and the rollouts they fall into. A step of time is
-from one action token to the next of the same rollout, whatever stands between them; γ counts those steps.
+The functions take flat columns [A] of action tokens in time order, and the rollouts as segments of them. A time step
+goes from one action token to the next of the same rollout, over all tokens between them; γ counts those steps.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 SQUARES_SLACK = 1e-3
-"""How far Σπ² may be from what π allows, as a share of it: more than float32 rounds away, less than two policies."""
+"""The relative distance that Σπ² may have from the range π allows: above float32 rounding, below a second policy's."""
 
 
 def gae(
     rewards: Tensor, values: Tensor, rollouts: Segments, *, gamma: float, lam: float, final_value: Tensor | None = None
 ) -> Tensor:
-    """A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} − V_t, over the action tokens of each rollout.
+    """Return A_t = δ_t + γλ A_{t+1}, with δ_t = r_t + γ V_{t+1} − V_t, over the action tokens of each rollout.
 
     final_value: [U] the value of the state after a rollout's last action; without it that state is terminal, value 0.
     """
@@ -52,25 +52,25 @@ def gae(
 
 
 def reinforce_pp(rewards: Tensor, rollouts: Segments, ranks: Ranks, *, gamma: float) -> Tensor:
-    """The reward to go, whitened over all action tokens."""
+    """Return the reward to go, whitened over all action tokens."""
     return whiten(rollouts.suffix_sum(rewards, gamma), ranks)
 
 
 def optimal_token_baseline(
     rewards: Tensor, logp: Tensor, sum_pi_squared: Tensor, rollouts: Segments, group: Tensor, floor: Tensor
 ) -> Tensor:
-    """G_t − Σ_g G_t W_t / Σ_g W_t, with W_t = Σ_{j≤t} (1 − 2π_j + Σπ²_j), t counting a rollout's action tokens.
+    """Return G_t − Σ_g G_t W_t / Σ_g W_t, with W_t = Σ_{j≤t} (1 − 2π_j + Σπ²_j), t counting a rollout's action tokens.
 
-    Only rollouts that reach t are in the sums; where fewer than two do, the baseline is 0.
-    rewards: [A] r_t, less `floor` at each rollout's last action token, so that G_t is measured from `floor` [U], a
-    number for each group. Any will do; one that all of a group's G_t equal makes A exactly 0.
+    Only rollouts that reach t are in the sums; with fewer than two, the baseline is 0.
+    rewards: [A] r_t, less `floor` at each rollout's last action token, so that G_t is measured from `floor`.
+    floor: [U] one number for each group. Any number is correct; if it equals all of a group's G_t, A is exactly 0.
     """
     above = rollouts.suffix_sum(rewards)
-    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 by rounding alone: see `_refuse_other_policy`
+    others = (sum_pi_squared - (2 * logp).exp()).clamp(min=0)  # below 0 only by rounding: see `_refuse_other_policy`
     energy = torch.expm1(logp).square() + others  # (1 − π)² + Σ_{v≠a} π_v², which does not cancel where π is near 1
     weight = rollouts.cumsum(energy.to(rewards.dtype))
 
-    # A cell for each group and t, as many as the group's longest rollout has tokens.
+    # One cell for each group and t; a group has as many as its longest rollout has tokens.
     groups = int(group.max()) + 1 if len(group) else 0
     longest = torch.zeros(groups, dtype=torch.int64, device=group.device)
     cells = Segments(longest.scatter_reduce_(0, group, rollouts.lengths, "amax"))
@@ -87,7 +87,7 @@ def optimal_token_baseline(
 
 
 def distillation(old_logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """−(log π_old − log π_teacher) of each token, cut to ±20."""
+    """Return −(log π_old − log π_teacher) of each token, cut to ±20."""
     return -log_ratio(old_logp, teacher_logp)
 
 
@@ -95,12 +95,11 @@ class GAE(Advantage):
     """Generalised advantage estimation: A_t = δ_t + γλ A_next, δ_t = r_t + γ V_next − V_t; returns = A + V.
 
     Source: 1506.02438. Assumes a critic; the gradient is exact only for γ = λ = 1, or where V is the policy's value.
-    "Next" is the rollout's next action token, over tool output and over the rows that the rollout was cut into.
-    A rollout that was cut off has not ended. By default the state after its last action counts as worth 0 all the
-    same; `bootstrap_truncated` takes the critic's estimate of that state from the unit column `final_value`,
-    read where `truncated` is true.
-    Ours: γ = λ = 1 by default, usual for language models; whitening is over the action tokens of the rollout batch,
-    after the returns were taken, and off by default.
+    "Next" is the rollout's next action token, over tool output and over the rollout's rows.
+    A truncated rollout has not ended. By default the state after its last action still has the value 0. With
+    `bootstrap_truncated` it has the critic's estimate, from the unit column `final_value`, where `truncated` is true.
+    Ours: γ = λ = 1 by default, usual for language models. Whitening is over the action tokens of the rollout batch,
+    after the returns are computed, and off by default.
     """
 
     gamma: float = Field(1.0, ge=0, le=1, description="the discount of one action token")
@@ -132,7 +131,7 @@ class GAE(Advantage):
 
 
 def _explained_variance(error: Tensor, returns: Tensor, ranks: Ranks) -> Metrics:
-    """The share of the returns' variance that the critic foresaw: 1 − var(returns − V) / var(returns)."""
+    """Measure the share of the returns' variance that the critic explains: 1 − var(returns − V) / var(returns)."""
     spread = float(moments(returns, ranks)[1])
     left = float(moments(error, ranks)[1])
     return Metrics({"explained_variance": Mean.of(1 - left / spread)} if spread > 0 else {})
@@ -142,7 +141,7 @@ class ReinforcePP(Advantage):
     """REINFORCE++: G_t = r_t + γ G_next, whitened over the action tokens of the rollout batch.
 
     Source: 2501.03262. Assumes rewards of one scale over tasks, since all are compared with one mean.
-    Whitening: (G − mean)/(std + ε), with the unbiased std, over all ranks and before anything is rejected.
+    Whitening: (G − mean)/(std + ε), with the unbiased std, over all ranks and before any token is rejected.
     Ours: γ counts action tokens, never tool output, and token rewards paid on context count for the action before.
     """
 
@@ -157,13 +156,13 @@ class ReinforcePP(Advantage):
 class OptimalTokenBaseline(Advantage):
     """A_t = G_t − Σ_g G_t W_t / Σ_g W_t, the t-th action tokens of a group compared, W_t = Σ_{j≤t} (1 − 2π_j + Σπ²_j).
 
-    Source: 2602.07078. W stands for the squared norm of the score up to t, read off π_old's own probabilities; G is the
-    reward to go, undiscounted. Assumes that tokens equally far into a group's rollouts are alike. The baseline includes
-    the rollout itself, so it is biased. A rollout that has ended leaves both sums; beyond the end of the second-longest
-    there is nobody to compare with and the baseline is 0, so that equal rewards give 0 except on that tail.
-    Ours: t counts action tokens only; 1 − 2π + Σπ² is summed as (1 − π)² + Σπ² − π², which does not cancel where the
-    policy is sure; the sums over a group are in float64. π and Σπ² are of one policy, or no distribution has them: the
-    batch is refused, and so is `correction.policies=two`, where π would be the sampler's and Σπ² the trainer's.
+    Source: 2602.07078. W stands for the squared norm of the score up to t, from π_old's own probabilities; G is the
+    reward to go, undiscounted. Assumes that the t-th tokens of a group's rollouts are comparable. The baseline includes
+    the rollout itself, so it is biased. A rollout that has ended leaves both sums. Beyond the end of the second-longest
+    rollout the baseline is 0, so equal rewards give A = 0 except on that tail.
+    Ours: t counts action tokens only; the sums over a group are in float64. 1 − 2π + Σπ² is summed as
+    (1 − π)² + Σπ² − π², which does not cancel where the policy is sure. π and Σπ² must be of one policy: values that no
+    distribution has are refused. So is `correction.policies=two`, where π is the sampler's and Σπ² the trainer's.
     """
 
     def required_columns(self) -> frozenset[str]:
@@ -186,7 +185,7 @@ class OptimalTokenBaseline(Advantage):
 
 
 def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
-    """Σπ² is at least π² and at most π² + (1 − π)², for any distribution in which this token has π."""
+    """Refuse Σπ² below π² or above π² + (1 − π)²: no distribution in which this token has π gives it."""
     slack = SQUARES_SLACK * squares
     bad = (pi.square() > squares + slack) | (squares - slack > pi.square() + (1 - pi).square())
     if bool(bad.any()):
@@ -201,11 +200,11 @@ def _refuse_other_policy(view: View, pi: Tensor, squares: Tensor) -> None:
 
 
 class OnPolicyDistillation(Advantage):
-    """A_t = −sg(log π_old − log π_teacher): a token is worth what the teacher thinks more of it than the policy does.
+    """A_t = −sg(log π_old − log π_teacher): the teacher's log-prob of a token minus the policy's.
 
-    The reverse KL to the teacher, one token at a time, with the visited states held fixed: what a token does to later
-    tokens' KL is left out (token-local). Formula as given by the on-policy distillation literature; assumes that the
-    teacher scored the sampled tokens, at the policy's temperature. Reads no reward.
+    It is the reverse KL to the teacher, one token at a time, with the visited states held fixed: a token's effect on
+    the KL of later tokens is left out (token-local). The formula is that of the on-policy distillation literature.
+    Assumes that the teacher scored the sampled tokens, at the policy's temperature. Reads no reward.
     Ours: the log-ratio is cut to ±20, as everywhere.
     """
 

@@ -1,7 +1,7 @@
 """Advantages of turns: one number for all action tokens of a turn, from rewards paid turn by turn.
 
-Turn k of a rollout is its k-th turn with an action token. Its reward r_k is what was paid at its tokens, and the last
-turn also gets the rollout's own reward. Turns are flat columns [S], in time order, rollout by rollout.
+Turn k of a rollout is its k-th turn with an action token. Its reward r_k is the sum of its token rewards; the last turn
+also gets the rollout's own reward. Turns are flat columns [S], in time order, rollout by rollout.
 
     rollout  u0              u1
     turn     0    1    2     0    1
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class TurnRewards:
-    """The turns of a batch, S of them, and what each was paid."""
+    """The S turns of a batch, and the rewards of each."""
 
     view: View
 
@@ -53,12 +53,12 @@ class TurnRewards:
 
     @cached_property
     def rollouts(self) -> Segments:
-        """The rollouts as stretches of turns."""
+        """The rollouts as ranges of turns."""
         return Segments(torch.bincount(self.rollout, minlength=self.view.batch.num_rollouts))
 
     @cached_property
     def group(self) -> Tensor:
-        """[S]"""
+        """[S]: the group of each turn."""
         return self.view.batch.group[self.rollout]
 
     @cached_property
@@ -73,7 +73,7 @@ class TurnRewards:
 
     @cached_property
     def token_rewards(self) -> Tensor:
-        """[S] float64: the token rewards of each turn."""
+        """[S] float64: the sum of each turn's token rewards."""
         place, amount = self.rewards.sparse_token_rewards
         return amount.new_zeros(self.view.turns.count).index_add_(0, self.view.turns.locate(place), amount)
 
@@ -88,22 +88,22 @@ class TurnRewards:
         return torch.where(self.is_last, self.token_rewards + self.rollout_rewards, self.token_rewards)
 
     def group_by_turn(self, chosen: Tensor) -> GroupStatistics:
-        """The chosen turns [S] bool, grouped with the turns of the same number k in their group."""
+        """Group the chosen turns [S] bool with the turns of the same number k in their group."""
         most = int(self.rollouts.lengths.max()) if self.rollouts.size else 1
         return GroupStatistics((self.group * most + self.rollouts.position)[chosen])
 
     def estimate(self, values: Tensor) -> AdvantageEstimate:
-        """One number a turn [S], given to each of its action tokens."""
+        """Give each turn's number [S] to all its action tokens."""
         view, value = self.view, values.to(self.view.dtype)
         metrics = measure_advantage(value, view.ranks, weight=view.turns.lengths)
         return AdvantageEstimate(view.turns.broadcast(value), metrics=metrics)
 
 
 def subtract_others_mean(values: Tensor, turns: TurnRewards) -> Tensor:
-    """[S] → [S]: x_k − the mean, over the group's other rollouts, of their x_k, 0 for one that has no turn k.
+    """[S] → [S]: x_k − the mean, over the group's other rollouts, of their x_k; a missing turn k counts as 0.
 
-    A rollout that never acted counts at turn 0 with all it earned. Where all values compared are equal the result is
-    exactly 0; a rollout alone in its group has nothing subtracted.
+    A rollout without an action counts at turn 0 with the sum of its rewards. If all values compared are equal, the
+    result is exactly 0. In a group of one nothing is subtracted.
     """
     idle = (turns.rollouts.lengths == 0).nonzero()[:, 0]
     every = torch.cat([values, turns.rewards.total[idle]])
@@ -113,14 +113,14 @@ def subtract_others_mean(values: Tensor, turns: TurnRewards) -> Tensor:
     stages = int(number.max()) + 1 if len(number) else 1
     stage = GroupStatistics(group[rollout] * stages + number)
     size = GroupStatistics(group).size[rollout]
-    # Measured from what all share, so that rounding leaves nothing where nothing differs.
+    # Subtract the minimum first, so that equal values leave no rounding error.
     above = every - torch.where((stage.size == size) & (size > 1), stage.min(every), 0.0)
     others = (stage.sum(above) - above) / (size - 1).clamp(min=1)
     return (above - others)[: len(values)]
 
 
 def center_within(values: Tensor, groups: GroupStatistics, *, normalize: bool) -> Tensor:
-    """[S] → [S]: x − mean over those it is alike, by their std + ε on request; 0 where it is like no other."""
+    """[S] → [S]: x − mean within these groups, divided by their std + ε if `normalize`; 0 in a group of one."""
     centred = groups.centered(values)
     return centred / (groups.std(values) + EPSILON) if normalize else centred
 
@@ -128,12 +128,12 @@ def center_within(values: Tensor, groups: GroupStatistics, *, normalize: bool) -
 class StepRewardAdvantage(Advantage):
     """A turn's own rewards as its advantage, plain or against the group.
 
-    `to_go`: x_k = r_k + γ x_{k+1} over the turns of a rollout. `final_to_all`: x_k = what the turn was paid + the
-    rollout's own reward, whichever turn it is. A = x_k, or with `baseline=group` A = x_k − the mean of the other
-    rollouts' x_k, absent turns counting 0 (see `turn_baseline`).
-    Source: the reward shapings of multi-turn recipes (compared in 2505.11821). Assumes rewards that mean something at
+    `to_go`: x_k = r_k + γ x_{k+1} over the turns of a rollout. `final_to_all`: x_k = the turn's token rewards + the
+    rollout's own reward, at every turn. A = x_k, or with `baseline=group` A = x_k − the mean of the other rollouts'
+    x_k, absent turns counting 0 (see `turn_baseline`).
+    Source: the reward shapings of multi-turn recipes (compared in 2505.11821). Assumes rewards that are meaningful at
     each turn; `final_to_all` counts the final reward once for each turn, so that it is not the gradient of the sum.
-    Ours: γ counts turns, not tokens; the baseline is one that knows nothing of the rollout.
+    Ours: γ counts turns, not tokens; the baseline is independent of the rollout.
     """
 
     how: Literal["to_go", "final_to_all"] = Field(
@@ -170,10 +170,10 @@ class StepRewardAdvantage(Advantage):
 class TurnBaseline(Advantage):
     """A_k = Σ_{j≥k} r_j − the mean of the group's other rollouts' Σ_{j≥k} r_j, absent turns counting 0.
 
-    The form of RLOO for turns. Its gradient is that of the expected reward, because the baseline of turn k is taken
-    from other rollouts only, all of them, whether or not they got as far. Assumes independent tries at one task.
-    Ours: a rollout that never acted counts at turn 0 with its reward; one alone in its group has baseline 0. Rewards
-    that are equal as sums may still differ turn by turn: A is exactly 0 where all Σ_{j≥k} r_j compared are equal.
+    The form of RLOO for turns. Its gradient is that of the expected reward, because the baseline of turn k comes from
+    other rollouts only: all of them, also those that have no turn k. Assumes independent attempts at one task.
+    Ours: a rollout without an action counts at turn 0 with its reward; in a group of one the baseline is 0. Rewards
+    with equal sums may still differ turn by turn: A is exactly 0 where all Σ_{j≥k} r_j compared are equal.
     """
 
     def required_columns(self) -> frozenset[str]:
@@ -187,9 +187,9 @@ class TurnBaseline(Advantage):
 class TurnBaselineBiased(Advantage):
     """A_k = Σ_{j=k}^{own stop} (r_j − b_j), b_j the mean of r_j over the group's rollouts that have a turn j.
 
-    Common in agent training. Biased: b_j includes the rollout itself, and is summed up to where the rollout chose to
-    stop, so that stopping early or late is rewarded by itself. Offered for comparison; `turn_baseline` is not biased.
-    Ours: nothing is added; a turn that no other rollout has is its own mean and adds 0.
+    Common in agent training. Biased: b_j includes the rollout itself, and is summed up to the rollout's own stop, so
+    that stopping early or late is itself rewarded. It is here for comparison; `turn_baseline` is not biased.
+    Ours: nothing departs from the common form; a turn that no other rollout has is its own mean and adds 0.
     """
 
     def required_columns(self) -> frozenset[str]:
@@ -204,10 +204,10 @@ class TurnBaselineBiased(Advantage):
 class MTGRPO(Advantage):
     """Multi-turn GRPO: A_k = A^outcome + λ A^turn_k before the last turn, A^outcome at it; each normalised as in GRPO.
 
-    A^outcome is over the group's rollouts: own reward, and what was paid in the last turn. A^turn_k is over the turns
-    of the same number k in the group that are not their rollout's last.
-    Source: 2505.11821, λ = 1 as in its published settings. Assumes that turns of one number are alike: the source has
-    two turns, of which every rollout has both.
+    A^outcome is over the group's rollouts: own reward, plus the token rewards of the last turn. A^turn_k is over the
+    turns of the same number k in the group that are not their rollout's last.
+    Source: 2505.11821, λ = 1 as in its published settings. Assumes that turns of the same number are comparable: in the
+    source every rollout has the same two turns.
     Ours: any number of turns; a turn that no other rollout has adds nothing, and a group of one keeps its outcome.
     """
 
@@ -232,14 +232,14 @@ class MTGRPO(Advantage):
 
 
 class GiGPO(Advantage):
-    """Group in group: A_k = A^episode + ω A^step_k, the step compared with all turns of the group taken in its state.
+    """Group in group: A_k = A^episode + ω A^step_k, the step compared with all turns of the group in the same state.
 
     A^episode = R − mean_g over rollouts. A^step_k = x_k − mean over the turns with the same anchor in the group, where
     x_k = Σ_{j≥k} γ^{j−k} r_j over turns. `normalize` divides each by its standard deviation + 1e-6.
     Source: 2505.10978; ω = 1 and γ = 0.95 as in its published settings. Assumes that states recur within a group, and
-    that an anchor tells which: the column `anchor` read at each turn's first action token. A state met
-    once adds nothing.
-    Ours: a rollout counts once in A^episode, however many turns it took; a group of one keeps A^episode = R.
+    that an anchor identifies them: the column `anchor` at each turn's first action token. A state that occurs once adds
+    nothing.
+    Ours: a rollout counts once in A^episode, for any number of turns; a group of one keeps A^episode = R.
     """
 
     step_weight: float = Field(1.0, ge=0, description="ω: weight of the comparison between steps from the same state")
