@@ -36,7 +36,7 @@ assert LEVEL is not None
 
 MUTATIONS = [
     Mutation(
-        "sign flip", SFT.__call__, "told = view.logp", "told = -view.logp", partial(supervised.test_sft, "token-mean")
+        "sign flip", SFT.__call__, "logp = view.logp", "logp = -view.logp", partial(supervised.test_sft, "token-mean")
     ),
     Mutation(
         "sign flip",
@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation(
         "own denominator",
         SFT.__call__,
-        "self.reduce_terms(told, view, denominators)",
-        "self.reduce_terms(told, view, Denominators.from_view(view))",
+        "self.reduce_terms(logp, view, denominators)",
+        "self.reduce_terms(logp, view, Denominators.from_view(view))",
         law.test_supervised_losses_do_not_depend_on_micro_batches_or_their_order,
     ),
     Mutation(
@@ -256,8 +256,8 @@ MUTATIONS = [
     Mutation(
         "dropped mask",
         SFT.__call__,
-        "told = view.logp",
-        'told = view.full_output("logp")[: len(view.action_index)]',
+        "logp = view.logp",
+        'logp = view.full_output("logp")[: len(view.action_index)]',
         law.test_supervised_losses_learn_from_their_own_tokens_and_look_at_no_others,
     ),
     Mutation(
@@ -277,8 +277,8 @@ MUTATIONS = [
     Mutation(
         "after a row's first action alone",
         _SampleBuilder.add,
-        "max(begins, self.length)",
-        "max(begins, self.length or len(turn.prompt))",
+        "max(observation_start, self.length)",
+        "max(observation_start, self.length or len(turn.prompt))",
         adapt.test_a_history_that_the_template_rewrote_has_the_observation_that_its_turn_names,
     ),
     Mutation(
@@ -291,7 +291,7 @@ MUTATIONS = [
     Mutation(
         "observed in each prompt",
         find_observation_starts,
-        "_common_prefix_length(prompt, other, before)",
+        "_common_prefix_length(prompt, earlier_prompt, before)",
         "before",
         partial(adapt.test_a_token_that_prompts_have_in_common_is_observed_once, 3),
     ),

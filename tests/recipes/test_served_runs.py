@@ -118,14 +118,14 @@ def test_what_servers_cannot_do_is_refused(sums: Path, capsys: Captured) -> None
             capsys, sums, place, **server, **{f"rollout.{name}": value}
         )
     carried = {**server, "rollout.weight_transport": "shm"}
-    assert "where servers reach the trainer, and by `rollout.weight_transport=shm` they do not" in refused_run(
+    assert "where servers reach the trainer, and with `rollout.weight_transport=shm` they do not" in refused_run(
         capsys, sums, place, **carried, rollout__address="10.0.0.1"
     )
     only = {"rollout.adapters": "only"}
     assert "there are none. Set `lora.rank`" in refused_run(capsys, sums, place, **server, **only)
-    assert "brings whole weights" in refused_run(capsys, sums, place, **carried, **only, lora__rank=2)
+    assert "sends whole weights" in refused_run(capsys, sums, place, **carried, **only, lora__rank=2)
     other = {"rollout": "sglang", "rollout.url": "http://127.0.0.1:9"}
-    assert "for servers of vLLM so far" in refused_run(capsys, sums, place, **other, **only, lora__rank=2)
+    assert "for servers of vLLM only" in refused_run(capsys, sums, place, **other, **only, lora__rank=2)
     assert "could not be reached" in failed(capsys, sums, place, **server)
 
 

@@ -118,5 +118,5 @@ def test_a_former_name_of_a_metric_is_answered_with_the_new_one(tmp_path: Path) 
         "level_share": "zero_variance_share",
         "eval/engine/resumed": "eval/engine/requests_resumed",
     }.items():
-        with pytest.raises(ConfigError, match=rf"metric '{old}'\. It is {new} now\. Those there are"):
+        with pytest.raises(ConfigError, match=rf"metric '{old}'\. It is {new} now\. The metrics are"):
             told([run(tmp_path / old.replace("/", "-"))], old)

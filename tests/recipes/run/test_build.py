@@ -198,7 +198,7 @@ def test_a_reward_that_gives_now_these_parts_and_now_those_stops_nothing(
 ) -> None:
     run = train(world, tmp_path / "run", **{"reward.path": f"{REWARDS}:moody", "steps": 2})
     message = capsys.readouterr().err
-    assert message.count("fewer named parts than others, which have long, short: what is missing counts as 0") == 1
+    assert message.count("fewer named parts than others, which have long, short. Missing parts count as 0") == 1
     assert {"reward/long", "reward/short"} <= step_metrics(run)[-1].keys()
 
 

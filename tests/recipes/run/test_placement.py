@@ -144,7 +144,7 @@ def test_servers_have_the_gpus_after_the_ranks(eight_gpus: None, world: Path) ->
     assert placed_on(ranks=8, **{"rollout.url": "http://127.0.0.1:1"}) == ()
     assert placed_on(cluster="ray", **{"rollout.devices": "[0]"}) == (0,)
     lines = describe_placement(run_of(world, rollout="vllm", **{"rollout.replicas": 2}), frozenset())
-    assert lines[-1] == "Servers sample on cuda:1, cuda:2, in processes of their own."
+    assert lines[-1] == "Servers sample on cuda:1, cuda:2, in separate processes."
 
 
 def test_gpus_over_ray_are_not_counted_where_the_controller_stands(eight_gpus: None, world: Path) -> None:
